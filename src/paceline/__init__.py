@@ -1,0 +1,33 @@
+"""paceline: data-parallel PyTorch training over slow, shared or uneven networks.
+
+How the layers stack, top to bottom; each imports only what is below it:
+
+    cli, testing                      verbs, and the conformance kit
+    distribute, training, worlds, report
+    collectives                       schedules as data, and the one Comm
+    methods, fusion                   when workers agree; in which pieces gradients travel
+    network                           clusters, links, workloads: described, no I/O
+    interfaces, tensors, instruments, errors, units
+"""
+
+from paceline.api import init, log, now, pace, rank, world_name, world_size
+from paceline.distribute import DistributedOptimizer, distribute
+from paceline.errors import PacelineError
+from paceline.methods.bsp import BSP
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BSP",
+    "DistributedOptimizer",
+    "PacelineError",
+    "__version__",
+    "distribute",
+    "init",
+    "log",
+    "now",
+    "pace",
+    "rank",
+    "world_name",
+    "world_size",
+]

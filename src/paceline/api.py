@@ -1,0 +1,60 @@
+"""What a training script calls beside `distribute`; the same in every world."""
+
+from __future__ import annotations
+
+from paceline.context import current_world
+from paceline.errors import UsageError
+from paceline.interfaces import World
+from paceline.worlds.real import join_world
+
+
+def init() -> None:
+    """Join the job: the worker that torchrun's variables name, or the virtual worker that
+    this script runs in; without either, a job of one.
+
+    Initializes torch.distributed if the script has not. Again is harmless.
+    """
+    join_world().connect()
+
+
+def rank() -> int:
+    """This worker's number, 0 to `world_size` - 1."""
+    return _world().rank
+
+
+def world_size() -> int:
+    """Number of workers."""
+    return _world().size
+
+
+def world_name() -> str:
+    """``"real"``, ``"emulated"`` or ``"virtual"``."""
+    return _world().name
+
+
+def now() -> float:
+    """Seconds on this world's clock, from an arbitrary origin."""
+    return _world().now()
+
+
+def pace(seconds: float) -> None:
+    """Spend *seconds* of compute time: sleeps, or moves the virtual clock.
+
+    In the virtual world a script that calls this is charged nothing else for computing,
+    and a worker of speed 0.5 takes twice as long.
+    """
+    if not seconds >= 0:
+        raise UsageError(f"pace(): expected zero or more seconds, got {seconds}")
+    _world().pace(seconds)
+
+
+def log(**metrics: object) -> None:
+    """Note metrics (numbers or one-element tensors) for the records and the tables."""
+    _world().journal.log(metrics)
+
+
+def _world() -> World:
+    world = current_world()
+    if world is None:
+        raise UsageError("call paceline.init() or paceline.distribute(...) first")
+    return world

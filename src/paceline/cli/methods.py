@@ -1,0 +1,10 @@
+"""``paceline methods``: what each method waits for, sends and guarantees."""
+
+from __future__ import annotations
+
+from paceline.methods.table import methods_page
+
+
+def methods() -> None:
+    """Print the page on all methods (docs/methods.md is made by this)."""
+    print(methods_page(), end="")

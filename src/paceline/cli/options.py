@@ -1,0 +1,113 @@
+"""Options that several verbs share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.errors import UsageError
+from paceline.network import Cluster, load_cluster, uniform_cluster
+
+Script = Annotated[
+    Path,
+    typer.Argument(metavar="SCRIPT", help="A training script.", show_default=False),
+]
+ScriptArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- SCRIPT-ARGS]",
+        help="After --: the script's own arguments.",
+        show_default=False,
+    ),
+]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SPEC",
+        help="NAME or NAME:key=value,...; wins over the script's method.",
+    ),
+]
+Steps = Annotated[
+    int | None, typer.Option(help="End training after this many optimizer steps.")
+]
+Seed = Annotated[int | None, typer.Option(help="Seed all random generators at start.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
+]
+Records = Annotated[
+    Path | None,
+    typer.Option(help="Folder for per-step records (JSON lines) and a trace."),
+]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", help="A cluster as a TOML file.")
+]
+Workers = Annotated[int | None, typer.Option(help="Number of workers.")]
+Link = Annotated[
+    str | None,
+    typer.Option(help="Goodput of each worker's link, each way. [default: 1gbit]"),
+]
+Latency = Annotated[
+    str | None, typer.Option(help="One-way latency between workers. [default: 50us]")
+]
+Forward = Annotated[
+    float | None,
+    typer.Option(help="Seconds of a forward pass. [default: 0.01]"),
+]
+Backward = Annotated[
+    float | None,
+    typer.Option(help="Seconds of a backward pass. [default: 0.02]"),
+]
+Jitter = Annotated[
+    float,
+    typer.Option(help="Relative standard deviation of a step's compute time."),
+]
+
+
+def check_script(script: Path) -> None:
+    """Raise `UsageError` if there is no such file."""
+    if not script.is_file():
+        raise UsageError(f"there is no script {script}")
+
+
+def make_cluster(
+    cluster: Path | None, workers: int | None, link: str | None, latency: str | None
+) -> Cluster:
+    """The cluster of ``--cluster FILE``, or of the short form."""
+    if cluster is not None:
+        for name, value in (
+            ("--workers", workers),
+            ("--link", link),
+            ("--latency", latency),
+        ):
+            if value is not None:
+                raise UsageError(
+                    f"{name} and --cluster contradict each other: the file says it all"
+                )
+        return load_cluster(cluster)
+    return uniform_cluster(
+        4 if workers is None else workers, link or "1gbit", latency or "50us"
+    )
+
+
+@contextmanager
+def standard_output_for_result(active: bool) -> Iterator[int]:
+    """Within it, what anybody prints goes to standard error; yields a descriptor of the
+    true standard output. Not *active*: nothing is moved."""
+    if not active:
+        yield 1
+        return
+    sys.stdout.flush()
+    true_output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield true_output
+    finally:
+        sys.stdout.flush()
+        os.dup2(true_output, 1)
+        os.close(true_output)

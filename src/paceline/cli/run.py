@@ -1,0 +1,57 @@
+"""``paceline run``: real worker processes, by torchrun's own launcher."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli import options as o
+from paceline.options import RunOptions
+from paceline.report.files import read_workers, write_run
+from paceline.worlds.launch import launch, split_arguments
+
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def run(
+    context: typer.Context,
+    workers: Annotated[
+        int | None, typer.Option(help="Worker processes on this machine.")
+    ] = None,
+    method: o.Method = None,
+    steps: o.Steps = None,
+    seed: o.Seed = None,
+    records: o.Records = None,
+    json: o.Json = False,
+) -> None:
+    """Run SCRIPT in real worker processes: [options] SCRIPT [-- SCRIPT-ARGS].
+
+    All of torchrun's options are passed through (--nnodes, --node-rank, --rdzv-endpoint,
+    ...): for several machines, run the same command on each.
+    """
+    torchrun_options, script, script_arguments = split_arguments(context.args)
+    o.check_script(Path(script))
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
+        o.standard_output_for_result(json) as output,
+    ):
+        result = Path(scratch) / "result.json"
+        options = RunOptions(
+            method=method,
+            steps=steps,
+            seed=seed,
+            json=json,
+            records=None if records is None else str(Path(records).resolve()),
+            result=str(result) if json else None,
+        )
+        status = launch(workers, torchrun_options, script, script_arguments, options)
+        if records is not None:
+            write_run(str(records), "records", *read_workers(str(records)))
+        if json and result.exists():
+            with open(output, "w", closefd=False) as stream:
+                stream.write(result.read_text())
+    sys.exit(status)

@@ -1,0 +1,81 @@
+"""``paceline simulate``: run a script once per worker, in virtual time."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline.cli import options as o
+from paceline.options import RunOptions
+from paceline.report.files import write_run
+from paceline.report.tables import print_results
+from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.worlds.virtual.script import result_of, run_script
+
+
+def simulate(
+    script: o.Script,
+    script_arguments: o.ScriptArguments = None,
+    workers: o.Workers = None,
+    link: o.Link = None,
+    latency: o.Latency = None,
+    cluster: o.ClusterFile = None,
+    method: o.Method = None,
+    steps: o.Steps = None,
+    seed: o.Seed = None,
+    forward: o.Forward = None,
+    backward: o.Backward = None,
+    jitter: o.Jitter = 0.0,
+    play: Annotated[
+        bool, typer.Option(help="Play ring collectives message by message too.")
+    ] = False,
+    lanes: Annotated[
+        int, typer.Option(help="Collectives a communicator moves at a time.")
+    ] = 2,
+    patience: Annotated[
+        float, typer.Option(help="Real seconds without progress before giving up.")
+    ] = 20.0,
+    records: o.Records = None,
+    json: o.Json = False,
+) -> None:
+    """Run SCRIPT once per virtual worker, in one process, on a virtual clock."""
+    o.check_script(script)
+    described = o.make_cluster(cluster, workers, link, latency)
+    compute = ComputeModel(
+        forward=0.01 if forward is None else forward,
+        backward=0.02 if backward is None else backward,
+        jitter=jitter,
+        seed=seed or 0,
+    )
+    simulation = Simulation(
+        described,
+        options=RunOptions(method=method, steps=steps, seed=seed),
+        compute=compute,
+        play=play,
+        lanes=lanes,
+        trace=records is not None,
+        patience=patience,
+    )
+    with o.standard_output_for_result(json) as output:
+        outcome = run_script(simulation, str(script), script_arguments or [])
+        result = result_of(outcome, described.workers)
+        print(f"network: {described.describe()}", file=sys.stderr)
+        print(f"compute: {compute.describe(outcome.paced_by_script)}", file=sys.stderr)
+        if outcome.paced_by_script and (forward is not None or backward is not None):
+            print(
+                "compute: --forward and --backward had no effect: the script calls "
+                "paceline.pace itself",
+                file=sys.stderr,
+            )
+        if records is not None:
+            all_steps = [step for j in outcome.journals for step in j.steps]
+            all_steps.sort(key=lambda record: (record.step, record.worker))
+            spans = [span for j in outcome.journals for span in j.spans]
+            write_run(str(records), "records", all_steps, spans + outcome.spans)
+        if json:
+            with open(output, "w", closefd=False) as stream:
+                print(result.to_json(), file=stream)
+        else:
+            print_results([(result.method, result)])

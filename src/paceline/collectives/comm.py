@@ -1,0 +1,124 @@
+"""The one `Comm`: over torch.distributed, whatever backend a world brings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from paceline.collectives.schedule import Ring, Schedule, Tree
+from paceline.interfaces import ReduceOperation, World
+
+_OPERATIONS = {
+    "mean": dist.ReduceOp.AVG,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+class TorchComm:
+    """A `Comm` over a torch.distributed process group.
+
+    Counts bytes and waits in *world*'s journal. A group of one moves nothing.
+    """
+
+    def __init__(self, world: World, group: dist.ProcessGroup | None = None) -> None:
+        self._world = world
+        self._group = group if group is not None else dist.group.WORLD
+        self._channels: dict[str, TorchComm] = {}
+        self._groups: dict[tuple[int, ...], TorchComm] = {}
+        self.rank = dist.get_rank(self._group)
+        self.size = dist.get_world_size(self._group)
+
+    def now(self) -> float:
+        return self._world.now()
+
+    def all_reduce(
+        self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
+    ) -> _WorkPending:
+        if self.size == 1:
+            return _WorkPending(self, None, "all_reduce")
+        self._count(Ring(self.size, _bytes(buffer)))
+        work = dist.all_reduce(
+            buffer, _OPERATIONS[operation], group=self._group, async_op=True
+        )
+        return _WorkPending(self, work, "all_reduce")
+
+    def broadcast(self, buffer: torch.Tensor, source: int = 0) -> _WorkPending:
+        if self.size == 1:
+            return _WorkPending(self, None, "broadcast")
+        self._count(Tree(self.size, _bytes(buffer), source))
+        work = dist.broadcast(
+            buffer, group=self._group, group_src=source, async_op=True
+        )
+        return _WorkPending(self, work, "broadcast")
+
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor
+    ) -> _WorkPending:
+        if self.size == 1:
+            output.copy_(buffer)
+            return _WorkPending(self, None, "reduce_scatter")
+        self._count(Ring(self.size, _bytes(buffer), rounds=1))
+        work = dist.reduce_scatter_single(
+            output, buffer, dist.ReduceOp.AVG, group=self._group, async_op=True
+        )
+        return _WorkPending(self, work, "reduce_scatter")
+
+    def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> _WorkPending:
+        if self.size == 1:
+            output.copy_(buffer)
+            return _WorkPending(self, None, "all_gather")
+        self._count(Ring(self.size, _bytes(output), rounds=1))
+        work = dist.all_gather_single(output, buffer, group=self._group, async_op=True)
+        return _WorkPending(self, work, "all_gather")
+
+    def channel(self, name: str) -> TorchComm:
+        if name not in self._channels:
+            ranks = dist.get_process_group_ranks(self._group)
+            group = dist.new_group(
+                ranks, use_local_synchronization=True, group_desc=name
+            )
+            self._channels[name] = TorchComm(self._world, group)
+        return self._channels[name]
+
+    def group(self, ranks: Sequence[int]) -> TorchComm:
+        key = tuple(ranks)
+        if key not in self._groups:
+            members = dist.get_process_group_ranks(self._group)
+            group = dist.new_group(
+                [members[rank] for rank in key],
+                use_local_synchronization=True,
+                sort_ranks=False,
+            )
+            self._groups[key] = TorchComm(self._world, group)
+        return self._groups[key]
+
+    def _count(self, schedule: Schedule) -> None:
+        self._world.journal.sent(schedule.bytes_sent(self.rank))
+
+    def _wait(self, work: dist.Work, name: str) -> None:
+        start = self._world.now()
+        work.wait()
+        self._world.journal.waited(name, start, self._world.now())
+
+
+class _WorkPending:
+    """A `Pending` over torch.distributed's work handle."""
+
+    __slots__ = ("_comm", "_name", "_work")
+
+    def __init__(self, comm: TorchComm, work: dist.Work | None, name: str) -> None:
+        self._comm = comm
+        self._work = work
+        self._name = name
+
+    def wait(self) -> None:
+        if self._work is not None:
+            work, self._work = self._work, None
+            self._comm._wait(work, self._name)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,207 @@
+"""Collectives as data: who sends how many bytes to whom, and after what.
+
+One list of transfers serves three readers: the virtual world *plays* it message by
+message, or *prices* it as one activity; the planner prices it without a world. Ranks here
+are positions in the group, 0 to n-1.
+
+A transfer may start when every transfer of an earlier step into its source has arrived:
+that is all the order there is. Messages between the same two ranks never overtake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Transfer(NamedTuple):
+    """*source* sends *size* bytes to *destination* in *step*."""
+
+    step: int
+    source: int
+    destination: int
+    size: int
+
+
+class Schedule(Protocol):
+    """A collective's transfers, and what they cost when nothing disturbs them."""
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        ...
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        """The transfers of one step."""
+        ...
+
+    def bytes_sent(self, rank: int) -> int:
+        """Bytes that *rank* sends in all."""
+        ...
+
+
+def segment(size: int, parts: int, index: int) -> int:
+    """Bytes of one of *parts* segments of *size* bytes: as equal as bytes allow, larger
+    ones first."""
+    base, extra = divmod(size, parts)
+    return base + (index % parts < extra)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Rings of ``rounds`` times n-1 steps over *size* bytes cut into n segments.
+
+    All-reduce is two rounds (reduce-scatter, then all-gather), reduce-scatter and
+    all-gather one each. In step s, rank r sends segment r - s to rank r + 1 (mod n): the
+    bandwidth-optimal algorithm of Patarasuk and Yuan (2009), section 3; gloo's and NCCL's
+    for large buffers.
+    """
+
+    ranks: int
+    size: int
+    rounds: int = 2
+
+    @property
+    def steps(self) -> int:
+        return self.rounds * (self.ranks - 1)
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        n = self.ranks
+        for rank in range(n):
+            size = segment(self.size, n, rank - number)
+            yield Transfer(number, rank, (rank + 1) % n, size)
+
+    def bytes_sent(self, rank: int) -> int:
+        n = self.ranks
+        # In one round a rank sends every segment but the one that would come next.
+        return sum(
+            self.size - segment(self.size, n, rank - (r + 1) * (n - 1))
+            for r in range(self.rounds)
+        )
+
+    @property
+    def bytes_per_connection(self) -> int:
+        """What the busiest connection carries: every step's largest segment.
+
+        The largest segment sets the pace: it travels all steps, and what is smaller waits
+        behind it.
+        """
+        return self.steps * -(-self.size // self.ranks)
+
+    def latency(self, one_way: Callable[[int, int], float]) -> float:
+        """Seconds of latency on the longest chain of dependent messages.
+
+        The segment that starts at rank k crosses ``steps`` edges in a row; the slowest
+        start counts. *one_way* gives seconds between two ranks.
+        """
+        n, steps = self.ranks, self.steps
+        edges = [one_way(rank, (rank + 1) % n) for rank in range(n)]
+        if steps <= 0:
+            return 0.0
+        if len(set(edges)) == 1:
+            return steps * edges[0]
+        laps, rest = divmod(steps, n)
+        chain = longest = math.fsum(edges[:rest])
+        for start in range(n - 1):  # slide the window of *rest* edges round the ring
+            chain += edges[(start + rest) % n] - edges[start]
+            longest = max(longest, chain)
+        return laps * math.fsum(edges) + longest
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A binomial tree from *root*: broadcast, or with *reduce* the same towards it.
+
+    In step s of a broadcast the ranks nearer than 2^s to the root (counted from it, mod n)
+    send to those 2^s further. Each pair starts as soon as its two ends are ready.
+    """
+
+    ranks: int
+    size: int
+    root: int = 0
+    reduce: bool = False
+
+    @property
+    def steps(self) -> int:
+        return (self.ranks - 1).bit_length()
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        distance = 1 << (self.steps - 1 - number if self.reduce else number)
+        for near in range(min(distance, self.ranks - distance)):
+            a = (self.root + near) % self.ranks
+            b = (self.root + near + distance) % self.ranks
+            if self.reduce:
+                a, b = b, a
+            yield Transfer(number, a, b, self.size)
+
+    def bytes_sent(self, rank: int) -> int:
+        place = (rank - self.root) % self.ranks
+        if self.reduce:
+            return 0 if place == 0 else self.size
+        # Children are 2^s further, for every step s after the one that reached *rank*.
+        first = place.bit_length()
+        return self.size * sum(
+            place + (1 << s) < self.ranks for s in range(first, self.steps)
+        )
+
+
+@dataclass(frozen=True)
+class Star:
+    """*root* sends *size* bytes to each other rank, or with *gather* receives them."""
+
+    ranks: int
+    size: int
+    root: int = 0
+    gather: bool = False
+
+    @property
+    def steps(self) -> int:
+        return 1
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        for rank in range(self.ranks):
+            if rank != self.root:
+                a, b = (rank, self.root) if self.gather else (self.root, rank)
+                yield Transfer(number, a, b, self.size)
+
+    def bytes_sent(self, rank: int) -> int:
+        if self.gather:
+            return 0 if rank == self.root else self.size
+        return self.size * (self.ranks - 1) if rank == self.root else 0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Every rank sends *size* bytes to each other one, at distance s + 1 in step s.
+
+    All-to-all; with a size of zero bytes and doubling distances it is a barrier
+    (dissemination, Hensgen, Finkel and Manber 1988): see `barrier`.
+    """
+
+    ranks: int
+    size: int
+    distances: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        return len(self.distances)
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        distance = self.distances[number]
+        for rank in range(self.ranks):
+            yield Transfer(number, rank, (rank + distance) % self.ranks, self.size)
+
+    def bytes_sent(self, rank: int) -> int:
+        return self.size * len(self.distances)
+
+
+def all_to_all(ranks: int, size: int) -> Exchange:
+    """Each rank sends *size* bytes to each other rank."""
+    return Exchange(ranks, size, tuple(range(1, ranks)))
+
+
+def barrier(ranks: int) -> Exchange:
+    """Nobody leaves before everybody came: ceil(log2 n) empty messages a rank."""
+    return Exchange(ranks, 0, tuple(1 << i for i in range((ranks - 1).bit_length())))

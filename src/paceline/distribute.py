@@ -1,0 +1,248 @@
+"""`distribute`: one line that makes a training script data-parallel."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline import fusion as fusion_rules
+from paceline import methods, spec
+from paceline.collectives.comm import TorchComm
+from paceline.errors import UsageError
+from paceline.interfaces import Method, World
+from paceline.startup import broadcast_tensors, check_same_everywhere, describe
+from paceline.training import Training
+from paceline.worlds.real import join_world
+
+OWN_KEYS = ("fusion",)
+"""Arguments of `distribute` that a spec may set, beside the method's own."""
+
+
+def distribute(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    method: str | Method | None = None,
+    fusion: str = "ddp",
+) -> DistributedOptimizer:
+    """Train *model* data-parallel; returns the optimizer to use from now on.
+
+    *method* is a name (``"bsp"``, the default), a spec (``"bsp:fusion=wfbp"``) or a method object;
+    *fusion* the rule that groups gradients into buckets: ``"ddp"``, ``"single"`` or
+    ``"wfbp"``. A method given on the command line wins over both.
+
+    Every rank calls this with the same model, options and kind of optimizer, and all
+    start from rank 0's parameters and buffers. Raises `UsageError` for what cannot work,
+    `ModelMismatchError` on every rank where ranks differ.
+    """
+    _check_arguments(model, optimizer)
+    world = join_world()
+    world.connect()
+    chosen, rule = _resolve(world, method, fusion)
+    parameters = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.numel()
+    ]
+    if not parameters:
+        raise UsageError("the model has no parameter that requires a gradient")
+
+    comm = TorchComm(world)
+    full_spec = str(spec.spec_of(chosen.name, chosen, fusion=rule))
+    options = f"{full_spec} with {type(optimizer).__name__}"
+    device = parameters[0][1].device
+    check_same_everywhere(comm, describe(model, options), device)
+    if comm.size > 1:
+        broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
+    training = Training(world, model, parameters, chosen, rule, comm)
+    world.journal.begin(full_spec)
+    wrapped = DistributedOptimizer._wrap(optimizer, training, world)
+    world.at_exit(wrapped.finish)
+    return wrapped
+
+
+class TrainingEnded(SystemExit):
+    """Ends the script after ``--steps N``: exit status 0, wherever the script loops."""
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """The user's optimizer, in step with all other workers.
+
+    It is a `torch.optim.Optimizer` whose groups, state and defaults are those of the one
+    that was wrapped, so schedulers, scalers and checkpoints work as they did. Made by
+    `distribute`, not by hand.
+    """
+
+    _inner: torch.optim.Optimizer
+    _training: Training
+    _world: World
+    _finished: bool
+
+    @classmethod
+    def _wrap(
+        cls, inner: torch.optim.Optimizer, training: Training, world: World
+    ) -> DistributedOptimizer:
+        self = cls.__new__(cls)
+        self._inner, self._training, self._world = inner, training, world
+        self._finished = False
+        # Not __init__: it would copy the groups. What unpickling does sets up the rest.
+        self.__setstate__({})
+        return self
+
+    # ---- the wrapped optimizer's own ----
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self._inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._inner.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, as torch's optimizers do."""
+        self._inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, in torch's own form."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict`, or the unwrapped optimizer's, gave."""
+        self._inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the parameters' buckets are made when training begins."""
+        raise UsageError(
+            "add_param_group after distribute: gradients of new parameters would not be "
+            "averaged. Add the group first, then call distribute"
+        )
+
+    def __repr__(self) -> str:
+        return f"Distributed[{self._world.journal.method}]({self._inner!r})"
+
+    # ---- training ----
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, loss: Any = None
+    ) -> float | None:
+        """Update the parameters.
+
+        *loss* is this worker's loss, where a method wants to see it (none does yet); it
+        is logged as ``loss``. Raises `UsageError` after `finish`.
+        """
+        if self._finished:
+            raise UsageError(
+                "step() after finish(): the other workers no longer wait for this one"
+            )
+        if loss is not None:
+            self._world.journal.log({"loss": loss})
+        if closure is None:
+            self._training.before_update()
+            result = self._inner.step()
+        else:
+            result = self._inner.step(closure)
+        self._training.after_update()
+        self._world.journal.step()
+        if len(self._world.journal.steps) == self._world.options.steps:
+            self.finish()
+            raise TrainingEnded(0)
+        return result
+
+    def no_sync(self) -> Any:
+        """``with optimizer.no_sync():`` backward passes only accumulate, nothing is sent.
+
+        The first backward pass outside it averages what was accumulated.
+        """
+        return self._training.no_sync()
+
+    def finish(self) -> None:
+        """This worker is out of data: keep the others company until all are.
+
+        Afterwards all models are equal. Called at exit if the script does not; again is
+        harmless.
+        """
+        if not self._finished:
+            self._finished = True
+            self._training.finish()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """``with optimizer.join():`` around a loop that is shorter on some workers."""
+        yield
+        self.finish()
+
+    @contextmanager
+    def consolidated(self) -> Iterator[None]:
+        """Within it the model holds the method's documented result, to evaluate or save.
+
+        For bsp that is what it holds anyway; buffers are this rank's own, and rank 0's
+        are the ones that training goes on from.
+        """
+        undo = self._training.consolidate()
+        try:
+            yield
+        finally:
+            undo()
+
+
+def _check_arguments(model: object, optimizer: object) -> None:
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "the model is wrapped in DistributedDataParallel, which averages gradients "
+            "itself: pass the plain model (model.module) to distribute"
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"distribute(model, ...): expected a torch.nn.Module, got {type(model).__name__}"
+        )
+    if isinstance(optimizer, DistributedOptimizer):
+        raise UsageError("the optimizer was given to distribute before: wrap it once")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            "distribute(model, optimizer): expected a torch.optim.Optimizer, got "
+            f"{type(optimizer).__name__}"
+        )
+    known = {id(parameter) for parameter in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise UsageError(
+                    f"parameter {position} of the optimizer's group {number} "
+                    f"(shape {tuple(parameter.shape)}) is not one of the model's: its "
+                    "gradient would not be averaged. Pass the module that owns all of them"
+                )
+
+
+def _resolve(
+    world: World, method: str | Method | None, fusion: str
+) -> tuple[Method, str]:
+    """The method object and fusion rule, the command line's before the script's."""
+    override = world.options.method
+    if override is None and method is not None and not isinstance(method, str):
+        return method, fusion_rules.check_rule(fusion)
+    text = override or method or "bsp"
+    assert isinstance(text, str)
+    chosen, rest = methods.make(spec.parse(text), set(OWN_KEYS))
+    if override is not None and method is not None and world.rank == 0:
+        print(
+            f"paceline: --method {override} overrides the script's {method!r}",
+            file=sys.stderr,
+        )
+    return chosen, fusion_rules.check_rule(rest.get("fusion", fusion))

@@ -1,0 +1,53 @@
+"""Every error that paceline raises on purpose, named by whose fault it is.
+
+A message says what was expected, what came, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PacelineError(Exception):
+    """Base of all errors raised by paceline."""
+
+
+class UsageError(PacelineError, ValueError):
+    """The caller asked for something that does not exist or cannot work."""
+
+
+class ClusterError(UsageError):
+    """A cluster description that cannot be."""
+
+
+class ModelMismatchError(PacelineError):
+    """The ranks of one job do not hold the same model or the same options."""
+
+
+class GradientError(PacelineError):
+    """A gradient came at a moment, or in a form, that cannot be averaged."""
+
+
+class CollectiveMismatchError(PacelineError):
+    """The ranks of a communicator issued different collectives."""
+
+
+class DeadlockError(PacelineError):
+    """Every worker waits, and nothing is left that could wake one of them."""
+
+
+class WorkerFailedError(PacelineError):
+    """A worker's script raised; the job ended for all of them."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def unknown(kind: str, got: str, allowed: Iterable[str]) -> str:
+    """One sentence for a word that nobody knows, with the nearest one that is known."""
+    names = sorted(allowed)
+    near = difflib.get_close_matches(got, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {kind} {got!r}.{hint} Known: {', '.join(names) or 'none'}."

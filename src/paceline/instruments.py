@@ -1,0 +1,117 @@
+"""What is observed of a worker: a ledger, a record per step, metrics, spans.
+
+Mechanisms count here; methods contain no logging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from paceline.errors import UsageError
+
+
+class Span(NamedTuple):
+    """Something that took time on one worker: *start* and *end* in seconds.
+
+    *row* is where a trace shows it: ``"compute"``, ``"wait"``, ``"world lane 0"``.
+    """
+
+    worker: int
+    row: str
+    name: str
+    start: float
+    end: float
+
+
+class StepRecord(msgspec.Struct, kw_only=True):
+    """One optimizer step of one worker: from the end of the one before to its own end.
+
+    *end_seconds* counts from the start of training on this world's clock.
+    *compute_seconds* is all of the step that was not spent waiting for the network.
+    """
+
+    worker: int
+    step: int
+    end_seconds: float
+    step_seconds: float
+    compute_seconds: float
+    exposed_communication_seconds: float
+    bytes_sent: int
+    metrics: dict[str, float]
+
+
+class Journal:
+    """One worker's observations.
+
+    *now* is its world's clock. *keep_spans*: remember spans for a trace.
+    """
+
+    def __init__(
+        self, worker: int, now: Callable[[], float], *, keep_spans: bool = False
+    ) -> None:
+        self.worker = worker
+        self.method = ""
+        self.steps: list[StepRecord] = []
+        self.metrics: dict[str, float] = {}
+        self.spans: list[Span] = []
+        self._now = now
+        self._keep_spans = keep_spans
+        self._fresh_metrics: dict[str, float] = {}
+        self._bytes_sent = 0
+        self._wait_seconds = 0.0
+        self._began = self._last_end = 0.0
+
+    def begin(self, method: str) -> None:
+        """Training begins: steps are measured from here."""
+        self.method = method
+        self._began = self._last_end = self._now()
+        self._bytes_sent, self._wait_seconds = 0, 0.0
+
+    def sent(self, count: int) -> None:
+        """Count bytes that this worker puts on the network."""
+        self._bytes_sent += count
+
+    def waited(self, name: str, start: float, end: float) -> None:
+        """Count a wait for the network."""
+        self._wait_seconds += end - start
+        self.observe(Span(self.worker, "wait", name, start, end))
+
+    def observe(self, span: Span) -> None:
+        """Keep a span, if anybody asked for a trace."""
+        if self._keep_spans:
+            self.spans.append(span)
+
+    def log(self, metrics: dict[str, object]) -> None:
+        """Note metrics: they go into the next step's record and into the last values."""
+        for name, value in metrics.items():
+            try:
+                number = float(value.detach() if hasattr(value, "detach") else value)  # type: ignore[arg-type]
+            except (TypeError, ValueError):
+                raise UsageError(
+                    f"log({name}=...): expected a number or a tensor of one element, "
+                    f"got {type(value).__name__}"
+                ) from None
+            self._fresh_metrics[name] = self.metrics[name] = number
+
+    def step(self) -> None:
+        """An optimizer step has ended."""
+        end = self._now()
+        duration = end - self._last_end
+        self.steps.append(
+            StepRecord(
+                worker=self.worker,
+                step=len(self.steps) + 1,
+                end_seconds=end - self._began,
+                step_seconds=duration,
+                compute_seconds=duration - self._wait_seconds,
+                exposed_communication_seconds=self._wait_seconds,
+                bytes_sent=self._bytes_sent,
+                metrics=self._fresh_metrics,
+            )
+        )
+        self._last_end = end
+        self._fresh_metrics = {}
+        self._bytes_sent, self._wait_seconds = 0, 0.0

@@ -1,0 +1,238 @@
+"""Every seam of paceline in one file: what a method sees, and what a world brings.
+
+- `Method`: when, and with whom, workers agree. It is given a `Run` and nothing else.
+- `Run`: one worker's training, as its method sees it: buckets, `Comm`, who takes part.
+- `Comm`: asynchronous collectives; each returns a `Pending`.
+- `World`: where a worker lives: its rank, its clock, its way to spend compute time.
+
+No seam here has a time-out of its own: when a peer is gone, the world's transport raises
+(gloo and NCCL by connection loss, the virtual world at once), and every call here lets
+that error through. After an error from a collective the contents of its buffer are
+undefined and the communicator must not be used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+
+from paceline.instruments import Journal
+from paceline.options import RunOptions
+from paceline.tensors import Bucket
+
+UpdatesOn = Literal["worker", "method", "server"]
+"""Who applies the optimizer: the user's ``step()``, the method piece by piece, a server."""
+
+GradientSeen = Literal["mean", "local-kept", "local-sent"]
+"""What ``.grad`` holds between ``backward()`` and ``step()``: the mean over workers; the
+worker's own, still to be used; the worker's own, already sent (changing it is useless)."""
+
+ReduceOperation = Literal["mean", "sum", "max"]
+
+
+class Pending(Protocol):
+    """The handle of an operation under way.
+
+    There is no ``done()``: its answer would differ between ranks, and methods that
+    branch on it would part ways.
+    """
+
+    def wait(self) -> None:
+        """Return when the result is in the buffers that were handed over.
+
+        Raises what the transport raises when a peer is lost; the buffers are then
+        undefined. A second call returns at once.
+        """
+        ...
+
+
+class Comm(Protocol):
+    """One worker's end of a group of workers.
+
+    A buffer handed over is Comm's until its Pending has been waited for: do not read or
+    write it before. Collectives must be issued in the same order on every rank; different
+    channels and groups are not ordered with respect to each other, and one communicator
+    is not an ordered queue either (gloo runs two at a time): wait for a result before
+    issuing what reads it.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This worker's position in the group, 0 to size - 1."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of workers in the group."""
+        ...
+
+    def all_reduce(
+        self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
+    ) -> Pending:
+        """Replace *buffer* on every rank by its mean, sum or maximum over ranks."""
+        ...
+
+    def broadcast(self, buffer: torch.Tensor, source: int = 0) -> Pending:
+        """Replace *buffer* by the one of rank *source*."""
+        ...
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        """*output* (size k) becomes this rank's part of the mean of *buffer*
+        (size n times k)."""
+        ...
+
+    def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        """*output* (size n times k) becomes all ranks' *buffer* (size k), in rank order."""
+        ...
+
+    def channel(self, name: str) -> Comm:
+        """A queue of its own over the same workers: what is issued there never queues
+        behind what is issued here, though both share the network. Collective: every rank
+        asks for the same channels in the same order."""
+        ...
+
+    def group(self, ranks: Sequence[int]) -> Comm:
+        """The group of some of these workers. Only its members call this; groups are
+        kept, so asking again is cheap."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on this world's clock, from an arbitrary origin."""
+        ...
+
+
+class Run(Protocol):
+    """One worker's training as its method sees it."""
+
+    @property
+    def comm(self) -> Comm:
+        """The group of all workers."""
+        ...
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The gradient's pieces, in the order in which every rank delivers them."""
+        ...
+
+    @property
+    def active(self) -> bool:
+        """False once this worker is out of data: it only keeps the others company."""
+        ...
+
+    participants: list[int]
+    """Ranks that still train, equal on all ranks; a roll call brings it up to date."""
+
+    def keep_company(self) -> None:
+        """Go through one step's moments without data: zeros in every bucket."""
+        ...
+
+
+@runtime_checkable
+class Method(Protocol):
+    """When, and with whom, workers agree: a frozen dataclass of hyperparameters.
+
+    ``init`` makes the state: one explicit object, picklable between steps. Then come the
+    moments of a step, in this order; a method defines those that it needs, each with
+    the arguments ``(state, run, ...)``:
+
+    1. ``step_begins(state, run)``: the first forward with gradients after a backward
+       that ended.
+    2. ``before_use(state, run, bucket)``: parameters of *bucket* are about to be read by
+       the module that owns them; once after each step, at the first forward of any kind.
+    3. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer;
+       backward still runs. Always in plan order, on every rank.
+    4. ``backward_ended(state, run)``: all buckets were delivered. A tensor that took no
+       part on this rank is zero in its buffer and False in ``bucket.used``.
+    5. ``after_update(state, run)``: the user's optimizer has stepped.
+    6. ``finish(state, run)``: this worker is out of data. Returns when the documented
+       result is in the model.
+    7. ``consolidate(state, run)``: put the documented result into the model, for an
+       evaluation, and return what undoes it. Not collective unless the method says so.
+       Law: training with and without consolidations in between is bit-equal.
+
+    A submodule that is called directly skips moment 1, and a parameter that is used
+    functionally skips 1 and 2.
+
+    An exception from a moment reaches the user's script out of ``forward``,
+    ``backward()`` or ``step()``; the training cannot go on after it.
+    """
+
+    name: ClassVar[str]
+    """The registry's name: lower case, with hyphens."""
+
+    @property
+    def updates_on(self) -> UpdatesOn: ...
+
+    @property
+    def gradient_seen_by_user(self) -> GradientSeen: ...
+
+    def init(self, run: Run) -> Any:
+        """Make the method's state for this run. Collective."""
+        ...
+
+
+class World(Protocol):
+    """Where one worker lives."""
+
+    name: ClassVar[str]
+    """``"real"``, ``"emulated"`` or ``"virtual"``."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def options(self) -> RunOptions:
+        """What the command line decided for this run."""
+        ...
+
+    @property
+    def journal(self) -> Journal:
+        """Where this worker's steps, bytes, waits and metrics are counted."""
+        ...
+
+    @property
+    def compute(self) -> Compute | None:
+        """Where a model's compute time is charged; None where it passes by itself."""
+        ...
+
+    def connect(self) -> None:
+        """Make sure that torch.distributed is initialized. Collective."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on this world's clock, from an arbitrary origin."""
+        ...
+
+    def pace(self, seconds: float) -> None:
+        """Spend *seconds* of compute time (at a speed of 1)."""
+        ...
+
+    def at_exit(self, action: Callable[[], None]) -> None:
+        """Call *action* when this worker's script ends without an error."""
+        ...
+
+
+class Compute(Protocol):
+    """Charges a model's compute time, where no real time passes for it."""
+
+    def model(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """The model's trainable tensors and their gradients' bytes, in registration
+        order."""
+        ...
+
+    def forward(self, samples: int | None, training: bool) -> None:
+        """A forward pass begins, over *samples* samples (None: not known)."""
+        ...
+
+    def gradient(self, index: int) -> None:
+        """The gradient of one tensor was computed."""
+        ...
+
+    def step_ended(self) -> None:
+        """The optimizer stepped: the next step draws its own jitter."""
+        ...

@@ -1,0 +1,35 @@
+"""The registry of synchronization methods: one row each.
+
+``METHODS`` maps a method's name to its class. `make` turns a spec into a method object.
+"""
+
+from __future__ import annotations
+
+from paceline.errors import UsageError, unknown
+from paceline.interfaces import Method
+from paceline.methods.bsp import BSP
+from paceline.spec import Spec, convert_fields, field_types
+
+METHODS: dict[str, type[Method]] = {
+    BSP.name: BSP,
+}
+
+
+def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
+    """The method that *spec* names, and the keys that are not its own.
+
+    *others* are keys that somebody else takes. Raises `UsageError` for an unknown name, an
+    unknown key, or a value of the wrong type.
+    """
+    if spec.name not in METHODS:
+        raise UsageError(unknown("method", spec.name, METHODS))
+    cls = METHODS[spec.name]
+    own_keys = set(field_types(cls))
+    for key in spec.values:
+        if key not in own_keys | others:
+            raise UsageError(
+                unknown(f"key for method {spec.name!r}", key, own_keys | others)
+            )
+    mine = {key: value for key, value in spec.values.items() if key in own_keys}
+    rest = {key: value for key, value in spec.values.items() if key not in own_keys}
+    return cls(**convert_fields(cls, mine)), rest

@@ -1,0 +1,64 @@
+"""Who takes part: a second round, held only in steps where some rank asks for it.
+
+A rank asks when a tensor took no part in its backward pass, or when it is out of data. It
+must tell the others before any of them uses the mean, in a step that everybody else
+thinks ordinary. A flag in every message would be padding, so the request travels inside
+the gradient: the last element of the last bucket becomes NaN, and so does its mean on every
+rank. All ranks then see the same NaN and hold the second round together: which ranks
+train, which tensors were used anywhere, and the true value of that one element. A
+genuine NaN there costs a round and stays a NaN. In ordinary steps nothing is sent.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paceline.interfaces import Run
+
+
+def ask_for_roll_call(run: Run) -> torch.Tensor:
+    """Ask, if this rank has something to tell. Call before the last bucket is sent.
+
+    Returns this rank's own value of the element that carries the request.
+    """
+    element = _last_element(run.buckets[-1].buffer)
+    own = element.clone()
+    if not run.active or not all(all(bucket.used) for bucket in run.buckets):
+        element.fill_(math.nan)
+    return own
+
+
+def answer_roll_call(run: Run, own: torch.Tensor) -> None:
+    """Hold the second round if anybody asked. Call when all means are in.
+
+    Afterwards a mean is over the ranks that still train, ``bucket.used`` says which
+    tensors were used on any rank, and `Run.participants` is up to date.
+    """
+    element = _last_element(run.buckets[-1].buffer)
+    if not math.isnan(element.item()):
+        return
+    n = run.comm.size
+    used = [float(flag) for bucket in run.buckets for flag in bucket.used]
+    ballot = torch.zeros(n + len(used) + 1, dtype=torch.float64, device=own.device)
+    if run.active:
+        ballot[run.comm.rank] = 1.0
+        ballot[n:-1] = torch.tensor(used, dtype=torch.float64)
+        ballot[-1:] = own
+    run.comm.all_reduce(ballot, "sum").wait()
+
+    element.copy_(ballot[-1:] / n)
+    votes = ballot.tolist()
+    run.participants = [rank for rank in range(n) if votes[rank]]
+    flags = iter(votes[n:-1])
+    for bucket in run.buckets:
+        bucket.used[:] = [next(flags) > 0 for _ in bucket.used]
+        if 0 < len(run.participants) < n:
+            bucket.buffer.mul_(n / len(run.participants))
+
+
+def _last_element(buffer: torch.Tensor) -> torch.Tensor:
+    """The element that carries the request, as a real tensor of size 1."""
+    flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+    return flat[-1:]

@@ -1,0 +1,46 @@
+"""The page on all methods, made from the registry and from their docstrings."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from typing import Any
+
+from paceline.interfaces import Method
+from paceline.methods import METHODS
+
+_HEAD = """# Methods
+
+Made by `paceline methods` from the registry; do not edit. *Updates on*: where the optimizer
+runs. *Gradient seen*: what `.grad` holds between `backward()` and `step()`.
+
+| method | keys | updates on | gradient seen | waits for | sends | guarantees |
+|---|---|---|---|---|---|---|
+"""
+
+
+def methods_page() -> str:
+    """Markdown: one row per registered method."""
+    rows = []
+    for name, cls in sorted(METHODS.items()):
+        page = inspect.getdoc(sys.modules[cls.__module__]) or ""
+        method: Method = cls()
+        shape: Any = cls
+        keys = ", ".join(f"`{f.name}={f.default}`" for f in dataclasses.fields(shape))
+        cells = [
+            f"`{name}`",
+            keys or "-",
+            method.updates_on,
+            method.gradient_seen_by_user,
+            *(_sentence(page, word) for word in ("Waits for", "Sends", "Guarantees")),
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    return _HEAD + "\n".join(rows) + "\n"
+
+
+def _sentence(page: str, label: str) -> str:
+    """The sentence ``Label: ... .`` of a method's docstring."""
+    text = " ".join(page.split())
+    start = text.index(f"{label}: ") + len(label) + 2
+    return text[start : text.index(".", start)]

@@ -1,0 +1,131 @@
+"""How concurrent transfers share links: max-min fairness over connections.
+
+Theory of operation
+-------------------
+An `Activity` is one transfer, or one collective whose connections all move at the same
+rate. It counts on a link as its number of connections there (its *demand*): a ring whose
+ranks cross an uplink three times has demand 3 on it. All connections of an activity have
+one rate, the smallest fair share over its links; what it cannot use elsewhere is given
+to the others (progressive filling: find the tightest link, freeze what crosses it,
+repeat). This is the model of SimGrid's parallel tasks (bottleneck max-min fairness).
+
+Rates change only when an activity starts or ends or a capacity changes, so between those
+instants every activity has one predicted end. `Sharing` holds no clock: its driver calls
+`settle(now)` once per such instant and asks for `next_end()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+# Ends that differ by rounding alone are one instant; without this a symmetric pattern
+# falls apart into one instant per flow.
+_SAME_INSTANT = 1e-12
+
+
+class Activity:
+    """A transfer in progress: *size* bytes still to go on each of its connections.
+
+    *demand* maps a directed link to this activity's number of connections on it; the
+    driver calls *done* with the instant at which the last byte has left.
+    """
+
+    __slots__ = ("demand", "done", "end", "rate", "remaining")
+
+    def __init__(
+        self, demand: Mapping[int, int], size: float, done: Callable[[float], None]
+    ) -> None:
+        self.demand = demand
+        self.remaining = float(size)
+        self.done = done
+        self.rate = 0.0
+        self.end = math.inf
+
+
+class Sharing:
+    """Activities on links of given capacities, in bytes per second."""
+
+    def __init__(self, capacities: Sequence[float]) -> None:
+        self.capacities = list(capacities)
+        self._active: dict[Activity, None] = {}  # insertion-ordered: deterministic
+        self._settled = 0.0
+        self._changed = False
+
+    def start(self, activity: Activity) -> None:
+        """Add *activity* from the instant of the next `settle` on."""
+        self._active[activity] = None
+        self._changed = True
+
+    def set_capacity(self, link: int, rate: float) -> None:
+        """Change a link's capacity from the instant of the next `settle` on."""
+        self.capacities[link] = rate
+        self._changed = True
+
+    def settle(self, now: float) -> list[Activity]:
+        """Move time to *now*; take out and return what ended, and share anew if needed.
+
+        What `start` added since the last call moves from *now* on.
+        """
+        elapsed = now - self._settled
+        assert elapsed >= 0, "time can't go backwards"
+        self._settled = now
+        horizon = now + _SAME_INSTANT * abs(now)
+        ended = [a for a in self._active if a.end <= horizon]
+        for activity in ended:
+            del self._active[activity]
+        if ended:
+            self._changed = True
+        if elapsed:
+            for activity in self._active:
+                if activity.rate:
+                    activity.remaining -= activity.rate * elapsed
+        if self._changed:
+            self._changed = False
+            self._share(now)
+        return ended
+
+    def next_end(self) -> float:
+        """When the next activity ends if nothing changes; infinite if none does."""
+        return min((a.end for a in self._active), default=math.inf)
+
+    def _share(self, now: float) -> None:
+        left: dict[int, float] = {}
+        load: dict[int, int] = {}
+        for activity in self._active:
+            for link, connections in activity.demand.items():
+                load[link] = load.get(link, 0) + connections
+                left[link] = self.capacities[link]
+        waiting = list(self._active)
+        while waiting:
+            tightest = min(
+                (left[link] / load[link] for link in load if load[link]),
+                default=math.inf,
+            )
+            tight = {
+                link
+                for link in load
+                if load[link]
+                and left[link] / load[link] <= tightest * (1 + _SAME_INSTANT)
+            }
+            still_waiting = []
+            for activity in waiting:
+                if tight.isdisjoint(activity.demand) and tightest < math.inf:
+                    still_waiting.append(activity)
+                    continue
+                self._set_rate(activity, max(0.0, tightest), now)
+                for link, connections in activity.demand.items():
+                    load[link] -= connections
+                    if tightest < math.inf:
+                        left[link] = max(0.0, left[link] - tightest * connections)
+            waiting = still_waiting
+
+    @staticmethod
+    def _set_rate(activity: Activity, rate: float, now: float) -> None:
+        if rate == activity.rate and activity.end < math.inf:
+            return  # same rate, same end: do not let rounding move it
+        activity.rate = rate
+        if activity.remaining <= 0 or rate == math.inf:
+            activity.end = now
+        else:
+            activity.end = now + activity.remaining / rate if rate else math.inf

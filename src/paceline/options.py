@@ -1,0 +1,74 @@
+"""What the command line decided for one run, whatever its script says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Decisions of the command line; None leaves each to the script.
+
+    *method*: a spec that overrides the script's. *steps*: end training after so many
+    optimizer steps. *seed*: seed every random generator at start. *json*: print the
+    result object at the end, or with *result* write it to that file. *records*: a folder
+    for per-step records.
+    """
+
+    method: str | None = None
+    steps: int | None = None
+    seed: int | None = None
+    json: bool = False
+    records: str | None = None
+    result: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"--steps: expected 1 or more, got {self.steps}")
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that carry these options to worker processes."""
+        values = {
+            "PACELINE_METHOD": self.method,
+            "PACELINE_STEPS": self.steps,
+            "PACELINE_SEED": self.seed,
+            "PACELINE_JSON": "1" if self.json else None,
+            "PACELINE_RECORDS": self.records,
+            "PACELINE_RESULT": self.result,
+        }
+        return {key: str(value) for key, value in values.items() if value is not None}
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] = os.environ
+    ) -> RunOptions:
+        """Read back what `to_environment` wrote, or a person set."""
+
+        def whole(key: str) -> int | None:
+            text = environment.get(key)
+            if not text:
+                return None
+            try:
+                return int(text)
+            except ValueError:
+                raise UsageError(
+                    f"environment variable {key}: expected a whole number, got {text!r}"
+                ) from None
+
+        json = environment.get("PACELINE_JSON", "0")
+        if json not in ("", "0", "1"):
+            raise UsageError(
+                f"environment variable PACELINE_JSON: expected 0 or 1, got {json!r}"
+            )
+        return cls(
+            method=environment.get("PACELINE_METHOD") or None,
+            steps=whole("PACELINE_STEPS"),
+            seed=whole("PACELINE_SEED"),
+            json=json == "1",
+            records=environment.get("PACELINE_RECORDS") or None,
+            result=environment.get("PACELINE_RESULT") or None,
+        )

@@ -1,0 +1,1 @@
+"""Results for people and programs: one object a run, tables, records, traces."""

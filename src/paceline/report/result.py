@@ -1,0 +1,100 @@
+"""One run in one object: what ``--json`` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, median
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from paceline.instruments import Journal, StepRecord
+
+
+class Summary(msgspec.Struct, array_like=True):
+    """One worker's run in numbers: its steps, and medians over them."""
+
+    steps: float
+    step_seconds: float
+    compute_seconds: float
+    exposed_communication_seconds: float
+    bytes_sent: float
+
+    @classmethod
+    def of(cls, journal: Journal) -> Summary:
+        """Medians over all steps but the first, which carries the start-up's costs."""
+        steps = journal.steps[1:] or journal.steps
+
+        def middle(field: str) -> float:
+            if not steps:
+                return math.nan
+            return float(median(getattr(step, field) for step in steps))
+
+        return cls(
+            len(journal.steps),
+            middle("step_seconds"),
+            middle("compute_seconds"),
+            middle("exposed_communication_seconds"),
+            middle("bytes_sent"),
+        )
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What one run took: per-step figures are medians over a worker's steps (without the
+    first), then means over workers; *metrics* are the last values that rank 0 logged."""
+
+    world: str
+    workers: int
+    method: str
+    steps: int
+    step_seconds: float | None
+    compute_seconds: float | None
+    exposed_communication_seconds: float | None
+    bytes_sent_per_worker: float | None
+    metrics: dict[str, float]
+
+    @classmethod
+    def of(
+        cls, world: str, workers: int, journal: Journal, summaries: Sequence[Summary]
+    ) -> Result:
+        """From rank 0's *journal* and every worker's summary."""
+
+        def mean(field: str) -> float | None:
+            values = [getattr(s, field) for s in summaries if s.steps]
+            return fmean(values) if values else None
+
+        return cls(
+            world=world,
+            workers=workers,
+            method=journal.method,
+            steps=int(max(s.steps for s in summaries)),
+            step_seconds=mean("step_seconds"),
+            compute_seconds=mean("compute_seconds"),
+            exposed_communication_seconds=mean("exposed_communication_seconds"),
+            bytes_sent_per_worker=mean("bytes_sent"),
+            metrics=journal.metrics,
+        )
+
+    def to_json(self) -> str:
+        """One line. Values that are not finite become null: JSON has no words for them."""
+        return msgspec.json.encode(self).decode()
+
+
+def gather_summaries(mine: Summary) -> list[Summary]:
+    """Every rank's summary, in rank order. Collective over the default group."""
+    own = torch.tensor(msgspec.to_builtins(mine), dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        own = own.cuda()
+    everyone = torch.empty(
+        dist.get_world_size() * own.numel(), dtype=torch.float64, device=own.device
+    )
+    dist.all_gather_single(everyone, own)
+    rows = everyone.view(-1, own.numel()).tolist()
+    return [msgspec.convert(row, Summary) for row in rows]
+
+
+def encode_steps(steps: Sequence[StepRecord]) -> bytes:
+    """JSON lines, one per step."""
+    return msgspec.json.Encoder().encode_lines(steps)

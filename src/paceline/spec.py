@@ -1,0 +1,90 @@
+"""Specs: ``"ssp:staleness=3,fusion=wfbp"``, typed by the dataclass that they fill."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from paceline.errors import UsageError, unknown
+
+_SPEC = re.compile(r"([a-z0-9-]+)(?::(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A name and the texts of its keys."""
+
+    name: str
+    values: dict[str, str]
+
+    def __str__(self) -> str:
+        pairs = ",".join(f"{key}={value}" for key, value in self.values.items())
+        return f"{self.name}:{pairs}" if pairs else self.name
+
+
+def parse(text: str) -> Spec:
+    """Split a spec into its name and its keys' texts; raises `UsageError`."""
+    match = _SPEC.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(
+            f"expected NAME or NAME:key=value,key=value, got {text!r}: "
+            "names are lower case with hyphens"
+        )
+    values: dict[str, str] = {}
+    for part in match[2].split(",") if match[2] is not None else []:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not key or not equals or not value:
+            raise UsageError(f"in spec {text!r}: expected key=value, got {part!r}")
+        if key in values:
+            raise UsageError(f"in spec {text!r}: key {key!r} is given twice")
+        values[key] = value
+    return Spec(match[1], values)
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def convert_fields(cls: type, values: Mapping[str, str]) -> dict[str, Any]:
+    """Texts to values of the types that *cls*'s fields have; raises `UsageError`."""
+    types = field_types(cls)
+    return {key: convert(key, text, types[key]) for key, text in values.items()}
+
+
+def convert(key: str, text: str, wanted: Any) -> Any:
+    """One text to a value of type *wanted*: bool, int, float, str or a Literal."""
+    if typing.get_origin(wanted) is Literal:
+        choices = typing.get_args(wanted)
+        if text not in choices:
+            raise UsageError(unknown(f"value for {key}", text, choices))
+        return text
+    if wanted is bool:
+        if text not in ("true", "false"):
+            raise UsageError(f"{key}: expected true or false, got {text!r}")
+        return text == "true"
+    if wanted in (int, float):
+        try:
+            return wanted(text)
+        except ValueError:
+            kind = "a whole number" if wanted is int else "a number"
+            raise UsageError(f"{key}: expected {kind}, got {text!r}") from None
+    assert wanted is str, f"a field of type {wanted} cannot be written in a spec"
+    return text
+
+
+def spec_of(name: str, fields: Any, **others: str) -> Spec:
+    """The full spec of a dataclass instance and of some other keys."""
+    values = {
+        f.name: _text(getattr(fields, f.name)) for f in dataclasses.fields(fields)
+    }
+    return Spec(name, values | others)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,98 @@
+"""Flat gradient buckets: the pieces in which a gradient travels.
+
+Only gradients are flat, and without padding; parameters stay the user's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Kind = tuple[torch.dtype, torch.device]
+"""Tensors of one kind can share a bucket."""
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Some parameters' gradients in one flat *buffer*.
+
+    *parameters* are in gradient-ready order, and ``views[i]`` is the part of *buffer*
+    with the shape of ``parameters[i]``; ``used[i]`` says whether that parameter took part
+    in this rank's backward pass.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    parameters: tuple[torch.nn.Parameter, ...]
+    buffer: torch.Tensor
+    views: tuple[torch.Tensor, ...]
+    used: list[bool]
+    last: bool = False
+    missing: int = field(default=0, repr=False)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the buffer."""
+        return self.buffer.numel() * self.buffer.element_size()
+
+
+def kind_of(parameter: torch.Tensor) -> Kind:
+    """What decides which tensors can share a bucket."""
+    return parameter.dtype, parameter.device
+
+
+def gradient_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of the gradient of *parameter*."""
+    return parameter.numel() * parameter.element_size()
+
+
+def make_buckets(
+    parameters: Sequence[tuple[str, torch.nn.Parameter]],
+    groups: Sequence[Sequence[int]],
+) -> list[Bucket]:
+    """Buckets over *parameters*; each group lists positions in it, all of one kind."""
+    buckets = []
+    for number, group in enumerate(groups):
+        members = [parameters[i] for i in group]
+        sizes = [parameter.numel() for _, parameter in members]
+        first = members[0][1]
+        buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        views = tuple(
+            part.view(parameter.shape)
+            for part, (_, parameter) in zip(buffer.split(sizes), members, strict=True)
+        )
+        buckets.append(
+            Bucket(
+                index=number,
+                names=tuple(name for name, _ in members),
+                parameters=tuple(parameter for _, parameter in members),
+                buffer=buffer,
+                views=views,
+                used=[False] * len(members),
+                last=number == len(groups) - 1,
+            )
+        )
+    return buckets
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat copy of tensors of one kind."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy *flat* back into the tensors that `flatten` took it from."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    with torch.no_grad():
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors grouped by kind, in order of first appearance."""
+    groups: dict[Kind, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(kind_of(tensor), []).append(tensor)
+    return list(groups.values())

@@ -1,0 +1,72 @@
+"""Every private or unstable name of torch that paceline uses, in one place.
+
+Checked against torch 2.13. When a newer torch renames one, this is the file to mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+ProcessGroupBase: Any = dist.ProcessGroup
+WorkBase: Any = torch._C._distributed_c10d.Work
+"""Their C++ signatures cannot be overridden in a way that a type checker accepts."""
+
+
+def local_store() -> Any:
+    """A store within this process."""
+    return torch._C._distributed_c10d.HashStore()
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call *callback* when the backward pass that now runs has ended.
+
+    Valid only inside a backward pass; runs on the thread that called ``backward``.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@contextmanager
+def process_groups_per_thread() -> Iterator[None]:
+    """Within it, each thread has torch.distributed state of its own.
+
+    torch's own multi-threaded test harness works this way; without thread isolation in
+    C++ as well, the second thread's group is refused as already registered.
+    """
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+    bindings: Any = torch._C._distributed_c10d
+    before: Any = c10d._world
+    vars(c10d)["_world"] = ThreadLocalWorld()
+    bindings._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        bindings._set_thread_isolation_mode(False)
+        vars(c10d)["_world"] = before
+
+
+def reduce_operation_name(operation: Any) -> str:
+    """``"SUM"``, ``"AVG"``, ... of a ReduceOp, whichever of its two types it has."""
+    kind = getattr(operation, "op", operation)
+    return str(kind).rsplit(".", 1)[-1]
+
+
+def group_id_of(options: Any) -> str:
+    """The name of the group that a backend is being made for."""
+    return str(options.group_id)
+
+
+def register_python_backend(
+    name: str, create: Callable[[Any, Any], dist.ProcessGroup]
+) -> None:
+    """Make *name* a torch.distributed backend whose groups *create* makes."""
+    if name.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(
+            name, create, extended_api=True, devices=["cpu", "cuda"]
+        )

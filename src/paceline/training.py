@@ -1,0 +1,303 @@
+"""One worker's training: hooks into PyTorch that become a method's moments.
+
+Theory of operation
+-------------------
+A hook on every trainable parameter fires when its gradient is complete. The gradient is
+copied into its place in a flat bucket, and ``.grad`` becomes that place (the next backward
+pass then adds into it, with no copy at all). Buckets are delivered to the method in plan
+order, on every rank, whatever order autograd chose: collectives must match.
+
+A backward pass ends in a callback of the autograd engine. There, buckets that are still
+incomplete get zeros for tensors that took no part, and are delivered too; then the method
+has its *backward ended*, in which BSP waits. So ``.grad`` holds the mean when
+``backward()`` returns, and users clip and scale it as they always did.
+
+The plan starts in reverse registration order. The first backward pass shows the true
+ready order; rank 0's is broadcast, and buckets are made once more if it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline import fusion
+from paceline.collectives.comm import TorchComm
+from paceline.errors import GradientError
+from paceline.interfaces import Method, World
+from paceline.startup import broadcast_tensors
+from paceline.tensors import Bucket, gradient_bytes, kind_of, make_buckets
+from paceline.torch_private import queue_callback
+
+
+class Training:
+    """The `Run` that a method sees, and the hooks that drive it.
+
+    *parameters* are the trainable ones, in registration order.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        method: Method,
+        rule: str,
+        comm: TorchComm,
+    ) -> None:
+        self.comm = comm
+        self.active = True
+        self.participants = list(range(comm.size))
+        self.buckets: list[Bucket] = []
+        self._world = world
+        self._method: Any = method
+        self._parameters = list(parameters)
+        self._rule = rule
+        self._tensor_buffers = [b for b in model.buffers() if b is not None]
+
+        self._place: list[tuple[Bucket, int]] = []
+        self._synchronize = True
+        self._in_backward = False
+        self._seen = [False] * len(self._parameters)
+        self._next_bucket = 0
+        self._step_may_begin = True
+        self._delivered = False
+        # The order in which gradients became ready; None once the plan is settled.
+        self._ready_order: list[int] | None = []
+
+        self._make_buckets(range(len(self._parameters) - 1, -1, -1))
+        self._state = method.init(self)
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        ]
+        for index, (_, parameter) in enumerate(self._parameters):
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(self._hook(index))
+            )
+        if world.compute is not None:
+            world.compute.model(
+                [name for name, _ in self._parameters],
+                [gradient_bytes(parameter) for _, parameter in self._parameters],
+            )
+
+    # ---- what the wrapped optimizer calls ----
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate into ``.grad``."""
+        before, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    def before_update(self) -> None:
+        """``step()`` was called: see to it that this step's gradients were delivered.
+
+        They were not if the loss reached no parameter, or all passes were under
+        ``no_sync``; the other ranks wait for them all the same.
+        """
+        if not self._delivered:
+            self._end_backward()
+
+    def after_update(self) -> None:
+        """The user's optimizer has stepped."""
+        self._delivered = False
+        self._moment("after_update")
+        if self._world.compute is not None:
+            self._world.compute.step_ended()
+
+    def finish(self) -> None:
+        """This worker is out of data. Collective over the ranks, each in its own time."""
+        self.active = False
+        self._moment("finish")
+        self.detach()
+
+    def detach(self) -> None:
+        """Take the hooks out of the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def consolidate(self) -> Callable[[], None]:
+        """Put the method's documented result into the model; returns what undoes it."""
+        if not hasattr(self._method, "consolidate"):
+            return lambda: None
+        undo: Callable[[], None] = self._method.consolidate(self._state, self)
+        return undo
+
+    def keep_company(self) -> None:
+        self._begin_step()
+        for bucket in self.buckets:
+            bucket.buffer.zero_()
+            bucket.used[:] = [False] * len(bucket.used)
+        for bucket in self.buckets:
+            self._moment("bucket_ready", bucket)
+        self._moment("backward_ended")
+        self._step_may_begin = True
+        self._settle_plan()
+
+    # ---- hooks ----
+
+    def _before_forward(
+        self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        training = torch.is_grad_enabled()
+        if self._world.compute is not None:
+            self._world.compute.forward(_samples(args, kwargs), training)
+        if training and self._synchronize:
+            self._begin_step()
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def gradient_is_ready(parameter: torch.Tensor) -> None:
+            if self._world.compute is not None:
+                self._world.compute.gradient(index)
+            if self._synchronize:
+                self._take_gradient(index, parameter)
+
+        return gradient_is_ready
+
+    def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        if not self._in_backward:
+            self._begin_step()
+            self._in_backward = True
+            self._seen = [False] * len(self._parameters)
+            self._reset_buckets()
+            queue_callback(self._end_backward)
+        if self._seen[index]:
+            raise GradientError(
+                f"the gradient of {self._parameters[index][0]!r} came twice in one "
+                "backward pass, after it may have been sent; under activation "
+                "checkpointing use checkpoint(..., use_reentrant=False)"
+            )
+        self._seen[index] = True
+        if self._ready_order is not None:
+            self._ready_order.append(index)
+        self._fill(index)
+        bucket = self._place[index][0]
+        bucket.missing -= 1
+        if not bucket.missing:
+            self._deliver_complete()
+
+    def _end_backward(self) -> None:
+        """The backward pass is over: deliver what is left, and let the method wait."""
+        if not self._in_backward:
+            self._begin_step()
+            self._seen = [False] * len(self._parameters)
+            self._reset_buckets()
+        for index, seen in enumerate(self._seen):
+            if not seen:
+                self._fill(index)
+                self._place[index][0].missing -= 1
+        self._deliver_complete()
+        self._in_backward = False
+        self._moment("backward_ended")
+        self._show_gradients()
+        self._delivered = True
+        self._step_may_begin = True
+        self._settle_plan()
+
+    # ---- buckets ----
+
+    def _fill(self, index: int) -> None:
+        """Put a gradient into its bucket, if it is not there already."""
+        parameter = self._parameters[index][1]
+        bucket, slot = self._place[index]
+        view, gradient = bucket.views[slot], parameter.grad
+        bucket.used[slot] = gradient is not None
+        if gradient is None:
+            view.zero_()
+        elif gradient is not view:
+            if gradient.layout != torch.strided:
+                raise GradientError(
+                    f"the gradient of {self._parameters[index][0]!r} is sparse, and only "
+                    "dense gradients can be averaged; build the embedding with "
+                    "sparse=False"
+                )
+            view.copy_(gradient)
+            parameter.grad = view
+
+    def _deliver_complete(self) -> None:
+        while self._next_bucket < len(self.buckets):
+            bucket = self.buckets[self._next_bucket]
+            if bucket.missing:
+                return
+            self._next_bucket += 1
+            self._moment("bucket_ready", bucket)
+
+    def _reset_buckets(self) -> None:
+        self._next_bucket = 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def _show_gradients(self) -> None:
+        """A tensor that only other ranks used has a gradient too; one that nobody used
+        has none, else momentum and weight decay would move it."""
+        for bucket in self.buckets:
+            for parameter, view, used in zip(
+                bucket.parameters, bucket.views, bucket.used, strict=True
+            ):
+                if not used:
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = view
+
+    def _make_buckets(self, order: Sequence[int]) -> None:
+        ordered = [self._parameters[i] for i in order]
+        groups = fusion.group(
+            self._rule,
+            [gradient_bytes(parameter) for _, parameter in ordered],
+            [kind_of(parameter) for _, parameter in ordered],
+        )
+        self.buckets = make_buckets(ordered, groups)
+        places = {
+            id(parameter): (bucket, slot)
+            for bucket in self.buckets
+            for slot, parameter in enumerate(bucket.parameters)
+        }
+        self._place = [places[id(parameter)] for _, parameter in self._parameters]
+
+    def _settle_plan(self) -> None:
+        """After the first backward pass: all ranks plan by rank 0's ready order."""
+        if self._ready_order is None:
+            return
+        seen, self._ready_order = self._ready_order, None
+        rest = [i for i in reversed(range(len(self._parameters))) if i not in set(seen)]
+        device = self.buckets[0].buffer.device
+        order = torch.tensor(seen + rest, dtype=torch.int64, device=device)
+        self.comm.broadcast(order).wait()
+        self._make_buckets(order.tolist())
+        for bucket in self.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
+                    parameter.grad = view
+
+    # ---- moments ----
+
+    def _moment(self, name: str, *arguments: Any) -> None:
+        moment = getattr(self._method, name, None)
+        if moment is not None:
+            moment(self._state, self, *arguments)
+
+    def _begin_step(self) -> None:
+        """The first forward, gradient or lonely step after a backward that ended."""
+        if not self._step_may_begin:
+            return
+        self._step_may_begin = False
+        if self._tensor_buffers and self.comm.size > 1:
+            # DDP's semantics: every step starts from rank 0's buffers; where rank 0 is
+            # out of data, from the first rank that still has some.
+            source = self.participants[0] if self.participants else 0
+            broadcast_tensors(self.comm, self._tensor_buffers, source)
+        self._moment("step_begins")
+
+
+def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.shape[0]
+    return None

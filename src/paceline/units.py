@@ -1,0 +1,105 @@
+"""Quantities as people write them: ``"1 Gbit/s"``, ``"50 us"``, ``"8 MiB"``.
+
+Inside paceline times are seconds, sizes bytes and rates bytes per second; this file is
+the only place where other units exist.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from paceline.errors import UsageError
+
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0}
+_SIZES = {
+    "B": 1.0,
+    "kB": 1e3,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "KiB": 2.0**10,
+    "MiB": 2.0**20,
+    "GiB": 2.0**30,
+}
+_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
+
+
+def _split(text: str, what: str, example: str) -> tuple[float, str]:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f"expected a {what} such as {example!r}, got {text!r}: "
+            "write a number and a unit"
+        )
+    number = float(match[1])
+    if not math.isfinite(number):
+        raise UsageError(f"expected a finite {what}, got {text!r}")
+    return number, match[2]
+
+
+def seconds(text: str) -> float:
+    """Parse a time, in seconds. ``"50us"`` and ``"50 us"`` are the same."""
+    number, unit = _split(text, "time", "50 us")
+    if unit not in _TIMES:
+        raise UsageError(
+            f"expected a time such as '50 us', got {text!r}: "
+            f"the unit is one of {', '.join(_TIMES)}"
+        )
+    return number * _TIMES[unit]
+
+
+def byte_count(text: str) -> float:
+    """Parse a size, in bytes (kB, MB, GB are powers of ten; KiB, MiB, GiB of two)."""
+    number, unit = _split(text, "size", "8 MiB")
+    if unit not in _SIZES:
+        raise UsageError(
+            f"expected a size such as '8 MiB', got {text!r}: "
+            f"the unit is one of {', '.join(_SIZES)}"
+        )
+    return number * _SIZES[unit]
+
+
+def bytes_per_second(text: str) -> float:
+    """Parse a rate, in bytes per second: ``"1 Gbit/s"``, ``"1gbit"``, ``"125 MB/s"``.
+
+    The letter's case tells bits from bytes (``MB/s`` is bytes) and otherwise does not
+    matter: people write Gbit, gbit and GBit.
+    """
+    number, unit = _split(text, "rate", "1 Gbit/s")
+    stem = unit.removesuffix("/s").removesuffix("ps")
+    if stem.lower() in _BITS:
+        return number * _BITS[stem.lower()] / 8
+    if unit.endswith("/s") and stem in _SIZES:
+        return number * _SIZES[stem]
+    raise UsageError(
+        f"expected a rate such as '1 Gbit/s', got {text!r}: the unit is one of "
+        "bit/s, kbit/s, Mbit/s, Gbit/s, or B/s, kB/s, MB/s, GB/s (bytes)"
+    )
+
+
+def show_rate(rate: float) -> str:
+    """A rate in bytes per second, as people write it."""
+    bits = rate * 8
+    for name, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= size:
+            return f"{bits / size:g} {name}"
+    return f"{bits:g} bit/s"
+
+
+def show_seconds(value: float) -> str:
+    """A time in seconds, as people write it."""
+    for name, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(value) >= size:
+            return f"{value / size:.4g} {name}"
+    return f"{value:.4g} s" if value else "0 s"
+
+
+def show_bytes(value: float) -> str:
+    """A size in bytes, as people write it."""
+    for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.4g} {name}"
+    return f"{value:.4g} B"

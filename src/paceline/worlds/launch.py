@@ -1,0 +1,101 @@
+"""A thin layer over torchrun's launch API."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from paceline.errors import UsageError
+from paceline.options import RunOptions
+
+_PLACEMENT = (
+    "--nnodes",
+    "--rdzv-endpoint",
+    "--rdzv-backend",
+    "--master-addr",
+    "--master-port",
+    "--standalone",
+)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Tell torchrun's options, the script, and the script's arguments apart.
+
+    The first word that is no option (or an option's value) is the script; torchrun's
+    options may stand before or after it, and all that it does not know, or that follows
+    ``--``, is the script's. Raises `UsageError` if there is no script.
+    """
+    values_of: dict[str, int] = {}
+    for action in torchrun.get_args_parser()._actions:
+        for option in action.option_strings:
+            values_of[option] = 0 if action.nargs == 0 else 1
+    options: list[str] = []
+    script: str | None = None
+    rest: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.partition("=")
+        if word == "--":
+            if script is None:
+                continue
+            rest += words
+            break
+        if name in values_of:
+            options.append(word)
+            if not equals and values_of[name] and words:
+                options.append(words.pop(0))
+        elif script is not None:
+            rest.append(word)
+        elif word.startswith("-"):
+            raise UsageError(
+                f"unknown option {name!r}: neither paceline's nor torchrun's; a script's "
+                "own options come after it"
+            )
+        else:
+            script = word
+    if script is None:
+        raise UsageError("expected a script: paceline run --workers 2 train.py")
+    return options, script, rest
+
+
+def launch(
+    workers: int | None,
+    torchrun_options: Sequence[str],
+    script: str,
+    script_arguments: Sequence[str],
+    options: RunOptions,
+) -> int:
+    """Run worker processes until all have ended; returns the exit status.
+
+    When one fails, torchrun's agent ends the others, and its report names the rank.
+    """
+    words = list(torchrun_options)
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    if workers is not None:
+        if workers < 1:
+            raise UsageError(f"--workers: expected 1 or more, got {workers}")
+        if "--nproc-per-node" in given:
+            raise UsageError(
+                "--workers and --nproc-per-node are the same: give one of them"
+            )
+        words.append(f"--nproc-per-node={workers}")
+    if given.isdisjoint(_PLACEMENT):
+        words.append("--standalone")  # a free port of its own: two jobs never meet
+    # torchrun would set this too, with a warning each time.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(options.to_environment())
+    arguments = torchrun.parse_args([*words, script, *script_arguments])
+    try:
+        torchrun.run(arguments)
+    except ChildFailedError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:  # a rendezvous that cannot be: a port in use, say
+        print(f"paceline: the job could not start: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,358 @@
+"""A torch.distributed backend on the virtual clock.
+
+Scripts, and paceline's own `Comm`, call torch.distributed as always; this file translates
+each call into an operation of a `Communicator`: what the rank contributes, which schedule
+moves it, and how the result gets into its buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial, reduce
+from typing import Any
+
+import torch
+
+from paceline.collectives.schedule import (
+    Ring,
+    Schedule,
+    Star,
+    Tree,
+    all_to_all,
+    barrier,
+)
+from paceline.errors import UsageError
+from paceline.torch_private import ProcessGroupBase, WorkBase, reduce_operation_name
+from paceline.worlds.virtual.clock import Clock, Completion
+from paceline.worlds.virtual.communicator import Communicator, Deliver, Operation
+from paceline.worlds.virtual.mailbox import Mailbox
+
+BACKEND = "paceline_virtual"
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "SUM": torch.Tensor.add_,
+    "AVG": torch.Tensor.add_,
+    "PRODUCT": torch.Tensor.mul_,
+    "MIN": lambda a, b: torch.minimum(a, b, out=a),
+    "MAX": lambda a, b: torch.maximum(a, b, out=a),
+    "BAND": torch.Tensor.bitwise_and_,
+    "BOR": torch.Tensor.bitwise_or_,
+    "BXOR": torch.Tensor.bitwise_xor_,
+}
+
+
+class VirtualWork(WorkBase):
+    """Work that ends at a virtual instant."""
+
+    def __init__(self, clock: Clock, completion: Completion) -> None:
+        super().__init__()
+        self._clock = clock
+        self._completion = completion
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._clock.wait(self._completion)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the result is in, at this worker's own time."""
+        time = self._completion.time
+        return time is not None and time <= self._clock.current.time
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+
+class VirtualProcessGroup(ProcessGroupBase):
+    """One worker's end of a `Communicator`."""
+
+    def __init__(self, rank: int, communicator: Communicator, mailbox: Mailbox) -> None:
+        super().__init__(rank, len(communicator.ranks))
+        self._position = rank
+        self._communicator = communicator
+        self._mailbox = mailbox
+        self._clock = communicator.clock
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return BACKEND
+
+    def _launch(
+        self,
+        call: str,
+        schedule: Schedule,
+        contribution: Any,
+        deliver: Deliver,
+    ) -> VirtualWork:
+        completion = self._communicator.launch(
+            self._position, call, schedule, contribution, deliver
+        )
+        return VirtualWork(self._clock, completion)
+
+    # ---- reductions ----
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> VirtualWork:
+        return self._all_reduce("all_reduce", tensors, opts)
+
+    def allreduce_coalesced(
+        self, tensors: list[torch.Tensor], opts: Any = None
+    ) -> VirtualWork:
+        return self._all_reduce("all_reduce_coalesced", tensors, opts)
+
+    def _all_reduce(
+        self, call: str, tensors: list[torch.Tensor], opts: Any
+    ) -> VirtualWork:
+        name = _operation(opts)
+
+        def deliver(operation: Operation, position: int) -> None:
+            for index, tensor in enumerate(tensors):
+                tensor.copy_(_reduced(operation, index, name))
+
+        return self._launch(
+            f"{call}({name}, {_shapes(tensors)})",
+            Ring(self.size(), _bytes(tensors)),
+            _copies(tensors),
+            deliver,
+        )
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> VirtualWork:
+        name = _operation(opts)
+
+        def deliver(operation: Operation, position: int) -> None:
+            if position == opts.rootRank:
+                for index, tensor in enumerate(tensors):
+                    tensor.copy_(_reduced(operation, index, name))
+
+        return self._launch(
+            f"reduce({name}, to {opts.rootRank}, {_shapes(tensors)})",
+            Tree(self.size(), _bytes(tensors), opts.rootRank, reduce=True),
+            _copies(tensors),
+            deliver,
+        )
+
+    def reduce_scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: Any = None,
+    ) -> VirtualWork:
+        return self._reduce_scatter(outputs, inputs[0], opts)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, buffer: torch.Tensor, opts: Any = None
+    ) -> VirtualWork:
+        parts = buffer.reshape(-1).split(output.numel())
+        return self._reduce_scatter([output], list(parts), opts)
+
+    def _reduce_scatter(
+        self, outputs: list[torch.Tensor], parts: list[torch.Tensor], opts: Any
+    ) -> VirtualWork:
+        name = _operation(opts)
+
+        def deliver(operation: Operation, position: int) -> None:
+            result = _reduced(operation, position, name)
+            outputs[0].copy_(result.view(outputs[0].shape))
+
+        return self._launch(
+            f"reduce_scatter({name}, {_shapes(parts)})",
+            Ring(self.size(), _bytes(parts), rounds=1),
+            _copies(parts),
+            deliver,
+        )
+
+    # ---- copies ----
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> VirtualWork:
+        root = opts.rootRank
+
+        def deliver(operation: Operation, position: int) -> None:
+            if position != root:
+                _fill(tensors, operation.contributions[root])
+
+        return self._launch(
+            f"broadcast(from {root}, {_shapes(tensors)})",
+            Tree(self.size(), _bytes(tensors), root),
+            _copies(tensors) if self._position == root else None,
+            deliver,
+        )
+
+    def allgather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: Any = None,
+    ) -> VirtualWork:
+        def deliver(operation: Operation, position: int) -> None:
+            for output, contribution in zip(
+                outputs[0], operation.contributions, strict=True
+            ):
+                output.copy_(contribution[0])
+
+        return self._all_gather(inputs, deliver)
+
+    def all_gather_single(
+        self, output: torch.Tensor, buffer: torch.Tensor, opts: Any = None
+    ) -> VirtualWork:
+        def deliver(operation: Operation, position: int) -> None:
+            parts = output.view(-1).split(buffer.numel())
+            for part, contribution in zip(parts, operation.contributions, strict=True):
+                part.copy_(contribution[0].reshape(-1))
+
+        return self._all_gather([buffer], deliver)
+
+    def _all_gather(
+        self,
+        inputs: list[torch.Tensor],
+        deliver: Deliver,
+    ) -> VirtualWork:
+        return self._launch(
+            f"all_gather({_shapes(inputs)})",
+            Ring(self.size(), self.size() * _bytes(inputs), rounds=1),
+            _copies(inputs),
+            deliver,
+        )
+
+    def gather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: Any,
+    ) -> VirtualWork:
+        root = opts.rootRank
+
+        def deliver(operation: Operation, position: int) -> None:
+            if position == root:
+                for output, contribution in zip(
+                    outputs[0], operation.contributions, strict=True
+                ):
+                    output.copy_(contribution[0])
+
+        return self._launch(
+            f"gather(to {root}, {_shapes(inputs)})",
+            Star(self.size(), _bytes(inputs), root, gather=True),
+            _copies(inputs),
+            deliver,
+        )
+
+    def scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: Any,
+    ) -> VirtualWork:
+        root = opts.rootRank
+
+        def deliver(operation: Operation, position: int) -> None:
+            outputs[0].copy_(operation.contributions[root][position])
+
+        return self._launch(
+            f"scatter(from {root}, {_shapes(outputs)})",
+            Star(self.size(), _bytes(outputs), root),
+            _copies(inputs[0]) if self._position == root else None,
+            deliver,
+        )
+
+    def alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> VirtualWork:
+        def deliver(operation: Operation, position: int) -> None:
+            for output, contribution in zip(
+                outputs, operation.contributions, strict=True
+            ):
+                output.copy_(contribution[position])
+
+        largest = max(_bytes([tensor]) for tensor in inputs)
+        return self._launch(
+            f"all_to_all({len(inputs)} tensors)",
+            all_to_all(self.size(), largest),
+            _copies(inputs),
+            deliver,
+        )
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> VirtualWork:
+        n = self.size()
+
+        def rows(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+            return list(tensor.split(sizes or [tensor.shape[0] // n] * n))
+
+        return self.alltoall(rows(output, output_sizes), rows(buffer, input_sizes))
+
+    def barrier(self, opts: Any = None) -> VirtualWork:
+        return self._launch(
+            "barrier()", barrier(self.size()), None, lambda operation, position: None
+        )
+
+    # ---- point to point ----
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> VirtualWork:
+        completion = self._mailbox.send(
+            self._position, to, tag, _bytes(tensors), _copies(tensors)
+        )
+        return VirtualWork(self._clock, completion)
+
+    def recv(
+        self, tensors: list[torch.Tensor], source: int, tag: int = 0
+    ) -> VirtualWork:
+        completion = self._mailbox.receive(
+            source, self._position, tag, partial(_fill, tensors)
+        )
+        return VirtualWork(self._clock, completion)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> VirtualWork:
+        raise UsageError(
+            "recv without a source is not available in the virtual world: its order "
+            "would depend on timing; name the source"
+        )
+
+
+def _reduced(operation: Operation, index: int, name: str) -> torch.Tensor:
+    """Tensor *index* of all contributions, combined in rank order, once for all ranks."""
+    if index not in operation.results:
+        first, *others = (tensors[index] for tensors in operation.contributions)
+        result = reduce(_REDUCE[name], others, first)
+        if name == "AVG":
+            result.div_(len(operation.contributions))
+        operation.results[index] = result
+    combined: torch.Tensor = operation.results[index]
+    return combined
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _fill(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.detach().copy_(value.view(tensor.shape))
+
+
+def _operation(opts: Any) -> str:
+    name = "SUM" if opts is None else reduce_operation_name(opts.reduceOp)
+    if name not in _REDUCE:
+        raise UsageError(
+            f"reduce operation {name} is not available in the virtual world; "
+            f"available: {', '.join(_REDUCE)}"
+        )
+    return name
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> str:
+    if len(tensors) > 3:
+        return f"{len(tensors)} tensors of {sum(t.numel() for t in tensors)} elements"
+    return ", ".join(
+        f"{str(t.dtype).removeprefix('torch.')}[{'x'.join(map(str, t.shape))}]"
+        for t in tensors
+    )

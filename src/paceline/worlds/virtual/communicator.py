@@ -1,0 +1,291 @@
+"""A communicator in virtual time: per-rank queues with lanes, collectives over links.
+
+How a collective runs
+---------------------
+Each rank's call is the next operation in that rank's queue; the same number on every rank
+is the same operation, and must be the same call. A queue has *lanes* (gloo: two worker
+threads; NCCL: one stream): an operation is *present* on a rank once a lane is free there,
+and holds it until it is complete there.
+
+*Priced* (rings): starts when its last rank is present, takes the schedule's latency, then
+moves as one activity on all its connections, and ends on all ranks at once.
+*Played* (trees, and rings where asked for): every message of the schedule starts when both
+its ends are present and what its source must have received has arrived; a rank is done
+when its own messages are.
+
+Data: contributions are copied at the call, sums go in rank order, and a result is written
+to a rank's buffers at the instant at which the operation completes there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from paceline.collectives.schedule import Ring, Schedule, Transfer
+from paceline.errors import CollectiveMismatchError
+from paceline.instruments import Span
+from paceline.worlds.virtual.clock import MAX_NAMED, Clock, Completion
+from paceline.worlds.virtual.links import Links
+
+
+class Operation:
+    """One collective: who is present, what each contributed, who is done."""
+
+    def __init__(
+        self, communicator: Communicator, number: int, call: str, schedule: Schedule
+    ) -> None:
+        n = len(communicator.ranks)
+        self.number = number
+        self.call = call
+        self.schedule = schedule
+        self.first_caller: int | None = None
+        self.contributions: list[Any] = [None] * n
+        self.results: dict[int, Any] = {}  # what one rank computed for all, by index
+        self.delivers: list[Deliver | None] = [None] * n
+        self.called = [False] * n
+        self.present = [False] * n
+        self.present_count = 0
+        self.done_count = 0
+        self.started = [0.0] * n
+        self.lane = [0] * n
+        self.completions = [
+            Completion(partial(communicator.describe, self)) for _ in range(n)
+        ]
+        # Only for play: what each rank still has to send and receive.
+        self.play: Play | None = None
+
+
+Deliver = Callable[[Operation, int], None]
+"""Writes the result of an operation into the buffers of the rank at a position."""
+
+
+class Communicator:
+    """A group of workers, shared by all of them.
+
+    *ranks* are global worker numbers in group order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        clock: Clock,
+        links: Links,
+        *,
+        lanes: int,
+        play: bool,
+        observe: Callable[[Span], None],
+    ) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.clock = clock
+        self.links = links
+        self._lanes = lanes
+        self._play = play
+        self._observe = observe
+        self._operations: dict[int, Operation] = {}
+        self._next = [0] * len(self.ranks)
+        self._queues: list[deque[Operation]] = [deque() for _ in self.ranks]
+        self._free_lanes = [list(range(lanes))[::-1] for _ in self.ranks]
+        n = len(self.ranks)
+        self._latencies: dict[int, float] = {}
+        self._ring_demand: dict[int, int] = {}
+        for position in range(n if n > 1 else 0):
+            for link in links.cluster.path(
+                self.ranks[position], self.ranks[(position + 1) % n]
+            ):
+                self._ring_demand[link] = self._ring_demand.get(link, 0) + 1
+
+    # ---- a worker's call ----
+
+    def launch(
+        self,
+        position: int,
+        call: str,
+        schedule: Schedule,
+        contribution: Any,
+        deliver: Deliver,
+    ) -> Completion:
+        """The next operation of the rank at *position*; returns what to wait for.
+
+        *call* says what was called, with everything that must be equal on all ranks.
+        """
+        number = self._next[position]
+        self._next[position] += 1
+        operation = self._operations.get(number)
+        if operation is None:
+            operation = Operation(self, number, call, schedule)
+            operation.first_caller = self.ranks[position]
+            self._operations[number] = operation
+        elif operation.call != call:
+            raise CollectiveMismatchError(
+                f"operation {number} on group {self.name!r}: worker "
+                f"{operation.first_caller} called {operation.call}, but worker "
+                f"{self.ranks[position]} called {call}; every rank must issue the same "
+                "collectives in the same order"
+            )
+        operation.called[position] = True
+        operation.contributions[position] = contribution
+        operation.delivers[position] = deliver
+        self.clock.at(
+            self.clock.current.time, partial(self._enqueue, position, operation)
+        )
+        return operation.completions[position]
+
+    def describe(self, operation: Operation) -> str:
+        """For errors: which operation this is and who is missing."""
+        missing = [
+            rank
+            for rank, called in zip(self.ranks, operation.called, strict=True)
+            if not called
+        ]
+        text = f"{operation.call}, operation {operation.number} on group {self.name!r}"
+        if missing:
+            names = ", ".join(str(rank) for rank in missing[:MAX_NAMED])
+            more = " and more" if len(missing) > MAX_NAMED else ""
+            text += f"; not called by worker {names}{more}"
+        return text
+
+    # ---- queues and lanes ----
+
+    def _enqueue(self, position: int, operation: Operation) -> None:
+        self._queues[position].append(operation)
+        self._take_lanes(position)
+
+    def _take_lanes(self, position: int) -> None:
+        queue, free = self._queues[position], self._free_lanes[position]
+        while queue and free:
+            operation = queue.popleft()
+            operation.lane[position] = free.pop()
+            operation.started[position] = self.clock.now
+            self._present(operation, position)
+
+    def _present(self, operation: Operation, position: int) -> None:
+        operation.present[position] = True
+        operation.present_count += 1
+        schedule = operation.schedule
+        if not self._play and isinstance(schedule, Ring):
+            if operation.present_count == len(self.ranks):
+                self.clock.at(
+                    self.clock.now + self._ring_latency(schedule),
+                    partial(self._move_priced, operation),
+                )
+            return
+        if operation.play is None:
+            operation.play = Play(self, operation)
+        operation.play.present(position)
+
+    def _move_priced(self, operation: Operation) -> None:
+        schedule = operation.schedule
+        assert isinstance(schedule, Ring)
+        self.links.start(
+            self._ring_demand,
+            schedule.bytes_per_connection,
+            partial(self._done_everywhere, operation),
+        )
+
+    def _done_everywhere(self, operation: Operation) -> None:
+        for position in range(len(self.ranks)):
+            self.done(operation, position)
+
+    def done(self, operation: Operation, position: int) -> None:
+        """*operation* is complete on one rank: write its result, wake it, free its lane."""
+        deliver = operation.delivers[position]
+        assert deliver is not None
+        deliver(operation, position)
+        operation.delivers[position] = None
+        self.clock.complete(operation.completions[position])
+        self._free_lanes[position].append(operation.lane[position])
+        self._observe(
+            Span(
+                worker=self.ranks[position],
+                row=f"{self.name} lane {operation.lane[position]}",
+                name=operation.call,
+                start=operation.started[position],
+                end=self.clock.now,
+            )
+        )
+        operation.done_count += 1
+        if operation.done_count == len(self.ranks):
+            del self._operations[operation.number]
+        self._take_lanes(position)
+
+    def _ring_latency(self, schedule: Ring) -> float:
+        if schedule.rounds not in self._latencies:
+            self._latencies[schedule.rounds] = schedule.latency(self._one_way)
+        return self._latencies[schedule.rounds]
+
+    def _one_way(self, a: int, b: int) -> float:
+        return self.links.cluster.latency(self.ranks[a], self.ranks[b])
+
+
+class Play:
+    """One operation, message by message."""
+
+    def __init__(self, communicator: Communicator, operation: Operation) -> None:
+        self._communicator = communicator
+        self._operation = operation
+        n = len(communicator.ranks)
+        # Each rank's messages out, in order, each with the number of messages that the
+        # rank must have received before.
+        self._out: list[deque[tuple[int, Transfer]]] = [deque() for _ in range(n)]
+        self._expected = [0] * n
+        self._received = [0] * n
+        self._in_flight = [0] * n
+        self._waiting_for: dict[int, list[int]] = {}  # absent destination: sources
+        before = [0] * n
+        for number in range(operation.schedule.steps):
+            arriving: list[int] = []
+            for transfer in operation.schedule.step(number):
+                self._out[transfer.source].append((before[transfer.source], transfer))
+                arriving.append(transfer.destination)
+            for destination in arriving:
+                before[destination] += 1
+        self._expected = before
+
+    def present(self, position: int) -> None:
+        """One more rank is present: what waited for it may go."""
+        self._advance(position)
+        for source in self._waiting_for.pop(position, []):
+            self._advance(source)
+
+    def _advance(self, position: int) -> None:
+        operation, communicator = self._operation, self._communicator
+        if not operation.present[position]:
+            return
+        out = self._out[position]
+        while out and out[0][0] <= self._received[position]:
+            transfer = out[0][1]
+            if not operation.present[transfer.destination]:
+                self._waiting_for.setdefault(transfer.destination, []).append(position)
+                return
+            out.popleft()
+            self._in_flight[position] += 1
+            source = communicator.ranks[position]
+            destination = communicator.ranks[transfer.destination]
+            communicator.links.send(
+                (communicator.name, source, destination),
+                source,
+                destination,
+                transfer.size,
+                partial(self._sent, position),
+                partial(self._arrived, transfer.destination),
+            )
+        if (
+            not out
+            and not self._in_flight[position]
+            and self._received[position] == self._expected[position]
+        ):
+            self._in_flight[position] = -1  # done once
+            communicator.done(operation, position)
+
+    def _sent(self, position: int) -> None:
+        self._in_flight[position] -= 1
+        self._advance(position)
+
+    def _arrived(self, position: int) -> None:
+        self._received[position] += 1
+        self._advance(position)

@@ -1,0 +1,117 @@
+"""Compute time in virtual time: charged by a workload, a speed and seeded jitter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+from paceline.network.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeModel:
+    """What a training step costs to compute on a worker of speed 1.
+
+    *forward* and *backward* are seconds a step, spread over the tensors by bytes; *jitter*
+    is the relative standard deviation of a step's compute time (Gaussian, cut off at
+    zero), drawn per worker and step from *seed*.
+    """
+
+    forward: float = 0.01
+    backward: float = 0.02
+    jitter: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("forward", "backward", "jitter"):
+            if not 0 <= getattr(self, key) < float("inf"):
+                raise UsageError(
+                    f"--{key}: expected zero or more, got {getattr(self, key)}"
+                )
+
+    def describe(self, paced_by_script: bool) -> str:
+        """One line for people: where compute time came from."""
+        if paced_by_script:
+            text = "paced by the script"
+        else:
+            text = (
+                f"forward {self.forward:g} s, backward {self.backward:g} s a step, "
+                "spread over the tensors by bytes (--forward, --backward)"
+            )
+        return f"{text}; jitter {self.jitter:g}" if self.jitter else text
+
+
+class VirtualCompute:
+    """Charges one worker's compute time.
+
+    A forward pass is charged when its first gradient (or a wait) shows that it has run,
+    in proportion to its number of samples over that of the first training batch; also
+    without gradients (evaluation). From the first `pace` on the script is taken to pace
+    itself, and nothing else is charged.
+    """
+
+    def __init__(
+        self,
+        model: ComputeModel,
+        rank: int,
+        speed: float,
+        spend: Callable[[float, str], None],
+    ) -> None:
+        self._model = model
+        self._speed = speed
+        self._spend = spend
+        # A generator of its own per worker: a worker's times do not depend on how many
+        # others there are.
+        self._random = random.Random(f"{model.seed}/{rank}")
+        self._factor = self._draw()
+        self._workload: Workload | None = None
+        self._owed = 0.0
+        self._reference: int | None = None
+        self._scale = 1.0
+        self.paced_by_script = False
+
+    def model(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        self._workload = Workload.spread(
+            names, sizes, self._model.forward, self._model.backward
+        )
+
+    def forward(self, samples: int | None, training: bool) -> None:
+        if self.paced_by_script or self._workload is None:
+            return
+        if self._reference is None and training:
+            self._reference = samples
+        self._scale = samples / self._reference if samples and self._reference else 1.0
+        self._owed += self._workload.forward_seconds * self._scale
+
+    def gradient(self, index: int) -> None:
+        if self.paced_by_script or self._workload is None:
+            return
+        self.settle()
+        self._charge(self._workload.backward[index] * self._scale, "backward")
+
+    def settle(self) -> None:
+        """Charge what a forward pass still owes."""
+        if self._owed:
+            owed, self._owed = self._owed, 0.0
+            self._charge(owed, "forward")
+
+    def pace(self, seconds: float) -> None:
+        """The script says what it computes."""
+        self.paced_by_script = True
+        self._owed = 0.0
+        self._charge(seconds, "paced")
+
+    def step_ended(self) -> None:
+        self.settle()
+        self._factor = self._draw()
+
+    def _draw(self) -> float:
+        if not self._model.jitter:
+            return 1.0
+        return max(0.0, self._random.gauss(1.0, self._model.jitter))
+
+    def _charge(self, seconds: float, name: str) -> None:
+        if seconds:
+            self._spend(seconds * self._factor / self._speed, name)

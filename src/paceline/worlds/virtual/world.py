@@ -1,0 +1,272 @@
+"""The virtual world: a script run once per worker, in one process, on a virtual clock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from paceline.context import enter_world_in_this_thread
+from paceline.errors import UsageError
+from paceline.instruments import Journal, Span
+from paceline.network.cluster import Cluster
+from paceline.options import RunOptions
+from paceline.torch_private import (
+    group_id_of,
+    local_store,
+    process_groups_per_thread,
+    register_python_backend,
+)
+from paceline.worlds.virtual.backend import BACKEND, VirtualProcessGroup
+from paceline.worlds.virtual.clock import Abandoned, Clock, Worker
+from paceline.worlds.virtual.communicator import Communicator
+from paceline.worlds.virtual.compute import ComputeModel, VirtualCompute
+from paceline.worlds.virtual.links import Links
+from paceline.worlds.virtual.mailbox import Mailbox
+from paceline.worlds.virtual.patches import patched_process
+from paceline.worlds.virtual.process_state import (
+    EnvironmentOverlay,
+    MainModules,
+    RandomStates,
+)
+from paceline.worlds.virtual.watchdog import Watchdog
+
+GLOO_LANES = 2
+"""Worker threads of a gloo communicator: how many collectives it moves at a time."""
+
+
+@dataclass
+class SimulationResult:
+    """What a simulation gives back: each worker's journal, the spans of collectives, and
+    how many times the baton changed hands."""
+
+    journals: list[Journal] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    virtual_seconds: float = 0.0
+    switches: int = 0
+    paced_by_script: bool = False
+
+
+class VirtualWorld:
+    """One virtual worker's `World`."""
+
+    name: ClassVar[str] = "virtual"
+
+    def __init__(self, simulation: Simulation, rank: int) -> None:
+        self._simulation = simulation
+        self._exit_actions: list[Callable[[], None]] = []
+        self.rank = rank
+        self.size = simulation.cluster.workers
+        self.options = simulation.options
+        self.journal = Journal(rank, self.now, keep_spans=simulation.trace)
+        self.compute = VirtualCompute(
+            simulation.compute_model,
+            rank,
+            simulation.cluster.speeds[rank],
+            self._spend,
+        )
+
+    def connect(self) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+
+    def now(self) -> float:
+        self.compute.settle()
+        return self._worker.time
+
+    def pace(self, seconds: float) -> None:
+        self.compute.pace(seconds)
+
+    def at_exit(self, action: Callable[[], None]) -> None:
+        self._exit_actions.append(action)
+
+    def exit(self) -> None:
+        """The script has ended well: do what was put off until now."""
+        for action in self._exit_actions:
+            action()
+
+    @property
+    def _worker(self) -> Worker:
+        return self._simulation.clock.workers[self.rank]
+
+    def _spend(self, seconds: float, name: str) -> None:
+        worker = self._worker
+        start = worker.time
+        worker.time += seconds
+        self.journal.observe(Span(self.rank, "compute", name, start, worker.time))
+
+
+class Simulation:
+    """Runs one body per worker of *cluster*, in virtual time.
+
+    *play*: play ring collectives message by message too, instead of pricing them.
+    *lanes*: collectives that a communicator moves at a time. *trace*: keep spans.
+    *patience*: real seconds without any progress after which the process is given up.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        options: RunOptions | None = None,
+        compute: ComputeModel | None = None,
+        play: bool = False,
+        lanes: int = GLOO_LANES,
+        trace: bool = False,
+        patience: float = 20.0,
+    ) -> None:
+        self.cluster = cluster
+        self.options = options or RunOptions()
+        self.compute_model = compute or ComputeModel(seed=self.options.seed or 0)
+        self.result = SimulationResult()
+        self._play = play
+        self._lanes = lanes
+        self.trace = trace
+        self._patience = patience
+        self._random = RandomStates(self.options.seed or 0)
+        self.mains = MainModules()
+        self.clock = Clock(cluster.workers, self._resumed)
+        self.links = Links(self.clock, cluster)
+        self._worlds = [VirtualWorld(self, rank) for rank in range(cluster.workers)]
+        self._communicators: dict[tuple[str, tuple[int, ...], int], Any] = {}
+        self._made: dict[tuple[int, str, tuple[int, ...]], int] = {}
+        self._store = local_store()
+
+    def observe(self, span: Span) -> None:
+        """Keep a span for the trace."""
+        if self.trace:
+            self.result.spans.append(span)
+
+    def run(self, body: Callable[[int], object]) -> SimulationResult:
+        """Run ``body(rank)`` on every worker; raises the first failure.
+
+        `WorkerFailedError` names the worker whose body raised; `DeadlockError` says who
+        waits for what; `CollectiveMismatchError` names the two calls that differ.
+        """
+        register_python_backend(BACKEND, _create_group)
+        # Loaded here, once: it would otherwise be imported by the first worker thread
+        # that steps an optimizer, under whatever state that worker has set.
+        import torch._dynamo  # noqa: F401
+
+        bodies = [
+            partial(self._worker_main, rank, body) for rank in range(len(self._worlds))
+        ]
+        watchdog = Watchdog(self.clock, self._patience)
+        with (
+            process_groups_per_thread(),
+            EnvironmentOverlay(),
+            self._random,
+            self.mains,
+            patched_process(self),
+        ):
+            self.clock.run(bodies, watchdog.watch)
+        self.result.journals = [world.journal for world in self._worlds]
+        self.result.virtual_seconds = max(w.time for w in self.clock.workers)
+        self.result.switches = self.clock.switches
+        self.result.paced_by_script = any(
+            world.compute.paced_by_script for world in self._worlds
+        )
+        return self.result
+
+    def init_process_group(self, init: Callable[..., None], **arguments: Any) -> None:
+        """torch's own, for the calling worker, over the virtual backend."""
+        rank = self.clock.current.rank
+        for key, ours in (("rank", rank), ("world_size", len(self._worlds))):
+            theirs = arguments.pop(key, -1)
+            if theirs not in (-1, None, ours):
+                raise UsageError(
+                    f"init_process_group({key}={theirs}): this is worker {rank} of "
+                    f"{len(self._worlds)} in the virtual world"
+                )
+        keep = {k: arguments[k] for k in ("timeout",) if k in arguments}
+        init(
+            BACKEND,
+            store=self._store,
+            rank=rank,
+            world_size=len(self._worlds),
+            **keep,
+        )
+
+    def process_group(self, group_id: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The calling worker's end of the group with this name and these members."""
+        rank = self.clock.current.rank
+        members = tuple(ranks) or tuple(range(len(self._worlds)))
+        # A name can return after its group was destroyed: the n-th time that a worker
+        # makes a group is the n-th time for every other member.
+        times = self._made.get((rank, group_id, members), 0)
+        self._made[rank, group_id, members] = times + 1
+        key = (group_id, members, times)
+        if key not in self._communicators:
+            name = "world" if len(members) == len(self._worlds) else group_id
+            if any(c.name == name for c, _ in self._communicators.values()):
+                name = f"{name} {len(self._communicators)}"
+            communicator = Communicator(
+                name,
+                members,
+                self.clock,
+                self.links,
+                lanes=self._lanes,
+                play=self._play,
+                observe=self.observe,
+            )
+            self._communicators[key] = communicator, Mailbox(communicator)
+        communicator, mailbox = self._communicators[key]
+        return VirtualProcessGroup(members.index(rank), communicator, mailbox)
+
+    def _worker_main(self, rank: int, body: Callable[[int], object]) -> None:
+        world = self._worlds[rank]
+        enter_world_in_this_thread(world)
+        _of_thread.simulation = self
+        EnvironmentOverlay.set_for_this_thread(
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "GROUP_RANK": str(rank),
+                "WORLD_SIZE": str(world.size),
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29500",
+                "TORCHELASTIC_RUN_ID": "virtual",
+            }
+        )
+        torch.set_num_threads(1)
+        # CPU and CUDA backward passes run on the calling thread, hooks included: the
+        # engine's own threads would not hold the baton.
+        with torch.autograd.set_multithreading_enabled(False):
+            try:
+                body(rank)
+            except SystemExit as error:
+                if error.code not in (None, 0):
+                    raise UsageError(
+                        f"the script ended with exit status {error.code!r}"
+                    ) from error
+            world.exit()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _resumed(self, worker: Worker) -> None:
+        self._random.hand_to(worker.rank)
+        self.mains.hand_to(worker.rank)
+
+
+_of_thread = threading.local()
+
+
+def _create_group(options: Any, _: Any) -> dist.ProcessGroup:
+    simulation: Simulation = _of_thread.simulation
+    ranks = list(options.global_ranks_in_group)
+    return simulation.process_group(group_id_of(options), ranks)
+
+
+__all__ = [
+    "Abandoned",
+    "ComputeModel",
+    "Simulation",
+    "SimulationResult",
+    "VirtualWorld",
+]
