@@ -175,8 +175,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def finish(self) -> None:
         """This worker is out of data: keep the others company until all are.
 
-        Afterwards all models are equal. Called at exit if the script does not; again is
-        harmless.
+        Afterwards all models are equal; the optimizer's state is that of this worker's own
+        last step. Called at exit if the script does not; again is harmless.
         """
         if not self._finished:
             self._finished = True

@@ -128,6 +128,10 @@ class Run(Protocol):
         """Go through one step's moments without data: zeros in every bucket."""
         ...
 
+    def take_model(self, source: int) -> None:
+        """Give every rank the parameters and buffers of rank *source*. Collective."""
+        ...
+
 
 @runtime_checkable
 class Method(Protocol):

@@ -53,10 +53,11 @@ class Training:
         self.participants = list(range(comm.size))
         self.buckets: list[Bucket] = []
         self._world = world
+        self._model = model
         self._method: Any = method
         self._parameters = list(parameters)
         self._rule = rule
-        self._tensor_buffers = [b for b in model.buffers() if b is not None]
+        self._model_buffers = list(model.buffers())
 
         self._place: list[tuple[Bucket, int]] = []
         self._synchronize = True
@@ -139,6 +140,10 @@ class Training:
         self._moment("backward_ended")
         self._step_may_begin = True
         self._settle_plan()
+
+    def take_model(self, source: int) -> None:
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        broadcast_tensors(self.comm, tensors, source)
 
     # ---- hooks ----
 
@@ -288,11 +293,11 @@ class Training:
         if not self._step_may_begin:
             return
         self._step_may_begin = False
-        if self._tensor_buffers and self.comm.size > 1:
+        if self._model_buffers and self.comm.size > 1:
             # DDP's semantics: every step starts from rank 0's buffers; where rank 0 is
             # out of data, from the first rank that still has some.
             source = self.participants[0] if self.participants else 0
-            broadcast_tensors(self.comm, self._tensor_buffers, source)
+            broadcast_tensors(self.comm, self._model_buffers, source)
         self._moment("step_begins")
 
 

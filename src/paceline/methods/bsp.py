@@ -59,6 +59,11 @@ class BSP:
 
     def finish(self, state: BSPState, run: Run) -> None:
         # The others may still train: contribute nothing, in step with them, until all
-        # are out of data.
+        # are out of data. Whoever stopped earlier then takes the model of one who trained
+        # to the end.
+        last = run.participants
         while run.participants:
+            last = run.participants
             run.keep_company()
+        if len(last) < run.comm.size:
+            run.take_model(source=last[0])

@@ -196,9 +196,10 @@ class VirtualProcessGroup(ProcessGroupBase):
         self, output: torch.Tensor, buffer: torch.Tensor, opts: Any = None
     ) -> VirtualWork:
         def deliver(operation: Operation, position: int) -> None:
-            parts = output.view(-1).split(buffer.numel())
-            for part, contribution in zip(parts, operation.contributions, strict=True):
-                part.copy_(contribution[0].reshape(-1))
+            if 0 not in operation.results:  # once for all ranks: n copies, not n * n
+                flat = [tensors[0].reshape(-1) for tensors in operation.contributions]
+                operation.results[0] = torch.cat(flat)
+            output.copy_(operation.results[0].view(output.shape))
 
         return self._all_gather([buffer], deliver)
 

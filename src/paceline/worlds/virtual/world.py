@@ -67,7 +67,7 @@ class VirtualWorld:
         self.compute = VirtualCompute(
             simulation.compute_model,
             rank,
-            simulation.cluster.speeds[rank],
+            simulation.speeds[rank],
             self._spend,
         )
 
@@ -130,6 +130,7 @@ class Simulation:
         self._patience = patience
         self._random = RandomStates(self.options.seed or 0)
         self.mains = MainModules()
+        self.speeds = cluster.speeds
         self.clock = Clock(cluster.workers, self._resumed)
         self.links = Links(self.clock, cluster)
         self._worlds = [VirtualWorld(self, rank) for rank in range(cluster.workers)]

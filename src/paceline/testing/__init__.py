@@ -1,0 +1,21 @@
+"""The conformance kit: what every synchronization method must hold, in every world.
+
+One table of rows (`CASES`), one list of checks (`CHECKS`); every row runs every check under
+every fusion rule, in the virtual world (`check_method`) and in real processes
+(``torchrun --nproc-per-node 3 -m paceline.testing``). A method of your own:
+
+    from paceline.testing import Case, check_method
+    check_method(Case(method=MyMethod(period=4)))
+"""
+
+from paceline.testing.cases import CASES, Case
+from paceline.testing.checks import CHECKS, CheckFailedError, check_method, run_checks
+
+__all__ = [
+    "CASES",
+    "CHECKS",
+    "Case",
+    "CheckFailedError",
+    "check_method",
+    "run_checks",
+]

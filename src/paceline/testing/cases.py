@@ -1,0 +1,36 @@
+"""The conformance table: a row per registered method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from paceline.interfaces import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One method, and what is particular about it.
+
+    *method*: a spec or a method object. *timing_free*: its result depends on the data and
+    not on who is fast, so all worlds end with the same parameters. *learning_rate* and
+    *steps*: enough to solve the kit's quadratic. *reference*: the step that one worker
+    alone takes, if it is not plain ``optimizer.step()``.
+    """
+
+    method: str | Method
+    timing_free: bool = True
+    learning_rate: float = 0.6
+    steps: int = 60
+    reference: Callable[[torch.optim.Optimizer], None] | None = None
+
+    @property
+    def name(self) -> str:
+        """For test ids and messages."""
+        return self.method if isinstance(self.method, str) else self.method.name
+
+
+CASES: tuple[Case, ...] = (Case(method="bsp"),)
+"""Every registered method has at least one row."""

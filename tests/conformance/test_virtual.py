@@ -1,0 +1,24 @@
+"""Every row of the table, every check, every fusion rule: the virtual world."""
+
+import pytest
+
+from paceline import fusion
+from paceline.methods import METHODS
+from paceline.network import uniform_cluster
+from paceline.spec import parse
+from paceline.testing import CASES, CHECKS
+from paceline.worlds.virtual import Simulation
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("rule", fusion.RULES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_row(case, rule, check, workers):
+    simulation = Simulation(uniform_cluster(workers, "1gbit", "50us"))
+    simulation.run(lambda rank: check(case, rule))
+
+
+def test_every_registered_method_has_a_row():
+    rows = {parse(case.method).name for case in CASES if isinstance(case.method, str)}
+    assert rows == set(METHODS)
