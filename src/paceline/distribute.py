@@ -239,10 +239,18 @@ def _resolve(
         return method, fusion_rules.check_rule(fusion)
     text = override or method or "bsp"
     assert isinstance(text, str)
-    chosen, rest = methods.make(spec.parse(text), set(OWN_KEYS))
     if override is not None and method is not None and world.rank == 0:
         print(
             f"paceline: --method {override} overrides the script's {method!r}",
             file=sys.stderr,
         )
+    return read_spec(text, fusion)
+
+
+def read_spec(text: str, fusion: str = "ddp") -> tuple[Method, str]:
+    """The method and fusion rule of a spec; *fusion* is the rule where it names none.
+
+    Raises `UsageError` that names what is unknown and what there is.
+    """
+    chosen, rest = methods.make(spec.parse(text), set(OWN_KEYS))
     return chosen, fusion_rules.check_rule(rest.get("fusion", fusion))

@@ -23,6 +23,12 @@ def local_store() -> Any:
     return torch._C._distributed_c10d.HashStore()
 
 
+def load_lazy_modules() -> None:
+    """Load what torch imports at the first optimizer step: later, it would happen on some
+    worker's thread, under that worker's state."""
+    import torch._dynamo  # noqa: F401
+
+
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call *callback* when the backward pass that now runs has ended.
 

@@ -273,7 +273,11 @@ class Training:
         rest = [i for i in reversed(range(len(self._parameters))) if i not in set(seen)]
         device = self.buckets[0].buffer.device
         order = torch.tensor(seen + rest, dtype=torch.int64, device=device)
-        self.comm.broadcast(order).wait()
+        # A sum with zeros, not a broadcast: all ranks leave it together, and the first
+        # steps are not skewed by who sat where in a tree.
+        if self.comm.rank != 0:
+            order.zero_()
+        self.comm.all_reduce(order, "sum").wait()
         self._make_buckets(order.tolist())
         for bucket in self.buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
 
 import typer
 
 from paceline.cli import compare, methods, run, simulate
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, WorkerFailedError
+
+_RUNS_SCRIPTS = str(Path("paceline", "worlds", "virtual"))
 
 app = typer.Typer(
     name="paceline",
@@ -27,8 +32,23 @@ def main() -> None:
     try:
         app()
     except PacelineError as error:
+        cause = error.__cause__
+        if isinstance(error, WorkerFailedError) and cause is not None:
+            # what the script itself raised, and where
+            traceback.print_exception(cause.with_traceback(_script_frames(cause)))
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("paceline: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _script_frames(error: BaseException) -> TracebackType | None:
+    """The traceback from the script's own frames on, without those that ran it."""
+    frames = error.__traceback__
+    while frames is not None and _RUNS_SCRIPTS in frames.tb_frame.f_code.co_filename:
+        frames = frames.tb_next
+    return frames or error.__traceback__
 
 
 __all__ = ["app", "main"]

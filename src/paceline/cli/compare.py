@@ -40,9 +40,9 @@ def compare(
     json: o.Json = False,
 ) -> None:
     """Run SCRIPT under each --variant, in turn; print a table and write records."""
-    o.check_script(script)
     if not variant:
         raise UsageError("expected at least one --variant SPEC, such as --variant bsp")
+    o.check_job(script, *variant)
     virtual_only = {
         "--cluster": cluster,
         "--link": link,

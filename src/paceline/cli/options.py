@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.distribute import read_spec
 from paceline.errors import UsageError
 from paceline.network import Cluster, load_cluster, uniform_cluster
 
@@ -21,7 +22,7 @@ Script = Annotated[
 ScriptArguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[-- SCRIPT-ARGS]",
+        metavar="-- SCRIPT-ARGS",
         help="After --: the script's own arguments.",
         show_default=False,
     ),
@@ -69,10 +70,14 @@ Jitter = Annotated[
 ]
 
 
-def check_script(script: Path) -> None:
-    """Raise `UsageError` if there is no such file."""
+def check_job(script: Path, *specs: str | None) -> None:
+    """Raise `UsageError` here, once, for what every worker would stumble over: a script
+    that is not there, a spec that names nothing."""
     if not script.is_file():
         raise UsageError(f"there is no script {script}")
+    for spec in specs:
+        if spec is not None:
+            read_spec(spec)
 
 
 def make_cluster(

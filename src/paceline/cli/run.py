@@ -28,13 +28,13 @@ def run(
     records: o.Records = None,
     json: o.Json = False,
 ) -> None:
-    """Run SCRIPT in real worker processes: [options] SCRIPT [-- SCRIPT-ARGS].
+    """Run a script in real processes: paceline run --workers 2 SCRIPT -- SCRIPT-ARGS.
 
     All of torchrun's options are passed through (--nnodes, --node-rank, --rdzv-endpoint,
     ...): for several machines, run the same command on each.
     """
     torchrun_options, script, script_arguments = split_arguments(context.args)
-    o.check_script(Path(script))
+    o.check_job(Path(script), method)
     with (
         tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
         o.standard_output_for_result(json) as output,

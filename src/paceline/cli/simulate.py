@@ -41,7 +41,7 @@ def simulate(
     json: o.Json = False,
 ) -> None:
     """Run SCRIPT once per virtual worker, in one process, on a virtual clock."""
-    o.check_script(script)
+    o.check_job(script, method)
     described = o.make_cluster(cluster, workers, link, latency)
     compute = ComputeModel(
         forward=0.01 if forward is None else forward,

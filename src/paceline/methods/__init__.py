@@ -27,9 +27,8 @@ def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
     own_keys = set(field_types(cls))
     for key in spec.values:
         if key not in own_keys | others:
-            raise UsageError(
-                unknown(f"key for method {spec.name!r}", key, own_keys | others)
-            )
+            message = unknown("key", key, own_keys | others)
+            raise UsageError(f"method {spec.name!r}: {message}")
     mine = {key: value for key, value in spec.values.items() if key in own_keys}
     rest = {key: value for key, value in spec.values.items() if key not in own_keys}
     return cls(**convert_fields(cls, mine)), rest

@@ -138,9 +138,9 @@ class Cluster:
         """One-way seconds from one worker's host to another's."""
         if source == destination:
             return 0.0
-        a = self.racks[self._rack_of[source]]
-        b = self.racks[self._rack_of[destination]]
-        if a is b:
+        from_rack, to_rack = self._rack_of[source], self._rack_of[destination]
+        a, b = self.racks[from_rack], self.racks[to_rack]
+        if from_rack == to_rack:
             return a.latency
         return a.latency / 2 + b.latency / 2 + a.uplink_latency + b.uplink_latency
 
@@ -256,7 +256,7 @@ def _quantity(key: str, value: object, parse: Any, what: str, example: str) -> f
 
 
 def _factors(key: str, value: object) -> tuple[float, ...]:
-    if not isinstance(value, list) or not all(
+    if not (isinstance(value, list) and value) or not all(
         isinstance(v, int | float) and not isinstance(v, bool) for v in value
     ):
         raise ClusterError(

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
 
 from paceline.errors import UsageError
 from paceline.options import RunOptions
@@ -63,6 +69,18 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str, list[str]
     return options, script, rest
 
 
+_SHUTDOWN_SECONDS = 10
+"""What workers have to end after Ctrl-C, before they are killed."""
+
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+)
+"""What gloo and NCCL say in a worker whose peer ended: a consequence, not the cause."""
+
+
 def launch(
     workers: int | None,
     torchrun_options: Sequence[str],
@@ -72,7 +90,8 @@ def launch(
 ) -> int:
     """Run worker processes until all have ended; returns the exit status.
 
-    When one fails, torchrun's agent ends the others, and its report names the rank.
+    When one fails, torchrun's agent ends the others; what is printed then names the rank
+    that failed first. Neither processes nor temporary files are left.
     """
     words = list(torchrun_options)
     given = {word.partition("=")[0].replace("_", "-") for word in words}
@@ -86,16 +105,60 @@ def launch(
         words.append(f"--nproc-per-node={workers}")
     if given.isdisjoint(_PLACEMENT):
         words.append("--standalone")  # a free port of its own: two jobs never meet
+    if "--shutdown-timeout" not in given:
+        words.append(f"--shutdown-timeout={_SHUTDOWN_SECONDS}")
     # torchrun would set this too, with a warning each time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(options.to_environment())
-    arguments = torchrun.parse_args([*words, script, *script_arguments])
-    try:
-        torchrun.run(arguments)
-    except ChildFailedError as error:
-        print(f"paceline: {error}", file=sys.stderr)
-        return 1
-    except RuntimeError as error:  # a rendezvous that cannot be: a port in use, say
-        print(f"paceline: the job could not start: {error}", file=sys.stderr)
-        return 1
+    with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+        if "--log-dir" not in given:
+            words.append(f"--log-dir={scratch}")  # torchrun's own choice would stay
+        arguments = torchrun.parse_args([*words, script, *script_arguments])
+        try:
+            torchrun.run(arguments)
+        except ChildFailedError as error:
+            print(f"paceline: {_summary(error.failures)}", file=sys.stderr)
+            return 1
+        except SignalException as error:
+            name = error.sigval.name
+            print(f"paceline: {name}: all workers were ended", file=sys.stderr)
+            return 128 + error.sigval
+        except RuntimeError as error:  # a rendezvous that cannot be: a port in use, say
+            print(f"paceline: the job could not start: {error}", file=sys.stderr)
+            return 1
     return 0
+
+
+def _summary(failures: dict[int, ProcessFailure]) -> str:
+    """What happened, the first cause first: *failures* are by rank."""
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        failure = failures[rank]
+        text = _message(failure)
+        ended_by_agent = failure.exitcode == -signal.SIGTERM
+        consequence = any(words in text for words in _LOST_PEER)
+        return ended_by_agent, consequence, failure.timestamp
+
+    first, *others = sorted(failures, key=order)
+    lines = [f"the job failed: rank {first} {_end(failures[first])}"]
+    lines += [f"  then rank {rank} {_end(failures[rank])}" for rank in others]
+    return "\n".join(lines)
+
+
+def _message(failure: ProcessFailure) -> str:
+    """The exception that the worker reported, or nothing."""
+    message = failure.error_file_data.get("message")
+    return str(message["message"]) if isinstance(message, dict) else ""
+
+
+def _end(failure: ProcessFailure) -> str:
+    """How a worker ended, in words."""
+    message = _message(failure)
+    if failure.exitcode == -signal.SIGTERM:
+        return "was ended by the launcher"
+    if failure.exitcode < 0:
+        how = f"was killed by {failure.signal_name()}"
+    else:
+        how = f"ended with exit status {failure.exitcode}"
+    process = f" (process {failure.pid})"
+    return f"{how}{process}: {message}" if message else how + process

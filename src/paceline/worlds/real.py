@@ -1,21 +1,50 @@
 """The real world: one process per worker, launched by torchrun or whatever sets its
-variables, on the wall clock."""
+variables, on the wall clock.
+
+How a worker ends
+-----------------
+*Well*: the script returned, or left with exit status 0. What was put off until now is done
+(an optimizer that was not finished keeps the others company, results are written), and
+then the process groups go, with everything that refers to them: torch's threads end with
+the last reference, and a thread that is alive while the interpreter is taken down may
+abort the process. A script that calls ``dist.destroy_process_group`` itself gets the same,
+just before.
+
+*Badly*: an exception that nobody caught, or ``sys.exit`` with another status. Nothing
+collective may be done: the others might not come. Nor may the interpreter be taken down:
+a collective under way would hold it up until all peers have come, or abort it. So the
+process ends at once, after Python's own tidying up. The lost connections tell the other
+workers, and the launcher tells people.
+
+A bare ``raise SystemExit(3)`` cannot be told from a good end: the worker goes on in step
+with the others until they end, and has status 3 then.
+"""
 
 from __future__ import annotations
 
 import atexit
+import builtins
+import contextlib
+import functools
 import gc
+import logging
+import multiprocessing.util
 import os
+import signal
 import sys
 import time
+import traceback as tracebacks
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
+import msgspec
 import torch
 import torch.distributed as dist
 
+from paceline.collectives.comm import TorchComm
 from paceline.context import current_world, enter_world
 from paceline.errors import UsageError
 from paceline.instruments import Journal
@@ -24,6 +53,7 @@ from paceline.options import RunOptions
 from paceline.report.files import write_worker
 from paceline.report.result import Result, Summary, gather_summaries
 from paceline.torch_private import local_store
+from paceline.worlds.seeding import seed_everything
 
 
 class RealWorld:
@@ -43,10 +73,13 @@ class RealWorld:
         self.journal = Journal(
             self.rank, self.now, keep_spans=options.records is not None
         )
-        self._failed = False
         self._exit_actions: list[Callable[[], None]] = []
-        self._hook = sys.excepthook
-        sys.excepthook = self._note_failure
+        self._results_written = False
+        self._process = os.getpid()
+        # The exit status of a bad end, and the number of steps when it was asked for:
+        # a script that catches its SystemExit and trains on has not ended.
+        self._bad_end: tuple[int, int] | None = None
+        self._watch_exits()
         atexit.register(self._at_exit)
 
     def connect(self) -> None:
@@ -74,33 +107,75 @@ class RealWorld:
     def at_exit(self, action: Callable[[], None]) -> None:
         self._exit_actions.append(action)
 
-    def _note_failure(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._failed = True
-        self._hook(kind, error, traceback)
+    # ---- the end ----
+
+    def _watch_exits(self) -> None:
+        """Learn of bad ends, which `atexit` does not tell from good ones, and of the end of
+        the process groups."""
+        hook, leave, destroy = sys.excepthook, sys.exit, dist.destroy_process_group
+
+        def note_exception(
+            kind: type[BaseException],
+            error: BaseException,
+            traceback: TracebackType | None,
+        ) -> None:
+            interrupted = issubclass(kind, KeyboardInterrupt)
+            self._note_bad_end(128 + signal.SIGINT if interrupted else 1)
+            _report_to_launcher(error)
+            hook(kind, error, traceback)
+
+        @functools.wraps(leave)
+        def note_exit(status: Any = None, /) -> NoReturn:
+            if status is not None and status != 0:
+                self._note_bad_end(status % 256 if isinstance(status, int) else 1)
+            leave(status)
+
+        @functools.wraps(destroy)
+        def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+            # In a ``finally`` on the way out of an exception nobody is kept company.
+            if (group is None or group is dist.group.WORLD) and sys.exc_info()[
+                0
+            ] is None:
+                self._close()
+            destroy(group)
+
+        sys.excepthook = note_exception
+        for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+            setattr(place, name, note_exit)
+        setattr(dist, destroy.__name__, destroy_process_group)
+
+    def _note_bad_end(self, status: int) -> None:
+        self._bad_end = status, len(self.journal.steps)
 
     def _at_exit(self) -> None:
-        if self._failed:
-            return  # the others learn it from the lost connections and the launcher
+        if os.getpid() != self._process:
+            return  # a child that was forked off
+        if self._bad_end is not None:
+            status, steps = self._bad_end
+            if steps == len(self.journal.steps):
+                _end_at_once(status)
+        try:
+            self._close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except BaseException as error:
+            _report_to_launcher(error)
+            tracebacks.print_exc()
+            _end_at_once(1)
+        _release_groups()
+
+    def _close(self) -> None:
+        """Do what was put off until the end."""
         if dist.is_initialized():
             for action in self._exit_actions:
                 action()
         self._exit_actions.clear()
         self._write_results()
-        if dist.is_initialized():
-            # A process group alive at exit aborts some processes; so do references to
-            # its work handles that outlive it.
-            gc.collect()
-            dist.destroy_process_group()
-            gc.collect()
 
     def _write_results(self) -> None:
-        if not self.journal.method:
+        if not self.journal.method or self._results_written:
             return
+        self._results_written = True
         if self.options.records is not None:
             write_worker(self.options.records, self.journal)
         if self.options.json:
@@ -111,7 +186,9 @@ class RealWorld:
                 if self.options.result is not None:
                     Path(self.options.result).write_text(result.to_json() + "\n")
                 else:
-                    print(result.to_json(), flush=True)
+                    # In one piece: other workers may write to the same place.
+                    sys.stdout.write(result.to_json() + "\n")
+                    sys.stdout.flush()
 
 
 def join_world() -> World:
@@ -122,8 +199,6 @@ def join_world() -> World:
         world = RealWorld(options)
         enter_world(world)
         if options.seed is not None:
-            from paceline.worlds.virtual.process_state import seed_everything
-
             seed_everything(options.seed)
     return world
 
@@ -136,3 +211,47 @@ def _whole(variable: str, default: int) -> int:
         raise UsageError(
             f"environment variable {variable}: expected a whole number, got {text!r}"
         ) from None
+
+
+def _report_to_launcher(error: BaseException) -> None:
+    """Leave the error where torchrun looks for it, in its form: `ErrorHandler`'s would
+    not show the traceback of an exception that nobody handles."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or not isinstance(error, Exception):
+        return
+    traceback = "".join(tracebacks.format_exception(error))
+    details = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    unfinished = Path(path + ".part")  # the launcher may end this process meanwhile
+    with contextlib.suppress(OSError):
+        unfinished.write_bytes(msgspec.json.encode({"message": message}))
+        unfinished.replace(path)
+
+
+def _release_groups() -> None:
+    """Drop what refers to process groups that were destroyed: their threads end with the
+    last reference."""
+    gc.collect()
+    for thing in gc.get_objects():
+        if type(thing) is TorchComm:
+            vars(thing)["_group"] = None
+    gc.collect()
+
+
+def _end_at_once(status: int) -> NoReturn:
+    """End this process without taking the interpreter down.
+
+    What Python tidies up at exit is tidied up: child processes, temporary folders, logs.
+    """
+    for tidy_up in (
+        multiprocessing.util._exit_function,  # type: ignore[attr-defined]
+        weakref.finalize._exitfunc,  # type: ignore[attr-defined]
+        logging.shutdown,
+        sys.stdout.flush,
+        sys.stderr.flush,
+    ):
+        try:
+            tidy_up()
+        except Exception:
+            tracebacks.print_exc()
+    os._exit(status)

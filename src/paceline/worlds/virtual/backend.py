@@ -86,8 +86,13 @@ class VirtualProcessGroup(ProcessGroupBase):
         contribution: Any,
         deliver: Deliver,
     ) -> VirtualWork:
+        def write(operation: Operation, position: int) -> None:
+            # Whichever worker's thread this is: parameters and inference tensors too.
+            with torch.inference_mode():
+                deliver(operation, position)
+
         completion = self._communicator.launch(
-            self._position, call, schedule, contribution, deliver
+            self._position, call, schedule, contribution, write
         )
         return VirtualWork(self._clock, completion)
 
@@ -331,6 +336,7 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
+@torch.inference_mode()
 def _fill(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
         tensor.detach().copy_(value.view(tensor.shape))

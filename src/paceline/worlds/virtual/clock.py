@@ -129,9 +129,10 @@ class Clock:
             self._hand_on(worker)
             if completion.time is None:
                 raise Abandoned
-        waited = max(0.0, completion.time - worker.time)
-        worker.time += waited
-        return waited
+        before = worker.time
+        # Not by adding the wait: rounding could put the worker before the clock.
+        worker.time = max(before, completion.time)
+        return worker.time - before
 
     def fail(self, error: BaseException) -> None:
         """End the job: all who wait are woken with `Abandoned`. The first error counts."""
@@ -233,7 +234,8 @@ class Clock:
             f"deadlock at virtual time {show_seconds(self.now)}: every worker waits, "
             "and no event is left"
         ]
-        for worker in self.workers[:MAX_NAMED]:
+        by_interest = sorted(self.workers, key=lambda worker: worker.waits_for is None)
+        for worker in by_interest[:MAX_NAMED]:
             if worker.waits_for is not None:
                 lines.append(
                     f"  worker {worker.rank} waits for {worker.waits_for.describe()}"

@@ -121,12 +121,14 @@ class Communicator:
             operation.first_caller = self.ranks[position]
             self._operations[number] = operation
         elif operation.call != call:
-            raise CollectiveMismatchError(
+            error = CollectiveMismatchError(
                 f"operation {number} on group {self.name!r}: worker "
                 f"{operation.first_caller} called {operation.call}, but worker "
                 f"{self.ranks[position]} called {call}; every rank must issue the same "
                 "collectives in the same order"
             )
+            self.clock.fail(error)  # of two workers, not of the one that came second
+            raise error
         operation.called[position] = True
         operation.contributions[position] = contribution
         operation.delivers[position] = deliver
@@ -229,63 +231,72 @@ class Play:
         self._communicator = communicator
         self._operation = operation
         n = len(communicator.ranks)
-        # Each rank's messages out, in order, each with the number of messages that the
-        # rank must have received before.
-        self._out: list[deque[tuple[int, Transfer]]] = [deque() for _ in range(n)]
-        self._expected = [0] * n
+        # Each rank's messages out, in order: how many of the messages into the rank must
+        # have arrived before, and the message's own place among those into its
+        # destination. Places count in step order: a message of a later step may arrive
+        # earlier, and counts only when what comes before it is in.
+        self._out: list[deque[tuple[int, int, Transfer]]] = [deque() for _ in range(n)]
+        self._unsent = [0] * n
         self._received = [0] * n
-        self._in_flight = [0] * n
-        self._waiting_for: dict[int, list[int]] = {}  # absent destination: sources
-        before = [0] * n
+        self._early: list[set[int]] = [set() for _ in range(n)]
+        self._waiting_for: dict[int, list[tuple[int, Transfer]]] = {}  # absent ranks
+        expected = [0] * n
         for number in range(operation.schedule.steps):
-            arriving: list[int] = []
+            before = expected.copy()
             for transfer in operation.schedule.step(number):
-                self._out[transfer.source].append((before[transfer.source], transfer))
-                arriving.append(transfer.destination)
-            for destination in arriving:
-                before[destination] += 1
-        self._expected = before
+                _, source, destination, _ = transfer
+                place = expected[destination]
+                self._out[source].append((before[source], place, transfer))
+                self._unsent[source] += 1
+                expected[destination] += 1
+        self._expected = expected
 
     def present(self, position: int) -> None:
         """One more rank is present: what waited for it may go."""
         self._advance(position)
-        for source in self._waiting_for.pop(position, []):
-            self._advance(source)
+        for place, transfer in self._waiting_for.pop(position, []):
+            self._send(place, transfer)
 
     def _advance(self, position: int) -> None:
-        operation, communicator = self._operation, self._communicator
+        operation = self._operation
         if not operation.present[position]:
             return
         out = self._out[position]
         while out and out[0][0] <= self._received[position]:
-            transfer = out[0][1]
-            if not operation.present[transfer.destination]:
-                self._waiting_for.setdefault(transfer.destination, []).append(position)
-                return
-            out.popleft()
-            self._in_flight[position] += 1
-            source = communicator.ranks[position]
-            destination = communicator.ranks[transfer.destination]
-            communicator.links.send(
-                (communicator.name, source, destination),
-                source,
-                destination,
-                transfer.size,
-                partial(self._sent, position),
-                partial(self._arrived, transfer.destination),
-            )
+            _, place, transfer = out.popleft()
+            if operation.present[transfer.destination]:
+                self._send(place, transfer)
+            else:
+                waiting = self._waiting_for.setdefault(transfer.destination, [])
+                waiting.append((place, transfer))
         if (
-            not out
-            and not self._in_flight[position]
+            not self._unsent[position]
             and self._received[position] == self._expected[position]
         ):
-            self._in_flight[position] = -1  # done once
-            communicator.done(operation, position)
+            self._unsent[position] = -1  # done once
+            self._communicator.done(operation, position)
+
+    def _send(self, place: int, transfer: Transfer) -> None:
+        communicator = self._communicator
+        source = communicator.ranks[transfer.source]
+        destination = communicator.ranks[transfer.destination]
+        communicator.links.send(
+            (communicator.name, source, destination),
+            source,
+            destination,
+            transfer.size,
+            partial(self._sent, transfer.source),
+            partial(self._arrived, transfer.destination, place),
+        )
 
     def _sent(self, position: int) -> None:
-        self._in_flight[position] -= 1
+        self._unsent[position] -= 1
         self._advance(position)
 
-    def _arrived(self, position: int) -> None:
-        self._received[position] += 1
+    def _arrived(self, position: int, place: int) -> None:
+        early = self._early[position]
+        early.add(place)
+        while self._received[position] in early:
+            early.remove(self._received[position])
+            self._received[position] += 1
         self._advance(position)

@@ -55,11 +55,11 @@ class Links:
 
         def left() -> None:
             queue.popleft()
+            self._clock.at(self._clock.now + latency, arrived)
             if queue:
                 queue[0]()
             else:
                 del self._queues[connection]
-            self._clock.at(self._clock.now + latency, arrived)
             sent()
 
         demand = dict.fromkeys(self.cluster.path(source, destination), 1)

@@ -13,10 +13,13 @@ import random
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
+
+from paceline.worlds.seeding import seed_everything
 
 _overlay = threading.local()
 
@@ -116,6 +119,17 @@ class RandomStates:
             _set_states(saved)
 
 
+@contextmanager
+def thread_count_kept() -> Iterator[None]:
+    """Undo, for threads that the process starts later, ``torch.set_num_threads`` of the
+    worker threads."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class MainModules:
     """Each worker's own ``__main__``."""
 
@@ -138,15 +152,6 @@ class MainModules:
         module = self._modules.get(worker)
         if module is not None:
             sys.modules["__main__"] = module
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's, torch's and, where it is loaded, numpy's global generators."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed(seed % 2**32)
 
 
 def _get_states() -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from paceline.network.cluster import Cluster
 from paceline.options import RunOptions
 from paceline.torch_private import (
     group_id_of,
+    load_lazy_modules,
     local_store,
     process_groups_per_thread,
     register_python_backend,
@@ -33,6 +34,7 @@ from paceline.worlds.virtual.process_state import (
     EnvironmentOverlay,
     MainModules,
     RandomStates,
+    thread_count_kept,
 )
 from paceline.worlds.virtual.watchdog import Watchdog
 
@@ -150,16 +152,14 @@ class Simulation:
         waits for what; `CollectiveMismatchError` names the two calls that differ.
         """
         register_python_backend(BACKEND, _create_group)
-        # Loaded here, once: it would otherwise be imported by the first worker thread
-        # that steps an optimizer, under whatever state that worker has set.
-        import torch._dynamo  # noqa: F401
-
+        load_lazy_modules()
         bodies = [
             partial(self._worker_main, rank, body) for rank in range(len(self._worlds))
         ]
         watchdog = Watchdog(self.clock, self._patience)
         with (
             process_groups_per_thread(),
+            thread_count_kept(),
             EnvironmentOverlay(),
             self._random,
             self.mains,

@@ -1,0 +1,175 @@
+"""The command line as a person and a program use it, each command a real process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+
+ROOT = Path(__file__).parent.parent.parent
+LAYERS = str(ROOT / "examples" / "layers.py")
+QUICK = ("--", "--layers", "4", "--megabytes", "1", "--forward", "0.1")
+
+
+def paceline(*words, folder=None, timeout=60):
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *(str(word) for word in words)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=folder,
+        check=False,
+    )
+
+
+def test_json_is_one_object_and_nothing_else():
+    done = paceline("simulate", LAYERS, "--workers", 2, "--json", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    result = json.loads(done.stdout)
+    assert result["world"] == "virtual"
+    assert result["workers"] == 2
+    assert result["method"] == "bsp:fusion=ddp"
+    assert result["steps"] == 12
+    assert result["bytes_sent_per_worker"] == 1e6
+    # paced: 0.1 s forward, 0.2 s backward (the default), then 1 MB at 1 Gbit/s each way,
+    # of which only what comes after the last layer's gradient is exposed
+    assert result["compute_seconds"] == pytest.approx(0.3)
+    assert result["step_seconds"] == pytest.approx(
+        result["compute_seconds"] + result["exposed_communication_seconds"]
+    )
+    assert set(result["metrics"]) == {"loss"}
+
+
+def test_steps_and_method_win_over_the_script():
+    words = ("--workers", 2, "--steps", 3, "--method", "bsp:fusion=wfbp", "--json")
+    done = paceline("simulate", LAYERS, *words, *QUICK)
+    result = json.loads(done.stdout)
+    assert (result["steps"], result["method"]) == (3, "bsp:fusion=wfbp")
+
+
+def test_two_runs_leave_byte_identical_records(tmp_path):
+    for name in ("first", "second"):
+        words = ("--workers", 3, "--jitter", 0.1, "--seed", 7, "--records", name)
+        done = paceline("simulate", LAYERS, *words, *QUICK, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    for file in ("records.jsonl", "records.trace.json"):
+        first = (tmp_path / "first" / file).read_bytes()
+        assert first == (tmp_path / "second" / file).read_bytes()
+        assert len(first) > 1000
+
+
+def test_compare_prints_a_table_and_leaves_records_and_traces(tmp_path):
+    words = ("--variant", "bsp", "--variant", "bsp:fusion=single", "--workers", 2)
+    done = paceline("compare", LAYERS, *words, *QUICK, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for word in ("bsp:fusion=single", "compute", "exposed", "ratio", "1.000"):
+        assert word in done.stdout
+    lines = (tmp_path / "paceline-runs" / "records.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert len(records) == 2 * 2 * 12  # variants, workers, steps
+    assert {r["variant"] for r in records} == {"bsp", "bsp:fusion=single"}
+    traces = sorted((tmp_path / "paceline-runs").glob("*.trace.json"))
+    assert len(traces) == 2
+    events = json.loads(traces[0].read_text())["traceEvents"]
+    rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows >= {"compute", "wait", "world lane 0"}
+
+
+def test_compare_json(tmp_path):
+    words = ("--variant", "bsp", "--workers", 2, "--json")
+    done = paceline("compare", LAYERS, *words, *QUICK, folder=tmp_path)
+    (row,) = json.loads(done.stdout)["variants"]
+    assert row["variant"] == "bsp"
+    assert row["steps"] == 12
+
+
+def test_compare_in_the_real_world(tmp_path):
+    words = ("--variant", "bsp", "--world", "real", "--workers", 2, "--json")
+    done = paceline("compare", LAYERS, *words, "--steps", 4, *QUICK, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["variants"]
+    assert (row["world"], row["steps"]) == ("real", 4)
+    assert row["step_seconds"] >= 0.3
+    lines = (tmp_path / "paceline-runs" / "records.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["simulate", LAYERS, "--method", "bps"], "Did you mean 'bsp'?"),
+        (["simulate", LAYERS, "--method", "bsp:fuson=x"], "Did you mean 'fusion'?"),
+        (["simulate", LAYERS, "--method", "bsp:fusion=x"], "unknown fusion rule 'x'"),
+        (["simulate", LAYERS, "--method", "BSP!"], "expected NAME"),
+        (["simulate", LAYERS, "--link", "5 furlong"], "key 'link'"),
+        (["simulate", LAYERS, "--latency=-1us"], "key 'latency'"),
+        (["simulate", LAYERS, "--workers", "0"], "key 'workers'"),
+        (["simulate", LAYERS, "--steps", "0"], "--steps: expected 1 or more"),
+        (["simulate", LAYERS, "--forward=-1"], "--forward: expected zero or more"),
+        (["simulate", "nothing.py"], "there is no script nothing.py"),
+        (["simulate", LAYERS, "--cluster", "nothing.toml"], "cannot read the cluster"),
+        (["run", "--workers", "0", LAYERS], "--workers: expected 1 or more"),
+        (["run", "--workers", "2"], "expected a script"),
+        (["run", "--wrkers", "2", LAYERS], "unknown option '--wrkers'"),
+        (["run", "--workers=2", "--nproc-per-node=2", LAYERS], "give one of them"),
+        (["compare", LAYERS], "at least one --variant"),
+        (["compare", LAYERS, "--variant", "bsp", "--variant", "bps"], "unknown method"),
+        (
+            ["compare", LAYERS, "--variant=bsp", "--world=real", "--link=1gbit"],
+            "--link describes the virtual world",
+        ),
+    ],
+    ids=lambda value: (
+        " ".join(value[:1] + value[2:]) if isinstance(value, list) else ""
+    ),
+)
+def test_bad_input_is_one_message(words, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["paceline", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    output = capfd.readouterr()
+    assert output.err.startswith("paceline: ")
+    assert message in output.err
+    assert "Traceback" not in output.err
+    assert output.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_script_is_shown_with_its_own_frames(tmp_path):
+    script = tmp_path / "breaks.py"
+    script.write_text(
+        "import paceline\npaceline.init()\n"
+        "if paceline.rank() == 1:\n    raise RuntimeError('boom')\n"
+    )
+    done = paceline("simulate", script, "--workers", 3)
+    assert done.returncode == 1
+    assert "worker 1 raised RuntimeError: boom" in done.stderr
+    assert 'breaks.py", line 4' in done.stderr
+    assert "virtual/clock.py" not in done.stderr
+
+
+def test_a_script_that_trains_nothing_says_so(tmp_path):
+    script = tmp_path / "empty.py"
+    script.write_text("")
+    done = paceline("simulate", script, "--workers", 2)
+    assert done.returncode == 1
+    assert "nothing was trained" in done.stderr
+
+
+def test_a_worker_that_blocks_outside_the_clock_is_given_up(tmp_path):
+    script = tmp_path / "blocks.py"
+    script.write_text(
+        "import threading, paceline\npaceline.init()\n"
+        "if paceline.rank() == 1:\n    threading.Lock().acquire()\n"
+        "    threading.Event().wait()\n"
+    )
+    done = paceline("simulate", script, "--workers", 2, "--patience", 2)
+    assert done.returncode == 70
+    assert "worker 1 has blocked outside the virtual clock" in done.stderr
+    assert "blocks.py" in done.stderr  # the stack says where

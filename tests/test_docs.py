@@ -1,0 +1,25 @@
+"""Pages that are made from the code, and README's commands, are up to date."""
+
+import re
+from pathlib import Path
+
+from paceline.methods.table import methods_page
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_methods_page_is_the_registry():
+    page = (ROOT / "docs" / "methods.md").read_text()
+    assert page == methods_page(), "run: paceline methods > docs/methods.md"
+
+
+def test_files_that_pages_name_exist():
+    for page in (ROOT / "README.md", ROOT / "docs" / "design.md"):
+        for path in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / path).exists(), f"{page.name} names {path}"
+
+
+def test_numbers_in_readme_have_a_command():
+    readme = (ROOT / "README.md").read_text()
+    for path in re.findall(r"python (benchmarks/\S+\.py)", readme):
+        assert (ROOT / path).exists()

@@ -1,0 +1,55 @@
+"""Every example, against the output that stands beside it."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXPECTED = sorted((ROOT / "examples" / "expected").glob("*.txt"))
+NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+
+# The last digits of trained values differ between processors.
+RELATIVE = 0.03
+
+
+@pytest.mark.parametrize("expected", EXPECTED, ids=lambda path: path.stem)
+def test_example_prints_what_it_says(expected, tmp_path):
+    command, _, text = expected.read_text().partition("\n")
+    words = [w.replace("examples/", f"{ROOT}/examples/") for w in shlex.split(command)]
+    assert words[:2] == ["$", "paceline"]
+    done = subprocess.run(
+        [sys.executable, "-m", *words[1:]],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert shape(done.stdout) == shape(text)
+    for ours, theirs in zip(numbers(done.stdout), numbers(text), strict=True):
+        assert ours == pytest.approx(theirs, rel=RELATIVE)
+
+
+def test_every_example_has_its_output():
+    examples = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert examples == {path.stem for path in EXPECTED}
+
+
+def test_digits_reaches_its_accuracy():
+    text = (ROOT / "examples" / "expected" / "digits.txt").read_text()
+    accuracies = re.findall(r"test accuracy (\d\.\d+)", text)
+    assert float(accuracies[-1]) >= 0.95
+
+
+def shape(text):
+    """The text without its numbers and without table padding, which follows them."""
+    return re.sub(r"[\s━─]+", " ", NUMBER.sub("#", text))
+
+
+def numbers(text):
+    return [float(number) for number in NUMBER.findall(text)]

@@ -1,0 +1,89 @@
+"""The house rules that a machine can check: who may import whom, and what."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "paceline"
+
+# Low to high: a module imports its own level's package and what is below.
+LEVELS = [
+    {"errors"},
+    {"units"},
+    {"spec", "options", "torch_private"},
+    {"instruments", "tensors", "network"},
+    {"interfaces"},
+    {"context", "fusion"},
+    {"methods"},
+    {"collectives"},
+    {"report", "startup"},
+    {"worlds"},
+    {"training"},
+    {"distribute"},
+    {"api"},
+    {"testing", "cli"},
+]
+LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
+METHODS_MAY_IMPORT = {"errors", "spec", "interfaces", "tensors", "fusion", "methods"}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def part_of(path):
+    relative = path.relative_to(SOURCE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports_of(path):
+    """Every module that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def paceline_parts(path):
+    for name in imports_of(path):
+        words = name.split(".")
+        if words[0] == "paceline" and len(words) > 1 and words[1] in LEVEL_OF:
+            yield words[1]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_downwards(path):
+    part = part_of(path)
+    if part in ("__init__", "__main__"):
+        return
+    for imported in paceline_parts(path):
+        assert imported == part or LEVEL_OF[imported] < LEVEL_OF[part], (
+            f"{part} (level {LEVEL_OF[part]}) imports {imported}"
+        )
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "methods").glob("*.py")), ids=str)
+def test_methods_see_their_comm_and_nothing_else(path):
+    assert set(paceline_parts(path)) <= METHODS_MAY_IMPORT
+    forbidden = {"torch.distributed", "socket", "time", "os", "random", "threading"}
+    assert forbidden.isdisjoint(imports_of(path))
+
+
+def test_private_names_of_torch_live_in_one_file():
+    for path in FILES:
+        if path.name == "torch_private.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                root = node.value
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                is_torch = isinstance(root, ast.Name) and root.id in ("torch", "dist")
+                assert not is_torch, f"{path}:{node.lineno} uses torch's {node.attr}"
+        assert not any(".torch._" in f".{name}" for name in imports_of(path)), path
+
+
+def test_every_part_has_a_level():
+    parts = {part_of(path) for path in FILES} - {"__init__", "__main__"}
+    assert parts == set(LEVEL_OF)
