@@ -6,6 +6,8 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from paceline.cli import options as o
 from paceline.options import RunOptions
@@ -49,6 +51,15 @@ def simulate(
         jitter=jitter,
         seed=seed or 0,
     )
+    progress = Progress(
+        *(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+        # where standard output goes elsewhere, a script's words must go there too
+        redirect_stdout=sys.stdout.isatty(),
+    )
+    task = progress.add_task("virtual time 0 s", total=None)
     simulation = Simulation(
         described,
         options=RunOptions(method=method, steps=steps, seed=seed),
@@ -57,9 +68,11 @@ def simulate(
         lanes=lanes,
         trace=records is not None,
         patience=patience,
+        look=lambda now: progress.update(task, description=f"virtual time {now:.3f} s"),
     )
     with o.standard_output_for_result(json) as output:
-        outcome = run_script(simulation, str(script), script_arguments or [])
+        with progress:
+            outcome = run_script(simulation, str(script), script_arguments or [])
         result = result_of(outcome, described.workers)
         print(f"network: {described.describe()}", file=sys.stderr)
         print(f"compute: {compute.describe(outcome.paced_by_script)}", file=sys.stderr)

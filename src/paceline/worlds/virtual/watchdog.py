@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from paceline.worlds.virtual.clock import Clock
 
@@ -21,12 +22,16 @@ class Watchdog:
     Only one worker runs at a time. If it blocks where the clock cannot see it (on a lock
     of the script's own, on standard input), no other worker can ever run: stacks are
     printed and the process exits with status 70, since a blocked thread cannot be
-    interrupted. A worker that computes is left alone, however long it takes.
+    interrupted. A worker that computes is left alone, however long it takes. *look* is
+    called with the virtual time at each look, to show progress.
     """
 
-    def __init__(self, clock: Clock, patience: float) -> None:
+    def __init__(
+        self, clock: Clock, patience: float, look: Callable[[float], None]
+    ) -> None:
         self._clock = clock
         self._patience = patience
+        self._look = look
 
     def watch(self, over: threading.Event) -> None:
         """Return when *over* is set; a Ctrl-C ends all workers."""
@@ -40,6 +45,7 @@ class Watchdog:
     def _watch(self, over: threading.Event) -> None:
         idle_since, switches, used = time.monotonic(), -1, 0.0
         while not over.wait(_LOOK_EVERY):
+            self._look(self._clock.now)
             now, cpu = time.monotonic(), time.process_time()
             busy = cpu - used > _IDLE_SHARE * _LOOK_EVERY
             if busy or self._clock.switches != switches:

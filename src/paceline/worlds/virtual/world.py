@@ -109,6 +109,7 @@ class Simulation:
     *play*: play ring collectives message by message too, instead of pricing them.
     *lanes*: collectives that a communicator moves at a time. *trace*: keep spans.
     *patience*: real seconds without any progress after which the process is given up.
+    *look*: called now and then, on the calling thread, with the virtual time.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Simulation:
         lanes: int = GLOO_LANES,
         trace: bool = False,
         patience: float = 20.0,
+        look: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.cluster = cluster
         self.options = options or RunOptions()
@@ -129,7 +131,7 @@ class Simulation:
         self._play = play
         self._lanes = lanes
         self.trace = trace
-        self._patience = patience
+        self._watchdog = partial(Watchdog, patience=patience, look=look)
         self._random = RandomStates(self.options.seed or 0)
         self.mains = MainModules()
         self.speeds = cluster.speeds
@@ -156,7 +158,7 @@ class Simulation:
         bodies = [
             partial(self._worker_main, rank, body) for rank in range(len(self._worlds))
         ]
-        watchdog = Watchdog(self.clock, self._patience)
+        watchdog = self._watchdog(self.clock)
         with (
             process_groups_per_thread(),
             thread_count_kept(),
