@@ -44,13 +44,11 @@ def print_results(rows: Sequence[tuple[str, Result]]) -> None:
             step = result.step_seconds
             cells.append(f"{step / first:.3f}" if step and first else "-")
         table.add_row(*cells)
-    table.caption = (
-        "step = compute + exposed (waiting for the network); sent per worker"
-    )
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_OF_FILES)
     console.print(table)
+    console.print("step = compute + exposed (waiting for the network); sent per worker")
 
 
 def _seconds(value: float | None) -> str:
