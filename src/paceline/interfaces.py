@@ -145,8 +145,9 @@ class Method(Protocol):
        that ended.
     2. ``before_use(state, run, bucket)``: parameters of *bucket* are about to be read by
        the module that owns them; once after each step, at the first forward of any kind.
-    3. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer;
-       backward still runs. Always in plan order, on every rank.
+    3. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer
+       (divided by the number of workers where the user is to see the mean, so that their
+       sum is the mean); backward still runs. Always in plan order, on every rank.
     4. ``backward_ended(state, run)``: all buckets were delivered. A tensor that took no
        part on this rank is zero in its buffer and False in ``bucket.used``.
     5. ``after_update(state, run)``: the user's optimizer has stepped.

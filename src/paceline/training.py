@@ -60,6 +60,10 @@ class Training:
         self._model_buffers = list(model.buffers())
 
         self._place: list[tuple[Bucket, int]] = []
+        # A bucket holds this rank's share of the mean, where the method wants a mean:
+        # the division costs nothing beside the copy that has to be made anyway.
+        averages = method.gradient_seen_by_user == "mean"
+        self._share = 1.0 / comm.size if averages else 1.0
         self._synchronize = True
         self._in_backward = False
         self._seen = [False] * len(self._parameters)
@@ -215,14 +219,20 @@ class Training:
         bucket.used[slot] = gradient is not None
         if gradient is None:
             view.zero_()
-        elif gradient is not view:
+        elif gradient is view:
+            if self._share != 1.0:
+                view.mul_(self._share)
+        else:
             if gradient.layout != torch.strided:
                 raise GradientError(
                     f"the gradient of {self._parameters[index][0]!r} is sparse, and only "
                     "dense gradients can be averaged; build the embedding with "
                     "sparse=False"
                 )
-            view.copy_(gradient)
+            if self._share == 1.0:
+                view.copy_(gradient)
+            else:
+                torch.mul(gradient.detach(), self._share, out=view)
             parameter.grad = view
 
     def _deliver_complete(self) -> None:

@@ -47,7 +47,7 @@ class BSP:
     def bucket_ready(self, state: BSPState, run: Run, bucket: Bucket) -> None:
         if bucket.last:
             state.own_element = ask_for_roll_call(run)
-        state.pending.append(run.comm.all_reduce(bucket.buffer, "mean"))
+        state.pending.append(run.comm.all_reduce(bucket.buffer, "sum"))
 
     def backward_ended(self, state: BSPState, run: Run) -> None:
         for pending in state.pending:

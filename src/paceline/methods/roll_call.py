@@ -48,7 +48,7 @@ def answer_roll_call(run: Run, own: torch.Tensor) -> None:
         ballot[-1:] = own
     run.comm.all_reduce(ballot, "sum").wait()
 
-    element.copy_(ballot[-1:] / n)
+    element.copy_(ballot[-1:])
     votes = ballot.tolist()
     run.participants = [rank for rank in range(n) if votes[rank]]
     flags = iter(votes[n:-1])

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ChildFailedError,
     ProcessFailure,
 )
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.errors import UsageError
 from paceline.options import RunOptions
@@ -123,7 +124,11 @@ def launch(
             name = error.sigval.name
             print(f"paceline: {name}: all workers were ended", file=sys.stderr)
             return 128 + error.sigval
-        except RuntimeError as error:  # a rendezvous that cannot be: a port in use, say
+        except (
+            RendezvousError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # a port in use, say
             print(f"paceline: the job could not start: {error}", file=sys.stderr)
             return 1
     return 0

@@ -25,6 +25,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import ctypes
 import functools
 import gc
 import logging
@@ -32,6 +33,7 @@ import multiprocessing.util
 import os
 import signal
 import sys
+import threading
 import time
 import traceback as tracebacks
 import weakref
@@ -54,6 +56,9 @@ from paceline.report.files import write_worker
 from paceline.report.result import Result, Summary, gather_summaries
 from paceline.torch_private import local_store
 from paceline.worlds.seeding import seed_everything
+
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that a process gets when its parent ends."""
 
 
 class RealWorld:
@@ -80,6 +85,7 @@ class RealWorld:
         # a script that catches its SystemExit and trains on has not ended.
         self._bad_end: tuple[int, int] | None = None
         self._watch_exits()
+        _end_with_launcher()
         atexit.register(self._at_exit)
 
     def connect(self) -> None:
@@ -102,7 +108,8 @@ class RealWorld:
         return time.perf_counter()
 
     def pace(self, seconds: float) -> None:
-        time.sleep(seconds)
+        if seconds:
+            time.sleep(seconds)
 
     def at_exit(self, action: Callable[[], None]) -> None:
         self._exit_actions.append(action)
@@ -121,21 +128,23 @@ class RealWorld:
         ) -> None:
             interrupted = issubclass(kind, KeyboardInterrupt)
             self._note_bad_end(128 + signal.SIGINT if interrupted else 1)
-            _report_to_launcher(error)
+            if os.getpid() == self._process:
+                _report_to_launcher(error)
             hook(kind, error, traceback)
 
         @functools.wraps(leave)
         def note_exit(status: Any = None, /) -> NoReturn:
-            if status is not None and status != 0:
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            if in_main_thread and status is not None and status != 0:
                 self._note_bad_end(status % 256 if isinstance(status, int) else 1)
             leave(status)
 
         @functools.wraps(destroy)
         def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-            # In a ``finally`` on the way out of an exception nobody is kept company.
-            if (group is None or group is dist.group.WORLD) and sys.exc_info()[
-                0
-            ] is None:
+            # In a ``finally`` on the way out of an error nobody is kept company.
+            error = sys.exc_info()[1]
+            good = error is None or (isinstance(error, SystemExit) and not error.code)
+            if good and (group is None or group is dist.group.WORLD):
                 self._close()
             destroy(group)
 
@@ -211,6 +220,13 @@ def _whole(variable: str, default: int) -> int:
         raise UsageError(
             f"environment variable {variable}: expected a whole number, got {text!r}"
         ) from None
+
+
+def _end_with_launcher() -> None:
+    """Let the kernel end this worker when its launcher is gone, however that went (kill
+    -9, Ctrl-C twice): nobody would be left to end it."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def _report_to_launcher(error: BaseException) -> None:

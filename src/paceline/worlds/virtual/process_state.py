@@ -161,17 +161,26 @@ def _get_states() -> tuple[Any, ...]:
         random.getstate(),
         torch.get_rng_state(),
         torch.cuda.get_rng_state_all() if cuda else None,
-        # numpy's generator is an object that can be exchanged: 60 us cheaper than
-        # copying its state out and back.
-        numpy_random.get_bit_generator() if numpy_random is not None else None,
+        _get_numpy_state() if numpy_random is not None else None,
     )
 
 
+def _get_numpy_state() -> tuple[Any, Any]:
+    # The generator is an object that can be exchanged: 35 us cheaper than copying its
+    # state back. Beside it numpy may hold a spare normal number, which is rarely there.
+    numpy_random = sys.modules["numpy.random"]
+    state = numpy_random.get_state(legacy=False)
+    return numpy_random.get_bit_generator(), state if state["has_gauss"] else None
+
+
 def _set_states(states: tuple[Any, ...]) -> None:
-    python, cpu, cuda, bit_generator = states
+    python, cpu, cuda, numpy_state = states
     random.setstate(python)
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state_all(cuda)
-    if bit_generator is not None:
+    if numpy_state is not None:
+        bit_generator, with_spare = numpy_state
         sys.modules["numpy.random"].set_bit_generator(bit_generator)
+        if with_spare is not None:
+            sys.modules["numpy.random"].set_state(with_spare)

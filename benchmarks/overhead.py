@@ -1,0 +1,160 @@
+"""Time per step over loopback against PyTorch DDP, 2 processes, in one job.
+
+    python benchmarks/overhead.py            # both models
+    python benchmarks/overhead.py --model layers --pairs 25
+
+Sides take turns in blocks of steps, so that the machine's moods hit all of them; a ratio
+pairs neighbouring blocks. DDP has ``gradient_as_bucket_view=True`` and the best of five
+bucket caps, found in the same job. DDP against a second copy of itself shows the noise.
+"""
+
+import argparse
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+CAPS = (1, 4, 10, 25, 100)  # MiB
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_layers():
+    model = example("layers").Layers(16, 8.0, 0.0, 0.0)
+    x = torch.zeros(())
+    return model, lambda model: (model(x) - 1.0) ** 2
+
+
+def make_digits():
+    module = example("digits")
+    (images, labels), _ = module.load_data()
+    rank = dist.get_rank()
+    x, y = images[32 * rank :][:32], labels[32 * rank :][:32]
+    return module.make_model(), lambda model: F.cross_entropy(model(x), y)
+
+
+MODELS = {"layers": make_layers, "digits": make_digits}
+
+
+class Side:
+    """One way to train; `block` runs some steps and returns seconds a step."""
+
+    def __init__(self, make, wrap):
+        torch.manual_seed(0)
+        model, self.loss = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        self.model, self.optimizer = wrap(model, optimizer)
+
+    def block(self, steps):
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.loss(self.model).backward()
+            self.optimizer.step()
+        dist.barrier()
+        return (time.perf_counter() - start) / steps
+
+
+def ddp(cap):
+    def wrap(model, optimizer):
+        wrapped = DistributedDataParallel(
+            model, bucket_cap_mb=cap, gradient_as_bucket_view=True
+        )
+        return wrapped, optimizer
+
+    return wrap
+
+
+def ours(model, optimizer):
+    import paceline
+
+    return model, paceline.distribute(model, optimizer)
+
+
+def upper_bound_of_median(ratios):
+    """Distribution-free upper 95 % bound: the order statistic that the true median
+    exceeds with a probability of at most 5 % (binomial)."""
+    ordered, n = sorted(ratios), len(ratios)
+    tail, weight = 0.0, 0.5**n
+    for k in range(n):
+        tail += weight
+        if 1 - tail <= 0.05:
+            return ordered[min(k + 1, n - 1)]
+        weight = weight * (n - k) / (k + 1)
+    return ordered[-1]
+
+
+def measure(name, pairs, steps):
+    make = MODELS[name]
+    sides = {cap: Side(make, ddp(cap)) for cap in CAPS}
+    for side in sides.values():
+        side.block(steps)
+    times = {cap: [] for cap in CAPS}
+    for _ in range(5):
+        for cap, side in sides.items():
+            times[cap].append(side.block(steps))
+    means = torch.tensor([statistics.median(times[cap]) for cap in CAPS])
+    dist.all_reduce(means)  # all ranks pick the same cap
+    best = CAPS[int(means.argmin())]
+
+    mine, theirs, again = Side(make, ours), sides[best], Side(make, ddp(best))
+    for side in (mine, theirs, again):
+        side.block(steps)
+    rows = []
+    for turn in range(pairs):
+        order = [mine, theirs, again]
+        order = order[turn % 3 :] + order[: turn % 3]
+        took = {side: side.block(steps) for side in order}
+        rows.append([took[mine], took[theirs], took[again]])
+    if dist.get_rank() == 0:
+        ratios = [a / b for a, b, _ in rows]
+        noise = [c / b for _, b, c in rows]
+        typical = [
+            1e3 * statistics.median(column) for column in zip(*rows, strict=True)
+        ]
+        print(
+            f"{name}: paceline {typical[0]:.2f} ms, DDP (cap {best} MiB) "
+            f"{typical[1]:.2f} ms a step; ratio {statistics.median(ratios):.3f}, upper "
+            f"95 % bound {upper_bound_of_median(ratios):.3f}; DDP / DDP "
+            f"{statistics.median(noise):.3f}, upper {upper_bound_of_median(noise):.3f} "
+            f"({pairs} pairs of {steps} steps)",
+            flush=True,
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=MODELS, action="append")
+    parser.add_argument("--pairs", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=30, help="steps a block")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node=2", __file__, *sys.argv[1:]]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+    dist.init_process_group("gloo")
+    import paceline
+
+    paceline.init()
+    for name in args.model or MODELS:
+        measure(name, args.pairs, args.steps)
+
+
+if __name__ == "__main__":
+    main()
