@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from paceline import fusion as fusion_rules
 from paceline import methods, spec
 from paceline.collectives.comm import TorchComm
 from paceline.errors import UsageError
+from paceline.exchange import broadcast_tensors
 from paceline.interfaces import Method, World
-from paceline.startup import broadcast_tensors, check_same_everywhere, describe
+from paceline.settings import ModuleBuffers, Settings
+from paceline.startup import check_same_everywhere, describe
+from paceline.torch_private import is_compiled_whole
 from paceline.training import Training
 from paceline.worlds.real import join_world
-
-OWN_KEYS = ("fusion",)
-"""Arguments of `distribute` that a spec may set, beside the method's own."""
 
 
 def distribute(
@@ -28,12 +29,18 @@ def distribute(
     *,
     method: str | Method | None = None,
     fusion: str = "ddp",
+    buffers: ModuleBuffers = "rank0",
+    check_finite: bool = False,
 ) -> DistributedOptimizer:
     """Train *model* data-parallel; returns the optimizer to use from now on.
 
     *method* is a name (``"bsp"``, the default), a spec (``"bsp:fusion=wfbp"``) or a method object;
     *fusion* the rule that groups gradients into buckets: ``"ddp"``, ``"single"`` or
-    ``"wfbp"``. A method given on the command line wins over both.
+    ``"wfbp"``. *buffers*: once a step the model's buffers (BatchNorm's statistics) become
+    rank 0's (``"rank0"``, as under DDP), their mean over ranks (``"mean"``; whole numbers:
+    their maximum) or stay each rank's own (``"local"``). *check_finite*: raise
+    `GradientError` naming the parameter when a mean gradient is not finite; leave it off
+    with a GradScaler. A spec given on the command line wins over all of these.
 
     Every rank calls this with the same model, options and kind of optimizer, and all
     start from rank 0's parameters and buffers. Raises `UsageError` for what cannot work,
@@ -42,7 +49,8 @@ def distribute(
     _check_arguments(model, optimizer)
     world = join_world()
     world.connect()
-    chosen, rule = _resolve(world, method, fusion)
+    settings = Settings(fusion=fusion, buffers=buffers, check_finite=check_finite)
+    chosen, settings = _resolve(world, method, settings)
     parameters = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -52,13 +60,20 @@ def distribute(
         raise UsageError("the model has no parameter that requires a gradient")
 
     comm = TorchComm(world)
-    full_spec = str(spec.spec_of(chosen.name, chosen, fusion=rule))
+    full_spec = str(spec.spec_of(chosen.name, chosen, **settings.as_keys()))
     options = f"{full_spec} with {type(optimizer).__name__}"
     device = parameters[0][1].device
     check_same_everywhere(comm, describe(model, options), device)
+    if is_compiled_whole(model):
+        warnings.warn(
+            "the whole model is compiled, so all gradients become ready at once when "
+            "backward ends, and communication overlaps with nothing; compile its blocks "
+            "instead: for block in model.blocks: block.compile()",
+            stacklevel=2,
+        )
     if comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    training = Training(world, model, parameters, chosen, rule, comm)
+    training = Training(world, model, parameters, chosen, settings, comm)
     world.journal.begin(full_spec)
     wrapped = DistributedOptimizer._wrap(optimizer, training, world)
     world.at_exit(wrapped.finish)
@@ -231,12 +246,12 @@ def _check_arguments(model: object, optimizer: object) -> None:
 
 
 def _resolve(
-    world: World, method: str | Method | None, fusion: str
-) -> tuple[Method, str]:
-    """The method object and fusion rule, the command line's before the script's."""
+    world: World, method: str | Method | None, settings: Settings
+) -> tuple[Method, Settings]:
+    """The method object and the settings, the command line's before the script's."""
     override = world.options.method
     if override is None and method is not None and not isinstance(method, str):
-        return method, fusion_rules.check_rule(fusion)
+        return method, settings
     text = override or method or "bsp"
     assert isinstance(text, str)
     if override is not None and method is not None and world.rank == 0:
@@ -244,13 +259,15 @@ def _resolve(
             f"paceline: --method {override} overrides the script's {method!r}",
             file=sys.stderr,
         )
-    return read_spec(text, fusion)
+    return read_spec(text, settings)
 
 
-def read_spec(text: str, fusion: str = "ddp") -> tuple[Method, str]:
-    """The method and fusion rule of a spec; *fusion* is the rule where it names none.
+def read_spec(text: str, settings: Settings | None = None) -> tuple[Method, Settings]:
+    """The method and the settings of a spec; *settings* are those that it does not name.
 
     Raises `UsageError` that names what is unknown and what there is.
     """
-    chosen, rest = methods.make(spec.parse(text), set(OWN_KEYS))
-    return chosen, fusion_rules.check_rule(rest.get("fusion", fusion))
+    chosen, rest = methods.make(spec.parse(text), set(spec.field_types(Settings)))
+    return chosen, replace(
+        settings or Settings(), **spec.convert_fields(Settings, rest)
+    )

@@ -3,6 +3,7 @@
 - `Method`: when, and with whom, workers agree. It is given a `Run` and nothing else.
 - `Run`: one worker's training, as its method sees it: buckets, `Comm`, who takes part.
 - `Comm`: asynchronous collectives; each returns a `Pending`.
+- `Updater`: the optimizer, applied piece by piece.
 - `World`: where a worker lives: its rank, its clock, its way to spend compute time.
 
 No seam here has a time-out of its own: when a peer is gone, the world's transport raises
@@ -13,7 +14,8 @@ undefined and the communicator must not be used again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -175,6 +177,58 @@ class Method(Protocol):
 
     def init(self, run: Run) -> Any:
         """Make the method's state for this run. Collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [*start*, *stop*) of the flattened parameter number *parameter*, counted
+    in the order in which the optimizer's ``param_groups`` list them."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+Hyperparameters = Sequence[Mapping[str, Any]]
+"""What ``param_groups`` held at one moment, group by group, without the parameters."""
+
+
+class Updater(Protocol):
+    """The optimizer, applied piece by piece: on a worker, or on a server.
+
+    Law: applying a step's pieces in several calls, in any order, or later with the
+    gradients and hyperparameters of then, gives the bits of one plain optimizer step.
+
+    A call that is refused (`UsageError`) has changed nothing. After an error of the
+    optimizer itself some of the call's pieces may have been updated, unless it ran with
+    ``commit=False``; the training cannot go on after it.
+    """
+
+    def apply(
+        self,
+        pieces: Sequence[Piece],
+        gradients: Sequence[torch.Tensor],
+        hyperparameters: Hyperparameters,
+        commit: bool = True,
+    ) -> list[torch.Tensor]:
+        """Do one optimizer step on just these pieces; returns an empty list.
+
+        ``gradients[i]`` belongs to ``pieces[i]``: flat, or of the piece's shape. It is
+        only read. The parameters change in place. With ``commit=False`` neither they nor
+        the optimizer's state change, and the values that they would have got are
+        returned, one new tensor of the piece's shape for each piece.
+        """
+        ...
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """A snapshot of every group's hyperparameters as of now, to keep or to send."""
+        ...
+
+    def state(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """The optimizer's own state of each piece, by name: what is written into it, or
+        into its tensors, is what the next step uses. Empty before a piece's first step,
+        for most optimizers. Ask again after a checkpoint was loaded."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Before training: all ranks hold the same model and options, and rank 0's values."""
+"""Before training: all ranks hold the same model and options."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import torch
 
 from paceline.errors import ModelMismatchError
 from paceline.interfaces import Comm
-from paceline.tensors import by_kind, flatten, unflatten_into
-
-BROADCAST_BYTES = 25 * 1024 * 1024
-"""Start-up values travel in pieces of about this size: bounds the copy's memory."""
 
 
 class Description(msgspec.Struct, array_like=True):
@@ -90,24 +86,6 @@ def _first_difference(descriptions: Sequence[Description]) -> str:
                 f"one of them has is {extra!r}"
             )
     raise AssertionError("digests differ but descriptions do not")
-
-
-def broadcast_tensors(
-    comm: Comm, tensors: Sequence[torch.Tensor], source: int = 0
-) -> None:
-    """Give every rank the values of rank *source*. Collective."""
-    for group in by_kind(tensors):
-        piece: list[torch.Tensor] = []
-        size = 0
-        for position, tensor in enumerate(group):
-            piece.append(tensor)
-            size += tensor.numel() * tensor.element_size()
-            if size >= BROADCAST_BYTES or position == len(group) - 1:
-                flat = flatten(piece)
-                comm.broadcast(flat, source).wait()
-                if comm.rank != source:
-                    unflatten_into(flat, piece)
-                piece, size = [], 0
 
 
 def _shape(tensor: torch.Tensor) -> str:

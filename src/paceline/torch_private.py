@@ -5,13 +5,18 @@ Checked against torch 2.13. When a newer torch renames one, this is the file to 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.utils.checkpoint
+
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 ProcessGroupBase: Any = dist.ProcessGroup
 WorkBase: Any = torch._C._distributed_c10d.Work
@@ -35,6 +40,29 @@ def queue_callback(callback: Callable[[], None]) -> None:
     Valid only inside a backward pass; runs on the thread that called ``backward``.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def inside_reentrant_checkpoint() -> bool:
+    """Whether the caller runs in the backward pass that a reentrant checkpoint starts
+    within another: its end is not the outer one's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def inside_function_transform() -> bool:
+    """Whether torch.func is transforming what runs now (grad, vmap, jvp, ...)."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def is_compiled_whole(model: torch.nn.Module) -> bool:
+    """Whether torch.compile was applied to the model itself, not to parts of it."""
+    compiled_in_place = getattr(model, "_compiled_call_impl", None) is not None
+    return compiled_in_place or type(model).__name__ == "OptimizedModule"
 
 
 @contextmanager

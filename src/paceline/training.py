@@ -26,11 +26,16 @@ import torch
 
 from paceline import fusion
 from paceline.collectives.comm import TorchComm
-from paceline.errors import GradientError
+from paceline.errors import GradientError, UsageError
+from paceline.exchange import average_tensors, broadcast_tensors
 from paceline.interfaces import Method, World
-from paceline.startup import broadcast_tensors
+from paceline.settings import Settings
 from paceline.tensors import Bucket, gradient_bytes, kind_of, make_buckets
-from paceline.torch_private import queue_callback
+from paceline.torch_private import (
+    inside_function_transform,
+    inside_reentrant_checkpoint,
+    queue_callback,
+)
 
 
 class Training:
@@ -45,7 +50,7 @@ class Training:
         model: torch.nn.Module,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         method: Method,
-        rule: str,
+        settings: Settings,
         comm: TorchComm,
     ) -> None:
         self.comm = comm
@@ -56,7 +61,7 @@ class Training:
         self._model = model
         self._method: Any = method
         self._parameters = list(parameters)
-        self._rule = rule
+        self._settings = settings
         self._model_buffers = list(model.buffers())
 
         self._place: list[tuple[Bucket, int]] = []
@@ -70,13 +75,17 @@ class Training:
         self._next_bucket = 0
         self._step_may_begin = True
         self._delivered = False
+        self._broken = False
+        self._steps = 0
         # The order in which gradients became ready; None once the plan is settled.
         self._ready_order: list[int] | None = []
 
         self._make_buckets(range(len(self._parameters) - 1, -1, -1))
         self._state = method.init(self)
         self._handles = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            model.register_forward_pre_hook(
+                _Uncopied(self._before_forward), with_kwargs=True
+            )
         ]
         for index, (_, parameter) in enumerate(self._parameters):
             self._handles.append(
@@ -111,6 +120,7 @@ class Training:
     def after_update(self) -> None:
         """The user's optimizer has stepped."""
         self._delivered = False
+        self._steps += 1
         self._moment("after_update")
         if self._world.compute is not None:
             self._world.compute.step_ended()
@@ -118,7 +128,8 @@ class Training:
     def finish(self) -> None:
         """This worker is out of data. Collective over the ranks, each in its own time."""
         self.active = False
-        self._moment("finish")
+        if not self._broken:
+            self._moment("finish")
         self.detach()
 
     def detach(self) -> None:
@@ -155,6 +166,12 @@ class Training:
         self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> None:
         training = torch.is_grad_enabled()
+        if training and inside_function_transform():
+            raise UsageError(
+                "the model was called inside a torch.func transform, whose gradients "
+                "never reach .grad and cannot be averaged; use loss.backward(), or call "
+                "the transform on a copy of the model that was not given to distribute"
+            )
         if self._world.compute is not None:
             self._world.compute.forward(_samples(args, kwargs), training)
         if training and self._synchronize:
@@ -171,13 +188,20 @@ class Training:
 
     def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
         if not self._in_backward:
+            if inside_reentrant_checkpoint():
+                raise self._refused(
+                    f"the first gradient of this backward pass, that of "
+                    f"{self._parameters[index][0]!r}, comes from a reentrant checkpoint, "
+                    "whose end cannot be told from the end of the pass; use "
+                    "checkpoint(..., use_reentrant=False)"
+                )
             self._begin_step()
             self._in_backward = True
             self._seen = [False] * len(self._parameters)
             self._reset_buckets()
             queue_callback(self._end_backward)
         if self._seen[index]:
-            raise GradientError(
+            raise self._refused(
                 f"the gradient of {self._parameters[index][0]!r} came twice in one "
                 "backward pass, after it may have been sent; under activation "
                 "checkpointing use checkpoint(..., use_reentrant=False)"
@@ -205,6 +229,8 @@ class Training:
         self._in_backward = False
         self._moment("backward_ended")
         self._show_gradients()
+        if self._settings.check_finite:
+            self._require_finite()
         self._delivered = True
         self._step_may_begin = True
         self._settle_plan()
@@ -224,7 +250,7 @@ class Training:
                 view.mul_(self._share)
         else:
             if gradient.layout != torch.strided:
-                raise GradientError(
+                raise self._refused(
                     f"the gradient of {self._parameters[index][0]!r} is sparse, and only "
                     "dense gradients can be averaged; build the embedding with "
                     "sparse=False"
@@ -260,10 +286,22 @@ class Training:
                 elif parameter.grad is None:
                     parameter.grad = view
 
+    def _require_finite(self) -> None:
+        for bucket in self.buckets:
+            if torch.isfinite(bucket.buffer).all():
+                continue
+            for name, view in zip(bucket.names, bucket.views, strict=True):
+                if not torch.isfinite(view).all():
+                    raise self._refused(
+                        f"the gradient of {name!r} is not finite in step "
+                        f"{self._steps + 1}; lower the learning rate, "
+                        "clip gradients, or use a GradScaler without check_finite"
+                    )
+
     def _make_buckets(self, order: Sequence[int]) -> None:
         ordered = [self._parameters[i] for i in order]
         groups = fusion.group(
-            self._rule,
+            self._settings.fusion,
             [gradient_bytes(parameter) for _, parameter in ordered],
             [kind_of(parameter) for _, parameter in ordered],
         )
@@ -295,6 +333,11 @@ class Training:
                     view.copy_(parameter.grad)
                     parameter.grad = view
 
+    def _refused(self, message: str) -> GradientError:
+        """An error after which the ranks may be out of step: `finish` only detaches."""
+        self._broken = True
+        return GradientError(message)
+
     # ---- moments ----
 
     def _moment(self, name: str, *arguments: Any) -> None:
@@ -308,11 +351,28 @@ class Training:
             return
         self._step_may_begin = False
         if self._model_buffers and self.comm.size > 1:
-            # DDP's semantics: every step starts from rank 0's buffers; where rank 0 is
-            # out of data, from the first rank that still has some.
-            source = self.participants[0] if self.participants else 0
-            broadcast_tensors(self.comm, self._model_buffers, source)
+            if self._settings.buffers == "rank0":
+                # DDP's semantics: every step starts from rank 0's buffers; where rank 0
+                # is out of data, from the first rank that still has some.
+                source = self.participants[0] if self.participants else 0
+                broadcast_tensors(self.comm, self._model_buffers, source)
+            elif self._settings.buffers == "mean":
+                average_tensors(self.comm, self._model_buffers)
         self._moment("step_begins")
+
+
+class _Uncopied:
+    """A hook of this model alone: its deep copies (a moving average of the weights, say)
+    and pickles get one that does nothing."""
+
+    def __init__(self, hook: Callable[..., None] = lambda *arguments: None) -> None:
+        self._hook = hook
+
+    def __call__(self, *arguments: Any) -> None:
+        self._hook(*arguments)
+
+    def __reduce__(self) -> tuple[type[_Uncopied], tuple[()]]:
+        return _Uncopied, ()
 
 
 def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -336,7 +336,6 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-@torch.inference_mode()
 def _fill(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
         tensor.detach().copy_(value.view(tensor.shape))

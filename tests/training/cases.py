@@ -1,0 +1,576 @@
+"""What DDP's users expect, case by case; each runs on all workers of any world.
+
+Inputs follow from the rank, so every worker can compute alone what the mean over all of
+them must be, and compare.
+"""
+
+import copy
+import pickle
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import paceline
+from paceline.errors import GradientError, UsageError
+from paceline.methods.bsp import BSP
+
+
+def inputs(rank, step=0, size=6):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(4, size, generator=generator)
+
+
+def small_model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def wrap(model, **options):
+    options.setdefault("fusion", "wfbp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return paceline.distribute(model, optimizer, **options)
+
+
+def mean_gradients(model, loss_of_rank):
+    """Gradients of the mean over ranks of ``loss_of_rank(model, rank)``, by one process."""
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    n = paceline.world_size()
+    for rank in range(n):
+        loss = loss_of_rank(alone, rank)
+        if loss is not None:
+            (loss / n).backward()
+    return {name: p.grad for name, p in alone.named_parameters()}
+
+
+def assert_gradients(model, expected, tolerance=1e-6):
+    for name, parameter in model.named_parameters():
+        want = expected[name]
+        if want is None:
+            assert parameter.grad is None, name
+            continue
+        error = (parameter.grad - want).abs().max()
+        assert error <= tolerance * want.abs().max(), f"{name} is off by {error}"
+
+
+def check_backward(model, loss_of_rank, tolerance=1e-6, **options):
+    """Two steps, the second with settled buckets, use the mean gradient."""
+    optimizer = wrap(model, **options)
+    for _ in range(2):
+        expected = mean_gradients(model, loss_of_rank)
+        optimizer.zero_grad()
+        loss = loss_of_rank(model, paceline.rank())
+        if loss is not None:
+            loss.backward()
+            assert_gradients(model, expected, tolerance)
+        optimizer.step()
+        assert_gradients(model, expected, tolerance)
+    optimizer.finish()
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(10, 6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.mix(self.embed(x))))
+
+
+def shared_parameters():
+    model = Tied()
+    tokens = lambda rank: torch.randint(  # noqa: E731
+        10, (5,), generator=torch.Generator().manual_seed(rank)
+    )
+    check_backward(model, lambda m, r: F.cross_entropy(m(tokens(r)), tokens(r)))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant, last):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.block = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last = nn.Linear(6, 2) if last else None
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = checkpoint(self.block, self.first(x), use_reentrant=self.reentrant)
+        return x if self.last is None else self.last(x)
+
+
+def non_reentrant_checkpoint():
+    for last in (True, False):
+        model = Checkpointed(reentrant=False, last=last)
+        check_backward(model, lambda m, r: m(inputs(r)).square().mean())
+
+
+def reentrant_checkpoint_inside():
+    model = Checkpointed(reentrant=True, last=True)
+    check_backward(model, lambda m, r: m(inputs(r)).square().mean())
+
+
+def reentrant_checkpoint_first_is_refused():
+    model = Checkpointed(reentrant=True, last=False)
+    optimizer = wrap(model)
+    with pytest.raises(GradientError, match=r"block.*use_reentrant=False"):
+        model(inputs(paceline.rank())).square().mean().backward()
+    optimizer.finish()
+
+
+class UsedTwice(nn.Module):
+    """One block in two reentrant checkpoints: its gradient comes twice in one pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        x = checkpoint(self.block, x, use_reentrant=True)
+        x = checkpoint(self.block, x, use_reentrant=True)
+        return self.last(x)
+
+
+def gradient_twice_in_one_pass_is_refused():
+    model = UsedTwice()
+    optimizer = wrap(model)
+    with pytest.raises(GradientError, match="came twice in one backward pass"):
+        model(inputs(paceline.rank())).square().mean().backward()
+    optimizer.finish()
+
+
+def two_backwards_are_both_averaged():
+    model = small_model()
+    both = lambda m, r: m(inputs(r, 1)).square().mean() + m(inputs(r, 2)).mean()  # noqa: E731
+    expected = mean_gradients(model, both)
+    optimizer = wrap(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(inputs(paceline.rank(), 1)).square().mean().backward()
+        model(inputs(paceline.rank(), 2)).mean().backward()
+        assert_gradients(model, expected)
+    optimizer.finish()
+
+
+def accumulation_under_no_sync():
+    model = small_model()
+    both = lambda m, r: m(inputs(r, 1)).square().mean() + m(inputs(r, 2)).mean()  # noqa: E731
+    expected = mean_gradients(model, both)
+    optimizer = wrap(model)
+    for set_to_none in (True, False):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        with optimizer.no_sync():
+            model(inputs(paceline.rank(), 1)).square().mean().backward()
+        model(inputs(paceline.rank(), 2)).mean().backward()
+        assert_gradients(model, expected)
+    optimizer.finish()
+
+
+def accumulation_that_ends_under_no_sync_is_sent_by_step():
+    model = small_model()
+    expected = mean_gradients(model, lambda m, r: m(inputs(r)).square().mean())
+    optimizer = wrap(model)
+    with optimizer.no_sync():
+        model(inputs(paceline.rank())).square().mean().backward()
+    optimizer.step()
+    assert_gradients(model, expected)
+    optimizer.finish()
+
+
+class MixedTypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.single = nn.Linear(6, 4)
+        self.exact = nn.Linear(4, 4, dtype=torch.float64)
+        self.brief = nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.end = nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.exact(self.single(x).double())
+        return self.end(self.brief(x.bfloat16()).float())
+
+
+def mixed_types():
+    # bfloat16 keeps 8 bits: means of 3 values differ in the last one
+    model = MixedTypes()
+    for rule in ("wfbp", "ddp"):
+        check_backward(
+            copy.deepcopy(model),
+            lambda m, r: m(inputs(r)).square().mean(),
+            tolerance=1e-2,
+            fusion=rule,
+        )
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.matrix = nn.Parameter(torch.randn(6, 3, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.matrix).abs() * self.scale
+
+
+def complex_parameters():
+    check_backward(Complex(), lambda m, r: m(inputs(r)).square().mean())
+
+
+def sparse_gradients_are_refused():
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = paceline.distribute(
+        model, torch.optim.SparseAdam(list(model.parameters()))
+    )
+    with pytest.raises(GradientError, match=r"'weight' is sparse.*sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+    optimizer.finish()
+
+
+class Branches(nn.Module):
+    """Which branch is used depends on the caller; one is never used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.common = nn.Linear(6, 6)
+        self.branches = nn.ModuleList(nn.Linear(6, 2) for _ in range(3))
+
+    def forward(self, x, branch):
+        return self.branches[branch](self.common(x))
+
+
+def unused_on_some_ranks():
+    for rule in ("wfbp", "single"):
+        check_backward(
+            Branches(),
+            lambda m, r: m(inputs(r), int(r == 0)).square().mean(),
+            fusion=rule,
+        )
+
+
+def unused_parameters_change_from_step_to_step():
+    model = Branches()
+    optimizer = wrap(model)
+    for step in range(6):
+        loss_of_rank = lambda m, r, step=step: (  # noqa: E731
+            m(inputs(r, step), (r + step) % 3).square().mean()
+        )
+        expected = mean_gradients(model, loss_of_rank)
+        optimizer.zero_grad()
+        loss_of_rank(model, paceline.rank()).backward()
+        assert_gradients(model, expected)
+        optimizer.step()
+    optimizer.finish()
+
+
+def a_loss_that_reaches_no_parameter_on_one_rank():
+    check_backward(
+        small_model(),
+        lambda m, r: None if r == 0 else m(inputs(r)).square().mean(),
+    )
+
+
+def unused_everywhere_is_not_moved_by_decay():
+    model = Branches()
+    before = copy.deepcopy(model.branches[2].state_dict())
+    optimizer = paceline.distribute(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        model(inputs(paceline.rank(), step), 0).square().mean().backward()
+        optimizer.step()
+    for name, value in model.branches[2].state_dict().items():
+        assert torch.equal(value, before[name])
+    optimizer.finish()
+
+
+def frozen_parameters_and_groups():
+    model = small_model()
+    model[0].weight.requires_grad_(False)
+    frozen = model[0].weight.clone()
+    groups = [
+        {"params": [model[0].bias], "lr": 0.0},
+        {"params": model[2].parameters(), "lr": 0.1},
+    ]
+    optimizer = paceline.distribute(model, torch.optim.SGD(groups, lr=1.0))
+    bias, last = model[0].bias.clone(), model[2].weight.clone()
+    model(inputs(paceline.rank())).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight, frozen)
+    assert torch.equal(model[0].bias, bias)
+    assert not torch.equal(model[2].weight, last)
+    optimizer.finish()
+
+
+def clipping_acts_on_the_mean():
+    model = small_model()
+    expected = mean_gradients(model, lambda m, r: 50 * m(inputs(r)).square().mean())
+    norm = torch.stack([g.norm() for g in expected.values()]).norm()
+    optimizer = wrap(model)
+    (50 * model(inputs(paceline.rank())).square().mean()).backward()
+    total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert (total - norm).abs() <= 1e-5 * norm
+    assert_gradients(model, {k: g / (norm + 1e-6) for k, g in expected.items()}, 1e-5)
+    optimizer.step()
+    optimizer.finish()
+
+
+def scaler_skips_on_all_ranks_together():
+    model = small_model()
+    optimizer = wrap(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = copy.deepcopy(model.state_dict())
+    for overflow in (True, False):
+        optimizer.zero_grad()
+        loss = model(inputs(paceline.rank())).square().mean()
+        if overflow and paceline.rank() == paceline.world_size() - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        changed = [not torch.equal(v, before[k]) for k, v in model.state_dict().items()]
+        assert any(changed) != overflow
+    assert scaler.get_scale() == 4.0
+    optimizer.finish()
+
+
+def non_finite_gradients_are_named_if_asked():
+    model = small_model()
+    optimizer = wrap(model, check_finite=True)
+    x = inputs(paceline.rank())
+    if paceline.rank() == 0:
+        x[0, 0] = float("nan")
+    with pytest.raises(GradientError, match=r"'(0|2)\.\w+' is not finite in step 1"):
+        model(x).square().mean().backward()
+    optimizer.finish()
+
+
+def normalized_model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def buffers_follow_the_setting():
+    n = paceline.world_size()
+    for setting in ("rank0", "mean", "local"):
+        model = normalized_model()
+        optimizer = wrap(model, buffers=setting)
+        # what each rank would hold after one forward of its own
+        alone = []
+        for rank in range(n):
+            own = copy.deepcopy(model)
+            own(inputs(rank))
+            alone.append(own[1].running_mean.clone())
+        model(inputs(paceline.rank())).square().mean().backward()
+        optimizer.step()
+        assert torch.allclose(model[1].running_mean, alone[paceline.rank()])
+        # the next step begins with what was agreed on
+        seen = []
+        model[1].register_forward_pre_hook(
+            lambda module, args, seen=seen: seen.append(module.running_mean.clone())
+        )
+        model(inputs(paceline.rank(), 1)).square().mean().backward()
+        wanted = {
+            "rank0": alone[0],
+            "mean": torch.stack(alone).mean(0),
+            "local": alone[paceline.rank()],
+        }[setting]
+        assert torch.allclose(seen[0], wanted)
+        assert int(model[1].num_batches_tracked) == 2
+        optimizer.finish()
+
+
+def uneven_data_with_buffers():
+    model = normalized_model()
+    optimizer = wrap(model)
+    with optimizer.join():
+        for step in range(2 + paceline.rank()):
+            optimizer.zero_grad()
+            model(inputs(paceline.rank(), step)).square().mean().backward()
+            optimizer.step()
+    flat = torch.cat([t.double().reshape(-1) for t in model.state_dict().values()])
+    everyone = torch.empty(paceline.world_size() * flat.numel(), dtype=flat.dtype)
+    torch.distributed.all_gather_single(everyone, flat)
+    assert (everyone.view(-1, flat.numel()) == flat).all()
+
+
+def uneven_means_are_over_those_who_train():
+    model = small_model()
+    optimizer = wrap(model)
+    n = paceline.world_size()
+    for step in range(1, 2 + (paceline.rank() > 0)):
+        optimizer.zero_grad()
+        still = [r for r in range(n) if step == 1 or r > 0]
+        alone = copy.deepcopy(model)
+        alone.zero_grad()
+        for rank in still:
+            (alone(inputs(rank, step)).square().mean() / len(still)).backward()
+        model(inputs(paceline.rank(), step)).square().mean().backward()
+        assert_gradients(model, {k: p.grad for k, p in alone.named_parameters()})
+        optimizer.step()
+    optimizer.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchesReadiness(BSP):
+    """Notes how many gradients were seen when each bucket was ready."""
+
+    def bucket_ready(self, state, run, bucket):
+        run.seen_at.append(sum(run._seen))
+        super().bucket_ready(state, run, bucket)
+
+
+def seen_when_ready(model):
+    optimizer = wrap(model, method=WatchesReadiness())
+    optimizer._training.seen_at = seen = []
+    for _ in range(2):
+        seen.clear()
+        optimizer.zero_grad()
+        model(inputs(paceline.rank())).square().mean().backward()
+        optimizer.step()
+    optimizer.finish()
+    return seen
+
+
+def blocks_compiled_one_by_one_overlap():
+    model = small_model()
+    for block in model:
+        block.compile(backend="aot_eager")
+    assert seen_when_ready(model)[0] < 4  # sent while backward still ran
+
+
+def a_model_compiled_whole_warns():
+    for compile_whole in (
+        lambda m: torch.compile(m, backend="aot_eager"),
+        lambda m: m.compile(backend="aot_eager") or m,
+    ):
+        model = small_model()
+        expected = mean_gradients(model, lambda m, r: m(inputs(r)).square().mean())
+        compiled = compile_whole(model)
+        with pytest.warns(UserWarning, match="compile its blocks"):
+            optimizer = wrap(compiled)
+        compiled(inputs(paceline.rank())).square().mean().backward()
+        assert_gradients(model, expected)
+        optimizer.finish()
+
+
+def function_transforms_are_refused():
+    model = small_model()
+    optimizer = wrap(model)
+    parameters = dict(model.named_parameters())
+
+    def loss(values):
+        return torch.func.functional_call(model, values, (inputs(0),)).mean()
+
+    with pytest.raises(UsageError, match=r"torch\.func"):
+        torch.func.grad(loss)(parameters)
+    optimizer.finish()
+
+
+def autocast_in_bfloat16():
+    def loss(model, rank):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(inputs(rank)).float().square().mean()
+
+    check_backward(small_model(), loss, tolerance=1e-2)
+
+
+def closures_and_hooks_of_the_optimizer():
+    model = small_model()
+    optimizer = wrap(model)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(inputs(paceline.rank())).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert calls == ["before", "after"]
+    optimizer.finish()
+
+
+def schedulers_drive_the_wrapped_groups():
+    model = small_model()
+    optimizer = wrap(model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=4)
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "step() before optimizer.step()" among them
+        for step in range(4):
+            optimizer.zero_grad()
+            model(inputs(paceline.rank(), step)).square().mean().backward()
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            if step < 3:
+                schedule.step()
+    assert len(set(rates)) == 4
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    optimizer.finish()
+
+
+def copies_of_the_model_are_free():
+    model = small_model()
+    optimizer = wrap(model)
+    for make_copy in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        model(inputs(0)).mean().backward()
+        average = make_copy(model)
+        average(inputs(0)).mean().backward()  # nothing is sent, nobody waits
+        with torch.no_grad():
+            average[0].weight.lerp_(model[0].weight, 0.1)
+        optimizer.step()
+    optimizer.finish()
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        shared_parameters,
+        non_reentrant_checkpoint,
+        reentrant_checkpoint_inside,
+        reentrant_checkpoint_first_is_refused,
+        gradient_twice_in_one_pass_is_refused,
+        two_backwards_are_both_averaged,
+        accumulation_under_no_sync,
+        accumulation_that_ends_under_no_sync_is_sent_by_step,
+        mixed_types,
+        complex_parameters,
+        sparse_gradients_are_refused,
+        unused_on_some_ranks,
+        unused_parameters_change_from_step_to_step,
+        a_loss_that_reaches_no_parameter_on_one_rank,
+        unused_everywhere_is_not_moved_by_decay,
+        frozen_parameters_and_groups,
+        clipping_acts_on_the_mean,
+        scaler_skips_on_all_ranks_together,
+        non_finite_gradients_are_named_if_asked,
+        buffers_follow_the_setting,
+        uneven_data_with_buffers,
+        uneven_means_are_over_those_who_train,
+        blocks_compiled_one_by_one_overlap,
+        a_model_compiled_whole_warns,
+        function_transforms_are_refused,
+        autocast_in_bfloat16,
+        closures_and_hooks_of_the_optimizer,
+        schedulers_drive_the_wrapped_groups,
+        copies_of_the_model_are_free,
+    )
+}
+
+PER_PROCESS = {a_model_compiled_whole_warns, schedulers_drive_the_wrapped_groups}
+"""Warnings are caught per process: these cannot share one with other workers."""

@@ -1,0 +1,20 @@
+"""Every case in the virtual world, on 1 and 3 workers."""
+
+import pytest
+
+from paceline.network import uniform_cluster
+from paceline.worlds.virtual import Simulation
+
+from .cases import CASES, PER_PROCESS
+
+RUNS = [
+    pytest.param(case, workers, id=f"{name}-{workers}")
+    for name, case in CASES.items()
+    for workers in ((1,) if case in PER_PROCESS else (1, 3))
+]
+
+
+@pytest.mark.parametrize(("case", "workers"), RUNS)
+def test_case(case, workers):
+    simulation = Simulation(uniform_cluster(workers, "1gbit", "50us"))
+    simulation.run(lambda rank: case())
