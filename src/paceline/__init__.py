@@ -14,6 +14,7 @@ from paceline.api import init, log, now, pace, rank, world_name, world_size
 from paceline.distribute import DistributedOptimizer, distribute
 from paceline.errors import PacelineError
 from paceline.methods.bsp import BSP
+from paceline.sampler import Sampler
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "BSP",
     "DistributedOptimizer",
     "PacelineError",
+    "Sampler",
     "__version__",
     "distribute",
     "init",

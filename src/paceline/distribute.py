@@ -16,6 +16,7 @@ from paceline.collectives.comm import TorchComm
 from paceline.errors import UsageError
 from paceline.exchange import broadcast_tensors
 from paceline.interfaces import Method, World
+from paceline.sampler import Sampler
 from paceline.settings import ModuleBuffers, Settings
 from paceline.startup import check_same_everywhere, describe
 from paceline.torch_private import is_compiled_whole
@@ -31,6 +32,7 @@ def distribute(
     fusion: str = "ddp",
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
+    sampler: Sampler | None = None,
 ) -> DistributedOptimizer:
     """Train *model* data-parallel; returns the optimizer to use from now on.
 
@@ -40,7 +42,8 @@ def distribute(
     rank 0's (``"rank0"``, as under DDP), their mean over ranks (``"mean"``; whole numbers:
     their maximum) or stay each rank's own (``"local"``). *check_finite*: raise
     `GradientError` naming the parameter when a mean gradient is not finite; leave it off
-    with a GradScaler. A spec given on the command line wins over all of these.
+    with a GradScaler. *sampler*: weight gradients by the samples that it deals out, one
+    backward pass a batch. A spec given on the command line wins over all of these.
 
     Every rank calls this with the same model, options and kind of optimizer, and all
     start from rank 0's parameters and buffers. Raises `UsageError` for what cannot work,
@@ -73,7 +76,7 @@ def distribute(
         )
     if comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    training = Training(world, model, parameters, chosen, settings, comm)
+    training = Training(world, model, parameters, chosen, settings, comm, sampler)
     world.journal.begin(full_spec)
     wrapped = DistributedOptimizer._wrap(optimizer, training, world)
     world.at_exit(wrapped.finish)

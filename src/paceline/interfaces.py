@@ -123,6 +123,11 @@ class Run(Protocol):
         """False once this worker is out of data: it only keeps the others company."""
         ...
 
+    @property
+    def share(self) -> float:
+        """This worker's weight in the mean: what its gradients were multiplied by."""
+        ...
+
     participants: list[int]
     """Ranks that still train, equal on all ranks; a roll call brings it up to date."""
 
@@ -148,8 +153,8 @@ class Method(Protocol):
     2. ``before_use(state, run, bucket)``: parameters of *bucket* are about to be read by
        the module that owns them; once after each step, at the first forward of any kind.
     3. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer
-       (divided by the number of workers where the user is to see the mean, so that their
-       sum is the mean); backward still runs. Always in plan order, on every rank.
+       (times `Run.share` where the user is to see the mean, so that their sum is the mean);
+       backward still runs. Always in plan order, on every rank.
     4. ``backward_ended(state, run)``: all buckets were delivered. A tensor that took no
        part on this rank is zero in its buffer and False in ``bucket.used``.
     5. ``after_update(state, run)``: the user's optimizer has stepped.
@@ -245,6 +250,11 @@ class World(Protocol):
     def size(self) -> int: ...
 
     @property
+    def speeds(self) -> Sequence[float] | None:
+        """Relative compute speed of each worker, where the world knows it."""
+        ...
+
+    @property
     def options(self) -> RunOptions:
         """What the command line decided for this run."""
         ...
@@ -279,9 +289,12 @@ class World(Protocol):
 class Compute(Protocol):
     """Charges a model's compute time, where no real time passes for it."""
 
-    def model(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+    def model(
+        self, names: Sequence[str], sizes: Sequence[int], samples: float | None
+    ) -> None:
         """The model's trainable tensors and their gradients' bytes, in registration
-        order."""
+        order; *samples* is the batch that a forward and a backward pass are given for
+        (None: the first training batch)."""
         ...
 
     def forward(self, samples: int | None, training: bool) -> None:

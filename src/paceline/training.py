@@ -29,6 +29,7 @@ from paceline.collectives.comm import TorchComm
 from paceline.errors import GradientError, UsageError
 from paceline.exchange import average_tensors, broadcast_tensors
 from paceline.interfaces import Method, World
+from paceline.sampler import Sampler
 from paceline.settings import Settings
 from paceline.tensors import Bucket, gradient_bytes, kind_of, make_buckets
 from paceline.torch_private import (
@@ -52,6 +53,7 @@ class Training:
         method: Method,
         settings: Settings,
         comm: TorchComm,
+        sampler: Sampler | None = None,
     ) -> None:
         self.comm = comm
         self.active = True
@@ -68,7 +70,8 @@ class Training:
         # A bucket holds this rank's share of the mean, where the method wants a mean:
         # the division costs nothing beside the copy that has to be made anyway.
         averages = method.gradient_seen_by_user == "mean"
-        self._share = 1.0 / comm.size if averages else 1.0
+        self.share = 1.0 / comm.size if averages else 1.0
+        self._weights = None if sampler is None else _Weights(sampler)
         self._synchronize = True
         self._in_backward = False
         self._seen = [False] * len(self._parameters)
@@ -95,6 +98,7 @@ class Training:
             world.compute.model(
                 [name for name, _ in self._parameters],
                 [gradient_bytes(parameter) for _, parameter in self._parameters],
+                None if sampler is None else sampler.mean_samples,
             )
 
     # ---- what the wrapped optimizer calls ----
@@ -174,6 +178,8 @@ class Training:
             )
         if self._world.compute is not None:
             self._world.compute.forward(_samples(args, kwargs), training)
+        if training and self._weights is not None:
+            self._weigh_next_pass()
         if training and self._synchronize:
             self._begin_step()
 
@@ -181,6 +187,8 @@ class Training:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
             if self._world.compute is not None:
                 self._world.compute.gradient(index)
+            if self._weights is not None:
+                self._weights.pass_runs()
             if self._synchronize:
                 self._take_gradient(index, parameter)
 
@@ -215,6 +223,17 @@ class Training:
         if not bucket.missing:
             self._deliver_complete()
 
+    def _weigh_next_pass(self) -> None:
+        """This rank's share of the next mean is its share of the samples. What earlier
+        passes under `no_sync` left was to be weighted by theirs."""
+        assert self._weights is not None
+        share = self._weights.next_share()
+        if share != self.share:
+            for _, parameter in self._parameters:
+                if parameter.grad is not None and not self._delivered:
+                    parameter.grad.mul_(self.share / share)
+            self.share = share
+
     def _end_backward(self) -> None:
         """The backward pass is over: deliver what is left, and let the method wait."""
         if not self._in_backward:
@@ -246,8 +265,8 @@ class Training:
         if gradient is None:
             view.zero_()
         elif gradient is view:
-            if self._share != 1.0:
-                view.mul_(self._share)
+            if self.share != 1.0:
+                view.mul_(self.share)
         else:
             if gradient.layout != torch.strided:
                 raise self._refused(
@@ -255,10 +274,10 @@ class Training:
                     "dense gradients can be averaged; build the embedding with "
                     "sparse=False"
                 )
-            if self._share == 1.0:
+            if self.share == 1.0:
                 view.copy_(gradient)
             else:
-                torch.mul(gradient.detach(), self._share, out=view)
+                torch.mul(gradient.detach(), self.share, out=view)
             parameter.grad = view
 
     def _deliver_complete(self) -> None:
@@ -359,6 +378,38 @@ class Training:
             elif self._settings.buffers == "mean":
                 average_tensors(self.comm, self._model_buffers)
         self._moment("step_begins")
+
+
+class _Weights:
+    """Which batch of its epoch a backward pass belongs to, and what it weighs."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._epoch = -1
+        self._batch = 0
+        self._running = False
+
+    def next_share(self) -> float:
+        """The share of the pass that is about to begin."""
+        if self._sampler.passes != self._epoch:
+            self._epoch, self._batch = self._sampler.passes, 0
+        if self._batch >= len(self._sampler):
+            raise UsageError(
+                f"backward pass {self._batch + 1} of an epoch of {len(self._sampler)} "
+                "batches: gradients are weighted batch by batch, so each batch of the "
+                "sampler given to distribute may have one backward pass"
+            )
+        return self._sampler.weight(self._batch)
+
+    def pass_runs(self) -> None:
+        """A gradient has come; when its backward pass ends, its batch is over."""
+        if not self._running:
+            self._running = True
+            queue_callback(self._pass_ended)
+
+    def _pass_ended(self) -> None:
+        self._running = False
+        self._batch += 1
 
 
 class _Uncopied:

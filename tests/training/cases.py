@@ -537,6 +537,62 @@ def copies_of_the_model_are_free():
     optimizer.finish()
 
 
+def weighted_by_samples_equals_one_process():
+    """Unequal shares, odd samples, a partial last batch, accumulation: the same sequence
+    as one process on the union of the workers' batches."""
+    n = paceline.world_size()
+    x = torch.randn(53, 6, generator=torch.Generator().manual_seed(7))
+    y = x.sum(1, keepdim=True)
+    for accumulate in (1, 2):
+        model = small_model()
+        alone = copy.deepcopy(model)
+        plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+        sampler = paceline.Sampler(x, 10, shares=[1.0 + r for r in range(n)], seed=5)
+        union = [sorted(sampler._counts[b]) for b in range(len(sampler))]
+        assert [sum(counts) for counts in union][:5] == [10] * 5
+        optimizer = wrap(model, sampler=sampler)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            order = torch.randperm(
+                53, generator=torch.Generator().manual_seed(5 + epoch)
+            )
+            start = 0
+            for number, batch in enumerate(sampler):
+                last = number % accumulate == accumulate - 1
+                mine = (model(x[batch]) - y[batch]).square().mean()
+                if last:
+                    mine.backward()
+                else:
+                    with optimizer.no_sync():
+                        mine.backward()
+                whole = order[start : start + sum(union[number])]
+                start += len(whole)
+                (alone(x[whole]) - y[whole]).square().mean().backward()
+                if last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    plain.step()
+                    plain.zero_grad()
+            optimizer.zero_grad()
+            plain.zero_grad()
+        optimizer.finish()
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            error = (ours - theirs).abs().max()
+            assert error <= 1e-5 * theirs.abs().max()
+
+
+def a_batch_more_than_the_sampler_has_is_refused():
+    model = small_model()
+    sampler = paceline.Sampler(range(20), 10)
+    optimizer = wrap(model, sampler=sampler)
+    for _ in sampler:
+        model(inputs(paceline.rank())).mean().backward()
+        optimizer.step()
+    with pytest.raises(UsageError, match="backward pass 3 of an epoch of 2 batches"):
+        model(inputs(paceline.rank()))
+    optimizer.finish()
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -569,6 +625,8 @@ CASES = {
         closures_and_hooks_of_the_optimizer,
         schedulers_drive_the_wrapped_groups,
         copies_of_the_model_are_free,
+        weighted_by_samples_equals_one_process,
+        a_batch_more_than_the_sampler_has_is_refused,
     )
 }
 

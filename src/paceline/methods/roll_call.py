@@ -43,7 +43,7 @@ def answer_roll_call(run: Run, own: torch.Tensor) -> None:
     used = [float(flag) for bucket in run.buckets for flag in bucket.used]
     ballot = torch.zeros(n + len(used) + 1, dtype=torch.float64, device=own.device)
     if run.active:
-        ballot[run.comm.rank] = 1.0
+        ballot[run.comm.rank] = run.share
         ballot[n:-1] = torch.tensor(used, dtype=torch.float64)
         ballot[-1:] = own
     run.comm.all_reduce(ballot, "sum").wait()
@@ -55,7 +55,7 @@ def answer_roll_call(run: Run, own: torch.Tensor) -> None:
     for bucket in run.buckets:
         bucket.used[:] = [next(flags) > 0 for _ in bucket.used]
         if 0 < len(run.participants) < n:
-            bucket.buffer.mul_(n / len(run.participants))
+            bucket.buffer.mul_(1 / math.fsum(votes[:n]))
 
 
 def _last_element(buffer: torch.Tensor) -> torch.Tensor:

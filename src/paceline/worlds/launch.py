@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.errors import UsageError
 from paceline.options import RunOptions
+from paceline.worlds.real import LOST_PEER
 
 _PLACEMENT = (
     "--nnodes",
@@ -72,14 +73,6 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str, list[str]
 
 _SHUTDOWN_SECONDS = 10
 """What workers have to end after Ctrl-C, before they are killed."""
-
-_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-)
-"""What gloo and NCCL say in a worker whose peer ended: a consequence, not the cause."""
 
 
 def launch(
@@ -141,7 +134,7 @@ def _summary(failures: dict[int, ProcessFailure]) -> str:
         failure = failures[rank]
         text = _message(failure)
         ended_by_agent = failure.exitcode == -signal.SIGTERM
-        consequence = any(words in text for words in _LOST_PEER)
+        consequence = any(words in text for words in LOST_PEER)
         return ended_by_agent, consequence, failure.timestamp
 
     first, *others = sorted(failures, key=order)

@@ -57,6 +57,14 @@ from paceline.report.result import Result, Summary, gather_summaries
 from paceline.torch_private import local_store
 from paceline.worlds.seeding import seed_everything
 
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+)
+"""What gloo and NCCL say in a worker whose peer ended: a consequence, not the cause."""
+
 _PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
 
@@ -70,6 +78,7 @@ class RealWorld:
 
     name: ClassVar[str] = "real"
     compute = None
+    speeds = None
 
     def __init__(self, options: RunOptions) -> None:
         self.options = options
@@ -236,7 +245,11 @@ def _report_to_launcher(error: BaseException) -> None:
     if not path or not isinstance(error, Exception):
         return
     traceback = "".join(tracebacks.format_exception(error))
-    details = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
+    # torchrun takes the lowest of these, in whole seconds, for the first cause, and dates
+    # a killed worker when it notices: a consequence is put safely after its cause.
+    lost_a_peer = any(words in str(error) for words in LOST_PEER)
+    timestamp = int(time.time()) + (2 if lost_a_peer else 0)
+    details = {"py_callstack": traceback, "timestamp": str(timestamp)}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
     unfinished = Path(path + ".part")  # the launcher may end this process meanwhile
     with contextlib.suppress(OSError):

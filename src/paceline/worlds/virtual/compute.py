@@ -68,11 +68,14 @@ class VirtualCompute:
         self._factor = self._draw()
         self._workload: Workload | None = None
         self._owed = 0.0
-        self._reference: int | None = None
+        self._reference: float | None = None
         self._scale = 1.0
         self.paced_by_script = False
 
-    def model(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+    def model(
+        self, names: Sequence[str], sizes: Sequence[int], samples: float | None
+    ) -> None:
+        self._reference = samples
         self._workload = Workload.spread(
             names, sizes, self._model.forward, self._model.backward
         )

@@ -65,6 +65,7 @@ class VirtualWorld:
         self.rank = rank
         self.size = simulation.cluster.workers
         self.options = simulation.options
+        self.speeds = simulation.speeds
         self.journal = Journal(rank, self.now, keep_spans=simulation.trace)
         self.compute = VirtualCompute(
             simulation.compute_model,

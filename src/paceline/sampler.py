@@ -1,0 +1,145 @@
+"""`Sampler`: each worker's share of every batch, in proportion to its speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence, Sized
+from typing import Literal
+
+import torch
+
+from paceline.context import current_world
+from paceline.errors import UsageError
+
+
+class Sampler(torch.utils.data.Sampler[list[int]]):
+    """A batch sampler: ``DataLoader(dataset, batch_sampler=paceline.Sampler(...))``.
+
+    *batch_size* counts samples over all workers. Each batch is cut by *shares*: one
+    positive number per worker (any scale), ``"speed"`` for the speeds that the world
+    knows, or None for equal shares. Where shares are no whole numbers of samples, the
+    odd ones go in turn to whoever is furthest behind its share. All workers take the same
+    number of steps in an epoch; a last batch with fewer samples than workers is left out.
+
+    Give it to `distribute(..., sampler=sampler)`: gradients are then weighted by samples,
+    and a step equals that of one process on the union of the workers' batches (for a
+    loss that is a mean over samples).
+
+    `set_epoch` chooses the shuffle, as in torch's DistributedSampler; without it each
+    pass over the sampler is an epoch of its own. Raises `UsageError` for shares that do
+    not fit the job, or a batch with fewer samples than workers.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        *,
+        shares: Sequence[float] | Literal["speed"] | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        world = current_world()
+        if world is None:
+            raise UsageError("call paceline.init() before making a Sampler")
+        workers = world.size
+        if not workers <= batch_size <= len(dataset):
+            raise UsageError(
+                f"batch_size: expected {workers} (one sample per worker) to "
+                f"{len(dataset)} (the data set), got {batch_size}"
+            )
+        if shares == "speed":
+            if world.speeds is None:
+                raise UsageError(
+                    'shares="speed": this world does not know its workers\' speeds; give '
+                    "a list of numbers, one per worker"
+                )
+            shares = world.speeds
+        self.batch_size = batch_size
+        self.rank = world.rank
+        self._shares = _normalized(shares, workers)
+        self._size = len(dataset)
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = -1
+        self._epoch_is_chosen = False
+        self.passes = 0
+        sizes = [batch_size] * (self._size // batch_size)
+        rest = self._size % batch_size
+        if rest >= workers and not drop_last:
+            sizes.append(rest)
+        self._sizes = sizes
+        self._counts = _cut(sizes, self._shares)
+
+    def __len__(self) -> int:
+        """Batches in an epoch: the same on every worker."""
+        return len(self._sizes)
+
+    @property
+    def mean_samples(self) -> float:
+        """A worker's samples in a full batch if all shares were equal."""
+        return self.batch_size / len(self._shares)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the shuffle of the following passes."""
+        self._epoch = epoch
+        self._epoch_is_chosen = True
+
+    def weight(self, batch: int) -> float:
+        """This worker's part of the samples of batch number *batch* of an epoch."""
+        return self._counts[batch][self.rank] / self._sizes[batch]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if not self._epoch_is_chosen:
+            self._epoch += 1
+        self.passes += 1
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed + self._epoch)
+            order = torch.randperm(self._size, generator=generator).tolist()
+        else:
+            order = list(range(self._size))
+        position = 0
+        for size, counts in zip(self._sizes, self._counts, strict=True):
+            start = position + sum(counts[: self.rank])
+            yield order[start : start + counts[self.rank]]
+            position += size
+
+
+def _normalized(shares: Sequence[float] | None, workers: int) -> list[float]:
+    if shares is None:
+        return [1 / workers] * workers
+    if len(shares) != workers:
+        raise UsageError(
+            f"shares: expected {workers} numbers, one per worker, got {len(shares)}"
+        )
+    for share in shares:
+        if not (share > 0 and math.isfinite(share)):
+            raise UsageError(f"shares: expected numbers above zero, got {share}")
+    total = math.fsum(shares)
+    return [share / total for share in shares]
+
+
+def _cut(sizes: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
+    """How many samples of each batch each worker takes: at least one, and in the long run
+    its share."""
+    given = [0] * len(shares)
+    total = 0
+    result = []
+    for size in sizes:
+        total += size
+        counts = [max(1, math.floor(share * size)) for share in shares]
+        # How far each is behind its share, counting what this batch gives already.
+        behind = [
+            share * total - done - count
+            for share, done, count in zip(shares, given, counts, strict=True)
+        ]
+        while sum(counts) != size:
+            step = 1 if sum(counts) < size else -1
+            candidates = [w for w in range(len(shares)) if step > 0 or counts[w] > 1]
+            worker = max(candidates, key=lambda w: (step * behind[w], -w))
+            counts[worker] += step
+            behind[worker] -= step
+        given = [done + count for done, count in zip(given, counts, strict=True)]
+        result.append(counts)
+    return result

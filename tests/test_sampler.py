@@ -1,0 +1,123 @@
+"""Shares of batches: whole, fair in the long run, equal in number of steps."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import paceline
+from paceline.errors import UsageError
+from paceline.network import parse_cluster, uniform_cluster
+from paceline.sampler import _cut, _normalized
+from paceline.worlds.virtual import ComputeModel, Simulation
+
+
+def deal(workers, length, batch_size, **options):
+    """What each worker's sampler yields in two epochs."""
+    dealt = {}
+
+    def body(rank):
+        paceline.init()
+        sampler = paceline.Sampler(range(length), batch_size, **options)
+        dealt[rank] = [list(sampler), list(sampler)]
+
+    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(body)
+    return dealt
+
+
+@given(
+    st.lists(st.floats(0.1, 10), min_size=1, max_size=6),
+    st.lists(st.integers(6, 40), min_size=1, max_size=30),
+)
+@settings(max_examples=60, deadline=None)
+def test_batches_are_cut_whole_and_nobody_is_left_out(shares, sizes):
+    counts = _cut(sizes, _normalized(shares, len(shares)))
+    assert [sum(batch) for batch in counts] == sizes
+    assert min(min(batch) for batch in counts) >= 1
+
+
+def test_odd_samples_go_round():
+    # 8 samples for 3 equal workers: 3 3 2, and it is never twice the same one that is short
+    counts = _cut([8] * 6, [1 / 3] * 3)
+    assert all(sorted(batch) == [2, 3, 3] for batch in counts)
+    assert [sum(column) for column in zip(*counts, strict=True)] == [16, 16, 16]
+
+
+def test_shares_hold_in_the_long_run():
+    counts = _cut([10] * 100, _normalized([4, 2, 1], 3))
+    totals = [sum(column) for column in zip(*counts, strict=True)]
+    assert totals == pytest.approx([4000 / 7, 2000 / 7, 1000 / 7], abs=1)
+
+
+def test_workers_cover_the_data_once_an_epoch_in_equal_numbers_of_steps():
+    dealt = deal(3, 100, 16)
+    for epoch in range(2):
+        assert {len(dealt[rank][epoch]) for rank in range(3)} == {7}
+        seen = [i for rank in range(3) for batch in dealt[rank][epoch] for i in batch]
+        assert sorted(seen) == list(range(100))
+    assert dealt[0][0] != dealt[0][1]
+
+
+def test_a_last_batch_smaller_than_the_job_is_left_out():
+    assert {len(epochs[0]) for epochs in deal(3, 20, 9).values()} == {2}
+    assert {len(epochs[0]) for epochs in deal(3, 21, 9).values()} == {3}
+    assert {len(e[0]) for e in deal(3, 21, 9, drop_last=True).values()} == {2}
+
+
+def test_the_same_epoch_is_the_same_shuffle():
+    def body(rank):
+        paceline.init()
+        sampler = paceline.Sampler(range(40), 8)
+        sampler.set_epoch(3)
+        assert list(sampler) == list(sampler)
+
+    Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 1}, "batch_size: expected 2"),
+        ({"batch_size": 41}, "batch_size: expected 2 .* to 40"),
+        ({"batch_size": 8, "shares": [1.0]}, "shares: expected 2 numbers"),
+        ({"batch_size": 8, "shares": [1.0, 0.0]}, "shares: expected numbers above"),
+    ],
+)
+def test_bad_shares_are_refused(arguments, message):
+    def body(rank):
+        paceline.init()
+        with pytest.raises(UsageError, match=message):
+            paceline.Sampler(range(40), **arguments)
+
+    Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)
+
+
+def test_shares_by_speed_even_out_a_slow_worker():
+    """Two workers, one half as fast: equal shares take the slow one's time, shares by
+    speed 2/3 of that: 12 and 6 of 18 samples instead of 9 and 9."""
+    cluster = parse_cluster(
+        '[[rack]]\nworkers = 2\nlink = "100 Gbit/s"\nlatency = "0 us"\nspeed = [1, 0.5]'
+    )
+    seconds = {}
+    for shares in (None, "speed"):
+
+        def body(rank, shares=shares):
+            paceline.init()
+            model = torch.nn.Linear(4, 1)
+            data = torch.randn(180, 4)
+            sampler = paceline.Sampler(data, 18, shares=shares)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = paceline.distribute(model, optimizer, sampler=sampler)
+            for batch in sampler:
+                optimizer.zero_grad()
+                model(data[batch]).mean().backward()
+                optimizer.step()
+            optimizer.finish()
+
+        simulation = Simulation(
+            cluster, compute=ComputeModel(forward=0.1, backward=0.2)
+        )
+        journal = simulation.run(body).journals[0]
+        seconds[shares] = journal.steps[5].step_seconds
+    assert seconds[None] == pytest.approx(0.6, rel=1e-4)
+    assert seconds["speed"] == pytest.approx(0.4, rel=1e-4)
