@@ -20,7 +20,7 @@ LEVELS = [
     {"collectives"},
     {"report", "startup", "exchange"},
     {"worlds"},
-    {"training"},
+    {"training", "checkpoint"},
     {"distribute"},
     {"api"},
     {"testing", "cli"},

@@ -3,7 +3,7 @@
 How the layers stack, top to bottom; each imports only what is below it:
 
     cli, testing                      verbs, and the conformance kit
-    distribute, training, worlds, report
+    distribute, training, checkpoint, worlds, report
     collectives                       schedules as data, and the one Comm
     methods, fusion                   when workers agree; in which pieces gradients travel
     network                           clusters, links, workloads: described, no I/O
@@ -11,6 +11,7 @@ How the layers stack, top to bottom; each imports only what is below it:
 """
 
 from paceline.api import init, log, now, pace, rank, world_name, world_size
+from paceline.checkpoint import load, save
 from paceline.distribute import DistributedOptimizer, distribute
 from paceline.errors import PacelineError
 from paceline.methods.bsp import BSP
@@ -26,10 +27,12 @@ __all__ = [
     "__version__",
     "distribute",
     "init",
+    "load",
     "log",
     "now",
     "pace",
     "rank",
+    "save",
     "world_name",
     "world_size",
 ]

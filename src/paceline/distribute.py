@@ -62,7 +62,7 @@ def distribute(
     if not parameters:
         raise UsageError("the model has no parameter that requires a gradient")
 
-    comm = TorchComm(world)
+    comm = TorchComm(world, f"training {len(world.trained)}")
     full_spec = str(spec.spec_of(chosen.name, chosen, **settings.as_keys()))
     options = f"{full_spec} with {type(optimizer).__name__}"
     device = parameters[0][1].device
@@ -79,6 +79,7 @@ def distribute(
     training = Training(world, model, parameters, chosen, settings, comm, sampler)
     world.journal.begin(full_spec)
     wrapped = DistributedOptimizer._wrap(optimizer, training, world)
+    world.trained.append((model, wrapped))
     world.at_exit(wrapped.finish)
     return wrapped
 

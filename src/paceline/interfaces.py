@@ -264,6 +264,9 @@ class World(Protocol):
         """Where this worker's steps, bytes, waits and metrics are counted."""
         ...
 
+    trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]]
+    """What `distribute` was given and gave back here, in order."""
+
     @property
     def compute(self) -> Compute | None:
         """Where a model's compute time is charged; None where it passes by itself."""

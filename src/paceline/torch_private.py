@@ -66,6 +66,22 @@ def is_compiled_whole(model: torch.nn.Module) -> bool:
 
 
 @contextmanager
+def groups_named(name: str) -> Iterator[None]:
+    """Within it, ``torch.distributed.new_group`` names its group *name*.
+
+    With use_local_synchronization torch names a group after its ranks and the number of
+    groups that this process has; ranks that belong to different numbers of groups then
+    look for each other under different names, for ever.
+    """
+    naming = c10d._process_group_name
+    vars(c10d)["_process_group_name"] = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        vars(c10d)["_process_group_name"] = naming
+
+
+@contextmanager
 def process_groups_per_thread() -> Iterator[None]:
     """Within it, each thread has torch.distributed state of its own.
 

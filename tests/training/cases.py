@@ -5,9 +5,11 @@ them must be, and compare.
 """
 
 import copy
+import os
 import pickle
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline.errors import GradientError, UsageError
 from paceline.methods.bsp import BSP
+from paceline.worlds.real import join_world
 
 
 def inputs(rank, step=0, size=6):
@@ -593,6 +596,75 @@ def a_batch_more_than_the_sampler_has_is_refused():
     optimizer.finish()
 
 
+def groups_and_channels_of_unequal_history():
+    """Ranks that belong to different numbers of groups find each other all the same."""
+    optimizer = wrap(small_model())
+    comm = optimizer._training.comm
+    n, rank = comm.size, comm.rank
+    for pair in [(0, r) for r in range(1, n)]:
+        if rank in pair:
+            value = torch.tensor([float(rank)])
+            comm.group(pair).all_reduce(value, "sum").wait()
+            assert value.item() == sum(pair)
+            assert comm.group(pair) is comm.group(pair)
+    for name in ("second", "third"):
+        value = torch.tensor([float(rank)])
+        comm.channel(name).all_reduce(value, "max").wait()
+        assert value.item() == n - 1
+    output = torch.empty(n)
+    comm.channel("second").all_gather(output, torch.tensor([float(rank)])).wait()
+    assert output.tolist() == list(range(n))
+    part = torch.empty(1)
+    comm.reduce_scatter(part, torch.arange(float(n)) * (rank + 1)).wait()
+    assert abs(part.item() - rank * (n + 1) / 2) < 1e-6
+    optimizer.finish()
+
+
+def a_restart_equals_straight_training():
+    """10 + 10 steps, in new models and optimizers, are 20: dropout, momenta, schedule."""
+
+    def begin():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+        optimizer = paceline.distribute(model, torch.optim.AdamW(groups, lr=0.1))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+        return model, optimizer, schedule
+
+    def train(model, optimizer, schedule, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            model(inputs(paceline.rank(), step)).square().mean().backward()
+            optimizer.step()
+            if step < 19:
+                schedule.step()
+
+    folder = Path(os.environ["PACELINE_TEST_FOLDER"]) / "checkpoint"
+    world = join_world()
+    for steps in (range(10), range(2)):  # the second replaces the first
+        world.trained.clear()
+        straight = begin()
+        torch.manual_seed(paceline.rank())
+        train(*straight, steps)
+        paceline.save(folder, schedule=straight[2])
+        train(*straight, range(len(steps), 20))
+        straight[1].finish()
+        world.trained.clear()
+        model, optimizer, schedule = begin()
+        paceline.load(folder, schedule=schedule)
+        train(model, optimizer, schedule, range(len(steps), 20))
+        optimizer.finish()
+        for ours, theirs in zip(
+            model.parameters(), straight[0].parameters(), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+    with pytest.raises(UsageError, match=r"holds model0, optimizer0, other\.schedule"):
+        paceline.load(folder)
+    with pytest.raises(UsageError, match="no checkpoint"):
+        paceline.load(folder / "nowhere")
+    world.trained.clear()
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -625,6 +697,8 @@ CASES = {
         closures_and_hooks_of_the_optimizer,
         schedulers_drive_the_wrapped_groups,
         copies_of_the_model_are_free,
+        groups_and_channels_of_unequal_history,
+        a_restart_equals_straight_training,
         weighted_by_samples_equals_one_process,
         a_batch_more_than_the_sampler_has_is_refused,
     )

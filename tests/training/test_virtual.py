@@ -15,6 +15,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("case", "workers"), RUNS)
-def test_case(case, workers):
+def test_case(case, workers, tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_TEST_FOLDER", str(tmp_path))
     simulation = Simulation(uniform_cluster(workers, "1gbit", "50us"))
     simulation.run(lambda rank: case())

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from paceline.collectives.schedule import Ring, Schedule, Tree
 from paceline.interfaces import ReduceOperation, World
+from paceline.torch_private import groups_named
 
 _OPERATIONS = {
     "mean": dist.ReduceOp.AVG,
@@ -20,11 +21,18 @@ _OPERATIONS = {
 class TorchComm:
     """A `Comm` over a torch.distributed process group.
 
-    Counts bytes and waits in *world*'s journal. A group of one moves nothing.
+    Counts bytes and waits in *world*'s journal. A group of one moves nothing. *name* is
+    unique in the job and the same on all ranks.
     """
 
-    def __init__(self, world: World, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str = "training",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._world = world
+        self._name = name
         self._group = group if group is not None else dist.group.WORLD
         self._channels: dict[str, TorchComm] = {}
         self._groups: dict[tuple[int, ...], TorchComm] = {}
@@ -76,24 +84,27 @@ class TorchComm:
 
     def channel(self, name: str) -> TorchComm:
         if name not in self._channels:
-            ranks = dist.get_process_group_ranks(self._group)
-            group = dist.new_group(
-                ranks, use_local_synchronization=True, group_desc=name
-            )
-            self._channels[name] = TorchComm(self._world, group)
+            self._channels[name] = self._make(f"channel {name}", range(self.size))
         return self._channels[name]
 
     def group(self, ranks: Sequence[int]) -> TorchComm:
         key = tuple(ranks)
         if key not in self._groups:
-            members = dist.get_process_group_ranks(self._group)
+            text = " ".join(str(rank) for rank in key)
+            self._groups[key] = self._make(f"group {text}", key)
+        return self._groups[key]
+
+    def _make(self, what: str, ranks: Sequence[int]) -> TorchComm:
+        """A communicator of its own among some ranks of this one."""
+        members = dist.get_process_group_ranks(self._group)
+        name = f"{self._name}, {what}"
+        with groups_named(name):
             group = dist.new_group(
-                [members[rank] for rank in key],
+                [members[rank] for rank in ranks],
                 use_local_synchronization=True,
                 sort_ranks=False,
             )
-            self._groups[key] = TorchComm(self._world, group)
-        return self._groups[key]
+        return TorchComm(self._world, name, group)
 
     def _count(self, schedule: Schedule) -> None:
         self._world.journal.sent(schedule.bytes_sent(self.rank))

@@ -88,6 +88,7 @@ class RealWorld:
             self.rank, self.now, keep_spans=options.records is not None
         )
         self._exit_actions: list[Callable[[], None]] = []
+        self.trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
         self._results_written = False
         self._process = os.getpid()
         # The exit status of a bad end, and the number of steps when it was asked for:

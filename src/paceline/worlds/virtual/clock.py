@@ -134,6 +134,13 @@ class Clock:
         worker.time = max(before, completion.time)
         return worker.time - before
 
+    def pause(self, seconds: float) -> None:
+        """Let *seconds* pass for the current worker, and the others have their turns."""
+        worker = self.current
+        pause = Completion(lambda: f"{show_seconds(seconds)} to pass")
+        self.at(worker.time + seconds, lambda: self.complete(pause))
+        self.wait(pause)
+
     def fail(self, error: BaseException) -> None:
         """End the job: all who wait are woken with `Abandoned`. The first error counts."""
         if self.failure is None:

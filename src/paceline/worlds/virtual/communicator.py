@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from paceline.collectives.schedule import Ring, Schedule, Transfer
-from paceline.errors import CollectiveMismatchError
+from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.instruments import Span
 from paceline.worlds.virtual.clock import MAX_NAMED, Clock, Completion
 from paceline.worlds.virtual.links import Links
@@ -197,7 +197,13 @@ class Communicator:
         """*operation* is complete on one rank: write its result, wake it, free its lane."""
         deliver = operation.delivers[position]
         assert deliver is not None
-        deliver(operation, position)
+        try:
+            deliver(operation, position)
+        except Exception as error:  # a buffer of another shape, a mean of whole numbers
+            raise UsageError(
+                f"worker {self.ranks[position]}: the result of {operation.call} does not "
+                f"fit what it was called with: {error}"
+            ) from error
         operation.delivers[position] = None
         self.clock.complete(operation.completions[position])
         self._free_lanes[position].append(operation.lane[position])

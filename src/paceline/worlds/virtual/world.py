@@ -62,6 +62,7 @@ class VirtualWorld:
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self._simulation = simulation
         self._exit_actions: list[Callable[[], None]] = []
+        self.trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
         self.rank = rank
         self.size = simulation.cluster.workers
         self.options = simulation.options
@@ -154,6 +155,8 @@ class Simulation:
         `WorkerFailedError` names the worker whose body raised; `DeadlockError` says who
         waits for what; `CollectiveMismatchError` names the two calls that differ.
         """
+        if self.clock.switches:
+            raise UsageError("a Simulation runs once: make another one")
         register_python_backend(BACKEND, _create_group)
         load_lazy_modules()
         bodies = [
@@ -235,6 +238,7 @@ class Simulation:
                 "LOCAL_WORLD_SIZE": "1",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "29500",
+                "TORCH_DIST_INIT_BARRIER": "0",  # would wait in a store, outside the clock
                 "TORCHELASTIC_RUN_ID": "virtual",
             }
         )

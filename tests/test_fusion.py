@@ -1,0 +1,112 @@
+"""Fusion rules: bucket lengths, and groups of tensors that may not be mixed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline import fusion
+from paceline.errors import UsageError
+
+MIB = 1024 * 1024
+
+# In elements of 4 bytes: tiny ones, some near 1 MiB and 25 MiB, and beyond.
+_elements = st.one_of(
+    st.integers(0, 1000),
+    st.sampled_from([MIB // 4 - 1, MIB // 4, MIB // 4 + 1]),
+    st.sampled_from([25 * MIB // 4 - 1, 25 * MIB // 4, 25 * MIB // 4 + 1]),
+    st.integers(0, 8 * MIB),
+)
+
+
+def torch_buckets(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """What DDP itself decides, in the order of the buckets' first tensors."""
+    buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB])
+    return buckets
+
+
+def meta(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(elements, dtype=dtype, device="meta")
+
+
+def test_wfbp_is_a_bucket_per_tensor_and_single_is_one() -> None:
+    assert fusion.wfbp([5, 0, 7]) == [1, 1, 1]
+    assert fusion.single([5, 0, 7]) == [3]
+
+
+def test_ddp_closes_a_bucket_with_the_tensor_that_reaches_its_limit() -> None:
+    # 0.6 + 0.6 MiB pass 1 MiB; then 20 + 4 stay under 25 MiB and 1 more reaches it.
+    sizes = [6 * MIB // 10, 6 * MIB // 10, 20 * MIB, 4 * MIB, MIB, 10]
+    assert fusion.ddp(sizes) == [2, 3, 1]
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.lists(_elements, min_size=1, max_size=30))
+def test_ddp_is_torchs_own_rule(elements: list[int]) -> None:
+    tensors = [meta(count, torch.float32) for count in elements]
+    lengths = fusion.ddp([4 * count for count in elements])
+    assert lengths == [len(bucket) for bucket in torch_buckets(tensors)]
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.tuples(_elements, st.sampled_from([torch.float32, torch.float16])),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_ddp_with_two_kinds_is_torchs_own_rule(
+    members: list[tuple[int, torch.dtype]],
+) -> None:
+    tensors = [meta(*member) for member in members]
+    groups = fusion.group(
+        "ddp",
+        [t.numel() * t.element_size() for t in tensors],
+        [t.dtype for t in tensors],
+    )
+    # torch orders buckets by their first tensor, we by the one that completes them.
+    assert sorted(groups) == sorted(torch_buckets(tensors))
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    st.sampled_from(sorted(fusion.RULES)),
+    st.lists(st.tuples(st.integers(0, 2 * MIB), st.sampled_from("abc")), max_size=30),
+)
+def test_groups_partition_the_tensors_in_ready_order(
+    rule: str, members: list[tuple[int, str]]
+) -> None:
+    sizes = [size for size, _ in members]
+    kinds = [kind for _, kind in members]
+    groups = fusion.group(rule, sizes, kinds)
+    assert sorted(p for group in groups for p in group) == list(range(len(members)))
+    assert all(group == sorted(group) for group in groups)
+    assert all(len({kinds[p] for p in group}) == 1 for group in groups)
+    ends = [group[-1] for group in groups]
+    assert ends == sorted(ends)
+
+
+def test_kinds_never_share_a_bucket() -> None:
+    kinds = ["half", "full", "half", "full", "half"]
+    assert fusion.group("single", [1] * 5, kinds) == [[1, 3], [0, 2, 4]]
+    assert fusion.group("wfbp", [1] * 5, kinds) == [[0], [1], [2], [3], [4]]
+    # Each kind counts its own bytes: "half" reaches 1 MiB with its second tensor.
+    sizes = [MIB // 2, 10, MIB // 2, 10, 10]
+    assert fusion.group("ddp", sizes, kinds) == [[0, 2], [1, 3], [4]]
+
+
+def test_unknown_rule_names_those_that_exist() -> None:
+    with pytest.raises(UsageError, match=r"'dpd'.*Did you mean 'ddp'.*single, wfbp"):
+        fusion.group("dpd", [1], ["a"])
+    with pytest.raises(UsageError, match="unknown fusion rule"):
+        fusion.check_rule("")
+    assert fusion.check_rule("ddp") == "ddp"
+
+
+def test_no_tensors_make_no_buckets() -> None:
+    assert fusion.group("ddp", [], []) == []
+    assert fusion.wfbp([]) == fusion.ddp([]) == []

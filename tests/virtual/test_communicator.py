@@ -1,0 +1,452 @@
+"""What collectives cost in virtual time, against times worked out by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline.errors import CollectiveMismatchError, DeadlockError
+from paceline.network import Cluster
+from tests.virtual.helpers import cluster, rack, run, run_on, simulation
+
+MS = 1e-3
+
+
+def all_reduce(size: int, **keys) -> dist.Work | None:
+    return dist.all_reduce(torch.zeros(size // 4), **keys)
+
+
+def timed_all_reduce(rank: int) -> float:
+    all_reduce(800_000)
+    return paceline.now()
+
+
+# ---- rings ----
+
+
+@pytest.mark.parametrize("n", [2, 5, 8, 16])
+def test_ring_alone_costs_what_the_formula_says(n: int) -> None:
+    # 2 (n - 1) (latency + bytes / n / bandwidth). With n = 8:
+    # 14 x (0.05 ms + 100,000 B / 25,000,000 B/s = 4 ms) = 56.7 ms.
+    expected = 2 * (n - 1) * (50e-6 + 800_000 / n / 25e6)
+    if n == 8:
+        assert expected == pytest.approx(56.7 * MS, rel=1e-12)
+    assert run(n, timed_all_reduce) == [pytest.approx(expected, rel=1e-6)] * n
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize("size", [4, 64, 960_000, 4 * 99_991])
+def test_ring_played_equals_priced(n: int, size: int) -> None:
+    def body(rank: int) -> float:
+        all_reduce(size)
+        return paceline.now()
+
+    (priced,) = set(run(n, body))
+    played = run(n, body, play=True)
+    assert max(played) == pytest.approx(priced, rel=1e-9)
+    # Where segments differ by a byte, some rank has only smaller ones.
+    slack = 0 if size % n == 0 else 2 * (n - 1) / 25e6
+    assert min(played) >= (priced - slack) * (1 - 1e-9)
+
+
+def test_reduce_scatter_and_all_gather_are_half_a_ring_each() -> None:
+    # Four workers, 800 kB in all: 3 x (0.05 ms + 200,000 / 25e6 = 8 ms) = 24.15 ms.
+    def body(rank: int) -> list[float]:
+        ends = []
+        whole, part = torch.zeros(200_000), torch.zeros(50_000)
+        dist.all_gather_single(whole, part)
+        ends.append(paceline.now())
+        dist.reduce_scatter_single(part, whole)
+        ends.append(paceline.now())
+        dist.all_gather([torch.zeros(50_000) for _ in range(4)], part)
+        ends.append(paceline.now())
+        return ends
+
+    expected = [24.15 * MS, 48.3 * MS, 72.45 * MS]
+    for play in (False, True):
+        assert run(4, body, play=play) == [pytest.approx(expected, rel=1e-9)] * 4
+
+
+def test_ring_over_racks_pays_its_longest_chain_of_latencies() -> None:
+    # Ranks 0, 1 | 2: edges 1 ms, 1/2 + 4/2 + 10 = 12.5 ms, 12.5 ms. Four steps: once
+    # round (26 ms) and one edge more, at worst 12.5. Bytes: 4 steps of 4 B at 25 MB/s.
+    racks = cluster(
+        rack(2, latency=1 * MS), rack(1, latency=4 * MS, uplink_latency=10 * MS)
+    )
+
+    def body(rank: int) -> float:
+        all_reduce(12)
+        return paceline.now()
+
+    expected = 38.5 * MS + 4 * 4 / 25e6
+    assert run(racks, body) == [pytest.approx(expected, rel=1e-9)] * 3
+
+
+def shared_uplink(play: bool) -> list[float]:
+    """Two groups of four, each in both racks, whose uplinks are as fast as one link."""
+    racks = cluster(rack(4, uplink=25e6), rack(4, uplink=25e6))
+
+    def body(rank: int) -> float:
+        groups = [dist.new_group([0, 1, 4, 5]), dist.new_group([2, 3, 6, 7])]
+        all_reduce(800_000, group=groups[rank // 2 % 2])
+        return paceline.now()
+
+    return run(racks, body, play=play)
+
+
+def test_two_rings_share_an_uplink() -> None:
+    # Each ring crosses each uplink once: 12.5 MB/s each way for either.
+    # 6 x (0.05 ms + 200,000 B / 12.5e6 B/s = 16 ms) = 96.3 ms.
+    assert shared_uplink(play=False) == [pytest.approx(96.3 * MS, rel=1e-6)] * 8
+
+
+def test_two_rings_that_share_an_uplink_played_are_within_5_percent() -> None:
+    priced, played = shared_uplink(play=False), shared_uplink(play=True)
+    assert max(played) == pytest.approx(max(priced), rel=0.05)
+
+
+def late_rank(play: bool) -> list[float]:
+    def body(rank: int) -> float:
+        paceline.pace(20 * MS if rank == 3 else 0)
+        return timed_all_reduce(rank)
+
+    return run(8, body, play=play)
+
+
+def test_a_ring_starts_when_its_last_rank_arrives() -> None:
+    assert late_rank(play=False) == [pytest.approx(76.7 * MS, rel=1e-6)] * 8
+
+
+def test_a_late_rank_played_is_within_5_percent() -> None:
+    priced, played = late_rank(play=False), late_rank(play=True)
+    assert max(played) == pytest.approx(max(priced), rel=0.05)
+
+
+def test_a_ring_and_an_incast_share_an_uplink() -> None:
+    # Two racks of four, uplinks of 10 MB/s, no latency. The ring crosses down into rack 0
+    # once (7 to 0), beside three messages of 250 kB (4, 5 and 6 to 0): 2.5 MB/s each.
+    # The messages take 100 ms. Of the ring's 14 x 100 kB, 250 kB have moved by then; the
+    # other 1.15 MB take 115 ms at 10 MB/s.
+    racks = cluster(*[rack(4, latency=0, uplink=10e6)] * 2)
+
+    def body(rank: int) -> tuple[float, float]:
+        ring = all_reduce(800_000, async_op=True)
+        message = torch.zeros(62_500)
+        works = []
+        if rank == 0:
+            works = [dist.irecv(torch.zeros(62_500), source) for source in (4, 5, 6)]
+        elif rank in (4, 5, 6):
+            works = [dist.isend(message, 0)]
+        for work in works:
+            work.wait()
+        messages_in = paceline.now()
+        ring.wait()
+        return messages_in, paceline.now()
+
+    ends = run(racks, body)
+    for rank in (0, 4, 5, 6):
+        assert ends[rank] == pytest.approx((100 * MS, 215 * MS), rel=1e-9)
+    assert [end for _, end in ends] == [pytest.approx(215 * MS, rel=1e-9)] * 8
+
+
+# ---- lanes ----
+
+
+# 2 MB over 8 workers at 25 MB/s: 14 x 250,000 / 25e6 = 140 ms, after 14 latencies of
+# 0.05 ms. On two lanes two share the links, then the third has them for itself.
+LANES = {1: (140.7, 281.4, 422.1), 2: (280.7, 280.7, 421.4), 3: (420.7,) * 3}
+
+
+def three_all_reduces(lanes: int, play: bool) -> list[list[float]]:
+    def body(rank: int) -> list[float]:
+        works = [all_reduce(2_000_000, async_op=True) for _ in range(3)]
+        ends = []
+        for work in works:
+            work.wait()
+            ends.append(paceline.now() / MS)
+        return ends
+
+    return run(8, body, lanes=lanes, play=play)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_three_all_reduces_on_lanes(lanes: int) -> None:
+    expected = pytest.approx(LANES[lanes], rel=1e-9)
+    assert three_all_reduces(lanes, play=False) == [expected] * 8
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_three_all_reduces_on_lanes_played_are_within_5_percent(lanes: int) -> None:
+    expected = pytest.approx(LANES[lanes], rel=0.05)
+    assert three_all_reduces(lanes, play=True) == [expected] * 8
+
+
+def test_a_lane_is_free_when_its_operation_is_complete() -> None:
+    # One lane: the second all-reduce, launched at once, waits for the first; the third,
+    # launched late, for nobody.
+    def body(rank: int) -> list[float]:
+        first = all_reduce(800_000, async_op=True)
+        all_reduce(800_000)
+        assert first.is_completed()
+        paceline.pace(1.0)
+        all_reduce(800_000)
+        return [paceline.now()]
+
+    assert run(8, body, lanes=1) == [[pytest.approx(1.0 + 3 * 56.7 * MS)]] * 8
+
+
+def test_groups_have_lanes_of_their_own() -> None:
+    # No lanes are shared, but links are: both end when 2 x 56 ms of bytes have moved.
+    def body(rank: int) -> list[float]:
+        other = dist.new_group(list(range(8)))
+        works = [
+            all_reduce(800_000, async_op=True),
+            all_reduce(800_000, async_op=True, group=other),
+        ]
+        for work in works:
+            work.wait()
+        return paceline.now()
+
+    expected = 2 * 56 * MS + 0.7 * MS
+    assert run(8, body, lanes=1) == [pytest.approx(expected, rel=1e-6)] * 8
+
+
+# ---- trees and others, which are always played ----
+
+
+def test_broadcast_starts_pair_by_pair() -> None:
+    # 100 kB take 4 ms on a link. The root sends to 1 and 2, half a link each: 8 ms and a
+    # latency of 0.05. Then 1 sends to 3: 4.05 ms more.
+    def body(rank: int) -> float:
+        dist.broadcast(torch.zeros(25_000), 0)
+        return paceline.now() / MS
+
+    assert run(4, body) == pytest.approx([8, 12.05, 8.05, 12.1])
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        # Whoever is there does not wait for rank 1, which is 1 s late.
+        (
+            lambda rank: dist.scatter(
+                torch.zeros(1), list(torch.zeros(4, 1)) if rank == 0 else None, 0
+            ),
+            [1.0, 1.0, 0.0, 0.0],
+        ),
+        (
+            lambda rank: dist.gather(
+                torch.zeros(1), [torch.zeros(1)] * 4 if rank == 0 else None, 0
+            ),
+            [1.0, 1.0, 0.0, 0.0],
+        ),
+        # In the tree, 3 hangs on 1.
+        (lambda rank: dist.broadcast(torch.zeros(1), 0), [1.0, 1.0, 0.0, 1.0]),
+        # Towards the root, 3 sends to 1.
+        (lambda rank: dist.reduce(torch.zeros(1), 0), [1.0, 1.0, 0.0, 1.0]),
+        (lambda rank: dist.barrier(), [1.0] * 4),
+        (lambda rank: dist.all_reduce(torch.zeros(1)), [1.0] * 4),
+    ],
+    ids=["scatter", "gather", "broadcast", "reduce", "barrier", "all_reduce"],
+)
+def test_who_waits_for_a_late_rank(call, expected: list[float]) -> None:
+    def body(rank: int) -> float:
+        paceline.pace(1.0 if rank == 1 else 0.0)
+        call(rank)
+        return paceline.now()
+
+    # Latencies add up to less than a millisecond.
+    assert run(4, body) == pytest.approx(expected, abs=1 * MS)
+
+
+def barrier_by_the_rule(where: Cluster, arrivals: list[float]) -> list[float]:
+    """When each rank leaves: messages of step s go once those of all earlier steps are in
+    at the sender, and both ends are there."""
+    n = len(arrivals)
+    known, sent = list(arrivals), list(arrivals)
+    distance = 1
+    while distance < n:
+        arrived = known.copy()
+        for source in range(n):
+            destination = (source + distance) % n
+            start = max(known[source], arrivals[destination])
+            sent[source] = max(sent[source], start)
+            latency = where.latency(source, destination)
+            arrived[destination] = max(known[destination], start + latency)
+        known = arrived
+        distance *= 2
+    return [max(pair) for pair in zip(known, sent, strict=True)]
+
+
+def test_a_barrier_keeps_its_rule_whatever_the_latencies() -> None:
+    chance = random.Random(0)
+    for _ in range(60):
+        n = chance.randint(2, 9)
+        where = cluster(
+            *[
+                rack(1, latency=0, uplink_latency=chance.choice([0.001, 1.0, 5.0]))
+                for _ in range(n)
+            ]
+        )
+        arrivals = [chance.choice([0.0, 0.0, 0.5, 3.0, 10.0]) for _ in range(n)]
+
+        def body(rank: int, arrivals: list[float] = arrivals) -> float:
+            paceline.pace(arrivals[rank])
+            dist.barrier()
+            return paceline.now()
+
+        left = run(where, body)
+        assert left == pytest.approx(barrier_by_the_rule(where, arrivals), rel=1e-9)
+        assert min(left) >= max(arrivals)
+
+
+def test_collectives_of_nothing_and_of_one() -> None:
+    def body(rank: int) -> float:
+        mine = dist.new_group([rank], use_local_synchronization=True)
+        t = torch.full((3,), float(rank))
+        for work in (
+            dist.all_reduce(t, group=mine, async_op=True),
+            dist.broadcast(t, rank, group=mine, async_op=True),
+            dist.barrier(mine, async_op=True),
+        ):
+            work.wait()
+        assert t.tolist() == [rank] * 3
+        alone = paceline.now()
+        dist.all_reduce(torch.zeros(0))
+        return alone
+
+    assert run(3, body) == [0.0] * 3
+    # Four latencies: an empty all-reduce still takes its steps.
+    outcome = simulation(3).run(lambda rank: (paceline.init(), all_reduce(0)))
+    assert outcome.virtual_seconds == pytest.approx(4 * 50e-6)
+
+
+def test_scatter_of_nothing_to_many() -> None:
+    def body(rank: int) -> None:
+        parts = list(torch.zeros(400, 0)) if rank == 0 else None
+        dist.scatter(torch.zeros(0), parts, 0)
+
+    run(400, body)
+
+
+# ---- what can go wrong ----
+
+
+def test_deadlock_names_the_call_and_who_has_not_made_it() -> None:
+    def body(rank: int) -> None:
+        dist.barrier()
+        if rank != 1:
+            all_reduce(8)
+
+    with pytest.raises(DeadlockError) as caught:
+        run(3, body)
+    message = str(caught.value)
+    for rank in (0, 2):
+        assert (
+            f"worker {rank} waits for all_reduce(SUM, float32[2]), operation 1 on group "
+            "'world'; not called by worker 1"
+        ) in message
+    assert "worker 1 has ended" in message
+
+
+def test_deadlock_of_a_receive_names_its_source() -> None:
+    def body(rank: int) -> None:
+        if rank == 2:
+            dist.recv(torch.zeros(1), 0, tag=5)
+
+    with pytest.raises(DeadlockError) as caught:
+        run(3, body)
+    expected = "worker 2 waits for receive from worker 0, tag 5, on group 'world'"
+    assert expected in str(caught.value)
+
+
+def test_deadlock_of_two_that_both_send_first() -> None:
+    def body(rank: int) -> None:
+        dist.send(torch.zeros(1), 1 - rank)
+
+    with pytest.raises(DeadlockError) as caught:
+        run(2, body)
+    assert "worker 0 waits for send to worker 1" in str(caught.value)
+    assert "worker 1 waits for send to worker 0" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        (
+            lambda: dist.all_reduce(torch.zeros(4)),
+            lambda: dist.all_reduce(torch.zeros(5)),
+            ("all_reduce(SUM, float32[4])", "all_reduce(SUM, float32[5])"),
+        ),
+        (
+            lambda: dist.all_reduce(torch.zeros(4)),
+            lambda: dist.all_reduce(torch.zeros(4, dtype=torch.float64)),
+            ("all_reduce(SUM, float32[4])", "all_reduce(SUM, float64[4])"),
+        ),
+        (
+            lambda: dist.all_reduce(torch.zeros(2, 3)),
+            lambda: dist.all_reduce(torch.zeros(2, 3), op=dist.ReduceOp.MAX),
+            ("all_reduce(SUM, float32[2x3])", "all_reduce(MAX, float32[2x3])"),
+        ),
+        (
+            lambda: dist.broadcast(torch.zeros(4), 0),
+            lambda: dist.broadcast(torch.zeros(4), 1),
+            ("broadcast(from 0, float32[4])", "broadcast(from 1, float32[4])"),
+        ),
+        (
+            lambda: dist.barrier(),
+            lambda: dist.all_reduce(torch.zeros(4)),
+            ("barrier()", "all_reduce(SUM, float32[4])"),
+        ),
+    ],
+    ids=["size", "dtype", "operation", "root", "collective"],
+)
+def test_mismatched_collectives_name_both_workers_and_calls(
+    ours, theirs, said: tuple[str, str]
+) -> None:
+    def body(rank: int) -> None:
+        dist.barrier()
+        theirs() if rank == 2 else ours()
+
+    with pytest.raises(CollectiveMismatchError) as caught:
+        run(3, body)
+    message = str(caught.value)
+    assert "operation 1 on group 'world'" in message
+    for worker, call in zip((0, 2), said, strict=True):
+        assert f"worker {worker} called {call}" in message
+
+
+# ---- spans ----
+
+
+def test_spans_show_each_worker_lane_and_time() -> None:
+    world = simulation(2, lanes=1, trace=True)
+
+    def body(rank: int) -> None:
+        paceline.pace(0.25 if rank else 0.0)
+        all_reduce(100_000)
+        work = all_reduce(100_000, async_op=True)
+        dist.barrier()
+        work.wait()
+
+    run_on(world, body)
+    spans = [span for span in world.result.spans if span.worker == 0]
+    assert [span.name for span in spans] == [
+        "all_reduce(SUM, float32[25000])",
+        "all_reduce(SUM, float32[25000])",
+        "barrier()",
+    ]
+    assert {span.row for span in spans} == {"world lane 0"}
+    # Present from 0; the other comes at 0.25; 2 x (0.05 + 2 ms) each; a barrier 0.05 ms.
+    times = [(span.start, span.end) for span in spans]
+    expected = [(0, 0.2541), (0.2541, 0.2582), (0.2582, 0.25825)]
+    assert times == [pytest.approx(pair) for pair in expected]
+    assert next(s.start for s in world.result.spans if s.worker == 1) == 0.25
+
+
+def test_without_a_trace_no_spans_are_kept() -> None:
+    assert simulation(2).run(lambda rank: (paceline.init(), all_reduce(8))).spans == []
