@@ -14,7 +14,7 @@ LEVELS = [
     {"spec", "options", "torch_private"},
     {"instruments", "tensors", "network"},
     {"interfaces"},
-    {"context", "fusion"},
+    {"context", "fusion", "pieces"},
     {"sampler"},
     {"methods", "settings", "updater"},
     {"collectives"},

@@ -185,7 +185,7 @@ class Method(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Piece:
     """Elements [*start*, *stop*) of the flattened parameter number *parameter*, counted
     in the order in which the optimizer's ``param_groups`` list them."""

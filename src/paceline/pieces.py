@@ -113,7 +113,7 @@ def check_pieces(optimizer: torch.optim.Optimizer, pieces: Sequence[Piece]) -> N
     parameters = parameters_of(optimizer)
     reached = dict.fromkeys((p.parameter for p in whole_pieces(optimizer)), 0)
     wrong = []
-    for piece in sorted(pieces, key=lambda piece: (piece.parameter, piece.start)):
+    for piece in sorted(pieces):
         number = piece.parameter
         if number not in reached:
             raise UsageError(

@@ -1,0 +1,253 @@
+"""Every survivor learns which rank died, whatever gloo and NCCL notice.
+
+Theory of operation
+-------------------
+Each rank keeps one idle TCP connection to rank 0's hub. *Dead* is a lost connection: when
+a process ends in any way, its kernel closes the socket at once; when a machine vanishes,
+keep-alive probes notice within seconds. Nothing is inferred from silence, so a rank that
+computes, compiles or evaluates for an hour with the interpreter's lock held is not taken
+for dead. A rank that ends well says goodbye first; one that ends with an error says which.
+The hub tells everybody; when the hub itself is lost, everybody knows that it was rank 0.
+
+A survivor may be blocked in a collective for ever, where Python cannot interrupt it. So
+after the news it gets a few seconds to end by itself, and is then ended.
+
+Lines of JSON, each bounded; a connection that does not begin with the job's token, which
+only the job's own store tells, is closed. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+GRACE_SECONDS = 3.0
+"""How long a survivor may take to end by itself."""
+CONNECT_SECONDS = 30.0
+LINE_BYTES = 4096
+FAULT_CHARACTERS = 500
+
+_KEY = "paceline/liveness"
+_KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+
+
+class Store(Protocol):
+    """The part of torch's store that is used: a place that all ranks reach."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+class Hello(msgspec.Struct, kw_only=True):
+    """A rank introduces itself."""
+
+    token: str
+    rank: int
+    host: str
+    process: int
+
+
+class News(msgspec.Struct, kw_only=True):
+    """How a rank ended: well (no *fault*), or how not."""
+
+    rank: int
+    fault: str | None = None
+
+
+class Liveness:
+    """This rank's watch over the others.
+
+    *lost* is called once, on a thread of this object, with a sentence that names the rank
+    that ended badly.
+    """
+
+    def __init__(
+        self, rank: int, size: int, store: Store, lost: Callable[[str], None]
+    ) -> None:
+        self._rank = rank
+        self._lost = lost
+        self._over = False
+        self._hub: Hub | None = None
+        if rank == 0:
+            self._hub = Hub(size, os.environ.get("MASTER_ADDR", "127.0.0.1"), store)
+        host, port, token = msgspec.json.decode(store.get(_KEY), type=tuple[str, int, str])
+        self._socket = socket.create_connection((host, port), CONNECT_SECONDS)
+        self._socket.settimeout(None)
+        _keep_alive(self._socket)
+        self._say(
+            Hello(
+                token=token, rank=rank, host=socket.gethostname(), process=os.getpid()
+            )
+        )
+        threading.Thread(
+            target=self._listen, name="paceline liveness", daemon=True
+        ).start()
+
+    def close(self, fault: str | None = None) -> None:
+        """This rank ends: well, or with a *fault* that the others are told."""
+        if self._over:
+            return
+        self._over = True
+        with contextlib.suppress(OSError):
+            brief = fault[:FAULT_CHARACTERS] if fault else None
+            self._say(News(rank=self._rank, fault=brief))
+        if self._hub is not None:
+            self._hub.close()
+
+    def _say(self, words: msgspec.Struct) -> None:
+        self._socket.sendall(_line(words))
+
+    def _listen(self) -> None:
+        try:
+            for line in self._socket.makefile("rb"):
+                news = msgspec.json.decode(line, type=News)
+                if news.fault is None:  # rank 0 ends well, and its hub with it
+                    return
+                self._tell(f"rank {news.rank} {news.fault}")
+                return
+        except OSError:
+            pass
+        except msgspec.MsgspecError as error:
+            self._tell(f"rank 0 sent what is not a line of news: {error}")
+            return
+        self._tell("rank 0 died: its connection closed without a goodbye")
+
+    def _tell(self, sentence: str) -> None:
+        if not self._over:
+            self._over = True
+            self._lost(sentence)
+
+
+class Hub:
+    """Rank 0's side: hears from all ranks, and passes the first bad news on to all."""
+
+    def __init__(self, size: int, address: str, store: Store) -> None:
+        self._size = size
+        self._token = secrets.token_hex(16)
+        self._listener = socket.create_server((address, 0), backlog=min(size, 1024))
+        self._listener.setblocking(False)
+        self._ranks: dict[socket.socket, Hello] = {}
+        self._pieces: dict[socket.socket, bytes] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._wake, waker = socket.socketpair()
+        self._waker = waker
+        self._selector.register(waker, selectors.EVENT_READ)
+        host, port = self._listener.getsockname()[:2]
+        words = msgspec.json.encode((host, port, self._token)).decode()
+        store.set(_KEY, words)
+        self._thread = threading.Thread(
+            target=self._serve, name="paceline liveness hub", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Rank 0 ends: whoever is still connected is told that this is well."""
+        self._wake.close()
+        self._thread.join(timeout=GRACE_SECONDS)
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                peer: Any = key.fileobj
+                if peer is self._waker:
+                    self._tell_all(News(rank=0))
+                    return
+                if peer is self._listener:
+                    self._accept()
+                else:
+                    self._read(peer)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            peer, _ = self._listener.accept()
+            if len(self._pieces) >= 2 * self._size + 16:  # strangers crowd in
+                peer.close()
+                return
+            peer.setblocking(False)
+            _keep_alive(peer)
+            self._pieces[peer] = b""
+            self._selector.register(peer, selectors.EVENT_READ)
+
+    def _read(self, peer: socket.socket) -> None:
+        try:
+            data = peer.recv(LINE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose(peer)
+            return
+        *lines, rest = (self._pieces[peer] + data).split(b"\n")
+        self._pieces[peer] = rest
+        try:
+            if len(rest) > LINE_BYTES:
+                raise msgspec.ValidationError("a line without an end")
+            for line in lines:
+                self._hear(peer, line)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self._drop(peer)  # not one of ours, or no longer
+
+    def _hear(self, peer: socket.socket, line: bytes) -> None:
+        if peer not in self._ranks:
+            hello = msgspec.json.decode(line, type=Hello)
+            known = hmac.compare_digest(hello.token.encode(), self._token.encode())
+            if not (known and 0 <= hello.rank < self._size):
+                raise msgspec.ValidationError("a wrong token")
+            self._ranks[peer] = hello
+            return
+        news = msgspec.json.decode(line, type=News)
+        hello = self._ranks.pop(peer)
+        if news.fault is not None:
+            self._tell_all(News(rank=hello.rank, fault=news.fault))
+
+    def _lose(self, peer: socket.socket) -> None:
+        hello = self._ranks.pop(peer, None)
+        self._drop(peer)
+        if hello is not None:
+            fault = (
+                f"(host {hello.host}, process {hello.process}) died: its connection "
+                "closed without a goodbye"
+            )
+            self._tell_all(News(rank=hello.rank, fault=fault))
+
+    def _drop(self, peer: socket.socket) -> None:
+        self._selector.unregister(peer)
+        self._pieces.pop(peer, None)
+        peer.close()
+
+    def _tell_all(self, news: News) -> None:
+        for peer in list(self._ranks):
+            with contextlib.suppress(OSError):
+                peer.send(_line(news))  # fits into an idle connection's buffer
+
+
+def end_after_grace(rank: int, sentence: str) -> None:
+    """What a real worker does with bad news: say it, wait a little, and end."""
+    print(f"paceline: {sentence}; rank {rank} ends too", file=sys.stderr, flush=True)
+    threading.Event().wait(GRACE_SECONDS)
+    os._exit(1)
+
+
+def _line(words: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(words) + b"\n"
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        if hasattr(socket, option):
+            number = getattr(socket, option)
+            connection.setsockopt(socket.IPPROTO_TCP, number, value)

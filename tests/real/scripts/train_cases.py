@@ -1,0 +1,120 @@
+"""Train every case for 20 steps, with paceline or with DDP; leave what came out.
+
+torchrun --nproc-per-node 2 train_cases.py FOLDER paceline ddp
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import paceline
+
+STEPS = 20
+
+
+def perceptron():
+    return nn.Sequential(
+        nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 8), nn.Linear(8, 5)
+    )
+
+
+def wide():
+    """More than DDP's first bucket of 1 MiB, so that there are several."""
+    return nn.Sequential(
+        nn.Linear(12, 400), nn.Tanh(), nn.Linear(400, 700), nn.Linear(700, 5)
+    )
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Conv2d(1, 6, 3, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.frozen = nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.features(x.view(-1, 1, 3, 4))))
+        return self.head(self.frozen(x.mean((2, 3))))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def grouped(model):
+    head = list(model.head.parameters())
+    rest = [*model.features.parameters(), *model.norm.parameters()]
+    groups = [{"params": rest}, {"params": head, "lr": 0.2, "weight_decay": 0.01}]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+
+
+# name: model, optimizer, fusion rule, backward passes a step. AdamW divides by the
+# gradient's size: over many elements some gradient is all rounding, and its step too.
+CASES = {
+    "sgd-ddp": (wide, sgd, "ddp", 1),
+    "sgd-single": (perceptron, sgd, "single", 1),
+    "sgd-wfbp": (perceptron, sgd, "wfbp", 1),
+    "adamw-ddp": (perceptron, adamw, "ddp", 1),
+    "adamw-single": (perceptron, adamw, "single", 1),
+    "adamw-wfbp": (perceptron, adamw, "wfbp", 1),
+    "batchnorm": (Convolutional, sgd, "ddp", 1),
+    "everything": (Convolutional, grouped, "wfbp", 3),
+}
+
+
+def train(engine, make_model, make_optimizer, fusion, passes):
+    rank = dist.get_rank()
+    # Each rank builds another model: training starts from rank 0's.
+    torch.manual_seed(rank)
+    model = make_model()
+    optimizer = make_optimizer(model)
+    if engine == "paceline":
+        network = model
+        optimizer = paceline.distribute(model, optimizer, fusion=fusion)
+        unsynchronized = optimizer.no_sync
+    else:
+        network = nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True
+        )
+        unsynchronized = network.no_sync
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
+    data = torch.Generator().manual_seed(100 + rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad(set_to_none=passes == 1)
+        for number in range(passes):
+            last = number == passes - 1
+            with contextlib.nullcontext() if last else unsynchronized():
+                x = torch.randn(6, 12, generator=data)
+                y = torch.randint(5, (6,), generator=data)
+                F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    if engine == "paceline":
+        optimizer.finish()
+    return model
+
+
+def main():
+    folder, *engines = sys.argv[1:]
+    dist.init_process_group("gloo")
+    for engine in engines:
+        for name, case in CASES.items():
+            model = train(engine, *case)
+            path = Path(folder) / f"{engine}-{name}-{dist.get_rank()}.pt"
+            torch.save(model.state_dict(), path)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""When one worker fails, or somebody ends the job: it ends, soon, in words, and whole."""
+
+import random
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.real.helpers import (
+    BAD_END_SECONDS,
+    PACELINE,
+    Job,
+    kill,
+    launch,
+    run,
+    somebody_listens,
+    torchrun,
+    wait_until,
+)
+
+START_SECONDS = 60
+WORKERS = 3
+
+
+def progress(folder, rank) -> tuple[int, int, int] | None:
+    """A worker's process, the job's port, and the step that it has begun."""
+    path = folder / f"progress-{rank}"
+    if not path.exists():
+        return None
+    process, port, step = map(int, path.read_text().split())
+    return process, port, step
+
+
+def wait_for_step(job, folder, rank, step):
+    """Wait until worker *rank* has begun *step*; returns its process and the port."""
+
+    def begun():
+        assert job.process.poll() is None, job.output
+        now = progress(folder, rank)
+        return now is not None and now[2] >= step
+
+    wait_until(begun, START_SECONDS, f"step {step} of rank {rank}")
+    process, port, _ = progress(folder, rank)
+    return process, port
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator:
+    """Starts bad_luck.py; whatever happens, nothing of it outlives the test."""
+    jobs: list[Job] = []
+
+    def start_one(launcher, what, name="job"):
+        folder = tmp_path / name
+        folder.mkdir()
+        job = launcher(WORKERS, "bad_luck.py", what, folder, folder=folder / "job")
+        jobs.append(job)
+        return job, folder
+
+    yield start_one
+    for job in jobs:
+        job.stop()
+
+
+def check_bad_end(job, folder, rank, *words):
+    """It failed within the time, says which rank and why, and left nothing."""
+    assert job.status == 1
+    assert f"paceline: the job failed: rank {rank} " in job.stderr, job.output
+    for word in words:
+        assert word in job.stderr, job.output
+    job.check_nothing_left()
+    ports = {progress(folder, worker)[1] for worker in range(WORKERS)}
+    assert not any(somebody_listens(port) for port in ports)
+
+
+FAILURES = {
+    "raise": ("ended with exit status 1", "ValueError: this worker has bad luck"),
+    "exit": ("ended with exit status 3",),
+    "finally": ("ended with exit status 1", "ValueError: this worker has bad luck"),
+    # The others have ended, so that the connection is closed.
+    "late": ("ended with exit status 1", "by peer"),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_worker_fails(start, what):
+    job, folder = start(run, what)
+    wait_for_step(job, folder, rank=1, step=1)
+    job.wait(BAD_END_SECONDS)
+    check_bad_end(job, folder, 1, *FAILURES[what])
+
+
+def test_a_worker_skips_a_collective(start):
+    """Whom gloo blames is a matter of timing; somebody is blamed, and all end."""
+    job, folder = start(run, "skip")
+    wait_for_step(job, folder, rank=1, step=1)
+    job.wait(BAD_END_SECONDS)
+    [rank] = [r for r in range(WORKERS) if f"job failed: rank {r} " in job.stderr]
+    check_bad_end(job, folder, rank)
+
+
+def test_a_worker_fails_under_torchrun(start):
+    """Plain torchrun's report shows the worker's own error."""
+    job, folder = start(torchrun, "raise")
+    wait_for_step(job, folder, rank=1, step=1)
+    job.wait(BAD_END_SECONDS)
+    assert job.status == 1
+    _, _, root_cause = job.stderr.partition("Root Cause (first observed failure)")
+    assert "rank      : 1 " in root_cause
+    assert "ValueError: this worker has bad luck" in root_cause
+    job.check_nothing_left()
+
+
+def check_kill(start, seed):
+    choose = random.Random(seed)
+    rank, step = choose.randrange(WORKERS), choose.randrange(1, 150)
+    job, folder = start(run, "wait", name=f"seed-{seed}")
+    process, _ = wait_for_step(job, folder, rank, step)
+    kill(process)
+    job.wait(BAD_END_SECONDS)
+    check_bad_end(job, folder, rank, "was killed by SIGKILL", f"process {process}")
+
+
+def test_a_worker_is_killed(start):
+    check_kill(start, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_a_worker_is_killed_at_any_moment(start, seed):
+    check_kill(start, seed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_launcher_is_told_to_end(start, number):
+    job, folder = start(run, "wait")
+    _, port = wait_for_step(job, folder, rank=2, step=20)
+    job.process.send_signal(number)
+    job.wait(BAD_END_SECONDS)
+    assert job.status == 128 + number
+    assert f"paceline: {number.name}: all workers were ended" in job.stderr
+    assert "Traceback" not in job.stderr.partition("paceline: SIG")[2]
+    job.check_nothing_left()
+    assert not somebody_listens(port)
+
+
+def test_the_launcher_is_killed(start):
+    """Nobody is left to end the workers; they end all the same."""
+    job, folder = start(run, "wait")
+    _, port = wait_for_step(job, folder, rank=0, step=10)
+    kill(job.process.pid)
+    job.process.wait()
+    wait_until(lambda: not job.processes(), BAD_END_SECONDS, "the workers' end")
+    assert not somebody_listens(port)
+
+
+def test_the_port_is_in_use(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ["run", "--workers=2", "--master-addr=127.0.0.1"]
+        options.append(f"--master-port={port}")
+        job = launch(PACELINE, options, "loops.py", folder=tmp_path / "job")
+        job.wait(BAD_END_SECONDS)
+    assert job.status == 1
+    assert "paceline: the job could not start: " in job.stderr
+    assert f"port: {port}" in job.stderr
+    assert "in use" in job.stderr
+    job.check_nothing_left()

@@ -1,0 +1,80 @@
+"""bsp is DDP: the same parameters after 20 steps, whichever world and fusion rule."""
+
+import pytest
+import torch
+
+from tests.real.helpers import simulate, torchrun
+from tests.real.scripts.train_cases import CASES
+
+BOUNDS = {"sgd": 1e-6, "adamw": 1e-5, "batchnorm": 1e-6, "everything": 1e-6}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def trained(request, tmp_path_factory):
+    """A folder of what real processes trained, with paceline and with DDP, and of what
+    virtual workers did."""
+    size = request.param
+    folders = {}
+    for world in ("real", "virtual"):
+        folder = folders[world] = tmp_path_factory.mktemp(f"{world}-{size}")
+        if world == "real":
+            job = torchrun(
+                size, "train_cases.py", folder, "paceline", "ddp", folder=folder
+            )
+        else:
+            job = simulate(size, "train_cases.py", folder, "paceline", folder=folder)
+        job.wait(120).check_ended_well()
+    return size, folders
+
+
+def load(folder, engine, name, rank):
+    return torch.load(folder / f"{engine}-{name}-{rank}.pt", weights_only=True)
+
+
+def assert_close(actual, expected, bound):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        largest = tensor.abs().max()
+        error = (actual[name] - tensor).abs().max()
+        assert error <= bound * largest, f"{name}: {error} of {largest}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_real_equals_ddp(trained, name):
+    size, folders = trained
+    parameters = dict(CASES[name][0]().named_parameters())
+    bound = BOUNDS[name.partition("-")[0]]
+    for rank in range(size):
+        ours, theirs = (
+            load(folders["real"], engine, name, rank) for engine in ("paceline", "ddp")
+        )
+        if rank:  # only rank 0's buffers are those that training goes on from
+            ours, theirs = (
+                {key: state[key] for key in parameters} for state in (ours, theirs)
+            )
+        assert_close(ours, theirs, bound)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_virtual_equals_real(trained, name):
+    size, folders = trained
+    bound = BOUNDS[name.partition("-")[0]]
+    for rank in range(size):
+        virtual, real = (
+            load(folders[world], "paceline", name, rank)
+            for world in ("virtual", "real")
+        )
+        assert_close(virtual, real, bound)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_moved_the_parameters(trained, name):
+    """Equal to DDP means something only where training happened, and everywhere alike."""
+    size, folders = trained
+    torch.manual_seed(0)
+    start = CASES[name][0]()
+    states = [load(folders["real"], "paceline", name, rank) for rank in range(size)]
+    for key, parameter in start.named_parameters():
+        assert parameter.requires_grad != torch.equal(states[0][key], parameter)
+        for state in states[1:]:
+            assert torch.equal(state[key], states[0][key])

@@ -1,0 +1,179 @@
+"""Scripts as people write them, under torchrun, ``paceline run`` and ``simulate``."""
+
+import json
+import re
+
+import pytest
+
+from tests.real.helpers import (
+    PACELINE,
+    free_port,
+    launch,
+    run,
+    simulate,
+    somebody_listens,
+    torchrun,
+    wait_for_all,
+)
+
+
+def beginning(job, *words):
+    """The lines of all output that begin with one of *words*."""
+    lines = (job.stdout + job.stderr).splitlines()
+    return [line for line in lines if line.startswith(words)]
+
+
+def test_ddp_idioms_give_the_same_metric_everywhere(tmp_path):
+    """And the script's own ``destroy_process_group`` loses no figures."""
+    jobs = {
+        "torchrun": torchrun(2, "ddp_idioms.py", folder=tmp_path / "torchrun"),
+        "run": run(2, "ddp_idioms.py", folder=tmp_path / "run", options=["--json"]),
+        "simulate": simulate(2, "ddp_idioms.py", folder=tmp_path / "simulate"),
+    }
+    for job in wait_for_all(jobs.values()):
+        job.check_ended_well()
+    printed = {name: beginning(job, "epoch", "accuracy") for name, job in jobs.items()}
+    assert len(printed["torchrun"]) == 3
+    assert float(printed["torchrun"][-1].split()[-1]) > 0.9
+    assert printed["torchrun"] == printed["run"] == printed["simulate"]
+    result = json.loads(jobs["run"].stdout)
+    assert (result["workers"], result["steps"]) == (2, 16)
+
+
+MISMATCHES = {
+    "name": ("'weight float32[3x2]'", "'kernel float32[3x2]'"),
+    "shape": ("'weight float32[3x2]'", "'weight float32[2x3]'"),
+    "dtype": ("'weight float32[3x2]'", "'weight float64[3x2]'"),
+    "count": ("2 tensors", "rank 2 has 4", "'weight1 float32[3x2]'"),
+    "fewer": ("2 tensors", "rank 2 has 1", "'weight float32[3x2]'"),
+    "frozen": ("'weight float32[3x2]'", "'weight float32[3x2] frozen'"),
+    "fusion": ("different options", "fusion=ddp", "fusion=wfbp"),
+    "optimizer": ("different options", "with SGD", "with Adam"),
+}
+
+
+def test_what_differs_between_ranks_is_refused_on_all_of_them(tmp_path):
+    job = run(3, "mismatch.py", tmp_path, "shape", folder=tmp_path / "job").wait()
+    for case, words in MISMATCHES.items():
+        told = [(tmp_path / f"{case}-{rank}.txt").read_text() for rank in range(3)]
+        assert told[0].startswith("ModelMismatchError: ")
+        assert told[0] == told[1] == told[2]
+        for word in (*words, "rank 0", "rank 2"):
+            assert word in told[0], (case, told[0])
+    # And where nobody catches it, it ends the job, in words.
+    assert job.status == 1
+    assert "paceline: the job failed: rank " in job.stderr
+    assert "rank 2 has 'weight float32[2x3]'" in job.stderr
+    job.check_nothing_left()
+
+
+def test_unused_parameters_and_uneven_data(tmp_path):
+    job = torchrun(3, "behaviours.py", folder=tmp_path / "job").wait()
+    job.check_ended_well()
+    assert sorted(beginning(job, "checked")) == [f"checked {r} of 3" for r in range(3)]
+
+
+NOT_MEASURED = (
+    "world",
+    "workers",
+    "method",
+    "steps",
+    "bytes_sent_per_worker",
+    "metrics",
+)
+
+
+def test_command_line_decides_over_the_script(tmp_path):
+    """--steps, --method and --json: as options, and as variables under plain torchrun."""
+    spec = "bsp:fusion=wfbp"
+    port = free_port()
+    options = ["--nnodes=1", "--node-rank", "0"]  # torchrun's own pass through
+    options += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    by_option = run(
+        2,
+        "loops.py",
+        *("one", "--own=2", "--", "--workers"),
+        folder=tmp_path / "run",
+        options=["--json", "--steps=7", f"--method={spec}", *options],
+    )
+    by_variable = torchrun(
+        2,
+        "loops.py",
+        folder=tmp_path / "torchrun",
+        PACELINE_JSON="1",
+        PACELINE_STEPS="7",
+        PACELINE_METHOD=spec,
+    )
+    wait_for_all([by_option, by_variable])
+    assert "arguments ['one', '--own=2', '--workers']" in by_option.stderr
+    assert not somebody_listens(port)
+    for job in (by_option, by_variable):
+        job.check_ended_well()
+        override = f"paceline: --method {spec} overrides the script's"
+        assert job.stderr.count(override) == 1
+        assert "'bsp:fusion=single'" in job.stderr
+        assert "came to its end" not in job.stdout + job.stderr
+
+    [only_line] = by_option.stdout.splitlines()
+    assert "noise" in by_option.stderr
+    [json_line] = beginning(by_variable, "{")
+    assert by_variable.stdout.endswith(json_line + "\n")
+    assert "noise" in by_variable.stdout
+    one, other = json.loads(only_line), json.loads(json_line)
+    assert list(one) == list(other)
+    for name in NOT_MEASURED:
+        assert one[name] == other[name]
+    assert (one["world"], one["workers"], one["steps"]) == ("real", 2, 7)
+    assert one["method"] == spec
+    assert one["step_seconds"] > 0
+
+
+def test_a_misspelt_option_is_refused(tmp_path):
+    job = launch(
+        PACELINE, ["run", "--wrokers=2"], "loops.py", folder=tmp_path / "job"
+    ).wait(30)
+    assert job.status == 1
+    assert "unknown option '--wrokers'" in job.stderr
+    job.check_nothing_left()
+
+
+def test_two_machines(tmp_path):
+    """The same command on each machine; here both are this one."""
+    port = free_port()
+    shared = ["--nnodes=2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    jobs = []
+    for node in range(2):
+        options = ["run", "--workers=1", *shared, f"--node-rank={node}", "--json"]
+        folder = tmp_path / f"node-{node}"
+        jobs.append(launch(PACELINE, options, "ddp_idioms.py", folder=folder))
+    wait_for_all(jobs)
+    for job in jobs:
+        job.check_ended_well()
+    # Rank 0's machine has the result.
+    result = json.loads(jobs[0].stdout)
+    assert (result["workers"], result["steps"]) == (2, 16)
+    assert jobs[1].stdout == ""
+    assert re.search(r"accuracy 0\.9", jobs[0].stderr)
+    assert not somebody_listens(port)
+
+
+@pytest.mark.parametrize("end", ["returns", "finishes"])
+def test_scripts_without_ceremony(tmp_path, end):
+    """No ``__main__`` guard, and no destroy_process_group: starts, and ends with 0."""
+    check_bare_script(tmp_path, end, times=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["returns", "finishes", "destroys"])
+def test_scripts_without_ceremony_many_times(tmp_path, end):
+    check_bare_script(tmp_path, end, times=20)
+
+
+def check_bare_script(folder, end, times):
+    for number in range(times):
+        jobs = [
+            run(2, "bare.py", end, folder=folder / f"run-{number}"),
+            torchrun(2, "bare.py", end, folder=folder / f"torchrun-{number}"),
+        ]
+        for job in wait_for_all(jobs):
+            job.check_ended_well()
