@@ -1,11 +1,13 @@
 """Time per step over loopback against PyTorch DDP, 2 processes, in one job.
 
     python benchmarks/overhead.py            # both models
-    python benchmarks/overhead.py --model layers --pairs 25
+    python benchmarks/overhead.py --model layers --pairs 300
 
-Sides take turns in blocks of steps, so that the machine's moods hit all of them; a ratio
-pairs neighbouring blocks. DDP has ``gradient_as_bucket_view=True`` and the best of five
-bucket caps, found in the same job. DDP against a second copy of itself shows the noise.
+Sides take turns in short blocks of steps, so that the machine's moods hit all of them; a
+ratio pairs neighbouring blocks. DDP has ``gradient_as_bucket_view=True``. Two comparisons:
+default against default (both: 1 MiB, then 25 MiB), and best against best: DDP's best of
+five bucket caps, paceline's best of its rules, found in the same job. DDP against a second
+copy of itself shows the noise.
 """
 
 import argparse
@@ -21,6 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+
+import paceline
+from paceline import fusion
 
 CAPS = (1, 4, 10, 25, 100)  # MiB
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -80,10 +85,24 @@ def ddp(cap):
     return wrap
 
 
-def ours(model, optimizer):
-    import paceline
+def ours(rule):
+    def wrap(model, optimizer):
+        return model, paceline.distribute(model, optimizer, fusion=rule)
 
-    return model, paceline.distribute(model, optimizer)
+    return wrap
+
+
+def best(sides):
+    """The key of the fastest side, the same on all ranks."""
+    times = {key: [] for key in sides}
+    for side in sides.values():
+        side.block(10)
+    for _ in range(12):
+        for key, side in sides.items():
+            times[key].append(side.block(8))
+    means = torch.tensor([statistics.median(times[key]) for key in sides])
+    dist.all_reduce(means)
+    return list(sides)[int(means.argmin())]
 
 
 def upper_bound_of_median(ratios):
@@ -99,28 +118,17 @@ def upper_bound_of_median(ratios):
     return ordered[-1]
 
 
-def measure(name, pairs, steps):
-    make = MODELS[name]
-    sides = {cap: Side(make, ddp(cap)) for cap in CAPS}
-    for side in sides.values():
-        side.block(steps)
-    times = {cap: [] for cap in CAPS}
-    for _ in range(5):
-        for cap, side in sides.items():
-            times[cap].append(side.block(steps))
-    means = torch.tensor([statistics.median(times[cap]) for cap in CAPS])
-    dist.all_reduce(means)  # all ranks pick the same cap
-    best = CAPS[int(means.argmin())]
-
-    mine, theirs, again = Side(make, ours), sides[best], Side(make, ddp(best))
-    for side in (mine, theirs, again):
-        side.block(steps)
+def compare(title, mine, theirs, again, pairs, steps):
+    """Blocks of three sides in turn; prints the ratios of the first and third to the
+    second."""
+    sides = [mine, theirs, again]
+    for side in sides:
+        side.block(10)
     rows = []
     for turn in range(pairs):
-        order = [mine, theirs, again]
-        order = order[turn % 3 :] + order[: turn % 3]
+        order = sides[turn % 3 :] + sides[: turn % 3]
         took = {side: side.block(steps) for side in order}
-        rows.append([took[mine], took[theirs], took[again]])
+        rows.append([took[side] for side in sides])
     if dist.get_rank() == 0:
         ratios = [a / b for a, b, _ in rows]
         noise = [c / b for _, b, c in rows]
@@ -128,20 +136,37 @@ def measure(name, pairs, steps):
             1e3 * statistics.median(column) for column in zip(*rows, strict=True)
         ]
         print(
-            f"{name}: paceline {typical[0]:.2f} ms, DDP (cap {best} MiB) "
-            f"{typical[1]:.2f} ms a step; ratio {statistics.median(ratios):.3f}, upper "
-            f"95 % bound {upper_bound_of_median(ratios):.3f}; DDP / DDP "
+            f"{title}: {typical[0]:.2f} against {typical[1]:.2f} ms a step; ratio "
+            f"{statistics.median(ratios):.3f}, upper 95 % bound "
+            f"{upper_bound_of_median(ratios):.3f}; DDP / DDP "
             f"{statistics.median(noise):.3f}, upper {upper_bound_of_median(noise):.3f} "
             f"({pairs} pairs of {steps} steps)",
             flush=True,
         )
 
 
+def measure(name, pairs, steps):
+    make = MODELS[name]
+    compare(
+        f"{name}, defaults",
+        *(Side(make, ours("ddp")), Side(make, ddp(None)), Side(make, ddp(None))),
+        *(pairs, steps),
+    )
+    caps = {cap: Side(make, ddp(cap)) for cap in CAPS}
+    rules = {rule: Side(make, ours(rule)) for rule in fusion.RULES}
+    cap, rule = best(caps), best(rules)
+    compare(
+        f"{name}, best ({rule}, {cap} MiB)",
+        *(rules[rule], caps[cap], Side(make, ddp(cap))),
+        *(pairs, steps),
+    )
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, action="append")
-    parser.add_argument("--pairs", type=int, default=21)
-    parser.add_argument("--steps", type=int, default=30, help="steps a block")
+    parser.add_argument("--pairs", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=8, help="steps a block")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -149,8 +174,6 @@ def main():
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         sys.exit(subprocess.run(command, env=environment, check=False).returncode)
     dist.init_process_group("gloo")
-    import paceline
-
     paceline.init()
     for name in args.model or MODELS:
         measure(name, args.pairs, args.steps)

@@ -57,5 +57,5 @@ def test_both_worlds_end_with_the_same_parameters(job):
         )
         theirs = torch.tensor(real[f"{case.name} {rule}"])
         for ours in virtual.values():
-            difference = (torch.tensor(ours) - theirs).abs().max()
-            assert difference <= 1e-6 * theirs.abs().max()
+            # gloo's order of adding is known, so worlds agree to the last bit
+            assert torch.equal(torch.tensor(ours), theirs)

@@ -76,16 +76,16 @@ def test_all_reduce_of_bits(play: bool, name: str, expected: int) -> None:
     assert run(3, body, play=play) == [expected] * 3
 
 
-def test_all_reduce_adds_in_rank_order(play: bool) -> None:
-    # Floats: (1 + 1e8) - 1e8 is 0 in single precision, 1 + (1e8 - 1e8) would be 1. The
-    # last rank comes first, and the order must not follow it.
+def test_all_reduce_adds_in_gloos_order(play: bool) -> None:
+    # The only chunk starts at the last rank and goes down: (-1e8 + 1e8) + 1 is 1 in single
+    # precision; in rank order (1 + 1e8) - 1e8 would be 0. Who comes first is no matter.
     def body(rank: int) -> float:
         paceline.pace(3.0 - rank)
         mine = torch.tensor([1.0, 1e8, -1e8][rank])
         dist.all_reduce(mine)
         return float(mine)
 
-    assert run(3, body, play=play) == [0.0] * 3
+    assert run(3, body, play=play) == [1.0] * 3
 
 
 def test_all_reduce_into_parameters_and_views(play: bool) -> None:

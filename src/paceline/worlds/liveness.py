@@ -81,7 +81,9 @@ class Liveness:
         self._hub: Hub | None = None
         if rank == 0:
             self._hub = Hub(size, os.environ.get("MASTER_ADDR", "127.0.0.1"), store)
-        host, port, token = msgspec.json.decode(store.get(_KEY), type=tuple[str, int, str])
+        host, port, token = msgspec.json.decode(
+            store.get(_KEY), type=tuple[str, int, str]
+        )
         self._socket = socket.create_connection((host, port), CONNECT_SECONDS)
         self._socket.settimeout(None)
         _keep_alive(self._socket)

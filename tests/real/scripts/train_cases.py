@@ -59,13 +59,12 @@ def grouped(model):
     return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
 
 
-# name: model, optimizer, fusion rule, backward passes a step. AdamW divides by the
-# gradient's size: over many elements some gradient is all rounding, and its step too.
+# name: model, optimizer, fusion rule, backward passes a step
 CASES = {
     "sgd-ddp": (wide, sgd, "ddp", 1),
     "sgd-single": (perceptron, sgd, "single", 1),
     "sgd-wfbp": (perceptron, sgd, "wfbp", 1),
-    "adamw-ddp": (perceptron, adamw, "ddp", 1),
+    "adamw-ddp": (wide, adamw, "ddp", 1),
     "adamw-single": (perceptron, adamw, "single", 1),
     "adamw-wfbp": (perceptron, adamw, "wfbp", 1),
     "batchnorm": (Convolutional, sgd, "ddp", 1),

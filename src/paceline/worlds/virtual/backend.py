@@ -27,6 +27,7 @@ from paceline.torch_private import ProcessGroupBase, WorkBase, reduce_operation_
 from paceline.worlds.virtual.clock import Clock, Completion
 from paceline.worlds.virtual.communicator import Communicator, Deliver, Operation
 from paceline.worlds.virtual.mailbox import Mailbox
+from paceline.worlds.virtual.sums import ring_sum
 
 BACKEND = "paceline_virtual"
 
@@ -123,7 +124,7 @@ class VirtualProcessGroup(ProcessGroupBase):
 
         def deliver(operation: Operation, position: int) -> None:
             for index, tensor in enumerate(tensors):
-                tensor.copy_(_reduced(operation, index, name))
+                tensor.copy_(_reduced(operation, index, name, ring=True))
 
         return self._launch(
             f"{call}({name}, {_shapes(tensors)})",
@@ -330,11 +331,17 @@ class VirtualProcessGroup(ProcessGroupBase):
         )
 
 
-def _reduced(operation: Operation, index: int, name: str) -> torch.Tensor:
-    """Tensor *index* of all contributions, combined in rank order, once for all ranks."""
+def _reduced(
+    operation: Operation, index: int, name: str, *, ring: bool = False
+) -> torch.Tensor:
+    """Tensor *index* of all contributions, combined once for all ranks: in rank order, or
+    sums in gloo's *ring* order."""
     if index not in operation.results:
-        first, *others = (tensors[index] for tensors in operation.contributions)
-        result = reduce(_REDUCE[name], others, first)
+        tensors = [contribution[index] for contribution in operation.contributions]
+        if ring and name in ("SUM", "AVG"):
+            result = ring_sum(tensors)
+        else:
+            result = reduce(_REDUCE[name], tensors[1:], tensors[0])
         if name == "AVG":
             result.div_(len(operation.contributions))
         operation.results[index] = result

@@ -13,7 +13,7 @@ moves as one activity on all its connections, and ends on all ranks at once.
 its ends are present and what its source must have received has arrived; a rank is done
 when its own messages are.
 
-Data: contributions are copied at the call, sums go in rank order, and a result is written
+Data: contributions are copied at the call, sums go in gloo's order, and a result is written
 to a rank's buffers at the instant at which the operation completes there.
 """
 
