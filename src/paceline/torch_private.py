@@ -101,6 +101,14 @@ def process_groups_per_thread() -> Iterator[None]:
         vars(c10d)["_world"] = before
 
 
+def all_reduce_options(operation: Any) -> Any:
+    """What a process group's own ``allreduce`` is given beside its tensors."""
+    options = torch._C._distributed_c10d.AllreduceOptions()
+    options.reduceOp = operation
+    options.asyncOp = True
+    return options
+
+
 def reduce_operation_name(operation: Any) -> str:
     """``"SUM"``, ``"AVG"``, ... of a ReduceOp, whichever of its two types it has."""
     kind = getattr(operation, "op", operation)

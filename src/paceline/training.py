@@ -240,14 +240,17 @@ class Training:
             self._begin_step()
             self._seen = [False] * len(self._parameters)
             self._reset_buckets()
-        for index, seen in enumerate(self._seen):
-            if not seen:
-                self._fill(index)
-                self._place[index][0].missing -= 1
-        self._deliver_complete()
+        all_used = all(self._seen)
+        if not all_used:
+            for index, seen in enumerate(self._seen):
+                if not seen:
+                    self._fill(index)
+                    self._place[index][0].missing -= 1
+            self._deliver_complete()
         self._in_backward = False
         self._moment("backward_ended")
-        self._show_gradients()
+        if not all_used:
+            self._show_gradients()
         if self._settings.check_finite:
             self._require_finite()
         self._delivered = True
@@ -274,10 +277,12 @@ class Training:
                     "dense gradients can be averaged; build the embedding with "
                     "sparse=False"
                 )
+            if gradient.requires_grad:  # backward(create_graph=True)
+                gradient = gradient.detach()
             if self.share == 1.0:
                 view.copy_(gradient)
             else:
-                torch.mul(gradient.detach(), self.share, out=view)
+                torch.mul(gradient, self.share, out=view)
             parameter.grad = view
 
     def _deliver_complete(self) -> None:
