@@ -81,6 +81,7 @@ def distribute(
     wrapped = DistributedOptimizer._wrap(optimizer, training, world)
     world.trained.append((model, wrapped))
     world.at_exit(wrapped.finish)
+    world.at_exit(comm.close)
     return wrapped
 
 

@@ -37,6 +37,10 @@ class DeadlockError(PacelineError):
     """Every worker waits, and nothing is left that could wake one of them."""
 
 
+class PeerLostError(PacelineError):
+    """Another rank of the job ended badly, so this one cannot go on."""
+
+
 class WorkerFailedError(PacelineError):
     """A worker's script raised; the job ended for all of them."""
 

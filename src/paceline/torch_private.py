@@ -23,6 +23,11 @@ WorkBase: Any = torch._C._distributed_c10d.Work
 """Their C++ signatures cannot be overridden in a way that a type checker accepts."""
 
 
+def default_store() -> Any:
+    """The store by which the default process group was set up."""
+    return c10d._get_default_store()
+
+
 def local_store() -> Any:
     """A store within this process."""
     return torch._C._distributed_c10d.HashStore()

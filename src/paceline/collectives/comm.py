@@ -40,6 +40,14 @@ class TorchComm:
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
 
+    def close(self) -> None:
+        """Let go of the process groups: their threads end with the last reference."""
+        for other in (*self._channels.values(), *self._groups.values()):
+            other.close()
+        self._channels.clear()
+        self._groups.clear()
+        self._group = None
+
     def now(self) -> float:
         return self._world.now()
 

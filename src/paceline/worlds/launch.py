@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.errors import UsageError
 from paceline.options import RunOptions
-from paceline.worlds.real import LOST_PEER
+from paceline.worlds.ending import LOST_PEER
 
 _PLACEMENT = (
     "--nnodes",

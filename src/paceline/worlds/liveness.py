@@ -92,9 +92,10 @@ class Liveness:
                 token=token, rank=rank, host=socket.gethostname(), process=os.getpid()
             )
         )
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._listen, name="paceline liveness", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def close(self, fault: str | None = None) -> None:
         """This rank ends: well, or with a *fault* that the others are told."""
@@ -104,6 +105,7 @@ class Liveness:
         with contextlib.suppress(OSError):
             brief = fault[:FAULT_CHARACTERS] if fault else None
             self._say(News(rank=self._rank, fault=brief))
+            self._socket.shutdown(socket.SHUT_RDWR)  # the listener closes it
         if self._hub is not None:
             self._hub.close()
 
@@ -111,8 +113,13 @@ class Liveness:
         self._socket.sendall(_line(words))
 
     def _listen(self) -> None:
+        with self._socket:
+            self._hear_news()
+
+    def _hear_news(self) -> None:
         try:
-            for line in self._socket.makefile("rb"):
+            lines = self._socket.makefile("rb")
+            for line in lines:
                 news = msgspec.json.decode(line, type=News)
                 if news.fault is None:  # rank 0 ends well, and its hub with it
                     return
@@ -160,6 +167,14 @@ class Hub:
         self._thread.join(timeout=GRACE_SECONDS)
 
     def _serve(self) -> None:
+        try:
+            self._serve_until_closed()
+        finally:
+            self._selector.close()
+            for connection in (self._listener, self._waker, *self._pieces):
+                connection.close()
+
+    def _serve_until_closed(self) -> None:
         while True:
             for key, _ in self._selector.select():
                 peer: Any = key.fileobj

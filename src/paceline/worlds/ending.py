@@ -1,0 +1,191 @@
+"""How a worker process ends: well, badly, or because its launcher did.
+
+Theory of operation
+-------------------
+Python tells `atexit` nothing about why a process ends, so exceptions that nobody handles,
+``sys.exit`` and ``destroy_process_group`` are watched.
+
+*Well*: the script returned, or left with exit status 0. What was put off until now is done
+(an optimizer that was not finished keeps the others company, results are written), and
+then the process groups go, with everything that refers to them: torch's threads end with
+the last reference, and a thread that is alive while the interpreter is taken down may
+abort the process. A script that calls ``dist.destroy_process_group`` itself gets the same,
+just before.
+
+*Badly*: an exception that nobody caught, or ``sys.exit`` with another status. Nothing
+collective may be done: the others might not come. Nor may the interpreter be taken down:
+a collective under way would hold it up until all peers have come, or abort it. So the
+process ends at once, after Python's own tidying up, and says why to the other workers
+(`liveness`) and to the launcher.
+
+A bare ``raise SystemExit(3)`` cannot be told from a good end: the worker goes on in step
+with the others until they end, and has status 3 then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import functools
+import logging
+import multiprocessing.util
+import os
+import signal
+import sys
+import threading
+import time
+import traceback as tracebacks
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import msgspec
+import torch.distributed as dist
+
+from paceline.errors import PeerLostError
+
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+)
+"""What gloo and NCCL say in a worker whose peer ended: a consequence, not the cause."""
+
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that a process gets when its parent ends."""
+
+
+class Ending:
+    """Watches how this process ends.
+
+    *steps* counts the optimizer steps so far; *close* is what is put off until a good end,
+    before the process groups go; *leave* comes last, with None or what went wrong.
+    """
+
+    def __init__(
+        self,
+        steps: Callable[[], int],
+        close: Callable[[], None],
+        leave: Callable[[str | None], None],
+    ) -> None:
+        self._steps = steps
+        self._close = close
+        self._leave = leave
+        self._process = os.getpid()
+        # The exit status and cause of a bad end, and the number of steps when it was asked
+        # for: a script that catches its SystemExit and trains on has not ended.
+        self._bad_end: tuple[int, str, int] | None = None
+        self._watch()
+        _end_with_launcher()
+        atexit.register(self._at_exit)
+
+    def _watch(self) -> None:
+        hook, leave, destroy = sys.excepthook, sys.exit, dist.destroy_process_group
+
+        def note_exception(
+            kind: type[BaseException],
+            error: BaseException,
+            traceback: TracebackType | None,
+        ) -> None:
+            interrupted = issubclass(kind, KeyboardInterrupt)
+            status = 128 + signal.SIGINT if interrupted else 1
+            self._note_bad_end(status, f"failed with {kind.__name__}: {error}")
+            if os.getpid() == self._process:
+                report_to_launcher(error)
+            hook(kind, error, traceback)
+
+        @functools.wraps(leave)
+        def note_exit(status: Any = None, /) -> NoReturn:
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            if in_main_thread and status is not None and status != 0:
+                number = status % 256 if isinstance(status, int) else 1
+                self._note_bad_end(number, f"ended with exit status {number}")
+            leave(status)
+
+        @functools.wraps(destroy)
+        def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+            # In a ``finally`` on the way out of an error nobody is kept company.
+            error = sys.exc_info()[1]
+            good = error is None or (isinstance(error, SystemExit) and not error.code)
+            if good and (group is None or group is dist.group.WORLD):
+                self._close()
+            destroy(group)
+
+        sys.excepthook = note_exception
+        for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+            setattr(place, name, note_exit)
+        setattr(dist, destroy.__name__, destroy_process_group)
+
+    def _note_bad_end(self, status: int, cause: str) -> None:
+        self._bad_end = status, cause, self._steps()
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._process:
+            return  # a child that was forked off
+        if self._bad_end is not None:
+            status, cause, steps = self._bad_end
+            if steps == self._steps():
+                self._leave(cause)
+                _end_at_once(status)
+        try:
+            self._close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except BaseException as error:
+            report_to_launcher(error)
+            tracebacks.print_exc()
+            self._leave(f"failed at its end: {error}")
+            _end_at_once(1)
+        self._leave(None)
+
+
+def _end_with_launcher() -> None:
+    """Let the kernel end this worker when its launcher is gone, however that went (kill
+    -9, Ctrl-C twice): nobody would be left to end it."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def report_to_launcher(error: BaseException) -> None:
+    """Leave the error where torchrun looks for it, in its form: `ErrorHandler`'s would
+    not show the traceback of an exception that nobody handles."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or not isinstance(error, Exception):
+        return
+    traceback = "".join(tracebacks.format_exception(error))
+    # torchrun takes the lowest of these, in whole seconds, for the first cause, and dates
+    # a killed worker when it notices: a consequence is put safely after its cause.
+    lost_a_peer = isinstance(error, PeerLostError) or any(
+        words in str(error) for words in LOST_PEER
+    )
+    timestamp = int(time.time()) + (2 if lost_a_peer else 0)
+    details = {"py_callstack": traceback, "timestamp": str(timestamp)}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    unfinished = Path(path + ".part")  # the launcher may end this process meanwhile
+    with contextlib.suppress(OSError):
+        unfinished.write_bytes(msgspec.json.encode({"message": message}))
+        unfinished.replace(path)
+
+
+def _end_at_once(status: int) -> NoReturn:
+    """End this process without taking the interpreter down.
+
+    What Python tidies up at exit is tidied up: child processes, temporary folders, logs.
+    """
+    for tidy_up in (
+        multiprocessing.util._exit_function,  # type: ignore[attr-defined]
+        weakref.finalize._exitfunc,  # type: ignore[attr-defined]
+        logging.shutdown,
+        sys.stdout.flush,
+        sys.stderr.flush,
+    ):
+        try:
+            tidy_up()
+        except Exception:
+            tracebacks.print_exc()
+    os._exit(status)

@@ -1,0 +1,189 @@
+"""Every survivor learns which rank died: the hub alone, and real processes without any
+launcher that would end them."""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from paceline.worlds.liveness import LINE_BYTES, Liveness, News
+
+SCRIPT = Path(__file__).parent / "scripts" / "dies.py"
+SECONDS = 20
+
+
+class DictStore(dict):
+    """What torch's store is to liveness."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+
+@pytest.fixture
+def ranks():
+    """Three ranks in one process, and the queue of what each was told."""
+    store, told = DictStore(), queue.Queue()
+    members = [
+        Liveness(rank, 3, store, lambda text, rank=rank: told.put((rank, text)))
+        for rank in range(3)
+    ]
+    yield members, told, store
+    for member in reversed(members):
+        member.close()
+
+
+def hear(told, count):
+    return dict(told.get(timeout=SECONDS) for _ in range(count))
+
+
+def connection(store):
+    host, port, token = msgspec.json.decode(store.get("paceline/liveness"))
+    return socket.create_connection((host, port), SECONDS), token
+
+
+def wait_until_known(members):
+    """News that all have passed on means that the hub knows all of them."""
+    hub = members[0]._hub
+    deadline = SECONDS * 100
+    while len(hub._ranks) < len(members):
+        deadline -= 1
+        assert deadline, "the hub did not hear of all ranks"
+        hub._thread.join(0.01)
+
+
+def test_a_lost_connection_is_told_to_everybody(ranks):
+    members, told, _ = ranks
+    wait_until_known(members)
+    members[1]._over = True  # a process that is gone hears nothing
+    members[1]._socket.shutdown(socket.SHUT_RDWR)
+    heard = hear(told, 2)
+    assert set(heard) == {0, 2}
+    assert all(f"process {os.getpid()}) died" in text for text in heard.values())
+    assert all(text.startswith("rank 1 ") for text in heard.values())
+
+
+def test_a_fault_is_told_in_its_own_words(ranks):
+    members, told, _ = ranks
+    wait_until_known(members)
+    members[2].close("failed with ValueError: boom")
+    assert hear(told, 2) == dict.fromkeys((0, 1), "rank 2 failed with ValueError: boom")
+
+
+def test_a_goodbye_is_no_alarm_and_hides_no_later_death(ranks):
+    members, told, _ = ranks
+    wait_until_known(members)
+    members[1].close()
+    members[2]._over = True
+    members[2]._socket.shutdown(socket.SHUT_RDWR)
+    heard = hear(told, 1)
+    assert heard[0].startswith("rank 2 ")
+    assert told.empty()
+
+
+def test_the_end_of_rank_0_is_no_alarm(ranks):
+    members, told, _ = ranks
+    wait_until_known(members)
+    members[0].close()
+    for member in members[1:]:
+        member._thread.join(SECONDS)
+        assert not member._thread.is_alive()
+    assert told.empty()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"\x80\x04\x95 not a line of ours\n",
+        b'{"token": "wrong", "rank": 1, "host": "here", "process": 1}\n',
+        b'{"token": "TOKEN", "rank": 77, "host": "here", "process": 1}\n',
+        b"x" * (LINE_BYTES + 1),
+        b'{"rank": 1, "fault": "lies"}\n',
+    ],
+)
+def test_strangers_are_shown_out_and_nobody_is_alarmed(ranks, words):
+    members, told, store = ranks
+    wait_until_known(members)
+    stranger, token = connection(store)
+    stranger.sendall(words.replace(b"TOKEN", token.encode()))
+    stranger.settimeout(SECONDS)
+    assert stranger.recv(1) == b""  # closed by the hub
+    stranger.close()
+    members[1]._say(News(rank=1, fault="is the first to be heard"))
+    assert hear(told, 2) == {
+        0: "rank 1 is the first to be heard",
+        2: "rank 1 is the first to be heard",
+    }
+
+
+def test_a_crowd_of_strangers_is_bounded(ranks):
+    members, _, store = ranks
+    wait_until_known(members)
+    crowd = [connection(store)[0] for _ in range(40)]
+    last = crowd[-1]
+    last.settimeout(SECONDS)
+    assert last.recv(1) == b""
+    for stranger in crowd:
+        stranger.close()
+
+
+def start(case, size=3):
+    """Plain processes with torchrun's variables, and nobody to watch over them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), case],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "dead", "words"),
+    [
+        ("kill 0 training", 0, "rank 0 died"),
+        ("kill 2 training", 2, "rank 2 (host"),
+        ("kill 1 barrier", 1, "rank 1 (host"),
+        ("raise 1 barrier", 1, "rank 1 failed with ValueError: boom"),
+    ],
+)
+def test_survivors_of_real_processes_know_who(case, dead, words):
+    processes = start(case)
+    try:
+        ends = [process.communicate(timeout=45)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, (process, stderr) in enumerate(zip(processes, ends, strict=True)):
+        if rank == dead:
+            expected = -signal.SIGKILL if case.startswith("kill") else 1
+            assert process.returncode == expected
+        else:
+            assert process.returncode == 1
+            assert words in stderr
+
+
+def test_a_rank_that_ends_long_before_the_others_alarms_nobody():
+    processes = start("early 1 training")
+    ends = [process.communicate(timeout=45)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], ends
+    assert not any("paceline:" in stderr for stderr in ends)

@@ -1,0 +1,82 @@
+"""A small ResNet trained with everything at once is DDP's: BatchNorm, accumulation,
+clipping, a scheduler, autocast, uneven data."""
+
+import pytest
+import torch
+
+from tests.real.helpers import torchrun
+from tests.real.scripts.resnet_shaped import CASES, MORE_STEPS, PASSES, STEPS, resnet
+
+BOUNDS = {"sgd": 1e-6, "adamw": 1e-5}
+PARAMETERS = dict(resnet().named_parameters())
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def trained(request, tmp_path_factory):
+    """``(engine, case, moment)``: what each rank held then."""
+    size = request.param
+    folder = tmp_path_factory.mktemp(f"resnet-{size}")
+    job = torchrun(size, "resnet_shaped.py", folder, "paceline", "ddp", folder=folder)
+    job.wait(60).check_ended_well()
+    return {
+        (engine, case, moment): [
+            torch.load(folder / f"{engine}-{case}-{moment}-{rank}.pt")
+            for rank in range(size)
+        ]
+        for engine in ("paceline", "ddp")
+        for case in CASES
+        for moment in ("even", "end")
+    }
+
+
+def assert_close(ours, theirs, names, bound):
+    for name in names:
+        error = (ours[name].double() - theirs[name].double()).abs().max()
+        largest = theirs[name].abs().max()
+        assert error <= bound * largest, f"{name}: {error} of {largest}"
+
+
+@pytest.mark.parametrize("moment", ["even", "end"])
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_of_every_rank(trained, case, moment):
+    """At the end too: whoever ran out of data took the model of a rank that trained on,
+    under DDP and here."""
+    pairs = (trained[engine, case, moment] for engine in ("paceline", "ddp"))
+    for ours, theirs in zip(*pairs, strict=True):
+        assert_close(ours, theirs, PARAMETERS, BOUNDS[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_running_statistics_of_rank_0(trained, case):
+    """While data is even: then both go on from rank 0's. Others' differ by design under
+    accumulation: DDP sends rank 0's before a step's first forward pass, paceline before
+    the one whose gradients are averaged."""
+    ours, theirs = (trained[engine, case, "even"][0] for engine in ("paceline", "ddp"))
+    buffers = [name for name in theirs if name not in PARAMETERS]
+    assert len(buffers) == 13 * 3
+    assert_close(ours, theirs, buffers, BOUNDS[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_running_statistics_after_uneven_data(trained, case):
+    """Not comparable in value: of the ranks that still train DDP takes the highest's, and
+    paceline the lowest's, so they have seen different images. Comparable: all ranks hold
+    the same in the end, and have counted as many batches."""
+    ours, theirs = (trained[engine, case, "end"] for engine in ("paceline", "ddp"))
+    counted = PASSES * (STEPS + max(MORE_STEPS[len(ours)]))
+    for name in ours[0]:
+        for state in ours[1:]:
+            assert torch.equal(state[name], ours[0][name]), name
+        if name.endswith("num_batches_tracked"):
+            assert ours[0][name] == theirs[0][name] == counted
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_moved_the_parameters(trained, case):
+    """In both epochs: equal to DDP means something only then."""
+    torch.manual_seed(0)
+    start = resnet().state_dict()
+    even, end = (trained["paceline", case, moment][0] for moment in ("even", "end"))
+    for name in PARAMETERS:
+        assert not torch.equal(even[name], start[name]), name
+        assert not torch.equal(end[name], even[name]), name
