@@ -47,6 +47,13 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def accumulator_of(parameter: torch.nn.Parameter) -> Any:
+    """The autograd node that adds into ``parameter.grad``."""
+    with torch.enable_grad():
+        view: Any = parameter.view_as(parameter).grad_fn
+    return view.next_functions[0][0]
+
+
 def inside_reentrant_checkpoint() -> bool:
     """Whether the caller runs in the backward pass that a reentrant checkpoint starts
     within another: its end is not the outer one's."""

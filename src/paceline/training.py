@@ -33,6 +33,7 @@ from paceline.sampler import Sampler
 from paceline.settings import Settings
 from paceline.tensors import Bucket, gradient_bytes, kind_of, make_buckets
 from paceline.torch_private import (
+    accumulator_of,
     inside_function_transform,
     inside_reentrant_checkpoint,
     queue_callback,
@@ -90,6 +91,10 @@ class Training:
                 _Uncopied(self._before_forward), with_kwargs=True
             )
         ]
+        # Kept alive: torch would make these nodes anew in each forward, on whatever stream
+        # runs then, and one bucket could be filled from streams that do not wait for each
+        # other.
+        self._accumulators = [accumulator_of(p) for _, p in self._parameters]
         for index, (_, parameter) in enumerate(self._parameters):
             self._handles.append(
                 parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -141,6 +146,7 @@ class Training:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._accumulators.clear()
 
     def consolidate(self) -> Callable[[], None]:
         """Put the method's documented result into the model; returns what undoes it."""
@@ -180,7 +186,7 @@ class Training:
             self._world.compute.forward(_samples(args, kwargs), training)
         if training and self._weights is not None:
             self._weigh_next_pass()
-        if training and self._synchronize:
+        if training:
             self._begin_step()
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:

@@ -63,9 +63,10 @@ class RealWorld:
     def _initialize(self) -> None:
         backend = "gloo"
         if torch.cuda.is_available():
-            local = _whole("LOCAL_RANK", 0)
-            if local < torch.cuda.device_count():
-                torch.cuda.set_device(local)
+            devices = torch.cuda.device_count()
+            torch.cuda.set_device(_whole("LOCAL_RANK", 0) % devices)
+            # All ranks of a machine decide alike: NCCL refuses two ranks on one device.
+            if _whole("LOCAL_WORLD_SIZE", 1) <= devices:
                 backend = "cpu:gloo,cuda:nccl"
         if "RANK" in os.environ:
             dist.init_process_group(backend)

@@ -1,5 +1,5 @@
-"""Train a small ResNet with everything that scripts do at once, with paceline or with DDP:
-BatchNorm, accumulation, clipping, a scheduler, autocast, uneven data.
+"""Train a small ResNet with everything at once, with paceline or with DDP: BatchNorm,
+accumulation, clipping, a scheduler, autocast, uneven data.
 
 torchrun --nproc-per-node 2 resnet_shaped.py FOLDER paceline ddp
 """
@@ -20,7 +20,7 @@ import paceline
 STEPS = 20
 """Optimizer steps for which all ranks have data."""
 MORE_STEPS = {2: (1, 4), 4: (2, 4, 1, 6)}
-"""How many more each rank has data for, by the number of ranks: 4 train, then 3, 2, 1."""
+"""For how many more each rank has, by the number of ranks: 4 train, then 3, 2, 1."""
 PASSES = 2
 BATCH = 8
 LARGEST_NORM = 0.5
@@ -97,7 +97,7 @@ def batches(rank):
 
 
 def train(engine, make_optimizer, make_scheduler, save):
-    """Train an epoch that is even and one that is not; ``save(moment, model)`` after each.
+    """Train an even epoch, then an uneven one; ``save(moment, model)`` after each.
 
     The first is outside `Join`: within it DDP takes buffers from the highest rank that
     still trains, not from rank 0.

@@ -97,6 +97,8 @@ class RandomStates:
         self._seed = seed
 
     def __enter__(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.init()  # later, a worker could find another one's states there
         self._before = _get_states()
 
     def __exit__(self, *exception: object) -> None:
