@@ -27,6 +27,7 @@ from paceline.interfaces import World
 from paceline.worlds.seeding import random_states, set_random_states
 
 _TENSOR, _TUPLE = 1, 2  # MessagePack extension codes
+_STRUCTURE = "//structure"  # no name of a tensor: it has an empty part
 
 
 class Stateful(Protocol):
@@ -40,20 +41,23 @@ class Stateful(Protocol):
 def save(path: str | Path, **others: Stateful) -> None:
     """Write models, optimizers, random states and *others* into the folder *path*.
 
-    Collective; call it between steps. What is equal on all workers is written once, random
-    states per worker. An older checkpoint there is replaced when the new one is complete.
+    Collective; call it between steps. What is equal on all workers is written once, by
+    rank 0; random states and the model's buffers per worker. An older checkpoint there is replaced when the new one is complete.
     Under bsp, any number of workers can load it.
     """
     world = _world()
-    folder, partial = Path(path), Path(f"{path}.partial")
+    folder = Path(path)
+    partial, old = (folder.with_name(folder.name + x) for x in (".partial", ".old"))
     tensors: dict[str, torch.Tensor] = {}
-    for name, state in _shared_states(world, others):
-        _pack(name, state.state_dict(), tensors)
-    _pack(f"worker{world.rank}", random_states(), tensors)
+    if world.rank == 0:
+        for name, state in _shared_states(world, others):
+            _pack(name, state.state_dict(), tensors)
+    own = {"random": random_states(), "buffers": _buffers(world)}
+    _pack(f"worker{world.rank}", own, tensors)
     save_tensors(tensors, storage_writer=FileSystemWriter(partial, thread_count=1))
     dist.barrier()
     if world.rank == 0:
-        old = Path(f"{path}.old")
+        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
@@ -66,7 +70,7 @@ def load(path: str | Path, **others: Stateful) -> None:
 
     Collective; call it after `distribute`. Raises `UsageError` if there is no checkpoint,
     or if it holds other states than this job. A worker that the saving job did not have
-    keeps its own random state.
+    keeps its own random state, and has rank 0's buffers.
     """
     world = _world()
     states = dict(_shared_states(world, others))
@@ -92,8 +96,15 @@ def load(path: str | Path, **others: Stateful) -> None:
     load_tensors(tensors, storage_reader=reader)
     for name, state in states.items():
         state.load_state_dict(_unpack(name, tensors))
-    if f"{mine}/structure" in tensors:
-        set_random_states(_unpack(mine, tensors))
+    if f"{mine}{_STRUCTURE}" in tensors:
+        own = _unpack(mine, tensors)
+        set_random_states(own["random"])
+        with torch.no_grad():
+            for here, saved_buffers in zip(
+                _buffers(world), own["buffers"], strict=True
+            ):
+                for name, buffer in here.items():
+                    buffer.copy_(saved_buffers[name])
 
 
 def _world() -> World:
@@ -101,6 +112,11 @@ def _world() -> World:
     if world is None or not world.trained:
         raise UsageError("call paceline.distribute(...) before save and load")
     return world
+
+
+def _buffers(world: World) -> list[dict[str, torch.Tensor]]:
+    """Each model's buffers here: ranks differ in them between steps."""
+    return [dict(model.named_buffers()) for model, _ in world.trained]
 
 
 def _shared_states(
@@ -136,7 +152,7 @@ def _pack(name: str, state: Any, tensors: dict[str, torch.Tensor]) -> None:
         )
 
     structure = msgspec.msgpack.encode(strip(state, name))
-    tensors[f"{name}/structure"] = torch.frombuffer(
+    tensors[f"{name}{_STRUCTURE}"] = torch.frombuffer(
         bytearray(structure), dtype=torch.uint8
     )
 
@@ -148,5 +164,5 @@ def _unpack(name: str, tensors: dict[str, torch.Tensor]) -> Any:
         return tuple(decoder.decode(data))
 
     decoder = msgspec.msgpack.Decoder(ext_hook=restore)
-    structure = tensors[f"{name}/structure"]
+    structure = tensors[f"{name}{_STRUCTURE}"]
     return decoder.decode(bytes(structure.tolist()))

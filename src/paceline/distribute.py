@@ -62,7 +62,11 @@ def distribute(
     if not parameters:
         raise UsageError("the model has no parameter that requires a gradient")
 
-    comm = TorchComm(world, f"training {len(world.trained)}")
+    _check_not_yet_trained(model, world)
+    comm = TorchComm(world, f"training {world.journal.trainings}")
+    if comm.size > 1 and not all(_is_finished(other) for _, other in world.trained):
+        # Two models may be in the middle of their steps at once: each has a queue.
+        comm = comm.channel("gradients")
     full_spec = str(spec.spec_of(chosen.name, chosen, **settings.as_keys()))
     options = f"{full_spec} with {type(optimizer).__name__}"
     device = parameters[0][1].device
@@ -179,11 +183,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             result = self._inner.step(closure)
         self._training.after_update()
+        if not self._sets_the_pace():
+            return result
         self._world.journal.step()
         if len(self._world.journal.steps) == self._world.options.steps:
             self.finish()
             raise TrainingEnded(0)
         return result
+
+    def _sets_the_pace(self) -> bool:
+        """Of several optimizers the first one's steps are counted and measured: the others
+        step within them."""
+        for _, other in self._world.trained:
+            if not _is_finished(other):
+                return other is self
+        return True
 
     def no_sync(self) -> Any:
         """``with optimizer.no_sync():`` backward passes only accumulate, nothing is sent.
@@ -222,6 +236,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             undo()
 
 
+def _is_finished(optimizer: torch.optim.Optimizer) -> bool:
+    assert isinstance(optimizer, DistributedOptimizer)
+    return optimizer._finished
+
+
+def _check_not_yet_trained(model: torch.nn.Module, world: World) -> None:
+    mine = {id(parameter) for parameter in model.parameters()}
+    for other, optimizer in world.trained:
+        if not _is_finished(optimizer) and any(
+            id(p) in mine for p in other.parameters()
+        ):
+            raise UsageError(
+                "distribute was called before for a model with some of these parameters: "
+                "their gradients would be averaged twice. Use one optimizer for all of "
+                "them, or call finish() on the first"
+            )
+
+
 def _check_arguments(model: object, optimizer: object) -> None:
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise UsageError(
@@ -256,6 +288,11 @@ def _resolve(
     """The method object and the settings, the command line's before the script's."""
     override = world.options.method
     if override is None and method is not None and not isinstance(method, str):
+        if method.updates_on != "worker":
+            raise UsageError(
+                f"method {method.name!r} updates on {method.updates_on!r}: only methods "
+                "whose workers update are supported yet"
+            )
         return method, settings
     text = override or method or "bsp"
     assert isinstance(text, str)

@@ -30,7 +30,9 @@ class StepRecord(msgspec.Struct, kw_only=True):
     """One optimizer step of one worker: from the end of the one before to its own end.
 
     *end_seconds* counts from the start of training on this world's clock.
-    *compute_seconds* is all of the step that was not spent waiting for the network.
+    *exposed_communication_seconds* is waiting for paceline's own communication, and
+    *bytes_sent* is its traffic; *compute_seconds* is all the rest of the step, a script's
+    own collectives included.
     """
 
     worker: int
@@ -40,7 +42,7 @@ class StepRecord(msgspec.Struct, kw_only=True):
     compute_seconds: float
     exposed_communication_seconds: float
     bytes_sent: int
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
 
 
 class Journal:
@@ -54,6 +56,7 @@ class Journal:
     ) -> None:
         self.worker = worker
         self.method = ""
+        self.trainings = 0
         self.steps: list[StepRecord] = []
         self.metrics: dict[str, float] = {}
         self.spans: list[Span] = []
@@ -66,6 +69,7 @@ class Journal:
 
     def begin(self, method: str) -> None:
         """Training begins: steps are measured from here."""
+        self.trainings += 1
         self.method = method
         self._began = self._last_end = self._now()
         self._bytes_sent, self._wait_seconds = 0, 0.0
@@ -109,7 +113,7 @@ class Journal:
                 compute_seconds=duration - self._wait_seconds,
                 exposed_communication_seconds=self._wait_seconds,
                 bytes_sent=self._bytes_sent,
-                metrics=self._fresh_metrics,
+                metrics=dict(self._fresh_metrics),
             )
         )
         self._last_end = end

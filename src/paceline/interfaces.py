@@ -150,22 +150,19 @@ class Method(Protocol):
 
     1. ``step_begins(state, run)``: the first forward with gradients after a backward
        that ended.
-    2. ``before_use(state, run, bucket)``: parameters of *bucket* are about to be read by
-       the module that owns them; once after each step, at the first forward of any kind.
-    3. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer
+    2. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer
        (times `Run.share` where the user is to see the mean, so that their sum is the mean);
        backward still runs. Always in plan order, on every rank.
-    4. ``backward_ended(state, run)``: all buckets were delivered. A tensor that took no
+    3. ``backward_ended(state, run)``: all buckets were delivered. A tensor that took no
        part on this rank is zero in its buffer and False in ``bucket.used``.
-    5. ``after_update(state, run)``: the user's optimizer has stepped.
-    6. ``finish(state, run)``: this worker is out of data. Returns when the documented
+    4. ``after_update(state, run)``: the user's optimizer has stepped.
+    5. ``finish(state, run)``: this worker is out of data. Returns when the documented
        result is in the model.
-    7. ``consolidate(state, run)``: put the documented result into the model, for an
+    6. ``consolidate(state, run)``: put the documented result into the model, for an
        evaluation, and return what undoes it. Not collective unless the method says so.
        Law: training with and without consolidations in between is bit-equal.
 
-    A submodule that is called directly skips moment 1, and a parameter that is used
-    functionally skips 1 and 2.
+    A submodule that is called directly skips moment 1.
 
     An exception from a moment reaches the user's script out of ``forward``,
     ``backward()`` or ``step()``; the training cannot go on after it.
@@ -267,9 +264,15 @@ class World(Protocol):
     trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]]
     """What `distribute` was given and gave back here, in order."""
 
-    @property
-    def compute(self) -> Compute | None:
-        """Where a model's compute time is charged; None where it passes by itself."""
+    def compute(
+        self, names: Sequence[str], sizes: Sequence[int], samples: float | None
+    ) -> Compute | None:
+        """Where one model's compute time is charged; None where it passes by itself.
+
+        The model's trainable tensors and their gradients' bytes, in registration order;
+        *samples* is the batch that a forward and a backward pass are given for (None: the
+        first training batch).
+        """
         ...
 
     def connect(self) -> None:
@@ -291,14 +294,6 @@ class World(Protocol):
 
 class Compute(Protocol):
     """Charges a model's compute time, where no real time passes for it."""
-
-    def model(
-        self, names: Sequence[str], sizes: Sequence[int], samples: float | None
-    ) -> None:
-        """The model's trainable tensors and their gradients' bytes, in registration
-        order; *samples* is the batch that a forward and a backward pass are given for
-        (None: the first training batch)."""
-        ...
 
     def forward(self, samples: int | None, training: bool) -> None:
         """A forward pass begins, over *samples* samples (None: not known)."""

@@ -46,7 +46,10 @@ class RunOptions:
     def from_environment(
         cls, environment: Mapping[str, str] = os.environ
     ) -> RunOptions:
-        """Read back what `to_environment` wrote, or a person set."""
+        """Read back, in a real process, what `to_environment` wrote or a person set.
+
+        The virtual world does not look: its options come from its command line.
+        """
 
         def whole(key: str) -> int | None:
             text = environment.get(key)

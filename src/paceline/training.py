@@ -66,6 +66,12 @@ class Training:
         self._parameters = list(parameters)
         self._settings = settings
         self._model_buffers = list(model.buffers())
+        planned = {id(parameter) for _, parameter in parameters}
+        self._outside = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in planned and parameter.numel()
+        ]
 
         self._place: list[tuple[Bucket, int]] = []
         # A bucket holds this rank's share of the mean, where the method wants a mean:
@@ -99,12 +105,11 @@ class Training:
             self._handles.append(
                 parameter.register_post_accumulate_grad_hook(self._hook(index))
             )
-        if world.compute is not None:
-            world.compute.model(
-                [name for name, _ in self._parameters],
-                [gradient_bytes(parameter) for _, parameter in self._parameters],
-                None if sampler is None else sampler.mean_samples,
-            )
+        self._compute = world.compute(
+            [name for name, _ in self._parameters],
+            [gradient_bytes(parameter) for _, parameter in self._parameters],
+            None if sampler is None else sampler.mean_samples,
+        )
 
     # ---- what the wrapped optimizer calls ----
 
@@ -123,6 +128,13 @@ class Training:
         They were not if the loss reached no parameter, or all passes were under
         ``no_sync``; the other ranks wait for them all the same.
         """
+        for name, parameter in self._outside:
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"parameter {name!r} was frozen when distribute was called, and has a "
+                    "gradient now: it would be trained on each rank alone. Unfreeze "
+                    "before distribute, or finish() and call distribute again"
+                )
         if not self._delivered:
             self._end_backward()
 
@@ -131,8 +143,8 @@ class Training:
         self._delivered = False
         self._steps += 1
         self._moment("after_update")
-        if self._world.compute is not None:
-            self._world.compute.step_ended()
+        if self._compute is not None:
+            self._compute.step_ended()
 
     def finish(self) -> None:
         """This worker is out of data. Collective over the ranks, each in its own time."""
@@ -182,8 +194,10 @@ class Training:
                 "never reach .grad and cannot be averaged; use loss.backward(), or call "
                 "the transform on a copy of the model that was not given to distribute"
             )
-        if self._world.compute is not None:
-            self._world.compute.forward(_samples(args, kwargs), training)
+        if training and self._in_backward:
+            self._forget_failed_pass()
+        if self._compute is not None:
+            self._compute.forward(_samples(args, kwargs), training)
         if training and self._weights is not None:
             self._weigh_next_pass()
         if training:
@@ -191,12 +205,14 @@ class Training:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
-            if self._world.compute is not None:
-                self._world.compute.gradient(index)
+            if self._compute is not None:
+                self._compute.gradient(index)
             if self._weights is not None:
                 self._weights.pass_runs()
             if self._synchronize:
                 self._take_gradient(index, parameter)
+            else:
+                self._delivered = False
 
         return gradient_is_ready
 
@@ -209,7 +225,6 @@ class Training:
                     "whose end cannot be told from the end of the pass; use "
                     "checkpoint(..., use_reentrant=False)"
                 )
-            self._begin_step()
             self._in_backward = True
             self._seen = [False] * len(self._parameters)
             self._reset_buckets()
@@ -228,6 +243,19 @@ class Training:
         bucket.missing -= 1
         if not bucket.missing:
             self._deliver_complete()
+
+    def _forget_failed_pass(self) -> None:
+        """A forward pass while backward seems to run: it raised, and the script goes on.
+        That is well as long as nothing had been sent."""
+        if self._next_bucket and self.comm.size > 1:
+            raise self._refused(
+                "the last backward pass ended with an exception after a part of its "
+                "gradients had been sent, so this rank is out of step with the others; "
+                "end the script, or let such exceptions end it"
+            )
+        self._in_backward = False
+        if self._weights is not None:
+            self._weights.pass_failed()
 
     def _weigh_next_pass(self) -> None:
         """This rank's share of the next mean is its share of the samples. What earlier
@@ -376,7 +404,10 @@ class Training:
             moment(self._state, self, *arguments)
 
     def _begin_step(self) -> None:
-        """The first forward, gradient or lonely step after a backward that ended."""
+        """The first forward, or lonely step, after a backward that ended.
+
+        Not the first gradient: autograd may still need the buffers as they are.
+        """
         if not self._step_may_begin:
             return
         self._step_may_begin = False
@@ -404,19 +435,26 @@ class _Weights:
         """The share of the pass that is about to begin."""
         if self._sampler.passes != self._epoch:
             self._epoch, self._batch = self._sampler.passes, 0
-        if self._batch >= len(self._sampler):
-            raise UsageError(
-                f"backward pass {self._batch + 1} of an epoch of {len(self._sampler)} "
-                "batches: gradients are weighted batch by batch, so each batch of the "
-                "sampler given to distribute may have one backward pass"
-            )
-        return self._sampler.weight(self._batch)
+        # A forward pass beyond the epoch may be an evaluation that forgot no_grad.
+        return self._sampler.weight(min(self._batch, len(self._sampler) - 1))
 
     def pass_runs(self) -> None:
         """A gradient has come; when its backward pass ends, its batch is over."""
         if not self._running:
+            if self._batch >= len(self._sampler):
+                raise UsageError(
+                    f"backward pass {self._batch + 1} of an epoch of "
+                    f"{len(self._sampler)} batches: gradients are weighted batch by "
+                    "batch, so each batch of the sampler given to distribute may have "
+                    "one backward pass"
+                )
             self._running = True
             queue_callback(self._pass_ended)
+
+    def pass_failed(self) -> None:
+        """The pass raised: its batch is over all the same."""
+        if self._running:
+            self._pass_ended()
 
     def _pass_ended(self) -> None:
         self._running = False

@@ -1,6 +1,7 @@
 """The command line as a person and a program use it, each command a real process."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -173,3 +174,58 @@ def test_a_worker_that_blocks_outside_the_clock_is_given_up(tmp_path):
     assert done.returncode == 70
     assert "worker 1 has blocked outside the virtual clock" in done.stderr
     assert "blocks.py" in done.stderr  # the stack says where
+
+
+def test_metrics_that_are_not_numbers_are_shown_as_missing(tmp_path):
+    script = tmp_path / "diverges.py"
+    script.write_text(
+        "import paceline, torch\nmodel = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "paceline.init()\noptimizer = paceline.distribute(model, optimizer)\n"
+        "for _ in range(3):\n    model(torch.ones(1, 2)).sum().backward()\n"
+        "    paceline.log(loss=float('nan'))\n    optimizer.step()\n"
+    )
+    words = ("--variant", "bsp", "--workers", 2, "--json")
+    done = paceline("compare", script, *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["variants"]
+    assert row["metrics"] == {"loss": None}
+
+
+def test_what_follows_the_dashes_is_the_scripts(tmp_path):
+    script = tmp_path / "says.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    words = ("run", "--workers", 1, script, "--", "--log-dir", "x", "-t", "3", "--json")
+    done = paceline(*words, folder=tmp_path)
+    assert done.stdout.strip() == "['--log-dir', 'x', '-t', '3', '--json']", done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["says.py"]
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    for verb in (["simulate", "--workers", "2"], ["run", "--workers", "1"]):
+        done = paceline(*verb, "--records", tmp_path / "file" / "x", LAYERS, *QUICK)
+        assert done.returncode == 1
+        assert done.stderr.startswith("paceline: cannot write records to")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_control_c_ends_a_simulation(workers, tmp_path):
+    script = tmp_path / "endless.py"
+    script.write_text(
+        "import paceline\npaceline.init()\nprint('ready', flush=True)\n"
+        "while True:\n    paceline.pace(1.0)\n"
+    )
+    words = ("simulate", script, "--workers", workers)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert "Stacks of all threads" not in stderr

@@ -591,9 +591,128 @@ def a_batch_more_than_the_sampler_has_is_refused():
     for _ in sampler:
         model(inputs(paceline.rank())).mean().backward()
         optimizer.step()
+    loss = model(inputs(paceline.rank())).mean()  # an evaluation that forgot no_grad
     with pytest.raises(UsageError, match="backward pass 3 of an epoch of 2 batches"):
-        model(inputs(paceline.rank()))
+        loss.backward()
     optimizer.finish()
+
+
+def one_model_has_one_optimizer():
+    model = small_model()
+    optimizer = wrap(model)
+    with pytest.raises(UsageError, match="averaged twice"):
+        wrap(nn.Sequential(model[0]))
+    optimizer.finish()
+    wrap(model).finish()
+
+
+def two_models_side_by_side():
+    """As in a GAN: the second model's loss goes through the first."""
+    torch.manual_seed(3)
+    maker, judge = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
+    first, second = wrap(judge), wrap(maker)
+    rank = paceline.rank()
+    for step in range(3):
+        first.zero_grad()
+        expected = mean_gradients(judge, lambda m, r: m(inputs(r, step)).mean())  # noqa: B023
+        judge(inputs(rank, step)).mean().backward()
+        assert_gradients(judge, expected)
+        first.step()
+        second.zero_grad()
+        frozen = copy.deepcopy(judge)
+        expected = mean_gradients(
+            maker,
+            lambda m, r: frozen(m(inputs(r, step))).square().mean(),  # noqa: B023
+        )
+        judge(maker(inputs(rank, step))).square().mean().backward()
+        assert_gradients(maker, expected)
+        second.step()
+    first.finish()
+    second.finish()
+
+
+def buffers_and_two_backwards():
+    model = normalized_model()
+    optimizer = wrap(model)
+    for step in range(2):
+        one = model(inputs(paceline.rank(), step)).square().mean()
+        two = model(inputs(paceline.rank(), step + 5)).mean()
+        one.backward(retain_graph=True)
+        one.backward()
+        two.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish()
+
+
+def a_parameter_unfrozen_later_is_refused():
+    model = small_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = wrap(model)
+    model[0].weight.requires_grad_(True)
+    model(inputs(paceline.rank())).mean().backward()
+    with pytest.raises(UsageError, match=r"'0\.weight' was frozen"):
+        optimizer.step()
+    optimizer.finish()
+
+
+def no_sync_after_a_synchronized_pass():
+    model = small_model()
+    both = lambda m, r: m(inputs(r, 1)).square().mean() + m(inputs(r, 2)).mean()  # noqa: E731
+    expected = mean_gradients(model, both)
+    optimizer = wrap(model)
+    model(inputs(paceline.rank(), 1)).square().mean().backward()
+    with optimizer.no_sync():
+        model(inputs(paceline.rank(), 2)).mean().backward()
+    optimizer.step()
+    assert_gradients(model, expected)
+    optimizer.finish()
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("broken")
+
+
+def a_backward_that_raised_can_be_done_again():
+    model = small_model()
+    expected = mean_gradients(model, lambda m, r: m(inputs(r)).mean())
+    # one bucket, so nothing is sent before the exception
+    optimizer = wrap(model, fusion="single")
+    hidden = model[1](model[0](inputs(paceline.rank())))
+    with pytest.raises(ArithmeticError):
+        model[2](Breaks.apply(hidden)).mean().backward()
+    optimizer.zero_grad()
+    model(inputs(paceline.rank())).mean().backward()
+    assert_gradients(model, expected)
+    optimizer.finish()
+
+
+def a_checkpoint_keeps_each_ranks_buffers():
+    model = normalized_model()
+    world = join_world()
+    world.trained.clear()
+    optimizer = wrap(model)
+    for step in range(2):
+        model(inputs(paceline.rank(), step)).square().mean().backward()
+        optimizer.step()
+    before = copy.deepcopy(model.state_dict())
+    folder = os.environ["PACELINE_TEST_FOLDER"] + "/with-buffers/"
+    paceline.save(folder)
+    paceline.save(folder)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    paceline.load(folder)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    optimizer.finish()
+    world.trained.clear()
 
 
 def groups_and_channels_of_unequal_history():
@@ -701,6 +820,13 @@ CASES = {
         a_restart_equals_straight_training,
         weighted_by_samples_equals_one_process,
         a_batch_more_than_the_sampler_has_is_refused,
+        one_model_has_one_optimizer,
+        two_models_side_by_side,
+        buffers_and_two_backwards,
+        a_parameter_unfrozen_later_is_refused,
+        no_sync_after_a_synchronized_pass,
+        a_backward_that_raised_can_be_done_again,
+        a_checkpoint_keeps_each_ranks_buffers,
     )
 }
 

@@ -74,8 +74,8 @@ def test_jitter_never_makes_time_negative() -> None:
 def test_forward_and_backward_are_spread_by_bytes() -> None:
     spent: list[tuple[str, float]] = []
     model = ComputeModel(forward=0.3, backward=0.6)
-    compute = VirtualCompute(model, 0, 0.5, lambda s, name: spent.append((name, s)))
-    compute.model(["small", "large"], [100, 200], None)
+    worker = VirtualCompute(model, 0, 0.5, lambda s, name: spent.append((name, s)))
+    compute = worker.of_model(["small", "large"], [100, 200], None)
     compute.forward(32, training=True)
     assert spent == []  # shows only with the first gradient, or a wait
     compute.gradient(1)
@@ -86,22 +86,22 @@ def test_forward_and_backward_are_spread_by_bytes() -> None:
 
     spent.clear()
     compute.forward(8, training=False)  # a quarter of the first training batch
-    compute.settle()
-    compute.settle()
+    worker.settle()
+    worker.settle()
     assert spent == [("forward", pytest.approx(0.15))]
 
 
 def test_a_script_that_paces_itself_is_charged_nothing_else() -> None:
     spent: list[str] = []
-    compute = VirtualCompute(ComputeModel(), 0, 1.0, lambda s, name: spent.append(name))
-    compute.model(["w"], [4], None)
+    worker = VirtualCompute(ComputeModel(), 0, 1.0, lambda s, name: spent.append(name))
+    compute = worker.of_model(["w"], [4], None)
     compute.forward(1, training=True)
-    compute.pace(0.5)
+    worker.pace(0.5)
     compute.gradient(0)
     compute.forward(1, training=True)
-    compute.settle()
+    worker.settle()
     assert spent == ["paced"]
-    assert compute.paced_by_script
+    assert worker.paced_by_script
 
 
 def test_pacing_shows_in_the_trace_and_in_the_result() -> None:

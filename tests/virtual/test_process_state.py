@@ -30,6 +30,7 @@ from paceline.errors import (
     WorkerFailedError,
 )
 from paceline.options import RunOptions
+from paceline.torch_private import load_lazy_modules
 from tests.virtual.helpers import run, run_on, simulation
 
 
@@ -127,13 +128,14 @@ def fail_at_delivery(rank: int) -> None:
         (raise_on_one, WorkerFailedError),
         (skip_one, DeadlockError),
         (mismatch, CollectiveMismatchError),
-        (fail_at_delivery, RuntimeError),
+        (fail_at_delivery, UsageError),
     ],
 )
 def test_the_process_gets_its_state_back(body, error: type[Exception] | None) -> None:
     random.gauss(0, 1)  # each of these keeps a second number for the next call
     np.random.standard_normal()
     torch.set_num_threads(3)  # unlike a worker's
+    load_lazy_modules()  # torch's own doing, once a process
     before = process_state()
     if error is None:
         run(3, body)

@@ -21,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command(context_settings=run.CONTEXT)(run.run)
+app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(run.run)
 app.command()(simulate.simulate)
 app.command()(compare.compare)
 app.command()(methods.methods)
@@ -38,9 +38,6 @@ def main() -> None:
             traceback.print_exception(cause.with_traceback(_script_frames(cause)))
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("paceline: interrupted", file=sys.stderr)
-        sys.exit(130)
 
 
 def _script_frames(error: BaseException) -> TracebackType | None:

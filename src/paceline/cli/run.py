@@ -5,16 +5,29 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from paceline.cli import options as o
 from paceline.options import RunOptions
-from paceline.report.files import read_workers, write_run
+from paceline.report.files import forget_workers, read_workers, write_run
 from paceline.worlds.launch import launch, split_arguments
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+AFTER_DASHES = "paceline.after_dashes"
+
+
+class RunCommand(TyperCommand):
+    """Keeps what follows ``--`` away from every option parser: it is the script's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            position = args.index("--")
+            ctx.meta[AFTER_DASHES] = args[position + 1 :]
+            args = args[:position]
+        return super().parse_args(ctx, args)
 
 
 def run(
@@ -34,7 +47,10 @@ def run(
     ...): for several machines, run the same command on each.
     """
     torchrun_options, script, script_arguments = split_arguments(context.args)
+    script_arguments += context.meta.get(AFTER_DASHES, [])
     o.check_job(Path(script), method)
+    if records is not None:
+        forget_workers(str(records))
     with (
         tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
         o.standard_output_for_result(json) as output,

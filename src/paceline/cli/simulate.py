@@ -11,7 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from paceline.cli import options as o
 from paceline.options import RunOptions
-from paceline.report.files import write_run
+from paceline.report.files import make_folder, write_run
 from paceline.report.tables import print_results
 from paceline.worlds.virtual import ComputeModel, Simulation
 from paceline.worlds.virtual.script import result_of, run_script
@@ -44,6 +44,8 @@ def simulate(
 ) -> None:
     """Run SCRIPT once per virtual worker, in one process, on a virtual clock."""
     o.check_job(script, method)
+    if records is not None:
+        make_folder(str(records))
     described = o.make_cluster(cluster, workers, link, latency)
     compute = ComputeModel(
         forward=0.01 if forward is None else forward,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +40,12 @@ def read_workers(folder: str) -> tuple[list[StepRecord], list[Span]]:
     return steps, spans
 
 
+def forget_workers(folder: str) -> None:
+    """Remove what workers of an earlier run, that was killed, have left in *folder*."""
+    for path in make_folder(folder).glob("worker-*.json"):
+        path.unlink()
+
+
 def write_run(
     folder: str, name: str, steps: Sequence[StepRecord], spans: Sequence[Span]
 ) -> None:
@@ -49,10 +56,13 @@ def write_run(
 
 
 def make_folder(folder: str) -> Path:
-    """Make *folder* if need be; raises `UsageError` where that is not possible."""
+    """Make *folder* if need be; raises `UsageError` where nothing can be written there."""
     path = Path(folder)
+    probe = path / f".paceline-probe-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
     except OSError as error:
         raise UsageError(f"cannot write records to {folder}: {error}") from error
     return path

@@ -53,7 +53,7 @@ class Result(msgspec.Struct, kw_only=True):
     compute_seconds: float | None
     exposed_communication_seconds: float | None
     bytes_sent_per_worker: float | None
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class Result(msgspec.Struct, kw_only=True):
             compute_seconds=mean("compute_seconds"),
             exposed_communication_seconds=mean("exposed_communication_seconds"),
             bytes_sent_per_worker=mean("bytes_sent"),
-            metrics=journal.metrics,
+            metrics=dict(journal.metrics),
         )
 
     def to_json(self) -> str:

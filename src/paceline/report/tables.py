@@ -38,7 +38,8 @@ def print_results(rows: Sequence[tuple[str, Result]]) -> None:
             else show_bytes(result.bytes_sent_per_worker),
         ]
         cells += [
-            f"{result.metrics[m]:.4g}" if m in result.metrics else "-" for m in metrics
+            "-" if (value := result.metrics.get(m)) is None else f"{value:.4g}"
+            for m in metrics
         ]
         if len(rows) > 1:
             step = result.step_seconds

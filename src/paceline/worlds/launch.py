@@ -34,8 +34,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str, list[str]
     """Tell torchrun's options, the script, and the script's arguments apart.
 
     The first word that is no option (or an option's value) is the script; torchrun's
-    options may stand before or after it, and all that it does not know, or that follows
-    ``--``, is the script's. Raises `UsageError` if there is no script.
+    options may stand before or after it, and all that it does not know is the script's. Raises `UsageError` if there is no script.
     """
     values_of: dict[str, int] = {}
     for action in torchrun.get_args_parser()._actions:
@@ -48,11 +47,6 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str, list[str]
     while words:
         word = words.pop(0)
         name, equals, _ = word.partition("=")
-        if word == "--":
-            if script is None:
-                continue
-            rest += words
-            break
         if name in values_of:
             options.append(word)
             if not equals and values_of[name] and words:

@@ -13,7 +13,9 @@ A survivor may be blocked in a collective for ever, where Python cannot interrup
 after the news it gets a few seconds to end by itself, and is then ended.
 
 Lines of JSON, each bounded; a connection that does not begin with the job's token, which
-only the job's own store tells, is closed. Nothing is unpickled.
+only the job's own store tells, is closed. Nothing is unpickled. Threat model: torch's store
+has no authentication, so whoever reaches MASTER_PORT can read the token, as they could join
+the job itself: this keeps out strays and scanners, not an attacker inside the network.
 """
 
 from __future__ import annotations
@@ -80,10 +82,13 @@ class Liveness:
         self._over = False
         self._hub: Hub | None = None
         if rank == 0:
-            self._hub = Hub(size, os.environ.get("MASTER_ADDR", "127.0.0.1"), store)
+            self._hub = _make_hub(size, store)
         host, port, token = msgspec.json.decode(
             store.get(_KEY), type=tuple[str, int, str]
         )
+        if not port:
+            self._over = True  # rank 0 has said why
+            return
         self._socket = socket.create_connection((host, port), CONNECT_SECONDS)
         self._socket.settimeout(None)
         _keep_alive(self._socket)
@@ -144,9 +149,13 @@ class Hub:
     def __init__(self, size: int, address: str, store: Store) -> None:
         self._size = size
         self._token = secrets.token_hex(16)
-        self._listener = socket.create_server((address, 0), backlog=min(size, 1024))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server(
+            (address, 0), family=family, backlog=min(size, 1024)
+        )
         self._listener.setblocking(False)
         self._ranks: dict[socket.socket, Hello] = {}
+        self._known: set[socket.socket] = set()  # said hello, and maybe goodbye
         self._pieces: dict[socket.socket, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -175,13 +184,19 @@ class Hub:
                 connection.close()
 
     def _serve_until_closed(self) -> None:
+        closing = False
         while True:
-            for key, _ in self._selector.select():
+            # Once told to close, hear what has come already: bad news goes first.
+            events = self._selector.select(0 if closing else None)
+            if closing and not events:
+                self._tell_all(News(rank=0))
+                return
+            for key, _ in events:
                 peer: Any = key.fileobj
                 if peer is self._waker:
-                    self._tell_all(News(rank=0))
-                    return
-                if peer is self._listener:
+                    self._selector.unregister(peer)
+                    closing = True
+                elif peer is self._listener:
                     self._accept()
                 else:
                     self._read(peer)
@@ -189,9 +204,11 @@ class Hub:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             peer, _ = self._listener.accept()
-            if len(self._pieces) >= 2 * self._size + 16:  # strangers crowd in
-                peer.close()
-                return
+            strangers = [p for p in self._pieces if p not in self._known]
+            if (
+                len(strangers) >= self._size + 16
+            ):  # a crowd: the oldest has had its time
+                self._drop(strangers[0])
             peer.setblocking(False)
             _keep_alive(peer)
             self._pieces[peer] = b""
@@ -215,7 +232,7 @@ class Hub:
             for line in lines:
                 self._hear(peer, line)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            self._drop(peer)  # not one of ours, or no longer
+            self._lose(peer)  # not one of ours, or no longer
 
     def _hear(self, peer: socket.socket, line: bytes) -> None:
         if peer not in self._ranks:
@@ -224,6 +241,7 @@ class Hub:
             if not (known and 0 <= hello.rank < self._size):
                 raise msgspec.ValidationError("a wrong token")
             self._ranks[peer] = hello
+            self._known.add(peer)
             return
         news = msgspec.json.decode(line, type=News)
         hello = self._ranks.pop(peer)
@@ -243,12 +261,27 @@ class Hub:
     def _drop(self, peer: socket.socket) -> None:
         self._selector.unregister(peer)
         self._pieces.pop(peer, None)
+        self._known.discard(peer)
         peer.close()
 
     def _tell_all(self, news: News) -> None:
         for peer in list(self._ranks):
             with contextlib.suppress(OSError):
                 peer.send(_line(news))  # fits into an idle connection's buffer
+
+
+def _make_hub(size: int, store: Store) -> Hub | None:
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        return Hub(size, address, store)
+    except OSError as error:
+        print(
+            f"paceline: rank 0 cannot listen on MASTER_ADDR {address}: {error}; when a "
+            "rank dies, the others will learn it from gloo or NCCL alone",
+            file=sys.stderr,
+        )
+        store.set(_KEY, msgspec.json.encode(("", 0, "")).decode())
+        return None
 
 
 def end_after_grace(rank: int, sentence: str) -> None:

@@ -155,6 +155,12 @@ class Clock:
         runs next waits."""
         self._interruption = error
 
+    def stop_if_interrupted(self) -> None:
+        """End the current worker if the job was interrupted."""
+        if self._interruption is not None:
+            self.fail(self._interruption)
+            raise Abandoned
+
     # ---- the baton ----
 
     def run(

@@ -44,10 +44,10 @@ class ComputeModel:
 
 
 class VirtualCompute:
-    """Charges one worker's compute time.
+    """One worker's compute time: its speed, its jitter, and what is still owed.
 
-    A forward pass is charged when its first gradient (or a wait) shows that it has run,
-    in proportion to its number of samples over that of the first training batch; also
+    A forward pass is charged when its first gradient (or a wait) shows that it has run, in
+    proportion to its number of samples over that of the first training batch; also
     without gradients (evaluation). From the first `pace` on the script is taken to pace
     itself, and nothing else is charged.
     """
@@ -59,62 +59,81 @@ class VirtualCompute:
         speed: float,
         spend: Callable[[float, str], None],
     ) -> None:
-        self._model = model
+        self.costs = model
         self._speed = speed
         self._spend = spend
         # A generator of its own per worker: a worker's times do not depend on how many
         # others there are.
         self._random = random.Random(f"{model.seed}/{rank}")
         self._factor = self._draw()
-        self._workload: Workload | None = None
         self._owed = 0.0
-        self._reference: float | None = None
-        self._scale = 1.0
         self.paced_by_script = False
 
-    def model(
+    def of_model(
         self, names: Sequence[str], sizes: Sequence[int], samples: float | None
-    ) -> None:
-        self._reference = samples
-        self._workload = Workload.spread(
-            names, sizes, self._model.forward, self._model.backward
-        )
+    ) -> ModelCompute:
+        """Where the passes of one model are charged."""
+        costs = self.costs
+        workload = Workload.spread(names, sizes, costs.forward, costs.backward)
+        return ModelCompute(self, workload, samples)
 
-    def forward(self, samples: int | None, training: bool) -> None:
-        if self.paced_by_script or self._workload is None:
-            return
-        if self._reference is None and training:
-            self._reference = samples
-        self._scale = samples / self._reference if samples and self._reference else 1.0
-        self._owed += self._workload.forward_seconds * self._scale
+    def owe(self, seconds: float) -> None:
+        """A forward pass has begun."""
+        if not self.paced_by_script:
+            self._owed += seconds
 
-    def gradient(self, index: int) -> None:
-        if self.paced_by_script or self._workload is None:
-            return
-        self.settle()
-        self._charge(self._workload.backward[index] * self._scale, "backward")
+    def charge(self, seconds: float) -> None:
+        """A gradient was computed."""
+        if not self.paced_by_script:
+            self.settle()
+            self._take(seconds, "backward")
 
     def settle(self) -> None:
         """Charge what a forward pass still owes."""
         if self._owed:
             owed, self._owed = self._owed, 0.0
-            self._charge(owed, "forward")
+            self._take(owed, "forward")
 
     def pace(self, seconds: float) -> None:
         """The script says what it computes."""
         self.paced_by_script = True
         self._owed = 0.0
-        self._charge(seconds, "paced")
+        self._take(seconds, "paced")
 
     def step_ended(self) -> None:
+        """The next step draws its own jitter."""
         self.settle()
         self._factor = self._draw()
 
     def _draw(self) -> float:
-        if not self._model.jitter:
+        if not self.costs.jitter:
             return 1.0
-        return max(0.0, self._random.gauss(1.0, self._model.jitter))
+        return max(0.0, self._random.gauss(1.0, self.costs.jitter))
 
-    def _charge(self, seconds: float, name: str) -> None:
+    def _take(self, seconds: float, name: str) -> None:
         if seconds:
             self._spend(seconds * self._factor / self._speed, name)
+
+
+class ModelCompute:
+    """A `Compute` for one model, which takes its worker's time."""
+
+    def __init__(
+        self, worker: VirtualCompute, workload: Workload, samples: float | None
+    ) -> None:
+        self._worker = worker
+        self._workload = workload
+        self._reference = samples
+        self._scale = 1.0
+
+    def forward(self, samples: int | None, training: bool) -> None:
+        if self._reference is None and training:
+            self._reference = samples
+        self._scale = samples / self._reference if samples and self._reference else 1.0
+        self._worker.owe(self._workload.forward_seconds * self._scale)
+
+    def gradient(self, index: int) -> None:
+        self._worker.charge(self._workload.backward[index] * self._scale)
+
+    def step_ended(self) -> None:
+        self._worker.step_ended()

@@ -26,7 +26,7 @@ from paceline.torch_private import (
 from paceline.worlds.virtual.backend import BACKEND, VirtualProcessGroup
 from paceline.worlds.virtual.clock import Abandoned, Clock, Worker
 from paceline.worlds.virtual.communicator import Communicator
-from paceline.worlds.virtual.compute import ComputeModel, VirtualCompute
+from paceline.worlds.virtual.compute import ComputeModel, ModelCompute, VirtualCompute
 from paceline.worlds.virtual.links import Links
 from paceline.worlds.virtual.mailbox import Mailbox
 from paceline.worlds.virtual.patches import patched_process
@@ -68,7 +68,7 @@ class VirtualWorld:
         self.options = simulation.options
         self.speeds = simulation.speeds
         self.journal = Journal(rank, self.now, keep_spans=simulation.trace)
-        self.compute = VirtualCompute(
+        self._compute = VirtualCompute(
             simulation.compute_model,
             rank,
             simulation.speeds[rank],
@@ -80,11 +80,21 @@ class VirtualWorld:
             dist.init_process_group("gloo")
 
     def now(self) -> float:
-        self.compute.settle()
+        self._compute.settle()
         return self._worker.time
 
     def pace(self, seconds: float) -> None:
-        self.compute.pace(seconds)
+        self._compute.pace(seconds)
+
+    def compute(
+        self, names: Sequence[str], sizes: Sequence[int], samples: float | None
+    ) -> ModelCompute:
+        return self._compute.of_model(names, sizes, samples)
+
+    @property
+    def paced_by_script(self) -> bool:
+        """Whether the script has called `paceline.pace`."""
+        return self._compute.paced_by_script
 
     def at_exit(self, action: Callable[[], None]) -> None:
         self._exit_actions.append(action)
@@ -99,6 +109,7 @@ class VirtualWorld:
         return self._simulation.clock.workers[self.rank]
 
     def _spend(self, seconds: float, name: str) -> None:
+        self._simulation.clock.stop_if_interrupted()
         worker = self._worker
         start = worker.time
         worker.time += seconds
@@ -176,7 +187,7 @@ class Simulation:
         self.result.virtual_seconds = max(w.time for w in self.clock.workers)
         self.result.switches = self.clock.switches
         self.result.paced_by_script = any(
-            world.compute.paced_by_script for world in self._worlds
+            world.paced_by_script for world in self._worlds
         )
         return self.result
 
