@@ -26,7 +26,7 @@ class Span(NamedTuple):
     end: float
 
 
-class StepRecord(msgspec.Struct, kw_only=True):
+class StepRecord(msgspec.Struct, kw_only=True, gc=False):
     """One optimizer step of one worker: from the end of the one before to its own end.
 
     *end_seconds* counts from the start of training on this world's clock.
