@@ -53,8 +53,10 @@ LOST_PEER = (
     "Connection reset by peer",
     "Broken pipe",
     "remote process exited",
+    PeerLostError.__name__,
 )
-"""What gloo and NCCL say in a worker whose peer ended: a consequence, not the cause."""
+"""What gloo, NCCL and `liveness` say in a worker whose peer ended: no cause, but a
+consequence."""
 
 _PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
@@ -166,7 +168,8 @@ def report_to_launcher(error: BaseException) -> None:
     timestamp = int(time.time()) + (2 if lost_a_peer else 0)
     details = {"py_callstack": traceback, "timestamp": str(timestamp)}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
-    unfinished = Path(path + ".part")  # the launcher may end this process meanwhile
+    # The launcher may end this process meanwhile, and two threads may have bad news.
+    unfinished = Path(f"{path}.{threading.get_ident()}.part")
     with contextlib.suppress(OSError):
         unfinished.write_bytes(msgspec.json.encode({"message": message}))
         unfinished.replace(path)
