@@ -104,14 +104,13 @@ class Liveness:
 
     def close(self, fault: str | None = None) -> None:
         """This rank ends: well, or with a *fault* that the others are told."""
-        if self._over:
-            return
-        self._over = True
-        with contextlib.suppress(OSError):
-            brief = fault[:FAULT_CHARACTERS] if fault else None
-            self._say(News(rank=self._rank, fault=brief))
-            self._socket.shutdown(socket.SHUT_RDWR)  # the listener closes it
-        if self._hub is not None:
+        if not self._over:
+            self._over = True
+            with contextlib.suppress(OSError):
+                brief = fault[:FAULT_CHARACTERS] if fault else None
+                self._say(News(rank=self._rank, fault=brief))
+                self._socket.shutdown(socket.SHUT_RDWR)  # the listener closes it
+        if self._hub is not None:  # also after bad news
             self._hub.close()
 
     def _say(self, words: msgspec.Struct) -> None:
