@@ -42,8 +42,8 @@ def save(path: str | Path, **others: Stateful) -> None:
     """Write models, optimizers, random states and *others* into the folder *path*.
 
     Collective; call it between steps. What is equal on all workers is written once, by
-    rank 0; random states and the model's buffers per worker. An older checkpoint there is replaced when the new one is complete.
-    Under bsp, any number of workers can load it.
+    rank 0; random states and the model's buffers per worker. An older checkpoint there is
+    replaced when the new one is complete. Under bsp, any number of workers can load it.
     """
     world = _world()
     folder = Path(path)

@@ -54,6 +54,11 @@ def accumulator_of(parameter: torch.nn.Parameter) -> Any:
     return view.next_functions[0][0]
 
 
+def inside_backward() -> bool:
+    """Whether a backward pass runs on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def inside_reentrant_checkpoint() -> bool:
     """Whether the caller runs in the backward pass that a reentrant checkpoint starts
     within another: its end is not the outer one's."""

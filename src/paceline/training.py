@@ -34,6 +34,7 @@ from paceline.settings import Settings
 from paceline.tensors import Bucket, gradient_bytes, kind_of, make_buckets
 from paceline.torch_private import (
     accumulator_of,
+    inside_backward,
     inside_function_transform,
     inside_reentrant_checkpoint,
     queue_callback,
@@ -194,6 +195,8 @@ class Training:
                 "never reach .grad and cannot be averaged; use loss.backward(), or call "
                 "the transform on a copy of the model that was not given to distribute"
             )
+        if training and inside_backward():
+            return  # a checkpoint computes the model once more: no new step begins
         if training and self._in_backward:
             self._forget_failed_pass()
         if self._compute is not None:

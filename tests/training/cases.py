@@ -116,6 +116,17 @@ def non_reentrant_checkpoint():
         check_backward(model, lambda m, r: m(inputs(r)).square().mean())
 
 
+def the_whole_model_checkpointed_twice():
+    """Its forward hook fires again inside backward, where no step begins or has failed."""
+
+    def loss(model, rank):
+        x = checkpoint(model, inputs(rank, 1), use_reentrant=False)
+        y = checkpoint(model, inputs(rank, 2), use_reentrant=False)
+        return x.square().mean() + y.mean()
+
+    check_backward(small_model(), loss)
+
+
 def reentrant_checkpoint_inside():
     model = Checkpointed(reentrant=True, last=True)
     check_backward(model, lambda m, r: m(inputs(r)).square().mean())
@@ -789,6 +800,7 @@ CASES = {
     for case in (
         shared_parameters,
         non_reentrant_checkpoint,
+        the_whole_model_checkpointed_twice,
         reentrant_checkpoint_inside,
         reentrant_checkpoint_first_is_refused,
         gradient_twice_in_one_pass_is_refused,
