@@ -283,9 +283,10 @@ def _make_hub(size: int, store: Store) -> Hub | None:
         return None
 
 
-def end_after_grace(rank: int, sentence: str) -> None:
+def end_after_grace(rank: int, sentence: str, said: threading.Event) -> None:
     """What a real worker does with bad news: say it, wait a little, and end."""
     print(f"paceline: {sentence}; rank {rank} ends too", file=sys.stderr, flush=True)
+    said.set()
     threading.Event().wait(GRACE_SECONDS)
     os._exit(1)
 

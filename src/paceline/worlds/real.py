@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ from paceline.options import RunOptions
 from paceline.report.files import write_worker
 from paceline.report.result import Result, Summary, gather_summaries
 from paceline.torch_private import default_store, local_store
-from paceline.worlds.ending import Ending, report_to_launcher
-from paceline.worlds.liveness import Liveness, end_after_grace
+from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
+from paceline.worlds.liveness import GRACE_SECONDS, Liveness, end_after_grace
 from paceline.worlds.seeding import seed_everything
 
 
@@ -47,6 +48,7 @@ class RealWorld:
         self.trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
         self._results_written = False
         self._liveness: Liveness | None = None
+        self._bad_news = threading.Event()
         Ending(lambda: len(self.journal.steps), self._close, self._leave)
 
     def connect(self) -> None:
@@ -89,11 +91,16 @@ class RealWorld:
 
     def _lost_a_peer(self, sentence: str) -> None:
         report_to_launcher(PeerLostError(sentence))
-        end_after_grace(self.rank, sentence)
+        end_after_grace(self.rank, sentence, self._bad_news)
 
     def _leave(self, fault: str | None) -> None:
-        if self._liveness is not None:
-            self._liveness.close(fault)
+        if self._liveness is None:
+            return
+        if fault is not None and any(words in fault for words in LOST_PEER):
+            # gloo or NCCL was faster: this rank's end is a consequence, and who died is
+            # about to be known. Telling the others of this one would blame it.
+            self._bad_news.wait(GRACE_SECONDS)
+        self._liveness.close(fault)
 
     def _close(self) -> None:
         """Do what was put off until the end."""
