@@ -197,7 +197,7 @@ class Hub:
                     closing = True
                 elif peer is self._listener:
                     self._accept()
-                else:
+                elif peer in self._pieces:  # not dropped by an event before this one
                     self._read(peer)
 
     def _accept(self) -> None:
