@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
-from paceline.errors import UsageError
+import msgspec
+import torch
+
+from paceline.errors import UsageError, unknown
+
+FORMAT = "paceline workload 1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Compute time of one forward and one backward pass.
+    """Compute time of one training step, on one worker of speed 1.
 
-    *names* are parameter tensors in registration order; *sizes* their gradients' bytes;
-    *forward* and *backward* the seconds that each adds to its pass.
+    *names* are trainable parameter tensors in registration order; *sizes* their gradients'
+    bytes; *forward* and *backward* the seconds that each adds to its pass. *order* lists
+    positions in *names* as gradients become ready (default: last registered first).
+    *update* is the seconds of the optimizer's step, *batch* the samples that a pass is
+    given for (None: not known), *source* a line for people: where the figures are from.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    order: tuple[int, ...] = ()
+    update: float = 0.0
+    batch: float | None = None
+    source: str = ""
 
     def __post_init__(self) -> None:
+        if not self.names:
+            raise UsageError("a workload without tensors: expected at least one")
+        if len(set(self.names)) < len(self.names):
+            twice = next(n for n in self.names if self.names.count(n) > 1)
+            raise UsageError(f"names: tensor {twice!r} is listed twice")
         for key in ("sizes", "forward", "backward"):
             values = getattr(self, key)
             if len(values) != len(self.names):
@@ -35,11 +56,57 @@ class Workload:
                     raise UsageError(
                         f"{key} of tensor {name!r}: expected zero or more, got {value}"
                     )
+        if not self.order:
+            object.__setattr__(self, "order", tuple(range(len(self.names)))[::-1])
+        if sorted(self.order) != list(range(len(self.names))):
+            raise UsageError(
+                f"order: expected each of 0 to {len(self.names) - 1} once, one per tensor"
+            )
+        if not (self.update >= 0 and math.isfinite(self.update)):
+            raise UsageError(
+                f"update: expected zero or more seconds, got {self.update}"
+            )
+        if self.batch is not None and not (
+            self.batch > 0 and math.isfinite(self.batch)
+        ):
+            raise UsageError(
+                f"batch: expected more than zero samples, got {self.batch}"
+            )
 
     @property
     def forward_seconds(self) -> float:
         """Seconds of the whole forward pass."""
         return math.fsum(self.forward)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Seconds of the whole backward pass."""
+        return math.fsum(self.backward)
+
+    @property
+    def gradient_bytes(self) -> list[int]:
+        """Each gradient's bytes, in the order in which gradients become ready."""
+        return [self.sizes[i] for i in self.order]
+
+    @property
+    def ready_seconds(self) -> list[float]:
+        """When each gradient is ready, in that order, counted from the step's start."""
+        steps = [self.forward_seconds, *(self.backward[i] for i in self.order)]
+        return list(itertools.accumulate(steps))[1:]
+
+    def check_matches(
+        self, names: Sequence[str], sizes: Sequence[int], what: str
+    ) -> None:
+        """Raise `UsageError` that names the first tensor in which a model differs."""
+        theirs = list(zip(names, sizes, strict=True))
+        mine = list(zip(self.names, self.sizes, strict=True))
+        for number, (model, profiled) in enumerate(itertools.zip_longest(theirs, mine)):
+            if model != profiled:
+                raise UsageError(
+                    f"{what} is the profile of another model: tensor {number} of this "
+                    f"model is {_tensor(model)}, in the profile {_tensor(profiled)}; "
+                    "profile this one (paceline profile SCRIPT)"
+                )
 
     @classmethod
     def spread(
@@ -53,10 +120,96 @@ class Workload:
 
         Stands in where nothing was measured: real layers cost by operations, not bytes.
         """
-        total = sum(sizes)
+        total = sum(sizes) or 1
         return cls(
             names=tuple(names),
             sizes=tuple(sizes),
             forward=tuple(forward_seconds * s / total for s in sizes),
             backward=tuple(backward_seconds * s / total for s in sizes),
         )
+
+    @classmethod
+    def from_module(
+        cls,
+        module: torch.nn.Module,
+        example: Any,
+        flops_per_second: float,
+        *,
+        batch: float | None = None,
+        update: float = 0.0,
+        source: str = "",
+    ) -> Workload:
+        """Count a model's FLOPs, on the meta device, for a device of that sustained speed:
+        see `paceline.network.flops.workload_from_module`."""
+        from paceline.network.flops import workload_from_module  # it imports this file
+
+        return workload_from_module(
+            module,
+            example,
+            flops_per_second,
+            batch=batch,
+            update=update,
+            source=source,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON. Raises `UsageError` where that is impossible."""
+        content = msgspec.json.encode({"format": FORMAT, "workload": self})
+        text = msgspec.json.format(content, indent=1)
+        try:
+            Path(path).write_bytes(text + b"\n")
+        except OSError as error:
+            raise UsageError(f"cannot write the workload {path}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Workload:
+        """Read what `save` wrote, or a built-in one by its name (see `builtin_names`; a
+        file of that name is ``./NAME``).
+
+        Raises `UsageError` that says what is wrong with the file.
+        """
+        if str(path) in builtin_names():
+            folder = resources.files("paceline.network") / "workloads"
+            return cls._read((folder / f"{path}.json").read_bytes(), str(path))
+        try:
+            content = Path(path).read_bytes()
+        except (OSError, ValueError) as error:
+            hint = unknown("built-in workload", str(path), builtin_names())
+            raise UsageError(
+                f"cannot read the workload {path}: {error}; {hint}"
+            ) from error
+        return cls._read(content, str(path))
+
+    @classmethod
+    def _read(cls, content: bytes, name: str) -> Workload:
+        try:
+            file = msgspec.json.decode(content, type=_File)
+            if file.format != FORMAT:
+                raise msgspec.ValidationError(
+                    f"its format is {file.format!r}, not {FORMAT!r}"
+                )
+            known = [f.name for f in fields(cls)]
+            for key in file.workload:
+                if key not in known:
+                    raise msgspec.ValidationError(unknown("key", key, known))
+            return msgspec.convert(file.workload, cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{name} is not a workload: {error}; make one with paceline profile SCRIPT"
+            ) from error
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    workload: dict[str, Any]
+
+
+def builtin_names() -> list[str]:
+    """Workloads that come with paceline; each is made by a script in ``benchmarks/``."""
+    folder = resources.files("paceline.network") / "workloads"
+    names = (entry.name for entry in folder.iterdir())
+    return sorted(n.removesuffix(".json") for n in names if n.endswith(".json"))
+
+
+def _tensor(pair: tuple[str, int] | None) -> str:
+    return "missing" if pair is None else f"{pair[0]!r} of {pair[1]} bytes"

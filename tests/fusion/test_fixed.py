@@ -1,4 +1,4 @@
-"""Fusion rules: bucket lengths, and groups of tensors that may not be mixed."""
+"""Rules that need no measuring, and groups of tensors that may not be mixed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_ddp_with_two_kinds_is_torchs_own_rule(
 
 @settings(derandomize=True, deadline=None)
 @given(
-    st.sampled_from(sorted(fusion.RULES)),
+    st.sampled_from(sorted(fusion.FIXED)),
     st.lists(st.tuples(st.integers(0, 2 * MIB), st.sampled_from("abc")), max_size=30),
 )
 def test_groups_partition_the_tensors_in_ready_order(
@@ -104,7 +104,58 @@ def test_unknown_rule_names_those_that_exist() -> None:
         fusion.group("dpd", [1], ["a"])
     with pytest.raises(UsageError, match="unknown fusion rule"):
         fusion.check_rule("")
-    assert fusion.check_rule("ddp") == "ddp"
+    for rule in fusion.RULES:
+        assert fusion.check_rule(rule) == rule
+
+
+def test_rules_are_the_fixed_and_the_measured_ones() -> None:
+    assert fusion.RULES == ("ddp", "single", "wfbp", "mg-wfbp", "optimal")
+    assert set(fusion.FIXED) | set(fusion.MEASURED) == set(fusion.RULES)
+
+
+@pytest.mark.parametrize("rule", fusion.FIXED)
+def test_plan_of_a_fixed_rule_needs_no_times(rule: str) -> None:
+    sizes = [MIB, 3, 30 * MIB, 5]
+    assert fusion.plan(rule, sizes) == fusion.FIXED[rule](sizes)
+
+
+def test_plan_of_a_fixed_rule_is_cut_where_the_kind_changes() -> None:
+    kinds = ["half", "half", "full", "full", "half"]
+    assert fusion.plan("single", [1] * 5, kinds=kinds) == [2, 2, 1]
+    assert fusion.plan("ddp", [1, MIB, 1, 1, 1], kinds=kinds) == [2, 2, 1]
+    assert fusion.plan("wfbp", [1] * 5, kinds=kinds) == [1] * 5
+
+
+def test_given_lengths_are_a_plan() -> None:
+    assert fusion.plan("3+5+2", [1] * 10) == [3, 5, 2]
+    assert fusion.plan("4", [1] * 4) == [4]
+    assert fusion.group("1+2", [1] * 3, ["a"] * 3) == [[0], [1, 2]]
+    assert fusion.plan("2+1", [1] * 3, kinds=["a", "a", "b"]) == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "word", ["3+", "+3", "3+0", "3+-1", "3 + 5", "3,5", "1.0", "٣"]
+)
+def test_what_are_no_lengths_is_an_unknown_rule(word: str) -> None:
+    with pytest.raises(UsageError, match=r"unknown fusion rule.*such as '3\+5\+2'"):
+        fusion.check_rule(word)
+
+
+def test_given_lengths_must_sum_to_the_tensors() -> None:
+    with pytest.raises(
+        UsageError, match=r"'3\+5\+2': .* sum to the 9 gradients .* got 10"
+    ):
+        fusion.plan("3+5+2", [1] * 9)
+    with pytest.raises(UsageError, match="sum to the 0 gradients"):
+        fusion.plan("1", [])
+
+
+def test_given_lengths_may_not_mix_kinds() -> None:
+    kinds = ["a", "a", "b", "b"]
+    with pytest.raises(UsageError, match=r"'1\+2\+1': .* tensors 1 to 2 mixes"):
+        fusion.plan("1+2+1", [1] * 4, kinds=kinds)
+    with pytest.raises(UsageError, match="tensors 1 to 2 mixes dtypes or devices"):
+        fusion.group("1+2+1", [1] * 4, kinds)
 
 
 def test_no_tensors_make_no_buckets() -> None:

@@ -1,0 +1,218 @@
+"""What an all-reduce costs by its size: formulas, and measured curves.
+
+A cost is a function from bytes to seconds. Where several all-reduces run at a time (lanes),
+a part of their start-up can pass side by side, while the wire is shared: a cost says how
+much in ``overlapping_seconds``. A plain function overlaps nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UsageError
+
+Cost = Callable[[float], float]
+"""Seconds of an all-reduce of so many bytes; must not decrease with the bytes."""
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class AffineCost:
+    """``start_up + seconds_per_byte * bytes`` (MG-WFBP, equation 5: a and b).
+
+    *overlapping*: seconds of the start-up that pass beside other all-reduces (None: all of
+    it). Raises `UsageError` for negative figures.
+    """
+
+    start_up: float
+    seconds_per_byte: float
+    overlapping: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("start_up", "seconds_per_byte", "overlapping"):
+            value = getattr(self, key)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise UsageError(f"{key}: expected zero or more seconds, got {value}")
+        if self.overlapping is not None and self.overlapping > self.start_up:
+            raise UsageError(
+                f"overlapping: expected at most the start-up, {self.start_up} s, got "
+                f"{self.overlapping} s"
+            )
+
+    def __call__(self, size: float) -> float:
+        return self.start_up + self.seconds_per_byte * size
+
+    def many(self, sizes: Seconds) -> Seconds:
+        """The cost of each of *sizes*."""
+        return self.start_up + self.seconds_per_byte * sizes
+
+    @property
+    def overlapping_seconds(self) -> float:
+        """Seconds that pass beside other all-reduces."""
+        return self.start_up if self.overlapping is None else self.overlapping
+
+
+@dataclass(frozen=True)
+class TableCost:
+    """A measured curve: *seconds* at *sizes* (bytes, rising), interpolated between them.
+
+    Below the first size it is flat: what is left there is the start-up. Beyond the last it
+    goes on as steeply as between the last two. *overlapping* as in `AffineCost` (here
+    nothing unless said). Raises `UsageError` for a curve that is empty, falls or is
+    negative.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    overlapping: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        object.__setattr__(self, "seconds", tuple(self.seconds))
+        if not self.sizes or len(self.sizes) != len(self.seconds):
+            raise UsageError(
+                "a curve: expected as many times as sizes and at least one, got "
+                f"{len(self.seconds)} times and {len(self.sizes)} sizes"
+            )
+        for key, values in (("size", self.sizes), ("time", self.seconds)):
+            for before, value in zip((0.0, *values), values, strict=False):
+                if not (math.isfinite(value) and value >= before):
+                    raise UsageError(
+                        f"a curve: expected each {key} to be finite and no less than the "
+                        f"one before, got {value} after {before}"
+                    )
+        if len(set(self.sizes)) < len(self.sizes):
+            raise UsageError("a curve: the same size is there twice")
+        if not 0 <= self.overlapping <= self.seconds[0]:
+            raise UsageError(
+                f"overlapping: expected zero to the curve's first time, "
+                f"{self.seconds[0]} s, got {self.overlapping} s"
+            )
+
+    def __call__(self, size: float) -> float:
+        sizes, seconds = self.sizes, self.seconds
+        if size <= sizes[0]:
+            return seconds[0]
+        if size >= sizes[-1]:
+            return seconds[-1] + (size - sizes[-1]) * self._last_slope
+        above = bisect_right(sizes, size)
+        low, high = sizes[above - 1], sizes[above]
+        part = (size - low) / (high - low)
+        return seconds[above - 1] + part * (seconds[above] - seconds[above - 1])
+
+    def many(self, sizes: Seconds) -> Seconds:
+        """The cost of each of *sizes*."""
+        inside: Seconds = np.interp(sizes, self.sizes, self.seconds)
+        return inside + np.maximum(sizes - self.sizes[-1], 0.0) * self._last_slope
+
+    @property
+    def overlapping_seconds(self) -> float:
+        """Seconds that pass beside other all-reduces."""
+        return self.overlapping
+
+    @property
+    def _last_slope(self) -> float:
+        if len(self.sizes) == 1:
+            return self.seconds[0] / self.sizes[0] if self.sizes[0] else 0.0
+        run = self.sizes[-1] - self.sizes[-2]
+        return (self.seconds[-1] - self.seconds[-2]) / run
+
+
+def many(cost: Cost, sizes: Seconds) -> Seconds:
+    """*cost* of each of *sizes*, at once where the cost can do that."""
+    at_once: Any = getattr(cost, "many", None)
+    if at_once is not None:
+        values: Seconds = at_once(sizes)
+        return values
+    return np.array([cost(size) for size in sizes.tolist()], dtype=np.float64)
+
+
+def overlapping_seconds(cost: Cost) -> float:
+    """The part of each all-reduce that passes beside others."""
+    return float(getattr(cost, "overlapping_seconds", 0.0))
+
+
+def fit(cost: Cost, sizes: Sequence[float]) -> AffineCost:
+    """The affine cost nearest to *cost* at *sizes* (least squares, never negative): what
+    MG-WFBP's rule needs. The fit depends on the range of the sizes."""
+    if isinstance(cost, AffineCost):
+        return cost
+    at = np.unique(np.asarray(sizes, dtype=np.float64))
+    seconds = many(cost, at)
+    if len(at) == 1:
+        return AffineCost(float(seconds[0]), 0.0)
+    slope, start_up = np.polyfit(at, seconds, 1)
+    if start_up < 0:  # a line through the origin, then
+        return AffineCost(0.0, float(at @ seconds / (at @ at)))
+    return AffineCost(float(start_up), max(0.0, float(slope)))
+
+
+# ---- all-reduce algorithms (MG-WFBP, table 2) ----
+# latency: seconds of a message (alpha); seconds_per_byte: of transmission (beta);
+# seconds_per_add: of adding one byte to another (gamma); logarithms to base 2.
+
+
+def binary_tree(
+    workers: int, latency: float, seconds_per_byte: float, seconds_per_add: float = 0.0
+) -> AffineCost:
+    """Reduce to a root, then broadcast, each along a binary tree."""
+    rounds = _log(workers)
+    per_byte = 2 * seconds_per_byte + seconds_per_add
+    return AffineCost(2 * latency * rounds, per_byte * rounds)
+
+
+def recursive_doubling(
+    workers: int, latency: float, seconds_per_byte: float, seconds_per_add: float = 0.0
+) -> AffineCost:
+    """Everybody exchanges everything with a partner twice as far in each round."""
+    rounds = _log(workers)
+    return AffineCost(latency * rounds, (seconds_per_byte + seconds_per_add) * rounds)
+
+
+def recursive_halving_doubling(
+    workers: int, latency: float, seconds_per_byte: float, seconds_per_add: float = 0.0
+) -> AffineCost:
+    """Reduce-scatter by halves, then all-gather by doubles (Thakur et al., 2005)."""
+    both = 2 * seconds_per_byte + seconds_per_add
+    return AffineCost(2 * latency * _log(workers), both - both / workers)
+
+
+def double_binary_trees(
+    workers: int, latency: float, seconds_per_byte: float, seconds_per_add: float = 0.0
+) -> AffineCost:
+    """Two trees, each for a half of the bytes (Sanders et al., 2009); the table's row
+    lacks the latency in its start-up, which is a misprint."""
+    return AffineCost(2 * latency * _log(workers), seconds_per_byte + seconds_per_add)
+
+
+def ring(
+    workers: int, latency: float, seconds_per_byte: float, seconds_per_add: float = 0.0
+) -> AffineCost:
+    """Reduce-scatter, then all-gather, each once around a ring."""
+    _log(workers)
+    turns = (workers - 1) / workers
+    per_byte = 2 * turns * seconds_per_byte + turns * seconds_per_add
+    return AffineCost(2 * (workers - 1) * latency, per_byte)
+
+
+ALL_REDUCES: dict[str, Callable[..., AffineCost]] = {
+    "binary-tree": binary_tree,
+    "double-binary-trees": double_binary_trees,
+    "recursive-doubling": recursive_doubling,
+    "recursive-halving-doubling": recursive_halving_doubling,
+    "ring": ring,
+}
+
+
+def _log(workers: int) -> float:
+    if workers < 1:
+        raise UsageError(f"workers: expected 1 or more, got {workers}")
+    return math.log2(workers)

@@ -1,0 +1,184 @@
+"""Costs of an all-reduce: values, curves, formulas, and figures that cannot be."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from paceline.errors import UsageError
+from paceline.fusion import ALL_REDUCES, AffineCost, TableCost
+from paceline.fusion.cost import fit, many, overlapping_seconds
+from tests.fusion.cases import random_cost
+
+
+def test_affine_is_a_start_up_and_a_price_per_byte() -> None:
+    cost = AffineCost(2.0, 0.5)
+    assert [cost(size) for size in (0, 1, 10)] == [2.0, 2.5, 7.0]
+    assert overlapping_seconds(cost) == 2.0
+    assert overlapping_seconds(AffineCost(2.0, 0.5, 0.75)) == 0.75
+    assert overlapping_seconds(AffineCost(2.0, 0.5, 0.0)) == 0.0
+
+
+def test_a_curve_is_interpolated() -> None:
+    curve = TableCost((10, 20, 40), (1.0, 2.0, 8.0))
+    assert [curve(size) for size in (10, 20, 40)] == [1.0, 2.0, 8.0]
+    assert curve(15) == 1.5
+    assert curve(25) == 3.5
+
+
+def test_a_curve_is_flat_below_its_first_size_and_goes_on_beyond_its_last() -> None:
+    curve = TableCost((10, 20, 40), (1.0, 2.0, 8.0))
+    assert curve(0) == curve(5) == 1.0
+    assert curve(50) == 8.0 + 10 * 6.0 / 20
+
+
+def test_a_curve_of_one_point_is_in_proportion_beyond_it() -> None:
+    curve = TableCost((10,), (2.0,))
+    assert [curve(size) for size in (0, 10, 30)] == [2.0, 2.0, 6.0]
+    assert TableCost((0,), (2.0,))(30) == 2.0
+
+
+def test_a_curve_may_have_flat_parts() -> None:
+    curve = TableCost([1, 2, 3], [1.0, 1.0, 1.0])  # type: ignore[arg-type]
+    assert curve.sizes == (1, 2, 3)
+    assert curve(100) == 1.0
+
+
+def test_a_curve_overlaps_what_it_is_told() -> None:
+    assert overlapping_seconds(TableCost((10,), (2.0,))) == 0.0
+    assert overlapping_seconds(TableCost((10,), (2.0,), 1.5)) == 1.5
+    assert overlapping_seconds(lambda size: size) == 0.0
+
+
+def test_many_at_once_are_each_alone() -> None:
+    draw = random.Random(1)
+    sizes = np.array([0.0, 0.5, 4.0, 7.0, 8.0, 20.0, 21.0, 1e6])
+    for _ in range(50):
+        cost = random_cost(draw)
+        one_by_one = [cost(size) for size in sizes.tolist()]
+        assert many(cost, sizes).tolist() == pytest.approx(one_by_one, rel=1e-12)
+    single = TableCost((0,), (2.0,))
+    assert many(single, sizes).tolist() == [2.0] * len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ((-1.0, 0.0), r"start_up: expected zero or more seconds, got -1.0"),
+        ((0.0, -1.0), r"seconds_per_byte: .* got -1.0"),
+        ((math.inf, 0.0), r"start_up: .* got inf"),
+        ((0.0, math.nan), r"seconds_per_byte: .* got nan"),
+        ((1.0, 0.0, -0.5), r"overlapping: .* got -0.5"),
+        (
+            (1.0, 0.0, 1.5),
+            r"overlapping: expected at most the start-up, 1.0 s, got 1.5",
+        ),
+    ],
+)
+def test_affine_figures_that_cannot_be(
+    figures: tuple[float, ...], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        AffineCost(*figures)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "overlapping", "message"),
+    [
+        ((), (), 0.0, r"at least one, got 0 times and 0 sizes"),
+        ((1, 2), (1.0,), 0.0, r"as many times as sizes .* got 1 times and 2 sizes"),
+        ((1, 2), (2.0, 1.0), 0.0, r"each time .* got 1.0 after 2.0"),
+        ((2, 1), (1.0, 2.0), 0.0, r"each size .* got 1 after 2"),
+        ((1, 1), (1.0, 2.0), 0.0, r"the same size is there twice"),
+        ((-1, 1), (1.0, 2.0), 0.0, r"each size .* got -1"),
+        ((1, 2), (-1.0, 2.0), 0.0, r"each time .* got -1.0"),
+        ((1, math.inf), (1.0, 2.0), 0.0, r"each size .* finite .* got inf"),
+        ((1, 2), (1.0, math.nan), 0.0, r"each time .* finite .* got nan"),
+        ((1, 2), (1.0, 2.0), 1.5, r"first time, 1.0 s, got 1.5 s"),
+        ((1, 2), (1.0, 2.0), -0.5, r"overlapping: .* got -0.5 s"),
+    ],
+)
+def test_curves_that_cannot_be(
+    sizes: tuple[float, ...],
+    seconds: tuple[float, ...],
+    overlapping: float,
+    message: str,
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        TableCost(sizes, seconds, overlapping)
+
+
+# ---- the line nearest to a curve ----
+
+
+def test_a_line_s_fit_is_the_line() -> None:
+    line = AffineCost(2.0, 0.5)
+    assert fit(line, [1, 2]) is line
+    fitted = fit(lambda size: 2.0 + 0.5 * size, [1, 5, 5, 9])
+    assert fitted.start_up == pytest.approx(2.0)
+    assert fitted.seconds_per_byte == pytest.approx(0.5)
+
+
+def test_a_fit_is_never_negative() -> None:
+    fitted = fit(lambda size: size * size, [1, 2, 3])
+    assert fitted.start_up == 0.0
+    # least squares through the origin: sum of x^3 over sum of x^2
+    assert fitted.seconds_per_byte == pytest.approx(36 / 14)
+    assert fit(lambda size: 3.0, [1, 2, 3]).start_up == pytest.approx(3.0)
+
+
+def test_a_fit_to_one_size_is_flat() -> None:
+    assert fit(lambda size: 3.0 * size, [2, 2]) == AffineCost(6.0, 0.0)
+
+
+# ---- table 2 of the paper ----
+
+ALPHA, BETA, GAMMA = 50e-6, 8e-9, 2.5e-9
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8, 64, 100])
+def test_formulas_of_table_2(workers: int) -> None:
+    log = math.log2(workers)
+    rows = {
+        "binary-tree": (2 * ALPHA * log, (2 * BETA + GAMMA) * log),
+        "recursive-doubling": (ALPHA * log, (BETA + GAMMA) * log),
+        "recursive-halving-doubling": (
+            2 * ALPHA * log,
+            2 * BETA - (2 * BETA + GAMMA) / workers + GAMMA,
+        ),
+        "double-binary-trees": (2 * ALPHA * log, BETA + GAMMA),
+        "ring": (
+            2 * (workers - 1) * ALPHA,
+            2 * (workers - 1) / workers * BETA + (workers - 1) / workers * GAMMA,
+        ),
+    }
+    assert set(rows) == set(ALL_REDUCES)
+    for name, (a, b) in rows.items():
+        cost = ALL_REDUCES[name](workers, ALPHA, BETA, GAMMA)
+        assert cost.start_up == pytest.approx(a), name
+        assert cost.seconds_per_byte == pytest.approx(b), name
+
+
+def test_adding_is_free_unless_said() -> None:
+    for name, formula in ALL_REDUCES.items():
+        assert formula(8, ALPHA, BETA) == formula(8, ALPHA, BETA, 0.0), name
+
+
+def test_a_ring_by_hand() -> None:
+    # 4 workers, 8 MB over 1 Gbit/s, 50 us: 6 turns of 2 MB, 16 ms + 50 us each.
+    cost = ALL_REDUCES["ring"](4, 50e-6, 8e-9)
+    assert cost(8e6) == pytest.approx(6 * (50e-6 + 2e6 * 8e-9))
+
+
+@pytest.mark.parametrize("name", ["ring", "recursive-halving-doubling"])
+def test_with_one_worker_nothing_is_sent(name: str) -> None:
+    assert ALL_REDUCES[name](1, ALPHA, BETA)(1e6) == 0.0
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES)
+def test_no_workers_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="workers: expected 1 or more, got 0"):
+        ALL_REDUCES[name](0, ALPHA, BETA)
