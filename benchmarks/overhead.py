@@ -5,8 +5,8 @@
 
 Sides take turns in short blocks of steps, so that the machine's moods hit all of them; a
 ratio pairs neighbouring blocks. DDP has ``gradient_as_bucket_view=True``. Two comparisons:
-default against default (both: 1 MiB, then 25 MiB), and best against best: DDP's best of
-five bucket caps, paceline's best of its rules, found in the same job. DDP against a second
+default sizes against default sizes (both: 1 MiB, then 25 MiB), and best against best: DDP's best of
+five bucket caps, paceline's best of its fixed rules, found in the same job. DDP against a second
 copy of itself shows the noise.
 """
 
@@ -119,7 +119,7 @@ def upper_bound_of_median(ratios):
     return ordered[-1]
 
 
-def compare(title, make, mine, theirs, pairs, steps):
+def compare(title, make, mine, theirs, pairs, steps, warm_up=10, noise="DDP / DDP"):
     """Blocks of three sides in turn, *mine* and twice *theirs*; prints the ratios to the
     second. Sides are made anew every few pairs: where its memory lies makes one side of a
     pair of equals faster by up to 5 % for as long as it lives."""
@@ -127,23 +127,25 @@ def compare(title, make, mine, theirs, pairs, steps):
     while len(rows) < pairs:
         sides = [Side(make, wrap) for wrap in (mine, theirs, theirs)]
         for side in sides:
-            side.block(10)
+            side.block(warm_up)
         for turn in range(PAIRS_A_LIFE):
             order = sides[turn % 3 :] + sides[: turn % 3]
             took = {side: side.block(steps) for side in order}
             rows.append([took[side] for side in sides])
-        sides[0].optimizer.finish()
+        for side in sides:
+            if isinstance(side.optimizer, paceline.DistributedOptimizer):
+                side.optimizer.finish()
     if dist.get_rank() == 0:
         ratios = [a / b for a, b, _ in rows]
-        noise = [c / b for _, b, c in rows]
+        same = [c / b for _, b, c in rows]
         typical = [
             1e3 * statistics.median(column) for column in zip(*rows, strict=True)
         ]
         print(
             f"{title}: {typical[0]:.2f} against {typical[1]:.2f} ms a step; ratio "
             f"{statistics.median(ratios):.3f}, upper 95 % bound "
-            f"{upper_bound_of_median(ratios):.3f}; DDP / DDP "
-            f"{statistics.median(noise):.3f}, upper {upper_bound_of_median(noise):.3f} "
+            f"{upper_bound_of_median(ratios):.3f}; {noise} "
+            f"{statistics.median(same):.3f}, upper {upper_bound_of_median(same):.3f} "
             f"({len(rows)} pairs of {steps} steps)",
             flush=True,
         )
@@ -154,7 +156,7 @@ def measure(name, pairs, steps):
     compare(f"{name}, defaults", make, ours("ddp"), ddp(None), pairs, steps)
     caps = {cap: Side(make, ddp(cap)) for cap in CAPS}
     cap = best(caps)
-    rules = {rule: Side(make, ours(rule)) for rule in fusion.RULES}
+    rules = {rule: Side(make, ours(rule)) for rule in fusion.FIXED}
     rule = best(rules)
     for side in rules.values():
         side.optimizer.finish()

@@ -47,7 +47,7 @@ def main():
     parser.add_argument("--megabytes", type=float, default=8.0, help="of gradients")
     parser.add_argument("--forward", type=float, default=0.1, help="seconds a step")
     parser.add_argument("--backward", type=float, default=0.2, help="seconds a step")
-    parser.add_argument("--train-steps", type=int, default=12)
+    parser.add_argument("--train-steps", type=int, default=24)
     args = parser.parse_args()
 
     paceline.init()

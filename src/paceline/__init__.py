@@ -15,7 +15,9 @@ from paceline.checkpoint import load, save
 from paceline.distribute import DistributedOptimizer, distribute
 from paceline.errors import PacelineError
 from paceline.methods.bsp import BSP
+from paceline.network.workload import Workload
 from paceline.sampler import Sampler
+from paceline.stand_in import StandIn, stand_in
 
 __version__ = "0.1.0"
 
@@ -24,6 +26,8 @@ __all__ = [
     "DistributedOptimizer",
     "PacelineError",
     "Sampler",
+    "StandIn",
+    "Workload",
     "__version__",
     "distribute",
     "init",
@@ -33,6 +37,7 @@ __all__ = [
     "pace",
     "rank",
     "save",
+    "stand_in",
     "world_name",
     "world_size",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.context import current_world
 from paceline.errors import UsageError
 from paceline.interfaces import World
-from paceline.worlds.real import join_world
+from paceline.worlds.join import join_world
 
 
 def init() -> None:

@@ -21,7 +21,7 @@ from paceline.settings import ModuleBuffers, Settings
 from paceline.startup import check_same_everywhere, describe
 from paceline.torch_private import is_compiled_whole
 from paceline.training import Training
-from paceline.worlds.real import join_world
+from paceline.worlds.join import join_world
 
 
 def distribute(
@@ -29,7 +29,7 @@ def distribute(
     optimizer: torch.optim.Optimizer,
     *,
     method: str | Method | None = None,
-    fusion: str = "ddp",
+    fusion: str = "optimal",
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
     sampler: Sampler | None = None,
@@ -37,8 +37,11 @@ def distribute(
     """Train *model* data-parallel; returns the optimizer to use from now on.
 
     *method* is a name (``"bsp"``, the default), a spec (``"bsp:fusion=wfbp"``) or a method object;
-    *fusion* the rule that groups gradients into buckets: ``"ddp"``, ``"single"`` or
-    ``"wfbp"``. *buffers*: once a step the model's buffers (BatchNorm's statistics) become
+    *fusion* the rule that groups gradients into buckets (see `paceline.fusion`):
+    ``"optimal"``, planned from measured times in the first steps and kept if it is faster
+    than DDP's in a trial; ``"ddp"``, ``"single"``, ``"wfbp"``, ``"mg-wfbp"``, or bucket
+    lengths such as ``"3+5+2"``. Measured plans, and so the order of sums on three workers
+    or more, differ from run to run: take a fixed rule for bit-equal runs. *buffers*: once a step the model's buffers (BatchNorm's statistics) become
     rank 0's (``"rank0"``, as under DDP), their mean over ranks (``"mean"``; whole numbers:
     their maximum) or stay each rank's own (``"local"``). *check_finite*: raise
     `GradientError` naming the parameter when a mean gradient is not finite; leave it off

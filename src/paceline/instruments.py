@@ -48,7 +48,8 @@ class StepRecord(msgspec.Struct, kw_only=True, gc=False):
 class Journal:
     """One worker's observations.
 
-    *now* is its world's clock. *keep_spans*: remember spans for a trace.
+    *now* is its world's clock. *keep_spans*: remember spans for a trace. ``observers`` are
+    called with 0 when the first training begins, and with each step's number at its end.
     """
 
     def __init__(
@@ -57,9 +58,12 @@ class Journal:
         self.worker = worker
         self.method = ""
         self.trainings = 0
+        self.buckets = 0
+        self.settled_after = 0
         self.steps: list[StepRecord] = []
         self.metrics: dict[str, float] = {}
         self.spans: list[Span] = []
+        self.observers: list[Callable[[int], None]] = []
         self._now = now
         self._keep_spans = keep_spans
         self._fresh_metrics: dict[str, float] = {}
@@ -73,6 +77,18 @@ class Journal:
         self.method = method
         self._began = self._last_end = self._now()
         self._bytes_sent, self._wait_seconds = 0, 0.0
+        if self.trainings == 1:
+            for observer in self.observers:
+                observer(0)
+
+    def planned(self, buckets: int, settled: bool) -> None:
+        """The gradient now travels in so many *buckets*; not *settled*: what follows is
+        still measuring, and tells little about a usual step."""
+        self.buckets = buckets
+        if not settled:
+            self.settled_after = 0
+        elif not self.settled_after:
+            self.settled_after = len(self.steps) + 1
 
     def sent(self, count: int) -> None:
         """Count bytes that this worker puts on the network."""
@@ -119,3 +135,5 @@ class Journal:
         self._last_end = end
         self._fresh_metrics = {}
         self._bytes_sent, self._wait_seconds = 0, 0.0
+        for observer in self.observers:
+            observer(len(self.steps))

@@ -104,6 +104,11 @@ class Comm(Protocol):
         """Seconds on this world's clock, from an arbitrary origin."""
         ...
 
+    def lanes(self, device: torch.device) -> int:
+        """Collectives on tensors of *device* that are under way at a time: gloo moves
+        two, NCCL one."""
+        ...
+
 
 class Run(Protocol):
     """One worker's training as its method sees it."""
@@ -265,14 +270,27 @@ class World(Protocol):
     """What `distribute` was given and gave back here, in order."""
 
     def compute(
-        self, names: Sequence[str], sizes: Sequence[int], samples: float | None
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        samples: float | None,
     ) -> Compute | None:
-        """Where one model's compute time is charged; None where it passes by itself.
+        """Where one model's compute time is charged, or measured; None where it passes by
+        itself, unobserved.
 
-        The model's trainable tensors and their gradients' bytes, in registration order;
-        *samples* is the batch that a forward and a backward pass are given for (None: the
-        first training batch).
+        *parameters* are the model's trainable tensors, in registration order; *samples* is
+        the batch that a forward and a backward pass are given for (None: the workload's
+        own, or the first training batch).
         """
+        ...
+
+    def stopwatch(self, device: torch.device) -> Stopwatch:
+        """What times work on tensors of *device*."""
+        ...
+
+    def blank(self, size: int, device: torch.device) -> torch.Tensor:
+        """A flat float32 tensor of zeros that is *size* bytes on this world's network (in
+        the virtual world it may have fewer elements)."""
         ...
 
     def connect(self) -> None:
@@ -293,16 +311,36 @@ class World(Protocol):
 
 
 class Compute(Protocol):
-    """Charges a model's compute time, where no real time passes for it."""
+    """Charges a model's compute time where no real time passes for it, or measures it."""
 
     def forward(self, samples: int | None, training: bool) -> None:
         """A forward pass begins, over *samples* samples (None: not known)."""
         ...
 
     def gradient(self, index: int) -> None:
-        """The gradient of one tensor was computed."""
+        """The gradient of one tensor was computed; paceline's own work begins."""
+        ...
+
+    def gradient_taken(self) -> None:
+        """paceline's own work is done; backward goes on."""
+        ...
+
+    def update_begins(self) -> None:
+        """The optimizer is about to step."""
         ...
 
     def step_ended(self) -> None:
         """The optimizer stepped: the next step draws its own jitter."""
+        ...
+
+
+class Stopwatch(Protocol):
+    """Marks moments without waiting for them, and says later how far apart they were."""
+
+    def mark(self) -> Any:
+        """This moment: on the host's clock, or in the device's stream of work."""
+        ...
+
+    def seconds(self, start: Any, marks: Sequence[Any]) -> list[float]:
+        """Seconds from *start* to each of *marks*. Waits until the device is past them."""
         ...

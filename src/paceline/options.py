@@ -16,7 +16,8 @@ class RunOptions:
     *method*: a spec that overrides the script's. *steps*: end training after so many
     optimizer steps. *seed*: seed every random generator at start. *json*: print the
     result object at the end, or with *result* write it to that file. *records*: a folder
-    for per-step records.
+    for per-step records. *profile*: measure compute times, and write them to that file.
+    *pace*: the workload whose times an emulated worker takes.
     """
 
     method: str | None = None
@@ -25,6 +26,8 @@ class RunOptions:
     json: bool = False
     records: str | None = None
     result: str | None = None
+    profile: str | None = None
+    pace: str | None = None
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
@@ -39,6 +42,8 @@ class RunOptions:
             "PACELINE_JSON": "1" if self.json else None,
             "PACELINE_RECORDS": self.records,
             "PACELINE_RESULT": self.result,
+            "PACELINE_PROFILE": self.profile,
+            "PACELINE_PACE": self.pace,
         }
         return {key: str(value) for key, value in values.items() if value is not None}
 
@@ -74,4 +79,6 @@ class RunOptions:
             json=json == "1",
             records=environment.get("PACELINE_RECORDS") or None,
             result=environment.get("PACELINE_RESULT") or None,
+            profile=environment.get("PACELINE_PROFILE") or None,
+            pace=environment.get("PACELINE_PACE") or None,
         )

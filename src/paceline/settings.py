@@ -19,7 +19,7 @@ class Settings:
     when a gradient is not finite (not together with a GradScaler, which expects such
     gradients and skips the step)."""
 
-    fusion: str = "ddp"
+    fusion: str = "optimal"
     buffers: ModuleBuffers = "rank0"
     check_finite: bool = False
 

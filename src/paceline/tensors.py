@@ -34,8 +34,8 @@ class Bucket:
 
     @property
     def bytes(self) -> int:
-        """Size of the buffer."""
-        return self.buffer.numel() * self.buffer.element_size()
+        """What the buffer is on the network."""
+        return wire_bytes(self.buffer)
 
 
 def kind_of(parameter: torch.Tensor) -> Kind:
@@ -43,9 +43,16 @@ def kind_of(parameter: torch.Tensor) -> Kind:
     return parameter.dtype, parameter.device
 
 
-def gradient_bytes(parameter: torch.Tensor) -> int:
-    """Bytes of the gradient of *parameter*."""
-    return parameter.numel() * parameter.element_size()
+def wire_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that *tensor* is on the network: its own, or those it stands for."""
+    stands_for: int | None = getattr(tensor, "stands_for_bytes", None)
+    return tensor.numel() * tensor.element_size() if stands_for is None else stands_for
+
+
+def stand_in_for(size: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Make *tensor* count as *size* bytes on the virtual network, however few it has."""
+    tensor.stands_for_bytes = size  # type: ignore[attr-defined]
+    return tensor
 
 
 def make_buckets(
@@ -59,6 +66,8 @@ def make_buckets(
         sizes = [parameter.numel() for _, parameter in members]
         first = members[0][1]
         buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        if any(hasattr(parameter, "stands_for_bytes") for _, parameter in members):
+            stand_in_for(sum(wire_bytes(p) for _, p in members), buffer)
         views = tuple(
             part.view(parameter.shape)
             for part, (_, parameter) in zip(buffer.split(sizes), members, strict=True)

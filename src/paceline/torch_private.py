@@ -126,6 +126,18 @@ def all_reduce_options(operation: Any) -> Any:
     return options
 
 
+GLOO_LANES = 2
+"""Worker threads of a gloo process group: collectives that it moves at a time."""
+
+
+def lanes_of(group: Any, device: torch.device) -> int:
+    """Collectives on tensors of *device* that a process group moves at a time."""
+    lanes: int | None = getattr(group, "lanes", None)  # the virtual world's say
+    if lanes is not None:
+        return lanes
+    return GLOO_LANES if group._get_backend(device).name() == "gloo" else 1
+
+
 def reduce_operation_name(operation: Any) -> str:
     """``"SUM"``, ``"AVG"``, ... of a ReduceOp, whichever of its two types it has."""
     kind = getattr(operation, "op", operation)

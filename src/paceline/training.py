@@ -12,8 +12,8 @@ incomplete get zeros for tensors that took no part, and are delivered too; then 
 has its *backward ended*, in which BSP waits. So ``.grad`` holds the mean when
 ``backward()`` returns, and users clip and scale it as they always did.
 
-The plan starts in reverse registration order. The first backward pass shows the true
-ready order; rank 0's is broadcast, and buckets are made once more if it differs.
+Which gradients share a bucket is the planner's to say; after a backward pass it may have
+changed its mind, and buckets are made anew.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from typing import Any
 
 import torch
 
-from paceline import fusion
 from paceline.collectives.comm import TorchComm
 from paceline.errors import GradientError, UsageError
 from paceline.exchange import average_tensors, broadcast_tensors
+from paceline.hooks import Uncopied
 from paceline.interfaces import Method, World
+from paceline.planning import Planner
 from paceline.sampler import Sampler
 from paceline.settings import Settings
-from paceline.tensors import Bucket, gradient_bytes, kind_of, make_buckets
+from paceline.tensors import Bucket, kind_of, make_buckets, wire_bytes
 from paceline.torch_private import (
     accumulator_of,
     inside_backward,
@@ -39,6 +40,7 @@ from paceline.torch_private import (
     inside_reentrant_checkpoint,
     queue_callback,
 )
+from paceline.weights import Weights
 
 
 class Training:
@@ -79,7 +81,7 @@ class Training:
         # the division costs nothing beside the copy that has to be made anyway.
         averages = method.gradient_seen_by_user == "mean"
         self.share = 1.0 / comm.size if averages else 1.0
-        self._weights = None if sampler is None else _Weights(sampler)
+        self._weights = None if sampler is None else Weights(sampler)
         self._synchronize = True
         self._in_backward = False
         self._seen = [False] * len(self._parameters)
@@ -88,14 +90,22 @@ class Training:
         self._delivered = False
         self._broken = False
         self._steps = 0
-        # The order in which gradients became ready; None once the plan is settled.
-        self._ready_order: list[int] | None = []
-
-        self._make_buckets(range(len(self._parameters) - 1, -1, -1))
+        device = parameters[0][1].device
+        self._planner = Planner(
+            comm,
+            settings.fusion,
+            [wire_bytes(parameter) for _, parameter in parameters],
+            [kind_of(parameter) for _, parameter in parameters],
+            device,
+            world.stopwatch(device),
+            world.blank,
+            world.journal.planned,
+        )
+        self._make_buckets()
         self._state = method.init(self)
         self._handles = [
             model.register_forward_pre_hook(
-                _Uncopied(self._before_forward), with_kwargs=True
+                Uncopied(self._before_forward), with_kwargs=True
             )
         ]
         # Kept alive: torch would make these nodes anew in each forward, on whatever stream
@@ -106,11 +116,8 @@ class Training:
             self._handles.append(
                 parameter.register_post_accumulate_grad_hook(self._hook(index))
             )
-        self._compute = world.compute(
-            [name for name, _ in self._parameters],
-            [gradient_bytes(parameter) for _, parameter in self._parameters],
-            None if sampler is None else sampler.mean_samples,
-        )
+        samples = None if sampler is None else sampler.mean_samples
+        self._compute = world.compute(model, self._parameters, samples)
 
     # ---- what the wrapped optimizer calls ----
 
@@ -138,6 +145,8 @@ class Training:
                 )
         if not self._delivered:
             self._end_backward()
+        if self._compute is not None:
+            self._compute.update_begins()
 
     def after_update(self) -> None:
         """The user's optimizer has stepped."""
@@ -177,7 +186,7 @@ class Training:
             self._moment("bucket_ready", bucket)
         self._moment("backward_ended")
         self._step_may_begin = True
-        self._settle_plan()
+        self._plan_anew()
 
     def take_model(self, source: int) -> None:
         tensors = [*self._model.parameters(), *self._model.buffers()]
@@ -199,12 +208,13 @@ class Training:
             return  # a checkpoint computes the model once more: no new step begins
         if training and self._in_backward:
             self._forget_failed_pass()
-        if self._compute is not None:
-            self._compute.forward(_samples(args, kwargs), training)
-        if training and self._weights is not None:
-            self._weigh_next_pass()
         if training:
+            self._planner.step_begins()
+            if self._weights is not None:
+                self._weigh_next_pass()
             self._begin_step()
+        if self._compute is not None:  # only now: the forward pass waits for the rest
+            self._compute.forward(_samples(args, kwargs), training)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
@@ -216,6 +226,8 @@ class Training:
                 self._take_gradient(index, parameter)
             else:
                 self._delivered = False
+            if self._compute is not None:
+                self._compute.gradient_taken()
 
         return gradient_is_ready
 
@@ -239,8 +251,8 @@ class Training:
                 "checkpointing use checkpoint(..., use_reentrant=False)"
             )
         self._seen[index] = True
-        if self._ready_order is not None:
-            self._ready_order.append(index)
+        if self._planner.listening:
+            self._planner.gradient_ready(index)
         self._fill(index)
         bucket = self._place[index][0]
         bucket.missing -= 1
@@ -292,7 +304,7 @@ class Training:
             self._require_finite()
         self._delivered = True
         self._step_may_begin = True
-        self._settle_plan()
+        self._plan_anew()
 
     # ---- buckets ----
 
@@ -359,14 +371,8 @@ class Training:
                         "clip gradients, or use a GradScaler without check_finite"
                     )
 
-    def _make_buckets(self, order: Sequence[int]) -> None:
-        ordered = [self._parameters[i] for i in order]
-        groups = fusion.group(
-            self._settings.fusion,
-            [gradient_bytes(parameter) for _, parameter in ordered],
-            [kind_of(parameter) for _, parameter in ordered],
-        )
-        self.buckets = make_buckets(ordered, groups)
+    def _make_buckets(self) -> None:
+        self.buckets = make_buckets(self._parameters, self._planner.groups)
         places = {
             id(parameter): (bucket, slot)
             for bucket in self.buckets
@@ -374,20 +380,11 @@ class Training:
         }
         self._place = [places[id(parameter)] for _, parameter in self._parameters]
 
-    def _settle_plan(self) -> None:
-        """After the first backward pass: all ranks plan by rank 0's ready order."""
-        if self._ready_order is None:
+    def _plan_anew(self) -> None:
+        """A backward pass is over, on all ranks: the planner may have changed its mind."""
+        if not self._planner.backward_ended():
             return
-        seen, self._ready_order = self._ready_order, None
-        rest = [i for i in reversed(range(len(self._parameters))) if i not in set(seen)]
-        device = self.buckets[0].buffer.device
-        order = torch.tensor(seen + rest, dtype=torch.int64, device=device)
-        # A sum with zeros, not a broadcast: all ranks leave it together, and the first
-        # steps are not skewed by who sat where in a tree.
-        if self.comm.rank != 0:
-            order.zero_()
-        self.comm.all_reduce(order, "sum").wait()
-        self._make_buckets(order.tolist())
+        self._make_buckets()
         for bucket in self.buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is not None:
@@ -423,59 +420,6 @@ class Training:
             elif self._settings.buffers == "mean":
                 average_tensors(self.comm, self._model_buffers)
         self._moment("step_begins")
-
-
-class _Weights:
-    """Which batch of its epoch a backward pass belongs to, and what it weighs."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self._epoch = -1
-        self._batch = 0
-        self._running = False
-
-    def next_share(self) -> float:
-        """The share of the pass that is about to begin."""
-        if self._sampler.passes != self._epoch:
-            self._epoch, self._batch = self._sampler.passes, 0
-        # A forward pass beyond the epoch may be an evaluation that forgot no_grad.
-        return self._sampler.weight(min(self._batch, len(self._sampler) - 1))
-
-    def pass_runs(self) -> None:
-        """A gradient has come; when its backward pass ends, its batch is over."""
-        if not self._running:
-            if self._batch >= len(self._sampler):
-                raise UsageError(
-                    f"backward pass {self._batch + 1} of an epoch of "
-                    f"{len(self._sampler)} batches: gradients are weighted batch by "
-                    "batch, so each batch of the sampler given to distribute may have "
-                    "one backward pass"
-                )
-            self._running = True
-            queue_callback(self._pass_ended)
-
-    def pass_failed(self) -> None:
-        """The pass raised: its batch is over all the same."""
-        if self._running:
-            self._pass_ended()
-
-    def _pass_ended(self) -> None:
-        self._running = False
-        self._batch += 1
-
-
-class _Uncopied:
-    """A hook of this model alone: its deep copies (a moving average of the weights, say)
-    and pickles get one that does nothing."""
-
-    def __init__(self, hook: Callable[..., None] = lambda *arguments: None) -> None:
-        self._hook = hook
-
-    def __call__(self, *arguments: Any) -> None:
-        self._hook(*arguments)
-
-    def __reduce__(self) -> tuple[type[_Uncopied], tuple[()]]:
-        return _Uncopied, ()
 
 
 def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

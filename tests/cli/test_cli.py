@@ -33,8 +33,8 @@ def test_json_is_one_object_and_nothing_else():
     result = json.loads(done.stdout)
     assert result["world"] == "virtual"
     assert result["workers"] == 2
-    assert result["method"] == "bsp:fusion=ddp"
-    assert result["steps"] == 12
+    assert result["method"] == "bsp:fusion=optimal"
+    assert result["steps"] == 24
     assert result["bytes_sent_per_worker"] == 1e6
     # paced: 0.1 s forward, 0.2 s backward (the default), then 1 MB at 1 Gbit/s each way,
     # of which only what comes after the last layer's gradient is exposed
@@ -71,7 +71,7 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(tmp_path):
         assert word in done.stdout
     lines = (tmp_path / "paceline-runs" / "records.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert len(records) == 2 * 2 * 12  # variants, workers, steps
+    assert len(records) == 2 * 2 * 24  # variants, workers, steps
     assert {r["variant"] for r in records} == {"bsp", "bsp:fusion=single"}
     traces = sorted((tmp_path / "paceline-runs").glob("*.trace.json"))
     assert len(traces) == 2
@@ -85,7 +85,7 @@ def test_compare_json(tmp_path):
     done = paceline("compare", LAYERS, *words, *QUICK, folder=tmp_path)
     (row,) = json.loads(done.stdout)["variants"]
     assert row["variant"] == "bsp"
-    assert row["steps"] == 12
+    assert row["steps"] == 24
 
 
 def test_compare_in_the_real_world(tmp_path):

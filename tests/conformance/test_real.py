@@ -11,10 +11,10 @@ import torch
 from paceline import fusion
 from paceline.network import uniform_cluster
 from paceline.testing import CASES, CHECKS
-from paceline.testing.checks import final_parameters
+from paceline.testing.checks import RULES, final_parameters
 from paceline.worlds.virtual import Simulation
 
-ROWS = [(case, rule) for case in CASES for rule in fusion.RULES]
+ROWS = [(case, rule) for case in CASES for rule in RULES]
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["1 process", "3 processes"])
@@ -57,5 +57,7 @@ def test_both_worlds_end_with_the_same_parameters(job):
         )
         theirs = torch.tensor(real[f"{case.name} {rule}"])
         for ours in virtual.values():
-            # gloo's order of adding is known, so worlds agree to the last bit
-            assert torch.equal(torch.tensor(ours), theirs)
+            if rule in fusion.MEASURED:  # another plan adds in another order
+                torch.testing.assert_close(torch.tensor(ours), theirs)
+            else:  # gloo's order of adding is known, so worlds agree to the last bit
+                assert torch.equal(torch.tensor(ours), theirs)

@@ -2,17 +2,17 @@
 
 import pytest
 
-from paceline import fusion
 from paceline.methods import METHODS
 from paceline.network import uniform_cluster
 from paceline.spec import parse
 from paceline.testing import CASES, CHECKS
+from paceline.testing.checks import RULES
 from paceline.worlds.virtual import Simulation
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-@pytest.mark.parametrize("rule", fusion.RULES)
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_row(case, rule, check, workers):
     simulation = Simulation(uniform_cluster(workers, "1gbit", "50us"))

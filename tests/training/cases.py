@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline.errors import GradientError, UsageError
 from paceline.methods.bsp import BSP
-from paceline.worlds.real import join_world
+from paceline.worlds.join import join_world
 
 
 def inputs(rank, step=0, size=6):

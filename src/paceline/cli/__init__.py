@@ -9,7 +9,7 @@ from types import TracebackType
 
 import typer
 
-from paceline.cli import compare, methods, run, simulate
+from paceline.cli import compare, methods, profile, run, simulate
 from paceline.errors import PacelineError, WorkerFailedError
 
 _RUNS_SCRIPTS = str(Path("paceline", "worlds", "virtual"))
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(run.run)
 app.command()(simulate.simulate)
+app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(profile.profile)
 app.command()(compare.compare)
 app.command()(methods.methods)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from paceline.cli import options as o
 from paceline.errors import UsageError
+from paceline.options import RunOptions
 from paceline.report.tables import print_results
 from paceline.report.variants import Variant, merge_records, run_variant, to_json
 
@@ -31,15 +34,20 @@ def compare(
     cluster: o.ClusterFile = None,
     steps: o.Steps = None,
     seed: o.Seed = None,
+    workload: o.WorkloadFile = None,
     forward: o.Forward = None,
     backward: o.Backward = None,
     jitter: o.Jitter = 0.0,
     output: Annotated[Path, typer.Option(help="Folder for records and traces.")] = Path(
         "paceline-runs"
     ),
+    no_plots: Annotated[
+        bool, typer.Option("--no-plots", help="Draw nothing, and write no page.")
+    ] = False,
     json: o.Json = False,
 ) -> None:
-    """Run SCRIPT under each --variant, in turn; print a table and write records."""
+    """Run SCRIPT under each --variant, in turn; print a table and write records, plots and
+    a page."""
     if not variant:
         raise UsageError("expected at least one --variant SPEC, such as --variant bsp")
     o.check_job(script, *variant)
@@ -47,6 +55,7 @@ def compare(
         "--cluster": cluster,
         "--link": link,
         "--latency": latency,
+        "--workload": workload,
         "--forward": forward,
         "--backward": backward,
         "--jitter": jitter or None,
@@ -58,9 +67,22 @@ def compare(
                 raise UsageError(f"{name} describes the virtual world; leave it out")
         shared["--workers"] = workers or 2
     else:
-        shared |= virtual_only
-        # Complain about an impossible cluster here, once, not in every variant.
-        o.make_cluster(cluster, workers, link, latency)
+        # Complain here, once, not in every variant; and profile once for all.
+        described = o.make_cluster(cluster, workers, link, latency)
+        compute = o.make_compute(workload, forward, backward, jitter, seed)
+        if workload is None and forward is None and backward is None:
+            compute = o.profiled(
+                script,
+                script_arguments or [],
+                described,
+                compute,
+                RunOptions(method=variant[0], seed=seed),
+            )
+            if compute.workload is None:
+                shared |= {"--forward": compute.forward, "--backward": compute.backward}
+            else:
+                shared["--workload"] = compute.what
+        shared = virtual_only | shared
     arguments = [
         f"{name}={value}" for name, value in shared.items() if value is not None
     ]
@@ -78,8 +100,24 @@ def compare(
             results.append((item.spec, result))
             progress.update(task, completed=1)
     merge_records(variants, output)
+    page = None
+    if not no_plots:
+        from paceline.report.page import write_report  # matplotlib: only where needed
+
+        first = results[0][1]
+        notes = [("network", first.network), ("compute", first.compute)]
+        page = write_report(
+            str(output),
+            variants,
+            results,
+            title=f"{script}: {len(variants)} variant{'s' * (len(variants) > 1)}",
+            command=shlex.join(["paceline", *sys.argv[1:]]),
+            notes=[(name, text) for name, text in notes if text],
+        )
     if json:
         print(to_json(results))
     else:
         print_results(results)
         print(f"records and traces: {output}/ (open a trace in ui.perfetto.dev)")
+        if page is not None:
+            print(f"page: {page}")

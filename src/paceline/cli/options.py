@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,11 @@ import typer
 
 from paceline.distribute import read_spec
 from paceline.errors import UsageError
-from paceline.network import Cluster, load_cluster, uniform_cluster
+from paceline.network import Cluster, Workload, load_cluster, uniform_cluster
+from paceline.options import RunOptions
+from paceline.report.files import make_folder
+from paceline.worlds.virtual import ComputeModel
+from paceline.worlds.virtual.profile import profile_script
 
 Script = Annotated[
     Path,
@@ -58,11 +63,20 @@ Latency = Annotated[
 ]
 Forward = Annotated[
     float | None,
-    typer.Option(help="Seconds of a forward pass. [default: 0.01]"),
+    typer.Option(help="Seconds of a forward pass, instead of a workload."),
 ]
 Backward = Annotated[
     float | None,
-    typer.Option(help="Seconds of a backward pass. [default: 0.02]"),
+    typer.Option(help="Seconds of a backward pass, instead of a workload."),
+]
+WorkloadFile = Annotated[
+    str | None,
+    typer.Option(
+        "--workload",
+        metavar="FILE",
+        help="Compute times: a file of paceline profile, or a built-in workload's name. "
+        "[default: profile SCRIPT once]",
+    ),
 ]
 Jitter = Annotated[
     float,
@@ -98,6 +112,58 @@ def make_cluster(
     return uniform_cluster(
         4 if workers is None else workers, link or "1gbit", latency or "50us"
     )
+
+
+def make_compute(
+    workload: str | None,
+    forward: float | None,
+    backward: float | None,
+    jitter: float,
+    seed: int | None,
+) -> ComputeModel:
+    """What ``--workload``, ``--forward``, ``--backward`` and ``--jitter`` say."""
+    given = {"forward": forward, "backward": backward}
+    for name, value in given.items():
+        if workload is not None and value is not None:
+            raise UsageError(f"--{name} and --workload contradict each other")
+    return ComputeModel(
+        jitter=jitter,
+        seed=seed or 0,
+        workload=None if workload is None else Workload.load(workload),
+        what=workload or "",
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def profile_file(script: Path) -> Path:
+    """Where the profile of a script is kept that was run without a workload."""
+    return Path(f"{script.stem}.workload.json")
+
+
+def profiled(
+    script: Path,
+    arguments: list[str],
+    cluster: Cluster,
+    compute: ComputeModel,
+    options: RunOptions,
+    patience: float = 20.0,
+) -> ComputeModel:
+    """*compute* with the script's own times: from its profile, made now if need be. What
+    the script prints meanwhile goes to standard error."""
+    path = profile_file(script)
+    if path.exists():
+        print(f"compute: from {path} (delete it to profile again)", file=sys.stderr)
+        workload: Workload | None = Workload.load(path)
+    else:
+        make_folder(str(path.parent))
+        with standard_output_for_result(True):
+            workload = profile_script(
+                str(script), arguments, cluster, options, patience=patience
+            )
+        if workload is not None:
+            workload.save(path)
+            print(f"compute: profiled {script} once: {path}", file=sys.stderr)
+    return replace(compute, workload=workload, what=str(path))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from paceline.cli import options as o
 from paceline.options import RunOptions
 from paceline.report.files import make_folder, write_run
 from paceline.report.tables import print_results
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.worlds.virtual import Simulation
 from paceline.worlds.virtual.script import result_of, run_script
 
 
@@ -27,6 +27,7 @@ def simulate(
     method: o.Method = None,
     steps: o.Steps = None,
     seed: o.Seed = None,
+    workload: o.WorkloadFile = None,
     forward: o.Forward = None,
     backward: o.Backward = None,
     jitter: o.Jitter = 0.0,
@@ -47,12 +48,8 @@ def simulate(
     if records is not None:
         make_folder(str(records))
     described = o.make_cluster(cluster, workers, link, latency)
-    compute = ComputeModel(
-        forward=0.01 if forward is None else forward,
-        backward=0.02 if backward is None else backward,
-        jitter=jitter,
-        seed=seed or 0,
-    )
+    compute = o.make_compute(workload, forward, backward, jitter, seed)
+    options = RunOptions(method=method, steps=steps, seed=seed)
     progress = Progress(
         *(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()),
         console=Console(stderr=True),
@@ -61,27 +58,39 @@ def simulate(
         # where standard output goes elsewhere, a script's words must go there too
         redirect_stdout=sys.stdout.isatty(),
     )
-    task = progress.add_task("virtual time 0 s", total=None)
-    simulation = Simulation(
-        described,
-        options=RunOptions(method=method, steps=steps, seed=seed),
-        compute=compute,
-        play=play,
-        lanes=lanes,
-        trace=records is not None,
-        patience=patience,
-        look=lambda now: progress.update(task, description=f"virtual time {now:.3f} s"),
-    )
+    task = progress.add_task("profiling", total=None)
+    arguments = script_arguments or []
+
+    def look(now: float) -> None:
+        progress.update(task, description=f"virtual time {now:.3f} s")
+
     with o.standard_output_for_result(json) as output:
         with progress:
-            outcome = run_script(simulation, str(script), script_arguments or [])
+            if workload is None and forward is None and backward is None:
+                compute = o.profiled(
+                    script, arguments, described, compute, options, patience
+                )
+            simulation = Simulation(
+                described,
+                options=options,
+                compute=compute,
+                play=play,
+                lanes=lanes,
+                trace=records is not None,
+                patience=patience,
+                look=look,
+            )
+            outcome = run_script(simulation, str(script), arguments)
         result = result_of(outcome, described.workers)
-        print(f"network: {described.describe()}", file=sys.stderr)
-        print(f"compute: {compute.describe(outcome.paced_by_script)}", file=sys.stderr)
-        if outcome.paced_by_script and (forward is not None or backward is not None):
+        result.network = described.describe()
+        result.compute = compute.describe(outcome.paced_by_script, outcome.stand_in)
+        print(f"network: {result.network}", file=sys.stderr)
+        print(f"compute: {result.compute}", file=sys.stderr)
+        given = (workload, forward, backward) != (None, None, None)
+        if outcome.paced_by_script and given:
             print(
-                "compute: --forward and --backward had no effect: the script calls "
-                "paceline.pace itself",
+                "compute: --workload, --forward and --backward had no effect: the script "
+                "calls paceline.pace itself",
                 file=sys.stderr,
             )
         if records is not None:

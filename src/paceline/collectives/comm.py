@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from paceline.collectives.schedule import Ring, Schedule, Tree
 from paceline.interfaces import ReduceOperation, World
-from paceline.torch_private import all_reduce_options, groups_named
+from paceline.tensors import wire_bytes
+from paceline.torch_private import all_reduce_options, groups_named, lanes_of
 
 
 class TorchComm:
@@ -51,12 +52,15 @@ class TorchComm:
     def now(self) -> float:
         return self._world.now()
 
+    def lanes(self, device: torch.device) -> int:
+        return lanes_of(self._group, device)
+
     def all_reduce(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
     ) -> _WorkPending:
         if self.size == 1:
             return _WorkPending(self, None, "all_reduce")
-        size = _bytes(buffer)
+        size = wire_bytes(buffer)
         if size not in self._ring_bytes:
             self._ring_bytes[size] = Ring(self.size, size).bytes_sent(self.rank)
         self._world.journal.sent(self._ring_bytes[size])
@@ -70,7 +74,7 @@ class TorchComm:
     def broadcast(self, buffer: torch.Tensor, source: int = 0) -> _WorkPending:
         if self.size == 1:
             return _WorkPending(self, None, "broadcast")
-        self._count(Tree(self.size, _bytes(buffer), source))
+        self._count(Tree(self.size, wire_bytes(buffer), source))
         work = dist.broadcast(
             buffer, group=self._group, group_src=source, async_op=True
         )
@@ -82,7 +86,7 @@ class TorchComm:
         if self.size == 1:
             output.copy_(buffer)
             return _WorkPending(self, None, "reduce_scatter")
-        self._count(Ring(self.size, _bytes(buffer), rounds=1))
+        self._count(Ring(self.size, wire_bytes(buffer), rounds=1))
         work = dist.reduce_scatter_single(
             output, buffer, dist.ReduceOp.AVG, group=self._group, async_op=True
         )
@@ -92,7 +96,7 @@ class TorchComm:
         if self.size == 1:
             output.copy_(buffer)
             return _WorkPending(self, None, "all_gather")
-        self._count(Ring(self.size, _bytes(output), rounds=1))
+        self._count(Ring(self.size, wire_bytes(output), rounds=1))
         work = dist.all_gather_single(output, buffer, group=self._group, async_op=True)
         return _WorkPending(self, work, "all_gather")
 
@@ -143,7 +147,3 @@ class _WorkPending:
         if self._work is not None:
             work, self._work = self._work, None
             self._comm._wait(work, self._name)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

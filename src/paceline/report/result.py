@@ -24,8 +24,10 @@ class Summary(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, journal: Journal) -> Summary:
-        """Medians over all steps but the first, which carries the start-up's costs."""
-        steps = journal.steps[1:] or journal.steps
+        """Medians over the steps that ran as planned; without such steps, over all but
+        the first, which carries the start-up's costs."""
+        settled = journal.steps[max(1, journal.settled_after) :]
+        steps = settled or journal.steps[1:] or journal.steps
 
         def middle(field: str) -> float:
             if not steps:
@@ -42,18 +44,24 @@ class Summary(msgspec.Struct, array_like=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What one run took: per-step figures are medians over a worker's steps (without the
-    first), then means over workers; *metrics* are the last values that rank 0 logged."""
+    """What one run took: per-step figures are medians over a worker's steps (without
+    those that measured), then means over workers; *buckets* is the number of pieces in
+    which the gradient travelled at the end; *metrics* are the last values that rank 0
+    logged; *network* and *compute* say where the one and the times of the other come from.
+    """
 
     world: str
     workers: int
     method: str
     steps: int
+    buckets: int
     step_seconds: float | None
     compute_seconds: float | None
     exposed_communication_seconds: float | None
     bytes_sent_per_worker: float | None
     metrics: dict[str, float | None]
+    network: str = ""
+    compute: str = ""
 
     @classmethod
     def of(
@@ -70,6 +78,7 @@ class Result(msgspec.Struct, kw_only=True):
             workers=workers,
             method=journal.method,
             steps=int(max(s.steps for s in summaries)),
+            buckets=journal.buckets,
             step_seconds=mean("step_seconds"),
             compute_seconds=mean("compute_seconds"),
             exposed_communication_seconds=mean("exposed_communication_seconds"),

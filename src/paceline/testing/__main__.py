@@ -11,9 +11,13 @@ import sys
 import msgspec
 
 import paceline
-from paceline import fusion
 from paceline.testing.cases import CASES
-from paceline.testing.checks import CHECKS, CheckFailedError, final_parameters
+from paceline.testing.checks import (
+    CHECKS,
+    RULES,
+    CheckFailedError,
+    final_parameters,
+)
 
 
 def main() -> int:
@@ -22,7 +26,7 @@ def main() -> int:
     failed = 0
     ends: dict[str, list[float]] = {}
     for case in CASES:
-        for rule in fusion.RULES:
+        for rule in RULES:
             for name, check in CHECKS.items():
                 text = "ok"
                 try:

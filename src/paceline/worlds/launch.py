@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.errors import UsageError
 from paceline.options import RunOptions
-from paceline.worlds.ending import LOST_PEER
+from paceline.worlds.failures import Failure, summary
 
 _PLACEMENT = (
     "--nnodes",
@@ -105,7 +104,8 @@ def launch(
         try:
             torchrun.run(arguments)
         except ChildFailedError as error:
-            print(f"paceline: {_summary(error.failures)}", file=sys.stderr)
+            failures = [_failure(rank, f) for rank, f in error.failures.items()]
+            print(f"paceline: {summary(failures)}", file=sys.stderr)
             return 1
         except SignalException as error:
             name = error.sigval.name
@@ -121,36 +121,12 @@ def launch(
     return 0
 
 
-def _summary(failures: dict[int, ProcessFailure]) -> str:
-    """What happened, the first cause first: *failures* are by rank."""
-
-    def order(rank: int) -> tuple[bool, bool, int]:
-        failure = failures[rank]
-        text = _message(failure)
-        ended_by_agent = failure.exitcode == -signal.SIGTERM
-        consequence = any(words in text for words in LOST_PEER)
-        return ended_by_agent, consequence, failure.timestamp
-
-    first, *others = sorted(failures, key=order)
-    lines = [f"the job failed: rank {first} {_end(failures[first])}"]
-    lines += [f"  then rank {rank} {_end(failures[rank])}" for rank in others]
-    return "\n".join(lines)
-
-
-def _message(failure: ProcessFailure) -> str:
-    """The exception that the worker reported, or nothing."""
+def _failure(rank: int, failure: ProcessFailure) -> Failure:
     message = failure.error_file_data.get("message")
-    return str(message["message"]) if isinstance(message, dict) else ""
-
-
-def _end(failure: ProcessFailure) -> str:
-    """How a worker ended, in words."""
-    message = _message(failure)
-    if failure.exitcode == -signal.SIGTERM:
-        return "was ended by the launcher"
-    if failure.exitcode < 0:
-        how = f"was killed by {failure.signal_name()}"
-    else:
-        how = f"ended with exit status {failure.exitcode}"
-    process = f" (process {failure.pid})"
-    return f"{how}{process}: {message}" if message else how + process
+    return Failure(
+        rank=rank,
+        process=failure.pid,
+        status=failure.exitcode,
+        seconds=failure.timestamp,
+        message=str(message["message"]) if isinstance(message, dict) else "",
+    )

@@ -14,17 +14,19 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from paceline.context import current_world, enter_world
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
-from paceline.interfaces import World
+from paceline.interfaces import Compute, Stopwatch
+from paceline.network.workload import Workload
 from paceline.options import RunOptions
+from paceline.profiling import Profiler, times_of, with_times
 from paceline.report.files import write_worker
 from paceline.report.result import Result, Summary, gather_summaries
+from paceline.stopwatch import CudaStopwatch, HostStopwatch
 from paceline.torch_private import default_store, local_store
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
 from paceline.worlds.liveness import GRACE_SECONDS, Liveness, end_after_grace
-from paceline.worlds.seeding import seed_everything
+from paceline.worlds.pacing import PacedCompute
 
 
 class RealWorld:
@@ -35,7 +37,7 @@ class RealWorld:
     """
 
     name: ClassVar[str] = "real"
-    speeds = None
+    speeds: Sequence[float] | None = None
 
     def __init__(self, options: RunOptions) -> None:
         self.options = options
@@ -46,6 +48,7 @@ class RealWorld:
         )
         self._exit_actions: list[Callable[[], None]] = []
         self.trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
+        self._profilers: list[Profiler] = []
         self._results_written = False
         self._liveness: Liveness | None = None
         self._bad_news = threading.Event()
@@ -82,9 +85,29 @@ class RealWorld:
             time.sleep(seconds)
 
     def compute(
-        self, names: Sequence[str], sizes: Sequence[int], samples: float | None
-    ) -> None:
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        samples: float | None,
+    ) -> Compute | None:
+        if self.options.profile is not None:
+            profiler = Profiler(
+                model, parameters, self.stopwatch(parameters[0][1].device)
+            )
+            self._profilers.append(profiler)
+            return profiler
+        own = getattr(model, "workload", None)
+        if isinstance(own, Workload):
+            return PacedCompute(own, samples, 1.0)
         return None  # it takes the time it takes
+
+    def stopwatch(self, device: torch.device) -> Stopwatch:
+        if device.type == "cuda":
+            return CudaStopwatch(device)
+        return HostStopwatch(time.perf_counter)
+
+    def blank(self, size: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros(-(-size // 4), device=device)
 
     def at_exit(self, action: Callable[[], None]) -> None:
         self._exit_actions.append(action)
@@ -114,13 +137,15 @@ class RealWorld:
         if not self.journal.method or self._results_written:
             return
         self._results_written = True
+        if self.options.profile is not None:
+            self._write_profile(self.options.profile)
         if self.options.records is not None:
             write_worker(self.options.records, self.journal)
         if self.options.json:
             mine = Summary.of(self.journal)
             summaries = gather_summaries(mine) if dist.is_initialized() else [mine]
             if self.rank == 0:
-                result = Result.of("real", self.size, self.journal, summaries)
+                result = Result.of(self.name, self.size, self.journal, summaries)
                 if self.options.result is not None:
                     Path(self.options.result).write_text(result.to_json() + "\n")
                 else:
@@ -128,17 +153,33 @@ class RealWorld:
                     sys.stdout.write(result.to_json() + "\n")
                     sys.stdout.flush()
 
+    def _write_profile(self, path: str) -> None:
+        if len(self._profilers) > 1:
+            raise UsageError(
+                f"the script trains {len(self._profilers)} models, and a workload is one "
+                "model's: profile a script that trains one"
+            )
+        workload = self._profilers[0].workload(self._source())
+        if dist.is_initialized():
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            own = torch.tensor(times_of(workload), dtype=torch.float64, device=device)
+            dist.all_reduce(own, dist.ReduceOp.MAX)
+            workload = with_times(workload, own.tolist())
+        if self.rank == 0:
+            workload.save(path)
 
-def join_world() -> World:
-    """The caller's world; where there is none yet, this process becomes a real worker."""
-    world = current_world()
-    if world is None:
-        options = RunOptions.from_environment()
-        world = RealWorld(options)
-        enter_world(world)
-        if options.seed is not None:
-            seed_everything(options.seed)
-    return world
+    def _source(self) -> str:
+        threads = torch.get_num_threads()
+        processor = (
+            torch.cuda.get_device_name()
+            if torch.cuda.is_available()
+            else f"CPU, {threads} thread" + ("s" if threads != 1 else "")
+        )
+        workers = "1 worker" if self.size == 1 else f"{self.size} workers"
+        return (
+            f"measured: medians of {len(self._profilers[0].forwards)} steps, {workers}, "
+            f"{processor}"
+        )
 
 
 def _whole(variable: str, default: int) -> int:

@@ -23,6 +23,7 @@ from paceline.collectives.schedule import (
     barrier,
 )
 from paceline.errors import UsageError
+from paceline.tensors import wire_bytes
 from paceline.torch_private import ProcessGroupBase, WorkBase, reduce_operation_name
 from paceline.worlds.virtual.clock import Clock, Completion
 from paceline.worlds.virtual.communicator import Communicator, Deliver, Operation
@@ -86,6 +87,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         self._communicator = communicator
         self._mailbox = mailbox
         self._clock = communicator.clock
+        self.lanes = communicator.lanes
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
@@ -369,7 +371,7 @@ def _operation(opts: Any) -> str:
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(wire_bytes(tensor) for tensor in tensors)
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:

@@ -32,6 +32,9 @@ MAX_NAMED = 8
 """How many workers an error lists before it counts the rest."""
 
 
+QUESTION = "Do all workers reach the same collectives, in the same order?"
+
+
 class Abandoned(BaseException):
     """Ends a worker's thread because the job is over; not an `Exception`, so that a
     script's own error handling does not swallow it and go on."""
@@ -81,6 +84,8 @@ class Clock:
         self.failure: BaseException | None = None
         self._interruption: BaseException | None = None
         self.switches = 0
+        self.explain: Callable[[], str] = lambda: QUESTION
+        """The last line of a deadlock's text."""
         self._resumed = resumed
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
@@ -257,5 +262,5 @@ class Clock:
                 lines.append(f"  worker {worker.rank} has ended")
         if len(self.workers) > MAX_NAMED:
             lines.append(f"  and {len(self.workers) - MAX_NAMED} more")
-        lines.append("Do all workers reach the same collectives, in the same order?")
+        lines.append(self.explain())
         return "\n".join(lines)

@@ -83,7 +83,7 @@ class Communicator:
         self.ranks = tuple(ranks)
         self.clock = clock
         self.links = links
-        self._lanes = lanes
+        self.lanes = lanes
         self._play = play
         self._observe = observe
         self._operations: dict[int, Operation] = {}

@@ -8,21 +8,25 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 from paceline.network.workload import Workload
+from paceline.units import show_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeModel:
     """What a training step costs to compute on a worker of speed 1.
 
-    *forward* and *backward* are seconds a step, spread over the tensors by bytes; *jitter*
-    is the relative standard deviation of a step's compute time (Gaussian, cut off at
-    zero), drawn per worker and step from *seed*.
+    *workload* says it tensor by tensor. Without one, *forward* and *backward* are seconds
+    a step, spread over the tensors by bytes. *jitter* is the relative standard deviation
+    of a step's compute time (Gaussian, cut off at zero), drawn per worker and step from
+    *seed*; *what* names the workload to people.
     """
 
     forward: float = 0.01
     backward: float = 0.02
     jitter: float = 0.0
     seed: int = 0
+    workload: Workload | None = None
+    what: str = "the workload"
 
     def __post_init__(self) -> None:
         for key in ("forward", "backward", "jitter"):
@@ -31,10 +35,22 @@ class ComputeModel:
                     f"--{key}: expected zero or more, got {getattr(self, key)}"
                 )
 
-    def describe(self, paced_by_script: bool) -> str:
+    def describe(self, paced_by_script: bool, stand_in: bool = False) -> str:
         """One line for people: where compute time came from."""
         if paced_by_script:
             text = "paced by the script"
+        elif stand_in:
+            text = "that of the workload which the script's model stands for"
+        elif self.workload is not None:
+            text = (
+                f"{self.what}: forward {show_seconds(self.workload.forward_seconds)}, "
+                f"backward {show_seconds(self.workload.backward_seconds)}, update "
+                f"{show_seconds(self.workload.update)}"
+            )
+            if self.workload.batch is not None:
+                text += f", for {self.workload.batch:g} samples"
+            if self.workload.source:
+                text += f" ({self.workload.source})"
         else:
             text = (
                 f"forward {self.forward:g} s, backward {self.backward:g} s a step, "
@@ -68,13 +84,24 @@ class VirtualCompute:
         self._factor = self._draw()
         self._owed = 0.0
         self.paced_by_script = False
+        self.stand_in = False  # charged by the workload that the model stands for
 
     def of_model(
-        self, names: Sequence[str], sizes: Sequence[int], samples: float | None
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        samples: float | None,
+        own: Workload | None = None,
     ) -> ModelCompute:
-        """Where the passes of one model are charged."""
+        """Where the passes of one model are charged; *own* is the workload that the model
+        stands for, if it stands for one."""
         costs = self.costs
-        workload = Workload.spread(names, sizes, costs.forward, costs.backward)
+        workload = costs.workload or own
+        if workload is None:
+            workload = Workload.spread(names, sizes, costs.forward, costs.backward)
+        else:
+            workload.check_matches(names, sizes, costs.what)
+        self.stand_in = own is not None and costs.workload is None
         return ModelCompute(self, workload, samples)
 
     def owe(self, seconds: float) -> None:
@@ -82,11 +109,11 @@ class VirtualCompute:
         if not self.paced_by_script:
             self._owed += seconds
 
-    def charge(self, seconds: float) -> None:
-        """A gradient was computed."""
+    def charge(self, seconds: float, name: str) -> None:
+        """A gradient was computed, or an update."""
         if not self.paced_by_script:
             self.settle()
-            self._take(seconds, "backward")
+            self._take(seconds, name)
 
     def settle(self) -> None:
         """Charge what a forward pass still owes."""
@@ -123,7 +150,7 @@ class ModelCompute:
     ) -> None:
         self._worker = worker
         self._workload = workload
-        self._reference = samples
+        self._reference = samples if workload.batch is None else workload.batch
         self._scale = 1.0
 
     def forward(self, samples: int | None, training: bool) -> None:
@@ -133,7 +160,13 @@ class ModelCompute:
         self._worker.owe(self._workload.forward_seconds * self._scale)
 
     def gradient(self, index: int) -> None:
-        self._worker.charge(self._workload.backward[index] * self._scale)
+        self._worker.charge(self._workload.backward[index] * self._scale, "backward")
+
+    def gradient_taken(self) -> None:
+        pass
+
+    def update_begins(self) -> None:
+        self._worker.charge(self._workload.update, "update")
 
     def step_ended(self) -> None:
         self._worker.step_ended()

@@ -25,6 +25,11 @@ class Links:
         self._settle_at: float | None = None
         self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
 
+    def set_capacity(self, link: int, rate: float) -> None:
+        """Give a directed link another goodput from now on; 0: nothing gets through."""
+        self._sharing.set_capacity(link, rate)
+        self._settle_by(self._clock.now)
+
     def start(
         self, demand: Mapping[int, int], size: float, done: Callable[[], None]
     ) -> None:

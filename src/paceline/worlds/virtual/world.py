@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +16,13 @@ from paceline.context import enter_world_in_this_thread
 from paceline.errors import UsageError
 from paceline.instruments import Journal, Span
 from paceline.network.cluster import Cluster
+from paceline.network.workload import Workload
 from paceline.options import RunOptions
+from paceline.profiling import Profiler
+from paceline.stopwatch import HostStopwatch
+from paceline.tensors import stand_in_for, wire_bytes
 from paceline.torch_private import (
+    GLOO_LANES,
     group_id_of,
     load_lazy_modules,
     local_store,
@@ -27,6 +33,7 @@ from paceline.worlds.virtual.backend import BACKEND, VirtualProcessGroup
 from paceline.worlds.virtual.clock import Abandoned, Clock, Worker
 from paceline.worlds.virtual.communicator import Communicator
 from paceline.worlds.virtual.compute import ComputeModel, ModelCompute, VirtualCompute
+from paceline.worlds.virtual.conditions import Conditions
 from paceline.worlds.virtual.links import Links
 from paceline.worlds.virtual.mailbox import Mailbox
 from paceline.worlds.virtual.patches import patched_process
@@ -38,20 +45,23 @@ from paceline.worlds.virtual.process_state import (
 )
 from paceline.worlds.virtual.watchdog import Watchdog
 
-GLOO_LANES = 2
-"""Worker threads of a gloo communicator: how many collectives it moves at a time."""
+FEW_ELEMENTS = 2
+"""What a tensor has that stands for a larger one."""
 
 
 @dataclass
 class SimulationResult:
     """What a simulation gives back: each worker's journal, the spans of collectives, and
-    how many times the baton changed hands."""
+    how many times the baton changed hands. *profilers*: worker 0's, one per model, where
+    asked for."""
 
     journals: list[Journal] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     virtual_seconds: float = 0.0
     switches: int = 0
     paced_by_script: bool = False
+    stand_in: bool = False
+    profilers: list[Profiler] = field(default_factory=list)
 
 
 class VirtualWorld:
@@ -68,6 +78,8 @@ class VirtualWorld:
         self.options = simulation.options
         self.speeds = simulation.speeds
         self.journal = Journal(rank, self.now, keep_spans=simulation.trace)
+        if rank == 0:
+            self.journal.observers.append(simulation.conditions.reached)
         self._compute = VirtualCompute(
             simulation.compute_model,
             rank,
@@ -87,14 +99,40 @@ class VirtualWorld:
         self._compute.pace(seconds)
 
     def compute(
-        self, names: Sequence[str], sizes: Sequence[int], samples: float | None
-    ) -> ModelCompute:
-        return self._compute.of_model(names, sizes, samples)
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        samples: float | None,
+    ) -> ModelCompute | Profiler | None:
+        own = getattr(model, "workload", None)
+        if not isinstance(own, Workload):
+            own = None
+        if self._simulation.profile and own is None:
+            if self.rank:
+                return None
+            # Only one worker runs at a time, so the host's clock tells what it computes.
+            profiler = Profiler(model, parameters, HostStopwatch(time.perf_counter))
+            self._simulation.result.profilers.append(profiler)
+            return profiler
+        names = [name for name, _ in parameters]
+        sizes = [wire_bytes(parameter) for _, parameter in parameters]
+        return self._compute.of_model(names, sizes, samples, own)
+
+    def stopwatch(self, device: torch.device) -> HostStopwatch:
+        return HostStopwatch(self.now)
+
+    def blank(self, size: int, device: torch.device) -> torch.Tensor:
+        return stand_in_for(size, torch.zeros(FEW_ELEMENTS, device=device))
 
     @property
     def paced_by_script(self) -> bool:
         """Whether the script has called `paceline.pace`."""
         return self._compute.paced_by_script
+
+    @property
+    def stand_in(self) -> bool:
+        """Whether the model's own workload was charged."""
+        return self._compute.stand_in
 
     def at_exit(self, action: Callable[[], None]) -> None:
         self._exit_actions.append(action)
@@ -121,6 +159,7 @@ class Simulation:
 
     *play*: play ring collectives message by message too, instead of pricing them.
     *lanes*: collectives that a communicator moves at a time. *trace*: keep spans.
+    *profile*: measure what worker 0 really computes, and charge nothing.
     *patience*: real seconds without any progress after which the process is given up.
     *look*: called now and then, on the calling thread, with the virtual time.
     """
@@ -134,6 +173,7 @@ class Simulation:
         play: bool = False,
         lanes: int = GLOO_LANES,
         trace: bool = False,
+        profile: bool = False,
         patience: float = 20.0,
         look: Callable[[float], None] = lambda seconds: None,
     ) -> None:
@@ -144,12 +184,16 @@ class Simulation:
         self._play = play
         self._lanes = lanes
         self.trace = trace
+        self.profile = profile
         self._watchdog = partial(Watchdog, patience=patience, look=look)
         self._random = RandomStates(self.options.seed or 0)
         self.mains = MainModules()
         self.speeds = cluster.speeds
         self.clock = Clock(cluster.workers, self._resumed)
         self.links = Links(self.clock, cluster)
+        self.conditions = Conditions(
+            cluster.rules, self.clock, self.links, self.observe
+        )
         self._worlds = [VirtualWorld(self, rank) for rank in range(cluster.workers)]
         self._communicators: dict[tuple[str, tuple[int, ...], int], Any] = {}
         self._made: dict[tuple[int, str, tuple[int, ...]], int] = {}
@@ -189,6 +233,7 @@ class Simulation:
         self.result.paced_by_script = any(
             world.paced_by_script for world in self._worlds
         )
+        self.result.stand_in = self._worlds[0].stand_in
         return self.result
 
     def init_process_group(self, init: Callable[..., None], **arguments: Any) -> None:

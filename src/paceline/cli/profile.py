@@ -1,0 +1,68 @@
+"""``paceline profile``: measure what a training step computes, tensor by tensor."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli import options as o
+from paceline.cli.run import AFTER_DASHES
+from paceline.errors import UsageError
+from paceline.network import Workload
+from paceline.options import RunOptions
+from paceline.report.files import make_folder
+from paceline.report.tables import print_workload
+from paceline.worlds.launch import launch, split_arguments
+
+
+def profile(
+    context: typer.Context,
+    workers: Annotated[
+        int | None, typer.Option(help="Worker processes on this machine. [default: 1]")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to run.")] = 20,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The file to write. [default: SCRIPT.workload.json here]"),
+    ] = None,
+    seed: o.Seed = None,
+    json: o.Json = False,
+) -> None:
+    """Train SCRIPT for some steps in real processes and write its compute times.
+
+    Medians over steps, the maximum over workers. simulate --workload FILE uses them.
+    Options of torchrun are passed through; the script's own stand after --.
+    """
+    torchrun_options, script, arguments = split_arguments(context.args)
+    arguments += context.meta.get(AFTER_DASHES, [])
+    o.check_job(Path(script), None)
+    path = output or o.profile_file(Path(script))
+    if path.is_dir():
+        raise UsageError(f"--output: expected a file, got the folder {path}")
+    make_folder(str(path.parent))
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
+        o.standard_output_for_result(json) as true_output,
+    ):
+        measured = Path(scratch) / "workload.json"
+        options = RunOptions(steps=steps, seed=seed, profile=str(measured))
+        status = launch(workers, torchrun_options, script, arguments, options)
+        if status:
+            sys.exit(status)
+        if not measured.exists():
+            raise UsageError(
+                f"{script} ended without a profile: it trained nothing with "
+                "paceline.distribute"
+            )
+        workload = Workload.load(measured)
+        workload.save(path)
+        if json:
+            with open(true_output, "w", closefd=False) as stream:
+                stream.write(path.read_text())
+        else:
+            print_workload(workload)
+            print(f"workload: {path}")

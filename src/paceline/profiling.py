@@ -1,0 +1,176 @@
+"""What a model's training step really costs to compute, tensor by tensor."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.hooks import Uncopied
+from paceline.interfaces import Stopwatch
+from paceline.network.workload import Workload
+from paceline.tensors import wire_bytes
+
+WARM_UP_STEPS = 1
+
+
+class Profiler:
+    """A `Compute` that measures, and makes a `Workload` of medians over steps.
+
+    A module's part of the forward pass is the time from its own start to that of the next
+    module with parameters, spread over its tensors by bytes. A tensor's part of the
+    backward pass is the time from the hook before its own (first: from the end of the
+    forward pass, the loss included), without what paceline itself does in hooks. Of
+    several passes in one step the last counts.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._names = [name for name, _ in parameters]
+        self._sizes = [wire_bytes(parameter) for _, parameter in parameters]
+        self._stopwatch = stopwatch
+        index = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
+        self._owned: list[list[int]] = []  # each module's own tensors, as indices
+        for module in model.modules():
+            own = [index.pop(id(p), -1) for p in module.parameters(recurse=False)]
+            own = [i for i in own if i >= 0]
+            if own:
+                hook = Uncopied(self._module_hook(len(self._owned)))
+                module.register_forward_pre_hook(hook)
+                self._owned.append(own)
+        model.register_forward_hook(Uncopied(self._forward_ended))
+        self._forget_pass(None)
+        self._update_start: Any = None
+        self._batches: list[int] = []
+        self._steps = 0
+        self.forwards: list[list[float]] = []  # a step's seconds by tensor
+        self.backwards: list[list[float]] = []
+        self.updates: list[float] = []
+        self.order: list[int] = []
+
+    # ---- what training tells ----
+
+    def forward(self, samples: int | None, training: bool) -> None:
+        if not training:
+            return
+        self._forget_pass(self._stopwatch.mark())
+        if samples is not None:
+            self._batches.append(samples)
+
+    def gradient(self, index: int) -> None:
+        if self._start is not None:
+            self._gradients.append((index, self._stopwatch.mark()))
+
+    def gradient_taken(self) -> None:
+        if self._start is not None:
+            self._taken.append(self._stopwatch.mark())
+
+    def update_begins(self) -> None:
+        self._update_start = self._stopwatch.mark()
+
+    def step_ended(self) -> None:
+        self._steps += 1
+        if self._steps <= WARM_UP_STEPS:
+            self._batches.clear()
+        elif self._start is not None and self._end is not None and self._gradients:
+            self._note_step(self._stopwatch.mark())
+        self._update_start = None
+        self._forget_pass(None)
+
+    def _forget_pass(self, start: Any) -> None:
+        self._start, self._end = start, None
+        self._modules: list[tuple[int, Any]] = []
+        self._gradients: list[tuple[int, Any]] = []
+        self._taken: list[Any] = []
+
+    def _module_hook(self, number: int) -> Callable[..., None]:
+        def starts(*_: Any) -> None:
+            if self._start is not None and self._end is None:
+                self._modules.append((number, self._stopwatch.mark()))
+
+        return starts
+
+    def _forward_ended(self, *_: Any) -> None:
+        if self._start is not None and self._end is None:
+            self._end = self._stopwatch.mark()
+
+    # ---- what it makes of it ----
+
+    def _note_step(self, stepped: Any) -> None:
+        starts = [mark for _, mark in self._modules]
+        entries = [mark for _, mark in self._gradients]
+        marks = [*starts, self._end, *entries, *self._taken, stepped]
+        if self._update_start is not None:
+            marks.append(self._update_start)
+        seconds = iter(self._stopwatch.seconds(self._start, marks))
+        at_start = [next(seconds) for _ in starts]
+        forward_end = next(seconds)
+        at_entry = [next(seconds) for _ in entries]
+        at_exit = [next(seconds) for _ in self._taken]
+        step_end = next(seconds)
+        self.updates.append(step_end - next(seconds, step_end))
+
+        forward = [0.0] * len(self._names)
+        edges = [0.0, *at_start[1:], forward_end]
+        for i, (number, _) in enumerate(self._modules):
+            own = self._owned[number]
+            total = sum(self._sizes[t] for t in own)
+            for t in own:
+                forward[t] += (edges[i + 1] - edges[i]) * self._sizes[t] / total
+        if not self._modules:  # parameters that no module's forward was called for
+            forward = [forward_end / len(forward)] * len(forward)
+        backward = [0.0] * len(self._names)
+        begins = [forward_end, *at_exit]
+        for i, (index, _) in enumerate(self._gradients):
+            backward[index] += max(0.0, at_entry[i] - begins[i])
+        self.forwards.append(forward)
+        self.backwards.append(backward)
+        seen = list(dict.fromkeys(index for index, _ in self._gradients))
+        unseen = [i for i in reversed(range(len(backward))) if i not in set(seen)]
+        self.order = seen + unseen
+
+    def workload(self, source: str) -> Workload:
+        """Medians over the steps. Raises `UsageError` where there was none."""
+        if not self.forwards:
+            raise UsageError(
+                f"nothing to profile: expected more than {WARM_UP_STEPS} training steps "
+                f"that call the model itself, got {self._steps}"
+            )
+        return Workload(
+            names=tuple(self._names),
+            sizes=tuple(self._sizes),
+            forward=_medians(self.forwards),
+            backward=_medians(self.backwards),
+            order=tuple(self.order),
+            update=statistics.median(self.updates),
+            batch=statistics.median(self._batches) if self._batches else None,
+            source=source,
+        )
+
+
+def with_times(workload: Workload, times: Sequence[float]) -> Workload:
+    """*workload* with other *times*, listed as `times_of` lists them."""
+    count = len(workload.names)
+    return replace(
+        workload,
+        forward=tuple(times[:count]),
+        backward=tuple(times[count : 2 * count]),
+        update=times[-1],
+    )
+
+
+def times_of(workload: Workload) -> list[float]:
+    """All times of a workload, in one list."""
+    return [*workload.forward, *workload.backward, workload.update]
+
+
+def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(statistics.median(times) for times in zip(*steps, strict=True))

@@ -1,0 +1,96 @@
+"""A comparison as one page: table, plots and links, without network access or scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from paceline.errors import UsageError
+from paceline.report.files import make_folder
+from paceline.report.plots import (
+    COLOURS,
+    GRID,
+    GROUND,
+    INK,
+    Picture,
+    for_page,
+    looks_of,
+    read_steps,
+    write_plots,
+)
+from paceline.report.result import Result
+from paceline.report.tables import columns
+from paceline.report.variants import Variant
+
+
+def write_report(
+    folder: str,
+    variants: Sequence[Variant],
+    results: Sequence[tuple[str, Result]],
+    *,
+    title: str,
+    command: str,
+    notes: Sequence[tuple[str, str]],
+) -> Path:
+    """Draw the plots of a comparison whose records are in *folder* and write its page,
+    ``index.html``; returns the page's path.
+
+    *notes* are lines for people, each with its name: network, compute. Raises
+    `UsageError` where *folder* cannot be written.
+    """
+    pictures = write_plots(folder, results, read_steps(folder))
+    text = page(variants, results, pictures, title=title, command=command, notes=notes)
+    path = make_folder(folder) / "index.html"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write the page {path}: {error}") from error
+    return path
+
+
+def page(
+    variants: Sequence[Variant],
+    results: Sequence[tuple[str, Result]],
+    pictures: Sequence[Picture],
+    *,
+    title: str,
+    command: str,
+    notes: Sequence[tuple[str, str]],
+) -> str:
+    """The page's text; everything but the pictures is escaped."""
+    template = resources.files("paceline.report") / "page.html"
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    first = results[0][1]
+    many = "worker" if first.workers == 1 else "workers"
+    headings, rows = table(results)
+    return environment.from_string(template.read_text(encoding="utf-8")).render(
+        title=title,
+        command=command,
+        notes=[*notes, ("world", f"{first.world}, {first.workers} {many}")],
+        headings=headings,
+        rows=rows,
+        pictures=[(picture, Markup(for_page(picture))) for picture in pictures],
+        traces=[
+            (row[0], f"{v.file_name}.trace.json")
+            for row, v in zip(rows, variants, strict=True)
+        ],
+        comma=Markup(",<wbr>"),  # where long specs are best broken
+        colours=COLOURS,
+        ink=INK,
+        grid=GRID,
+        ground=GROUND,
+    )
+
+
+def table(
+    results: Sequence[tuple[str, Result]],
+) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows as `print_results` has them, with variants called as in plots."""
+    looks = looks_of([spec for spec, _ in results])
+    return columns(
+        [(look.label, r) for look, (_, r) in zip(looks, results, strict=True)]
+    )

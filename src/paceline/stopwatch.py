@@ -1,0 +1,40 @@
+"""Times what runs, on the host's clock or in a CUDA stream, without holding it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+class HostStopwatch:
+    """A `Stopwatch` on a clock of the host."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.mark = now
+
+    def seconds(self, start: float, marks: Sequence[float]) -> list[float]:
+        return [mark - start for mark in marks]
+
+
+class CudaStopwatch:
+    """A `Stopwatch` in the current stream of a CUDA device.
+
+    Marks are events; only `seconds` waits, for the last of them, and never for the whole
+    device: a wait in each hook would take away the overlap that is to be measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(
+        self, start: torch.cuda.Event, marks: Sequence[torch.cuda.Event]
+    ) -> list[float]:
+        for mark in marks:  # they may be on several streams
+            mark.synchronize()
+        return [start.elapsed_time(mark) / 1e3 for mark in marks]

@@ -1,0 +1,50 @@
+"""How a job ended badly, in words: the first cause first."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.worlds.ending import LOST_PEER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One worker's bad end: its exit *status* (negative: the signal), when it ended
+    (*seconds* since 1970) and the exception that it reported, if it could."""
+
+    rank: int
+    process: int
+    status: int
+    seconds: float
+    message: str = ""
+
+    @property
+    def by_launcher(self) -> bool:
+        """Whether the launcher ended it, because another one had failed."""
+        return self.status == -signal.SIGTERM
+
+    def describe(self) -> str:
+        """How it ended."""
+        if self.by_launcher:
+            return "was ended by the launcher"
+        if self.status < 0:
+            how = f"was killed by {signal.Signals(-self.status).name}"
+        else:
+            how = f"ended with exit status {self.status}"
+        how += f" (process {self.process})"
+        return f"{how}: {self.message}" if self.message else how
+
+
+def summary(failures: Sequence[Failure]) -> str:
+    """A line per failed worker. What is a consequence comes after its cause."""
+
+    def order(failure: Failure) -> tuple[bool, bool, float]:
+        consequence = any(words in failure.message for words in LOST_PEER)
+        return failure.by_launcher, consequence, failure.seconds
+
+    first, *others = sorted(failures, key=order)
+    lines = [f"the job failed: rank {first.rank} {first.describe()}"]
+    lines += [f"  then rank {failure.rank} {failure.describe()}" for failure in others]
+    return "\n".join(lines)

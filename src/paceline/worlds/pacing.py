@@ -1,0 +1,56 @@
+"""Compute time where a real process is to take a workload's times."""
+
+from __future__ import annotations
+
+import time
+
+from paceline.network.workload import Workload
+
+
+class PacedCompute:
+    """A `Compute` that sleeps out what is left of a workload's times.
+
+    Deadlines count from the start of each forward pass, so what the host does meanwhile
+    (the model's own operations, paceline's copies) passes within them, as it would beside
+    a GPU. On a worker of speed 0.5 everything takes twice as long.
+    """
+
+    def __init__(self, workload: Workload, samples: float | None, speed: float) -> None:
+        self._workload = workload
+        self._reference = workload.batch if workload.batch is not None else samples
+        self._speed = speed
+        self._scale = 1.0
+        self._deadline = 0.0
+        self._given_up = False
+
+    def forward(self, samples: int | None, training: bool) -> None:
+        self._sleep()
+        if self._reference is None and training:
+            self._reference = samples
+        ratio = samples / self._reference if samples and self._reference else 1.0
+        self._scale = ratio / self._speed
+        seconds = self._workload.forward_seconds * self._scale
+        self._deadline = time.perf_counter() + seconds
+
+    def gradient(self, index: int) -> None:
+        self._deadline += self._workload.backward[index] * self._scale
+        self._sleep()
+
+    def gradient_taken(self) -> None:
+        pass
+
+    def update_begins(self) -> None:
+        seconds = self._workload.update / self._speed
+        self._deadline = time.perf_counter() + seconds
+
+    def step_ended(self) -> None:
+        self._sleep()
+
+    def give_up(self) -> None:
+        """From now on the script says itself what it computes."""
+        self._given_up = True
+
+    def _sleep(self) -> None:
+        left = self._deadline - time.perf_counter()
+        if left > 0 and not self._given_up:
+            time.sleep(left)

@@ -1,0 +1,50 @@
+"""A script's compute times, measured in the virtual world before it is simulated.
+
+Only one worker runs at a time there, with its own share of the batch and one thread, so
+the host's clock tells what that worker computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.network.cluster import Cluster
+from paceline.network.cluster_file import uniform_cluster
+from paceline.network.workload import Workload
+from paceline.options import RunOptions
+from paceline.worlds.virtual.script import run_script
+from paceline.worlds.virtual.world import Simulation
+
+PROFILED_STEPS = 7
+MAX_WORKERS = 32
+"""A larger job is profiled with so many: others would only compute the same once more."""
+
+
+def profile_script(
+    script: str,
+    arguments: Sequence[str],
+    cluster: Cluster,
+    options: RunOptions,
+    *,
+    patience: float = 20.0,
+) -> Workload | None:
+    """Worker 0's medians over a few steps; None where the script says itself what it
+    computes, trains a stand-in or more than one model, or never calls the model itself."""
+    workers = min(cluster.workers, MAX_WORKERS)
+    simulation = Simulation(
+        uniform_cluster(workers, "1gbit", "50us"),
+        options=replace(options, steps=PROFILED_STEPS),
+        profile=True,
+        patience=patience,
+    )
+    outcome = run_script(simulation, script, arguments)
+    profilers = outcome.profilers
+    if outcome.paced_by_script or len(profilers) != 1 or not profilers[0].forwards:
+        return None
+    profiler = profilers[0]
+    return profiler.workload(
+        f"measured: medians of {len(profiler.forwards)} steps of worker 0 of {workers} "
+        f"in {Path(script).name}, CPU, 1 thread"
+    )
