@@ -9,7 +9,7 @@ from types import TracebackType
 
 import typer
 
-from paceline.cli import compare, methods, profile, run, simulate
+from paceline.cli import compare, emulate, methods, profile, run, simulate
 from paceline.errors import PacelineError, WorkerFailedError
 
 _RUNS_SCRIPTS = str(Path("paceline", "worlds", "virtual"))
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(run.run)
 app.command()(simulate.simulate)
 app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(profile.profile)
+app.command()(emulate.emulate)
 app.command()(compare.compare)
 app.command()(methods.methods)
 

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from paceline.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = "paceline workload 1"
 

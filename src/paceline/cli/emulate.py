@@ -1,0 +1,136 @@
+"""``paceline emulate``: real processes on a shaped network inside this machine."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli import options as o
+from paceline.errors import UsageError
+from paceline.network import Workload
+from paceline.options import RunOptions
+from paceline.report.files import forget_workers, read_workers, write_run
+from paceline.report.result import Result
+from paceline.report.tables import print_results
+from paceline.worlds.emulated.capabilities import Capabilities, capabilities
+from paceline.worlds.emulated.fabric import Fabric
+from paceline.worlds.emulated.job import Job
+
+
+def emulate(
+    script: Annotated[
+        Path | None,
+        typer.Argument(metavar="SCRIPT", help="A script.", show_default=False),
+    ] = None,
+    script_arguments: o.ScriptArguments = None,
+    workers: o.Workers = None,
+    link: o.Link = None,
+    latency: o.Latency = None,
+    cluster: o.ClusterFile = None,
+    method: o.Method = None,
+    steps: o.Steps = None,
+    seed: o.Seed = None,
+    pace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORKLOAD",
+            help="Take this workload's times to compute (a file, or a built-in name) "
+            "instead of the processor's own.",
+        ),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option(help="First measure what the links really give.")
+    ] = True,
+    records: o.Records = None,
+    json: o.Json = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Say what this machine can emulate.")
+    ] = False,
+) -> None:
+    """Run SCRIPT in real processes, each in a host of a shaped network on this machine.
+
+    Every link has the goodput asked for, both ways; nothing is left behind. Without
+    --pace, workers share this machine's cores.
+    """
+    if check:
+        _check(json)
+        return
+    if script is None:
+        raise UsageError("expected a script, or --check: paceline emulate train.py")
+    o.check_job(script, method)
+    described = o.make_cluster(cluster, workers, link, latency)
+    if pace is not None:
+        Workload.load(pace)  # complain here, once
+        if Path(pace).exists():
+            pace = str(Path(pace).resolve())
+    if records is not None:
+        forget_workers(str(records))
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
+        o.standard_output_for_result(json) as output,
+    ):
+        result_file = Path(scratch) / "result.json"
+        options = RunOptions(
+            method=method,
+            steps=steps,
+            seed=seed,
+            pace=pace,
+            json=True,
+            result=str(result_file),
+            records=None if records is None else str(records.resolve()),
+        )
+        print(f"network: {described.describe()}", file=sys.stderr)
+        with Fabric(described) as fabric:
+            for warning in fabric.warnings:
+                print(f"paceline: {warning}", file=sys.stderr)
+            if measure:
+                _measure(fabric)
+            status = Job(fabric, str(script), script_arguments or [], options).run()
+        if records is not None:
+            write_run(str(records), "records", *read_workers(str(records)))
+        if result_file.exists():
+            result = msgspec.json.decode(result_file.read_bytes(), type=Result)
+            result.network = described.describe()
+            print(f"compute: {result.compute}", file=sys.stderr)
+            if json:
+                with open(output, "w", closefd=False) as stream:
+                    print(result.to_json(), file=stream)
+            else:
+                print_results([(result.method, result)])
+    sys.exit(status)
+
+
+def _measure(fabric: Fabric) -> None:
+    with Console(stderr=True).status("measuring the links"):
+        report = fabric.measure()
+    for link in report.off():
+        print(f"paceline: {link}", file=sys.stderr)
+    print(f"links: {report.summary()}", file=sys.stderr)
+
+
+def _check(json: bool) -> None:
+    found = capabilities()
+    if json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        _print_check(found)
+    if not found.enough:
+        sys.exit(1)
+
+
+def _print_check(found: Capabilities) -> None:
+    table = Table(title=f"an emulated cluster here: as {found.mode or 'nobody'}")
+    for heading in ("what", "what for", "here", "how to get it"):
+        table.add_column(heading, overflow="fold")
+    for item in found.items:
+        here = "yes" if item.present else "NO" if item.required else "no"
+        table.add_row(item.name, item.purpose, here, item.remedy)
+    Console().print(table)
+    print(f"memory for about {found.hosts} hosts with a worker each")

@@ -1,0 +1,21 @@
+"""What can go wrong with an emulated cluster, named by whose fault it is."""
+
+from __future__ import annotations
+
+from paceline.errors import PacelineError
+
+
+class EmulationError(PacelineError):
+    """The emulated cluster cannot be, or is no more."""
+
+
+class EmulationPermissionError(EmulationError):
+    """The machine does not let this user make namespaces."""
+
+
+class KernelLacksError(EmulationError):
+    """The kernel has no such device or queueing discipline."""
+
+
+class KeeperLostError(EmulationError):
+    """The process that holds the emulated cluster ended, and the cluster with it."""

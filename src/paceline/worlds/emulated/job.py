@@ -1,0 +1,247 @@
+"""A training job on an emulated cluster: its workers, its rules, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from paceline.errors import PacelineError
+from paceline.network.rules import Rule
+from paceline.options import RunOptions
+from paceline.worlds.emulated.fabric import Fabric
+from paceline.worlds.emulated.messages import INTERFACE
+from paceline.worlds.emulated.process import HostProcess
+from paceline.worlds.emulated.world import (
+    PROGRESS_VARIABLE,
+    SPEEDS_VARIABLE,
+    WORLD_VARIABLE,
+    EmulatedWorld,
+)
+from paceline.worlds.failures import Failure, summary
+
+PORT = 29500
+"""Where worker 0's store listens: on a host of its own, no port is in use."""
+
+GRACE_SECONDS = 12.0
+"""What the others have to end by themselves after one has failed."""
+
+TERMINATE_SECONDS = 5.0
+
+
+class Job:
+    """Runs a script once per worker of *fabric*'s cluster."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        script: str,
+        arguments: Sequence[str],
+        options: RunOptions,
+    ) -> None:
+        self._fabric = fabric
+        self._command = [sys.executable, script, *arguments]
+        self._options = options
+        self._processes: list[HostProcess] = []
+        self._killed_by_rule: set[int] = set()
+        self._timers: list[threading.Timer] = []
+
+    def run(self) -> int:
+        """Run until all workers have ended; returns the exit status.
+
+        Ctrl-C ends all workers first. Whatever happens, no worker is left.
+        """
+        with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+            progress = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            with progress:
+                path = str(Path(scratch) / "progress")
+                progress.bind(path)
+                progress.listen(1)
+                listener = threading.Thread(
+                    target=self._hear_progress, args=(progress,), daemon=True
+                )
+                listener.start()
+                try:
+                    self._start(scratch, path)
+                    return self._supervise(scratch)
+                except KeyboardInterrupt:
+                    print("paceline: SIGINT: all workers were ended", file=sys.stderr)
+                    return 128 + signal.SIGINT
+                finally:
+                    self._end_all()
+                    for timer in self._timers:
+                        timer.cancel()
+                    with contextlib.suppress(OSError):
+                        progress.shutdown(socket.SHUT_RDWR)  # ends the listener
+                    listener.join()
+
+    # ---- workers ----
+
+    def _start(self, scratch: str, progress: str) -> None:
+        cluster = self._fabric.cluster
+        per_host = [cluster.host_of(w) for w in range(cluster.workers)]
+        shared = {
+            "WORLD_SIZE": str(cluster.workers),
+            "MASTER_ADDR": self._fabric.hosts[0].address,
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "TORCHELASTIC_RUN_ID": "emulated",
+            WORLD_VARIABLE: EmulatedWorld.name,
+            SPEEDS_VARIABLE: msgspec.json.encode(cluster.speeds).decode(),
+        }
+        # Hosts have no names: torch would warn of each connection that it cannot name one.
+        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        base = quiet | os.environ | shared
+        base |= self._options.to_environment()
+        for worker, host in enumerate(per_host):
+            own = {
+                "RANK": str(worker),
+                "LOCAL_RANK": str(per_host[:worker].count(host)),
+                "LOCAL_WORLD_SIZE": str(per_host.count(host)),
+                "GROUP_RANK": str(host),
+                "TORCHELASTIC_ERROR_FILE": str(_error_file(scratch, worker)),
+            }
+            if worker == 0:
+                own[PROGRESS_VARIABLE] = progress
+            self._processes.append(
+                self._fabric.popen(host, self._command, env=base | own)
+            )
+
+    def _supervise(self, scratch: str) -> int:
+        """Wait for all; when one fails, give the others time to say why, then end them."""
+        running = dict(enumerate(self._processes))
+        failures: list[Failure] = []
+        deadline: float | None = None
+        while running:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for worker in self._wait_for_some(running, left):
+                process = running.pop(worker)
+                if process.poll():
+                    failures.append(self._failure(scratch, worker, process))
+                    deadline = deadline or time.monotonic() + GRACE_SECONDS
+            if deadline is not None and time.monotonic() >= deadline:
+                for process in running.values():
+                    process.terminate()
+                for worker in self._wait_for_all(running, TERMINATE_SECONDS):
+                    failures.append(self._failure(scratch, worker, running.pop(worker)))
+                break
+        if failures:
+            print(f"paceline: {summary(failures)}", file=sys.stderr)
+        return 1 if failures else 0
+
+    def _wait_for_some(
+        self, running: Mapping[int, HostProcess], seconds: float | None
+    ) -> list[int]:
+        """The workers that have ended, once there is one or the time is up."""
+        watch = select.poll()
+        for process in running.values():
+            watch.register(process, select.POLLIN)
+        watch.poll(None if seconds is None else 1000 * seconds)
+        return [worker for worker, p in running.items() if p.poll() is not None]
+
+    def _wait_for_all(
+        self, running: Mapping[int, HostProcess], seconds: float
+    ) -> list[int]:
+        deadline = time.monotonic() + seconds
+        for process in running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        return [worker for worker, p in running.items() if p.poll() is not None]
+
+    def _failure(self, scratch: str, worker: int, process: HostProcess) -> Failure:
+        message, seconds = _report(_error_file(scratch, worker))
+        if worker in self._killed_by_rule:
+            message = "by a rule of the cluster"
+        return Failure(
+            rank=worker,
+            process=process.pid,
+            status=process.poll() or 0,
+            seconds=seconds or time.time(),
+            message=message,
+        )
+
+    def _end_all(self) -> None:
+        alive = {i: p for i, p in enumerate(self._processes) if p.poll() is None}
+        for process in alive.values():
+            process.terminate()
+        ended = self._wait_for_all(alive, TERMINATE_SECONDS)
+        for worker, process in alive.items():
+            if worker not in ended:
+                process.kill()
+
+    # ---- rules ----
+
+    def _hear_progress(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # the job is over
+        with connection, connection.makefile("rb") as lines:
+            for line in lines:
+                self._reached(int(line))
+
+    def _reached(self, step: int) -> None:
+        for rule in self._fabric.cluster.rules:
+            if rule.at is not None and step == 0:
+                timer = threading.Timer(rule.at, self._apply, [rule])
+                timer.daemon = True
+                self._timers.append(timer)
+                timer.start()
+            elif rule.step == step and step:
+                self._apply(rule)
+
+    def _apply(self, rule: Rule) -> None:
+        print(f"paceline: rule: {rule.describe()}", file=sys.stderr)
+        try:
+            if isinstance(rule.target, int):
+                self._killed_by_rule.add(rule.target)
+                self._processes[rule.target].kill()
+                return
+            cluster = self._fabric.cluster
+            for link in cluster.links_named(rule.target):
+                if rule.action == "cut":
+                    self._fabric.cut(link)
+                    continue
+                rate = rule.rate if rule.rate is not None else cluster.capacities[link]
+                self._fabric.set_rate(link, rate)
+                self._fabric.repair(link)
+        except PacelineError as error:
+            print(f"paceline: rule failed: {error}", file=sys.stderr)
+
+
+def _error_file(scratch: str, worker: int) -> Path:
+    return Path(scratch) / f"error-{worker}.json"
+
+
+class _Extra(msgspec.Struct):
+    timestamp: str = "0"
+
+
+class _Message(msgspec.Struct):
+    message: str = ""
+    extraInfo: _Extra = msgspec.field(default_factory=_Extra)  # noqa: N815 - torchrun's
+
+
+class _Report(msgspec.Struct):
+    message: _Message
+
+
+def _report(path: Path) -> tuple[str, float]:
+    """What a failed worker left, and when: see `ending.report_to_launcher`."""
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=_Report).message
+        return report.message, float(report.extraInfo.timestamp)
+    except (OSError, msgspec.MsgspecError, ValueError):
+        return "", 0.0

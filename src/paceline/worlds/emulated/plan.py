@@ -1,0 +1,151 @@
+"""A cluster as hosts, addresses and devices; no I/O.
+
+The switchboard holds a bridge per rack and one for the core. Each directed link of the
+cluster is the egress of exactly one device::
+
+    host i                     switchboard
+    eth0 --------------- h<i> [rack bridge] u<r> --------------- d<r> [core bridge]
+    host i out: eth0     in: h<i>           rack r up: u<r>      down: d<r>
+
+Hosts beyond the cluster's own (servers) stand in rack 0, have the first rack's link,
+and their links are numbered after all links of the cluster: out, in, out, in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+from paceline.network.cluster import Cluster
+from paceline.worlds.emulated.messages import INTERFACE, Build, HostPlan, LinkPlan
+from paceline.worlds.emulated.shaping import wire_rate
+
+__all__ = ["INTERFACE", "MAX_HOSTS", "Host", "Plan"]
+
+MAX_HOSTS = 1000
+"""A bridge takes 1023 ports, and one goes to the core."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: what it is called, where it is reached, where it stands."""
+
+    number: int
+    name: str
+    address: str
+    rack: int
+
+
+class Plan:
+    """The links of a cluster and its extra hosts, numbered and named."""
+
+    def __init__(self, cluster: Cluster, extra_hosts: int) -> None:
+        """Raises `UsageError` for a number of hosts that no bridge can take."""
+        if extra_hosts < 0:
+            raise UsageError(f"extra_hosts: expected 0 or more, got {extra_hosts}")
+        if cluster.hosts + extra_hosts > MAX_HOSTS:
+            raise UsageError(
+                f"expected at most {MAX_HOSTS} hosts in an emulated cluster, got "
+                f"{cluster.hosts + extra_hosts}: use the virtual world for more"
+            )
+        self.cluster = cluster
+        self.capacities = (
+            *cluster.capacities,
+            *[cluster.racks[0].link] * (2 * extra_hosts),
+        )
+        racks = [cluster.rack_of_host(host) for host in range(cluster.hosts)]
+        racks += [0] * extra_hosts
+        self.hosts = tuple(
+            Host(
+                number=i,
+                name=self.link_name(self.host_link(i, inwards=False))[: -len(" out")],
+                address=f"10.77.{(i + 1) // 256}.{(i + 1) % 256}",
+                rack=rack,
+            )
+            for i, rack in enumerate(racks)
+        )
+
+    def link_name(self, link: int) -> str:
+        """What people call a directed link: ``"worker 3 out"``, ``"server 0 in"``."""
+        beyond = link - len(self.cluster.capacities)
+        if beyond < 0:
+            return self.cluster.link_name(link)
+        return f"server {beyond // 2} {'in' if beyond % 2 else 'out'}"
+
+    def host_link(self, host: int, *, inwards: bool) -> int:
+        """The directed link from or to a host."""
+        if host < self.cluster.hosts:
+            return 2 * host + inwards
+        beyond = host - self.cluster.hosts
+        return len(self.cluster.capacities) + 2 * beyond + inwards
+
+    def path(self, source: int, destination: int) -> tuple[int, ...]:
+        """The directed links from one host to another, servers included."""
+        if source == destination:
+            return ()
+        from_rack, to_rack = self.hosts[source].rack, self.hosts[destination].rack
+        across: tuple[int, ...] = ()
+        if from_rack != to_rack:
+            base = 2 * self.cluster.hosts
+            across = (base + 2 * from_rack, base + 2 * to_rack + 1)
+        return (
+            self.host_link(source, inwards=False),
+            *across,
+            self.host_link(destination, inwards=True),
+        )
+
+    def check_link(self, link: int) -> None:
+        """Raises `UsageError`, naming the range, for a link that does not exist."""
+        if not 0 <= link < len(self.capacities):
+            raise UsageError(
+                f"unknown link {link}: expected 0 ({self.link_name(0)}) to "
+                f"{len(self.capacities) - 1} ({self.link_name(len(self.capacities) - 1)})"
+            )
+
+    def check_host(self, host: int) -> None:
+        """Raises `UsageError`, naming the range, for a host that does not exist."""
+        if not 0 <= host < len(self.hosts):
+            raise UsageError(
+                f"unknown host {host}: expected 0 to {len(self.hosts) - 1}"
+            )
+
+    def build(self) -> Build:
+        """What the keeper has to make."""
+        hosts = [
+            HostPlan(
+                rack=host.rack,
+                address=host.address,
+                hardware_address="02:00:0a:4d:"
+                f"{(host.number + 1) // 256:02x}:{(host.number + 1) % 256:02x}",
+            )
+            for host in self.hosts
+        ]
+        links: list[LinkPlan | None] = [None] * len(self.capacities)
+        for host in self.hosts:
+            # Half of the rack's latency on either side of its switch: a path within the
+            # rack has the whole, one between racks half of each rack's.
+            delay = self.cluster.racks[host.rack].latency / 2
+            for inwards in (False, True):
+                link = self.host_link(host.number, inwards=inwards)
+                links[link] = LinkPlan(
+                    name=self.link_name(link),
+                    host=None if inwards else host.number,
+                    device=f"h{host.number}" if inwards else INTERFACE,
+                    rate=wire_rate(self.capacities[link]),
+                    delay=delay,
+                )
+        for number, rack in enumerate(self.cluster.racks):
+            for downwards in (False, True):
+                link = 2 * self.cluster.hosts + 2 * number + downwards
+                links[link] = LinkPlan(
+                    name=self.link_name(link),
+                    host=None,
+                    device=f"{'d' if downwards else 'u'}{number}",
+                    rate=wire_rate(self.capacities[link]),
+                    delay=rack.uplink_latency,
+                )
+        return Build(
+            racks=len(self.cluster.racks),
+            hosts=hosts,
+            links=[link for link in links if link is not None],
+        )

@@ -1,0 +1,30 @@
+"""What an emulated cluster wants of the kernel, and where it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One kernel feature: its *purpose*, whether nothing goes without it, its module."""
+
+    purpose: str
+    required: bool
+    option: str
+    module: str
+
+    def how_to_get(self) -> str:
+        """For people."""
+        return (
+            f"needs a kernel with {self.option}; where it is a module, "
+            f"sudo modprobe {self.module}"
+        )
+
+
+FEATURES = {
+    "veth": Wanted("cables between hosts and switches", True, "CONFIG_VETH", "veth"),
+    "bridge": Wanted("switches", True, "CONFIG_BRIDGE", "bridge"),
+    "tbf": Wanted("link rates, cuts", True, "CONFIG_NET_SCH_TBF", "sch_tbf"),
+    "netem": Wanted("latency", False, "CONFIG_NET_SCH_NETEM", "sch_netem"),
+}

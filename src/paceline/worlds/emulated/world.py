@@ -1,0 +1,85 @@
+"""One worker of an emulated cluster: a real process, in a host of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from paceline.interfaces import Compute
+from paceline.network.workload import Workload
+from paceline.options import RunOptions
+from paceline.tensors import wire_bytes
+from paceline.worlds.pacing import PacedCompute
+from paceline.worlds.real import RealWorld
+
+WORLD_VARIABLE = "PACELINE_WORLD"
+SPEEDS_VARIABLE = "PACELINE_SPEEDS"
+PROGRESS_VARIABLE = "PACELINE_PROGRESS"
+"""The launcher's socket, where worker 0 says which step it has ended."""
+
+
+class EmulatedWorld(RealWorld):
+    """A `RealWorld` whose network is shaped, and whose compute time may be paced."""
+
+    name = "emulated"
+
+    def __init__(self, options: RunOptions) -> None:
+        super().__init__(options)
+        speeds = os.environ.get(SPEEDS_VARIABLE)
+        self.speeds: Sequence[float] | None = None
+        if speeds:
+            self.speeds = msgspec.json.decode(speeds, type=tuple[float, ...])
+        path = os.environ.get(PROGRESS_VARIABLE)
+        if path:
+            progress = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            progress.connect(path)
+            self.journal.observers.append(lambda step: progress.sendall(b"%d\n" % step))
+        self._pace: Workload | None = None
+        if options.pace is not None:
+            self._pace = Workload.load(options.pace)
+        self._paced: list[PacedCompute] = []
+        self._paced_by_script = False
+
+    @property
+    def speed(self) -> float:
+        """This worker's relative compute speed."""
+        return 1.0 if self.speeds is None else self.speeds[self.rank]
+
+    @property
+    def compute_from(self) -> str:
+        if self._paced_by_script:
+            return "paced by the script"
+        if self._paced:
+            workload = self.options.pace or "the workload that the model stands for"
+            return f"paced: {workload}"
+        return "what it takes, on this machine's cores"
+
+    def pace(self, seconds: float) -> None:
+        self._paced_by_script = True
+        for compute in self._paced:
+            compute.give_up()  # the script says itself what it computes
+        if seconds:
+            time.sleep(seconds / self.speed)
+
+    def compute(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        samples: float | None,
+    ) -> Compute | None:
+        own = getattr(model, "workload", None)
+        workload = self._pace or (own if isinstance(own, Workload) else None)
+        if workload is None:
+            return super().compute(model, parameters, samples)
+        workload.check_matches(
+            [name for name, _ in parameters],
+            [wire_bytes(parameter) for _, parameter in parameters],
+            self.options.pace or "the model's workload",
+        )
+        self._paced.append(PacedCompute(workload, samples, self.speed))
+        return self._paced[-1]
