@@ -20,7 +20,7 @@ LEVELS = [
     {"collectives"},
     {"report", "startup", "exchange"},
     {"worlds"},
-    {"training", "checkpoint"},
+    {"training", "checkpoint", "probe"},
     {"distribute"},
     {"api"},
     {"testing", "cli"},

@@ -93,6 +93,8 @@ class Profiler:
 
     def _module_hook(self, number: int) -> Callable[..., None]:
         def starts(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # a clock would cut a compiled block in two
             if self._start is not None and self._end is None:
                 self._modules.append((number, self._stopwatch.mark()))
 

@@ -216,7 +216,7 @@ def test_control_c_ends_a_simulation(workers, tmp_path):
         "import paceline\npaceline.init()\nprint('ready', flush=True)\n"
         "while True:\n    paceline.pace(1.0)\n"
     )
-    words = ("simulate", script, "--workers", workers)
+    words = ("simulate", script, "--workers", workers, "--forward", 1)
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", *map(str, words)],
         stdout=subprocess.PIPE,

@@ -20,12 +20,13 @@ def moved(script):
     return "import paceline\n" + script
 
 
-def losses(path, launcher):
+def losses(path, launcher, folder):
     done = subprocess.run(
         [sys.executable, "-m", *launcher, str(path)],
         capture_output=True,
         text=True,
         timeout=120,
+        cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -40,9 +41,9 @@ def test_moved_script_has_the_same_loss_curve(name, tmp_path):
     ours = tmp_path / f"{name}.py"
     ours.write_text(moved(plain.read_text()))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    expected = losses(plain, torchrun)
+    expected = losses(plain, torchrun, tmp_path)
     assert len(expected) >= 20
     assert expected[-1] < 0.9 * expected[0]
-    assert losses(ours, torchrun) == pytest.approx(expected, rel=1e-5)
+    assert losses(ours, torchrun, tmp_path) == pytest.approx(expected, rel=1e-5)
     virtual = ["paceline", "simulate", "--workers", "2", "--link", "100mbit"]
-    assert losses(ours, virtual) == pytest.approx(expected, rel=1e-5)
+    assert losses(ours, virtual, tmp_path) == pytest.approx(expected, rel=1e-5)

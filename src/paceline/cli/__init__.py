@@ -9,7 +9,7 @@ from types import TracebackType
 
 import typer
 
-from paceline.cli import compare, emulate, methods, profile, run, simulate
+from paceline.cli import compare, emulate, methods, probe, profile, run, simulate
 from paceline.errors import PacelineError, WorkerFailedError
 
 _RUNS_SCRIPTS = str(Path("paceline", "worlds", "virtual"))
@@ -25,6 +25,7 @@ app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(run.run)
 app.command()(simulate.simulate)
 app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(profile.profile)
 app.command()(emulate.emulate)
+app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(probe.probe)
 app.command()(compare.compare)
 app.command()(methods.methods)
 

@@ -131,6 +131,7 @@ def make_compute(
         seed=seed or 0,
         workload=None if workload is None else Workload.load(workload),
         what=workload or "",
+        instead_of_pace=workload is not None,
         **{name: value for name, value in given.items() if value is not None},
     )
 

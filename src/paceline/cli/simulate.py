@@ -86,11 +86,10 @@ def simulate(
         result.compute = compute.describe(outcome.paced_by_script, outcome.stand_in)
         print(f"network: {result.network}", file=sys.stderr)
         print(f"compute: {result.compute}", file=sys.stderr)
-        given = (workload, forward, backward) != (None, None, None)
-        if outcome.paced_by_script and given:
+        if outcome.paced_by_script and (forward is not None or backward is not None):
             print(
-                "compute: --workload, --forward and --backward had no effect: the script "
-                "calls paceline.pace itself",
+                "compute: --forward and --backward had no effect: the script calls "
+                "paceline.pace itself",
                 file=sys.stderr,
             )
         if records is not None:

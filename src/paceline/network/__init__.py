@@ -1,16 +1,23 @@
 """The network and the model's load on it, described; no I/O and no clock."""
 
-from paceline.network.cluster import Cluster, Rack
-from paceline.network.cluster_file import load_cluster, parse_cluster, uniform_cluster
+from paceline.network.cluster import Cluster, Processor, Rack
+from paceline.network.cluster_file import (
+    cluster_toml,
+    load_cluster,
+    parse_cluster,
+    uniform_cluster,
+)
 from paceline.network.rules import Rule
 from paceline.network.transfer import transfer_times
 from paceline.network.workload import Workload
 
 __all__ = [
     "Cluster",
+    "Processor",
     "Rack",
     "Rule",
     "Workload",
+    "cluster_toml",
     "load_cluster",
     "parse_cluster",
     "transfer_times",

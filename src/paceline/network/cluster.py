@@ -23,14 +23,14 @@ MAX_WORKERS = 100_000
 class Rack:
     """Hosts behind one switch.
 
-    *link* and *uplink* are goodput in bytes per second, each direction (*uplink* None:
+    *link* (one for all hosts, or one each) and *uplink* are goodput in bytes per second, each direction (*uplink* None:
     never the limit); *latency* and *uplink_latency* are one-way seconds; *speed* holds a
     factor per worker, 1 for normal and 0.5 for half as fast; *cores* is the number of
     cores of each host, *workers_per_host* how many workers share a host and its link.
     """
 
     workers: int
-    link: float
+    link: float | tuple[float, ...]
     latency: float
     uplink: float | None = None
     uplink_latency: float = 0.0
@@ -43,12 +43,17 @@ class Rack:
             raise ClusterError(
                 f"key 'workers': expected 1 to {MAX_WORKERS}, got {self.workers}"
             )
-        for key in ("link", "uplink"):
-            rate = getattr(self, key)
-            if rate is not None and not (rate > 0 and math.isfinite(rate)):
-                raise ClusterError(
-                    f"key {key!r}: expected a rate above zero, got {rate:g} bytes/s"
-                )
+        if self.workers_per_host < 1 or self.workers % self.workers_per_host:
+            raise ClusterError(
+                f"key 'workers_per_host': expected a divisor of the {self.workers} "
+                f"workers, got {self.workers_per_host}"
+            )
+        for key, rates in (("link", self.links), ("uplink", (self.uplink,))):
+            for rate in rates:
+                if rate is not None and not (rate > 0 and math.isfinite(rate)):
+                    raise ClusterError(
+                        f"key {key!r}: expected a rate above zero, got {rate:g} bytes/s"
+                    )
         for key in ("latency", "uplink_latency"):
             value = getattr(self, key)
             if not (value >= 0 and math.isfinite(value)):
@@ -69,10 +74,11 @@ class Rack:
                 )
         if self.cores < 1:
             raise ClusterError(f"key 'cores': expected 1 or more, got {self.cores}")
-        if self.workers_per_host < 1 or self.workers % self.workers_per_host:
+
+        if len(self.links) != self.hosts:
             raise ClusterError(
-                f"key 'workers_per_host': expected a divisor of the {self.workers} "
-                f"workers, got {self.workers_per_host}"
+                f"key 'link': expected one rate, or {self.hosts}, one per host, got "
+                f"{len(self.links)}"
             )
 
     @property
@@ -80,11 +86,51 @@ class Rack:
         """Number of hosts in the rack."""
         return self.workers // self.workers_per_host
 
+    @property
+    def links(self) -> tuple[float, ...]:
+        """Goodput of each host's link, bytes per second."""
+        if isinstance(self.link, tuple):
+            return self.link
+        return (self.link,) * self.hosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """What communication costs the processors.
+
+    *message*: core-seconds of one message, its sender's and its receiver's together;
+    *byte*: core-seconds of one byte of it. *cores* is the number of cores that all hosts
+    share, as they do in an emulated cluster; None where each rack says what its hosts have.
+    """
+
+    message: float = 0.0
+    byte: float = 0.0
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("message", "byte"):
+            value = getattr(self, key)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ClusterError(
+                    f"key {key!r}: expected a time of zero or more, got {value:g} s"
+                )
+        if self.cores is not None and self.cores < 1:
+            raise ClusterError(f"key 'cores': expected 1 or more, got {self.cores}")
+
+    def describe(self) -> str:
+        """One line for people."""
+        text = f"{units.show_seconds(self.message)} of a processor a message"
+        if self.byte:
+            text += f" and {units.show_seconds(1e6 * self.byte)} a megabyte"
+        if self.cores is not None:
+            text += f", {self.cores} cores for all hosts"
+        return text
+
 
 @dataclass(frozen=True)
 class Cluster:
-    """Racks, and from them every directed link with its capacity; and the *rules* of what
-    happens to them during a run.
+    """Racks, and from them every directed link with its capacity; the *rules* of what
+    happens to them during a run; and what a message costs a *processor* (None: nothing).
 
     Workers and hosts are numbered rack by rack. ``capacities[i]`` is the goodput of
     directed link *i* in bytes per second.
@@ -92,6 +138,7 @@ class Cluster:
 
     racks: tuple[Rack, ...]
     rules: tuple[Rule, ...] = ()
+    processor: Processor | None = None
     capacities: tuple[float, ...] = field(init=False, repr=False)
     _host_of: tuple[int, ...] = field(init=False, repr=False)
     _rack_of: tuple[int, ...] = field(init=False, repr=False)
@@ -113,7 +160,7 @@ class Cluster:
         # and downlink.
         capacities: list[float] = []
         for rack in self.racks:
-            capacities += [rack.link, rack.link] * rack.hosts
+            capacities += [rate for link in rack.links for rate in (link, link)]
         for rack in self.racks:
             capacities += [math.inf if rack.uplink is None else rack.uplink] * 2
         object.__setattr__(self, "_rack_of", tuple(rack_of))
@@ -219,10 +266,11 @@ class Cluster:
         """One line for people."""
         parts = []
         for rack in self.racks:
-            text = (
-                f"{rack.workers} workers, {units.show_rate(rack.link)}, "
-                f"{units.show_seconds(rack.latency)}"
-            )
+            rates = sorted(set(rack.links))
+            rate = units.show_rate(rates[-1])
+            if len(rates) > 1:
+                rate = f"{units.show_rate(rates[0])} to {rate}"
+            text = f"{rack.workers} workers, {rate}, {units.show_seconds(rack.latency)}"
             if rack.workers_per_host > 1:
                 text += f", {rack.workers_per_host} a host"
             if rack.uplink is not None:
@@ -230,4 +278,6 @@ class Cluster:
             if set(rack.speed) != {1.0}:
                 text += ", speeds " + " ".join(f"{s:g}" for s in rack.speed)
             parts.append(text)
+        if self.processor is not None:
+            parts.append(self.processor.describe())
         return "; ".join(parts)

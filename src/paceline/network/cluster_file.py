@@ -10,6 +10,13 @@
     speed = [1, 1, 1, 0.5]  # relative compute speed of each worker; left out: all 1
     workers_per_host = 1    # workers that share a host and its link
 
+    [processor]             # left out: communication costs processors nothing
+    message = "150 us"      # of a core, for one message, at both its ends together
+    byte = "0.3 ns"         # of a core, for each byte of it
+    cores = 2               # shared by all hosts; left out: each has its rack's cores
+
+``link`` may be a list with a rate for each host.
+
 What happens during a run is written as ``[[rule]]`` tables: see `paceline.network.rules`.
 """
 
@@ -22,7 +29,7 @@ from typing import Any
 
 from paceline import units
 from paceline.errors import ClusterError, UsageError, unknown
-from paceline.network.cluster import Cluster, Rack
+from paceline.network.cluster import Cluster, Processor, Rack
 from paceline.network.rules import ACTIONS, Rule
 
 
@@ -54,11 +61,17 @@ def parse_cluster(text: str) -> Cluster:
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"not TOML: {error}") from error
     for key in data:
-        if key not in ("rack", "rule"):
-            raise ClusterError(unknown("top-level key", key, ["rack", "rule"]))
+        if key not in ("rack", "rule", "processor"):
+            known = ["rack", "rule", "processor"]
+            raise ClusterError(unknown("top-level key", key, known))
     racks = [_rack(t, f"rack {i}") for i, t in enumerate(_tables(data, "rack"))]
     rules = [_rule(t, f"rule {i}") for i, t in enumerate(_tables(data, "rule"))]
-    return Cluster(tuple(racks), tuple(rules))
+    processor = data.get("processor")
+    return Cluster(
+        tuple(racks),
+        tuple(rules),
+        None if processor is None else _processor(processor),
+    )
 
 
 def _tables(data: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
@@ -69,6 +82,25 @@ def _tables(data: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
             f"got {type(tables).__name__}"
         )
     return tables
+
+
+def _processor(table: object) -> Processor:
+    readers: dict[str, Callable[[str, object], Any]] = {
+        "message": _time,
+        "byte": _time,
+        "cores": _whole,
+    }
+    try:
+        if not isinstance(table, dict):
+            raise ClusterError(
+                f"expected a [processor] table, got {type(table).__name__}"
+            )
+        for key in table:
+            if key not in readers:
+                raise ClusterError(unknown("key", key, readers))
+        return Processor(**{key: readers[key](key, v) for key, v in table.items()})
+    except ClusterError as error:
+        raise ClusterError(f"processor: {error}") from None
 
 
 def _rule(table: Mapping[str, Any], where: str) -> Rule:
@@ -100,7 +132,7 @@ def _rule(table: Mapping[str, Any], where: str) -> Rule:
 def _rack(table: Mapping[str, Any], where: str) -> Rack:
     readers: dict[str, Callable[[str, object], Any]] = {
         "workers": _whole,
-        "link": _rate,
+        "link": _rates,
         "latency": _time,
         "uplink": _rate,
         "uplink_latency": _time,
@@ -136,6 +168,12 @@ def _rate(key: str, value: object) -> float:
     return _quantity(key, value, units.bytes_per_second, "a rate", "1 Gbit/s")
 
 
+def _rates(key: str, value: object) -> float | tuple[float, ...]:
+    if isinstance(value, list):
+        return tuple(_rate(key, one) for one in value)
+    return _rate(key, value)
+
+
 def _time(key: str, value: object) -> float:
     return _quantity(key, value, units.seconds, "a time", "50 us")
 
@@ -161,3 +199,56 @@ def _factors(key: str, value: object) -> tuple[float, ...]:
             f"key {key!r}: expected a list of numbers, one per worker, got {value!r}"
         )
     return tuple(float(v) for v in value)
+
+
+def cluster_toml(cluster: Cluster, comment: str = "") -> str:
+    """*cluster* as `parse_cluster` reads it; *comment* stands above it."""
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    for rack in cluster.racks:
+        same = len(set(rack.links)) == 1
+        rates = [_quoted(_rate_text(rate)) for rate in rack.links]
+        lines += [
+            "",
+            "[[rack]]",
+            f"workers = {rack.workers}",
+            f"link = {rates[0] if same else '[' + ', '.join(rates) + ']'}",
+            f"latency = {_quoted(_time_text(rack.latency))}",
+        ]
+        if rack.uplink is not None:
+            lines.append(f"uplink = {_quoted(_rate_text(rack.uplink))}")
+        if rack.uplink_latency:
+            lines.append(f"uplink_latency = {_quoted(_time_text(rack.uplink_latency))}")
+        if set(rack.speed) != {1.0}:
+            lines.append(f"speed = [{', '.join(f'{s:.4g}' for s in rack.speed)}]")
+        if rack.cores != 1:
+            lines.append(f"cores = {rack.cores}")
+        if rack.workers_per_host != 1:
+            lines.append(f"workers_per_host = {rack.workers_per_host}")
+    if cluster.processor is not None:
+        lines += ["", "[processor]"]
+        lines.append(f"message = {_quoted(_time_text(cluster.processor.message))}")
+        lines.append(f"byte = {_quoted(_time_text(cluster.processor.byte))}")
+        if cluster.processor.cores is not None:
+            lines.append(f"cores = {cluster.processor.cores}")
+    for rule in cluster.rules:
+        target = rule.target if isinstance(rule.target, int) else _quoted(rule.target)
+        lines += ["", "[[rule]]", f"{rule.action} = {target}"]
+        if rule.rate is not None:
+            lines.append(f"rate = {_quoted(_rate_text(rule.rate))}")
+        if rule.at is not None:
+            lines.append(f"at = {_quoted(_time_text(rule.at))}")
+        else:
+            lines.append(f"step = {rule.step}")
+    return "\n".join(lines).strip() + "\n"
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _rate_text(rate: float) -> str:
+    return f"{8 * rate / 1e6:.6g} Mbit/s"
+
+
+def _time_text(seconds: float) -> str:
+    return f"{1e6 * seconds:.6g} us"

@@ -34,7 +34,7 @@ class Activity:
     __slots__ = ("demand", "done", "end", "rate", "remaining")
 
     def __init__(
-        self, demand: Mapping[int, int], size: float, done: Callable[[float], None]
+        self, demand: Mapping[int, float], size: float, done: Callable[[float], None]
     ) -> None:
         self.demand = demand
         self.remaining = float(size)
@@ -91,22 +91,23 @@ class Sharing:
 
     def _share(self, now: float) -> None:
         left: dict[int, float] = {}
-        load: dict[int, int] = {}
+        load: dict[int, float] = {}
+        users: dict[
+            int, int
+        ] = {}  # loads need not be whole numbers: count, to end at 0
         for activity in self._active:
             for link, connections in activity.demand.items():
-                load[link] = load.get(link, 0) + connections
+                load[link] = load.get(link, 0.0) + connections
+                users[link] = users.get(link, 0) + 1
                 left[link] = self.capacities[link]
         waiting = list(self._active)
         while waiting:
-            tightest = min(
-                (left[link] / load[link] for link in load if load[link]),
-                default=math.inf,
-            )
+            shares = {link: left[link] / load[link] for link in load if users[link]}
+            tightest = min(shares.values(), default=math.inf)
             tight = {
                 link
-                for link in load
-                if load[link]
-                and left[link] / load[link] <= tightest * (1 + _SAME_INSTANT)
+                for link, share in shares.items()
+                if share <= tightest * (1 + _SAME_INSTANT)
             }
             still_waiting = []
             for activity in waiting:
@@ -116,6 +117,7 @@ class Sharing:
                 self._set_rate(activity, max(0.0, tightest), now)
                 for link, connections in activity.demand.items():
                     load[link] -= connections
+                    users[link] -= 1
                     if tightest < math.inf:
                         left[link] = max(0.0, left[link] - tightest * connections)
             waiting = still_waiting

@@ -51,7 +51,7 @@ class Plan:
         self.cluster = cluster
         self.capacities = (
             *cluster.capacities,
-            *[cluster.racks[0].link] * (2 * extra_hosts),
+            *[cluster.racks[0].links[0]] * (2 * extra_hosts),
         )
         racks = [cluster.rack_of_host(host) for host in range(cluster.hosts)]
         racks += [0] * extra_hosts

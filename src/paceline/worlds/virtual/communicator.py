@@ -92,8 +92,11 @@ class Communicator:
         self._free_lanes = [list(range(lanes))[::-1] for _ in self.ranks]
         n = len(self.ranks)
         self._latencies: dict[int, float] = {}
-        self._ring_demand: dict[int, int] = {}
+        self._ring_demand: dict[int, float] = {}
+        self._senders: dict[int, int] = {}  # ranks by host
         for position in range(n if n > 1 else 0):
+            host = links.cluster.host_of(self.ranks[position])
+            self._senders[host] = self._senders.get(host, 0) + 1
             for link in links.cluster.path(
                 self.ranks[position], self.ranks[(position + 1) % n]
             ):
@@ -187,6 +190,7 @@ class Communicator:
             self._ring_demand,
             schedule.bytes_per_connection,
             partial(self._done_everywhere, operation),
+            {host: ranks * schedule.steps for host, ranks in self._senders.items()},
         )
 
     def _done_everywhere(self, operation: Operation) -> None:

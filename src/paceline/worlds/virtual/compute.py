@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ class ComputeModel:
     *workload* says it tensor by tensor. Without one, *forward* and *backward* are seconds
     a step, spread over the tensors by bytes. *jitter* is the relative standard deviation
     of a step's compute time (Gaussian, cut off at zero), drawn per worker and step from
-    *seed*; *what* names the workload to people.
+    *seed*; *what* names the workload to people. *instead_of_pace*: the workload holds also
+    what the script paces, and `paceline.pace` takes no time.
     """
 
     forward: float = 0.01
@@ -27,6 +29,7 @@ class ComputeModel:
     seed: int = 0
     workload: Workload | None = None
     what: str = "the workload"
+    instead_of_pace: bool = False
 
     def __post_init__(self) -> None:
         for key in ("forward", "backward", "jitter"):
@@ -76,6 +79,7 @@ class VirtualCompute:
         spend: Callable[[float, str], None],
     ) -> None:
         self.costs = model
+        self._rank = rank
         self._speed = speed
         self._spend = spend
         # A generator of its own per worker: a worker's times do not depend on how many
@@ -83,6 +87,7 @@ class VirtualCompute:
         self._random = random.Random(f"{model.seed}/{rank}")
         self._factor = self._draw()
         self._owed = 0.0
+        self._models = 0
         self.paced_by_script = False
         self.stand_in = False  # charged by the workload that the model stands for
 
@@ -94,13 +99,29 @@ class VirtualCompute:
         own: Workload | None = None,
     ) -> ModelCompute:
         """Where the passes of one model are charged; *own* is the workload that the model
-        stands for, if it stands for one."""
+        stands for, if it stands for one.
+
+        A workload is one model's, the first that is trained: another one, later, is
+        charged as if there were no workload.
+        """
         costs = self.costs
         workload = costs.workload or own
+        self._models += 1
+        try:
+            if workload is not None:
+                workload.check_matches(names, sizes, costs.what)
+        except UsageError as error:
+            if self._models == 1 or own is not None:
+                raise
+            if self._rank == 0:
+                print(
+                    f"compute: of model {self._models}, which is charged forward "
+                    f"{costs.forward:g} s and backward {costs.backward:g} s: {error}",
+                    file=sys.stderr,
+                )
+            workload = None
         if workload is None:
             workload = Workload.spread(names, sizes, costs.forward, costs.backward)
-        else:
-            workload.check_matches(names, sizes, costs.what)
         self.stand_in = own is not None and costs.workload is None
         return ModelCompute(self, workload, samples)
 
@@ -123,6 +144,8 @@ class VirtualCompute:
 
     def pace(self, seconds: float) -> None:
         """The script says what it computes."""
+        if self.costs.instead_of_pace:
+            return
         self.paced_by_script = True
         self._owed = 0.0
         self._take(seconds, "paced")

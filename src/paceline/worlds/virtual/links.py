@@ -21,7 +21,7 @@ class Links:
     def __init__(self, clock: Clock, cluster: Cluster) -> None:
         self.cluster = cluster
         self._clock = clock
-        self._sharing = Sharing(cluster.capacities)
+        self._sharing = Sharing([*cluster.capacities, *_processors(cluster)])
         self._settle_at: float | None = None
         self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
 
@@ -31,15 +31,45 @@ class Links:
         self._settle_by(self._clock.now)
 
     def start(
-        self, demand: Mapping[int, int], size: float, done: Callable[[], None]
+        self,
+        demand: Mapping[int, float],
+        size: float,
+        done: Callable[[], None],
+        messages: Mapping[int, float] | None = None,
     ) -> None:
         """Move *size* bytes on each connection of *demand* (link to number of
-        connections), from now on; call *done* when the last byte has left."""
-        if not demand or size <= 0:
+        connections), from now on; call *done* when the last byte has left.
+
+        *messages*: how many messages in all each host sends meanwhile. Where they cost the
+        hosts' processors something, bytes move no faster than these keep up.
+        """
+        work = self._work(messages or {}, size, demand)
+        if not work and (not demand or size <= 0):
             done()
             return
-        self._sharing.start(Activity(demand, size, lambda now: done()))
+        # Work without bytes is moved as one byte that crosses no link.
+        scale = size if size > 0 else 1.0
+        everything = {link: float(n) for link, n in demand.items() if size > 0}
+        everything |= {index: seconds / scale for index, seconds in work.items()}
+        self._sharing.start(Activity(everything, scale, lambda now: done()))
         self._settle_by(self._clock.now)
+
+    def _work(
+        self, messages: Mapping[int, float], size: float, demand: Mapping[int, float]
+    ) -> dict[int, float]:
+        """Core-seconds by processor: a message's are halved between its two ends, and
+        what several hosts do on shared cores is one sum."""
+        processor = self.cluster.processor
+        if processor is None:
+            return {}
+        first = len(self.cluster.capacities)
+        work: dict[int, float] = {}
+        for host, count in messages.items():
+            index = first if processor.cores is not None else first + host
+            moved = size * demand.get(2 * host, 0.0)
+            seconds = count * processor.message + moved * processor.byte
+            work[index] = work.get(index, 0.0) + seconds
+        return {index: seconds for index, seconds in work.items() if seconds > 0}
 
     def send(
         self,
@@ -67,8 +97,9 @@ class Links:
                 del self._queues[connection]
             sent()
 
-        demand = dict.fromkeys(self.cluster.path(source, destination), 1)
-        queue.append(partial(self.start, demand, size, left))
+        demand = dict.fromkeys(self.cluster.path(source, destination), 1.0)
+        messages = {self.cluster.host_of(source): 1.0}
+        queue.append(partial(self.start, demand, size, left, messages))
         if len(queue) == 1:
             queue[0]()
 
@@ -84,3 +115,12 @@ class Links:
         for activity in self._sharing.settle(planned):
             activity.done(planned)
         self._settle_by(self._sharing.next_end())
+
+
+def _processors(cluster: Cluster) -> list[float]:
+    """Cores that communication can use: of all hosts together, or of each."""
+    if cluster.processor is None:
+        return []
+    if cluster.processor.cores is not None:
+        return [float(cluster.processor.cores)]
+    return [float(rack.cores) for rack in cluster.racks for _ in range(rack.hosts)]

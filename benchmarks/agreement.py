@@ -1,0 +1,217 @@
+"""The virtual world's predictions held against real processes on an emulated network.
+
+    python benchmarks/agreement.py                    # the table of docs/agreement.md
+    python benchmarks/agreement.py --only layers-8-1000 --repeats 1
+
+For each network: `paceline probe` measures the emulated cluster and writes what it finds as
+a cluster file; for each script: `paceline profile` measures what a step computes, with the
+same number of workers. From these two files alone `paceline simulate` predicts the seconds
+of a step; `paceline emulate` measures them, several times. A cell is off if the prediction
+is further from the median than 10 % plus the spread (largest less smallest) of the
+measurements.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.network import Cluster, Rack, Workload, cluster_toml
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+MBIT = 1e6 / 8
+FIXED = ("ddp", "single", "wfbp")
+RULES = (*FIXED, "optimal")
+
+
+def equal(workers, mbit):
+    return Cluster((Rack(workers=workers, link=mbit * MBIT, latency=50e-6),))
+
+
+def one_slow(workers, mbit):
+    links = (mbit * MBIT,) * (workers - 1) + (mbit / 4 * MBIT,)
+    return Cluster((Rack(workers=workers, link=links, latency=50e-6),))
+
+
+def two_racks(workers, mbit, uplink):
+    rack = Rack(
+        workers=workers // 2, link=mbit * MBIT, latency=50e-6, uplink=uplink * MBIT
+    )
+    return Cluster((rack, rack))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A script on a network under a method; *pace* multiplies the profiled times that
+    workers take instead of their own (None: their own)."""
+
+    name: str
+    script: str
+    arguments: tuple[str, ...]
+    cluster: Cluster
+    method: str
+    pace: float | None = None
+    steps: int = 10
+
+
+LAYERS = ("layers", ())
+CELLS = [
+    *(
+        Cell(f"layers-8-{mbit}", *LAYERS, equal(8, mbit), f"bsp:fusion={rule}")
+        for mbit in (100, 400, 1000)
+        for rule in RULES
+    ),
+    *(
+        Cell(f"digits-8-{mbit}", "digits", (), equal(8, mbit), f"bsp:fusion={rule}", 30)
+        for mbit in (100, 400, 1000)
+        for rule in FIXED
+    ),
+    *(
+        Cell(f"digits-2-{mbit}", "digits", (), equal(2, mbit), f"bsp:fusion={rule}")
+        for mbit in (100, 400, 1000)
+        for rule in FIXED
+    ),
+    *(
+        Cell("layers-8-slow", *LAYERS, one_slow(8, 400), f"bsp:fusion={rule}")
+        for rule in FIXED
+    ),
+    *(
+        Cell("layers-8-racks", *LAYERS, two_racks(8, 1000, 400), f"bsp:fusion={rule}")
+        for rule in FIXED
+    ),
+]
+# `optimal` plans for some 29 steps before it settles.
+CELLS = [
+    replace(cell, steps=36) if cell.method.endswith("optimal") else cell
+    for cell in CELLS
+]
+WAYS = {"layers": ("--train-steps", "40"), "digits": ("--epochs", "4")}
+
+
+class Bench:
+    """Probes and profiles, each made once, in a folder."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.networks = {}
+
+    def files(self, cell):
+        """The probe's cluster file and the workload for a cell."""
+        key = cluster_toml(cell.cluster)
+        if key not in self.networks:
+            number = len(self.networks)
+            described = self.folder / f"network-{number}.toml"
+            described.write_text(key)
+            probed = self.folder / f"probed-{number}.toml"
+            paceline(
+                *("probe", "--world=emulated", f"--cluster={described}"),
+                f"--output={probed}",
+            )
+            self.networks[key] = described, probed
+        described, probed = self.networks[key]
+        workers = cell.cluster.workers
+        profile = self.folder / f"{cell.script}-{workers}.json"
+        script = EXAMPLES / f"{cell.script}.py"
+        if not profile.exists():
+            paceline(
+                *("profile", script, f"--workers={workers}", "--steps=12"),
+                *(f"--output={profile}", "--", *WAYS[cell.script], *cell.arguments),
+            )
+        if cell.pace is None:
+            return described, probed, profile
+        paced = self.folder / f"{cell.script}-{workers}-x{cell.pace}.json"
+        if not paced.exists():
+            slower(Workload.load(profile), cell.pace).save(paced)
+        return described, probed, paced
+
+    def predicted(self, cell):
+        _, probed, workload = self.files(cell)
+        return paceline(
+            *("simulate", EXAMPLES / f"{cell.script}.py", f"--cluster={probed}"),
+            *(f"--workload={workload}", f"--method={cell.method}", "--json"),
+            *(f"--steps={cell.steps}", "--", *WAYS[cell.script], *cell.arguments),
+        )["step_seconds"]
+
+    def measured(self, cell):
+        described, _, workload = self.files(cell)
+        pace = () if cell.pace is None else (f"--pace={workload}",)
+        return paceline(
+            *("emulate", EXAMPLES / f"{cell.script}.py", f"--cluster={described}"),
+            *(*pace, "--no-measure", f"--method={cell.method}", "--json"),
+            *(f"--steps={cell.steps}", "--", *WAYS[cell.script], *cell.arguments),
+        )["step_seconds"]
+
+
+def slower(workload, factor):
+    return replace(
+        workload,
+        forward=tuple(factor * t for t in workload.forward),
+        backward=tuple(factor * t for t in workload.backward),
+        update=factor * workload.update,
+    )
+
+
+def paceline(*words):
+    """Run it; returns its JSON, if it was asked for one."""
+    command = [sys.executable, "-m", "paceline", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stderr}")
+    return json.loads(done.stdout) if "--json" in words else None
+
+
+def run(cells, repeats, folder):
+    bench, rows = Bench(folder), []
+    print("| cell | method | predicted s | measured s | spread | off by | |")
+    print("|---|---|---|---|---|---|---|")
+    for cell in cells:
+        predicted = bench.predicted(cell)
+        times = [bench.measured(cell) for _ in range(repeats)]
+        middle = statistics.median(times)
+        spread = (max(times) - min(times)) / middle
+        off = predicted / middle - 1
+        good = abs(off) <= 0.10 + spread
+        rows.append(
+            {
+                "cell": cell.name,
+                "method": cell.method,
+                "predicted_seconds": predicted,
+                "measured_seconds": times,
+                "spread": spread,
+                "off": off,
+                "good": good,
+            }
+        )
+        print(
+            f"| {cell.name} | {cell.method} | {predicted:.3f} | {middle:.3f} | "
+            f"{spread:.1%} | {off:+.1%} | {'' if good else 'off'} |",
+            flush=True,
+        )
+    middle = statistics.median(abs(row["off"]) for row in rows)
+    bad = sum(not row["good"] for row in rows)
+    print(f"\nmedian cell off by {middle:.1%}; {bad} of {len(rows)} cells off")
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", help="cells whose name begins so")
+    parser.add_argument("--method", help="methods that contain this")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", help="keep probes and profiles here")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    cells = [c for c in CELLS if c.name.startswith(args.only or "")]
+    cells = [c for c in cells if (args.method or "") in c.method]
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = run(cells, args.repeats, args.folder or scratch)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

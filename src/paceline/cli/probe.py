@@ -1,0 +1,106 @@
+"""``paceline probe``: measure a network, and write it down as a cluster."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+
+import paceline.probe
+from paceline.cli import options as o
+from paceline.errors import UsageError
+from paceline.network import cluster_toml
+from paceline.options import RunOptions
+from paceline.probe import Findings, infer_cluster, measure
+from paceline.probe.tables import comment_on, print_findings
+from paceline.report.files import make_folder
+from paceline.worlds.emulated.fabric import Fabric
+from paceline.worlds.emulated.job import Job
+from paceline.worlds.join import join_world
+from paceline.worlds.launch import launch
+from paceline.worlds.virtual import Simulation
+
+SCRIPT = str(Path(paceline.probe.__file__).parent / "__main__.py")
+
+
+def probe(
+    context: typer.Context,
+    world: Annotated[
+        Literal["real", "emulated", "virtual"], typer.Option(help="What to measure.")
+    ] = "real",
+    workers: o.Workers = None,
+    link: o.Link = None,
+    latency: o.Latency = None,
+    cluster: o.ClusterFile = None,
+    output: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path(
+        "cluster.toml"
+    ),
+    seconds: Annotated[
+        float, typer.Option(help="Seconds for each pair of hosts, each way.")
+    ] = 0.1,
+    json: o.Json = False,
+) -> None:
+    """Measure goodput and latency between hosts, all-reduces, and processors.
+
+    In the real world torchrun's options are passed through: run the same command on each
+    machine. The file that is written can be simulated and emulated.
+    """
+    make_folder(str(output.resolve().parent))
+    if not seconds > 0:
+        raise UsageError(f"--seconds: expected more than zero, got {seconds:g}")
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
+        o.standard_output_for_result(json) as true_output,
+    ):
+        found = Path(scratch) / "findings.json"
+        arguments = [f"--output={found}", f"--seconds-per-pair={seconds}"]
+        if world == "real":
+            for name, value in (
+                ("--link", link),
+                ("--latency", latency),
+                ("--cluster", cluster),
+            ):
+                if value is not None:
+                    raise UsageError(f"{name} describes a network; this measures one")
+            # torchrun wants a script among its words, and gets ours
+            words = context.args
+            status = launch(workers, words, SCRIPT, arguments, RunOptions())
+        elif context.args:
+            raise UsageError(f"unknown option {context.args[0]!r}")
+        else:
+            described = o.make_cluster(cluster, workers, link, latency)
+            if world == "emulated":
+                with Fabric(described) as fabric:
+                    for warning in fabric.warnings:
+                        print(f"paceline: {warning}", file=sys.stderr)
+                    status = Job(fabric, SCRIPT, arguments, RunOptions()).run()
+            else:
+                simulation = Simulation(described)
+                status = _in_virtual_time(simulation, found, seconds)
+        if status:
+            sys.exit(status)
+        if not found.exists():
+            return  # another machine's rank 0 has it
+        findings = msgspec.json.decode(found.read_bytes(), type=Findings)
+        inferred = infer_cluster(findings)
+        output.write_text(cluster_toml(inferred, comment_on(findings)))
+        if json:
+            with open(true_output, "w", closefd=False) as stream:
+                print(found.read_text(), file=stream)
+        else:
+            print_findings(findings)
+            print(f"{output}: {inferred.describe()}")
+
+
+def _in_virtual_time(simulation: Simulation, path: Path, seconds: float) -> int:
+    def body(rank: int) -> None:
+        findings = measure(join_world(), seconds_per_pair=seconds)
+        if rank == 0:
+            path.write_bytes(msgspec.json.encode(findings))
+
+    simulation.run(body)
+    return 0

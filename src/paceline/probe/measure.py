@@ -1,0 +1,309 @@
+"""Measures between the workers of a job, on torch.distributed, in any world."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from paceline.collectives.comm import TorchComm
+from paceline.interfaces import World
+from paceline.probe.findings import Findings, Size
+from paceline.probe.racks import find_racks
+
+FIRST_BYTES = 64 * 1024
+PINGS = 20
+SIZES = tuple(4096 * 4**k for k in range(7))
+"""4 KiB to 16 MiB."""
+
+SECONDS_PER_SIZE = 0.5
+IDLE_SECONDS = 0.5
+CPU = torch.device("cpu")
+
+
+def measure(
+    world: World,
+    *,
+    seconds_per_pair: float = 0.1,
+    largest: int = SIZES[-1],
+    say: Callable[[str], None] = lambda text: None,
+) -> Findings:
+    """Measure everything; the same findings on every rank. Collective.
+
+    Pairs are measured one after the other, both ways, *seconds_per_pair* each way; nothing
+    else may use the network meanwhile. *say* is told what begins, on every rank.
+    """
+    probe = _Probe(world, seconds_per_pair)
+    say("hosts")
+    hosts, shared_cores = probe.hosts()
+    say("latency and goodput, pair by pair")
+    goodput, latency = probe.matrices(hosts)
+    racks = find_racks(goodput, latency, hosts)
+    say("uplinks")
+    uplinks = probe.uplinks(racks, goodput)
+    say("all-reduces")
+    all_reduce = probe.all_reduces([s for s in SIZES if s <= largest], shared_cores)
+    say("compute speeds")
+    return Findings(
+        world=world.name,
+        hosts=hosts,
+        goodput=goodput,
+        latency=latency,
+        racks=racks,
+        uplinks=uplinks,
+        all_reduce=all_reduce,
+        shared_cores=shared_cores,
+        speeds=probe.speeds(),
+    )
+
+
+class _Probe:
+    def __init__(self, world: World, seconds_per_pair: float) -> None:
+        world.connect()
+        self._world = world
+        self._rank, self._size = world.rank, world.size
+        self._seconds = seconds_per_pair
+        self._comm = TorchComm(world, "probe")
+
+    # ---- who is where ----
+
+    def hosts(self) -> tuple[list[int], int | None]:
+        """Each worker's host, and the cores that all of them share, if they share them.
+
+        Two workers are on one machine if it booted with one name and one id, and on one
+        host if they have one network there.
+        """
+        if self._world.name == "virtual":
+            return list(range(self._size)), None
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        machine = platform.node() + (boot.read_text() if boot.exists() else "")
+        network = Path("/proc/self/ns/net")
+        place = str(network.readlink()) if network.exists() else ""
+        machines = self._gather([_number(machine)])
+        networks = self._gather([_number(machine + place)])
+        order = list(dict.fromkeys(row[0] for row in networks))
+        hosts = [order.index(row[0]) for row in networks]
+        one_machine = len({row[0] for row in machines}) == 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        return hosts, cores if one_machine else None
+
+    def speeds(self) -> list[float]:
+        """Relative compute speeds: what the world says, else of a product of matrices,
+        worker by worker, since they may share cores."""
+        if self._world.speeds is not None:
+            return list(self._world.speeds)
+        times = []
+        a = torch.randn(256, 256)
+        for turn in range(self._size):
+            self._barrier()
+            mine = 0.0
+            if turn == self._rank:
+                samples = []
+                for _ in range(15):
+                    start = time.perf_counter()
+                    for _ in range(10):
+                        a @ a
+                    samples.append(time.perf_counter() - start)
+                mine = statistics.median(samples)
+            times.append(self._sum(mine))
+        fastest = min(times)
+        # Differences of less than a tenth are a machine's moods.
+        return [1.0 if fastest / t > 0.9 else round(fastest / t, 2) for t in times]
+
+    # ---- point to point ----
+
+    def matrices(
+        self, hosts: Sequence[int]
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """Goodput and latency from each worker's host to each other's."""
+        n = self._size
+        goodput = [[0.0] * n for _ in range(n)]
+        latency = [[0.0] * n for _ in range(n)]
+        first_of = {host: hosts.index(host) for host in set(hosts)}
+        leaders = sorted(first_of.values())
+        for a in leaders:
+            for b in leaders:
+                if a == b:
+                    continue
+                self._barrier()
+                rate = delay = 0.0
+                if self._rank == a:
+                    delay = self._ping(b)
+                    rate = self._stream(b)
+                elif self._rank == b:
+                    self._answer(a)
+                goodput[a][b], latency[a][b] = self._sum(rate), self._sum(delay)
+        for i in range(n):
+            for j in range(n):
+                a, b = first_of[hosts[i]], first_of[hosts[j]]
+                goodput[i][j], latency[i][j] = goodput[a][b], latency[a][b]
+        return goodput, latency
+
+    def _ping(self, peer: int) -> float:
+        word = torch.zeros(1, dtype=torch.int64)
+        times = []
+        for _ in range(PINGS):
+            start = self._world.now()
+            dist.send(word, peer)
+            dist.recv(word, peer)
+            times.append((self._world.now() - start) / 2)
+        return min(times)  # what is longer waited for a processor
+
+    def _stream(self, peer: int) -> float:
+        """Bytes per second, from the time that a longer transfer takes more than a
+        shorter one: start-up, latency and what a shaper lets through at once cancel."""
+        size, took = FIRST_BYTES, self._transfer(peer, FIRST_BYTES)
+        while took < self._seconds / 4 and size < 2**28:
+            size *= 2
+            took = self._transfer(peer, size)
+        long = self._transfer(peer, 4 * size)
+        again = min(took, self._transfer(peer, size))
+        self._transfer(peer, 0)
+        return 3 * size / max(long - again, 1e-9)
+
+    def _transfer(self, peer: int, size: int) -> float:
+        length = torch.tensor([size])
+        dist.send(length, peer)
+        if not size:
+            return 0.0
+        data = torch.zeros(size, dtype=torch.uint8)
+        dist.recv(length, peer)  # the peer's buffer is there
+        start = self._world.now()
+        dist.send(data, peer)
+        dist.recv(length, peer)
+        return self._world.now() - start
+
+    def _answer(self, peer: int) -> None:
+        word = torch.zeros(1, dtype=torch.int64)
+        for _ in range(PINGS):
+            dist.recv(word, peer)
+            dist.send(word, peer)
+        while True:
+            dist.recv(word, peer)
+            if not int(word.item()):
+                return
+            data = torch.empty(int(word.item()), dtype=torch.uint8)
+            dist.send(word, peer)
+            dist.recv(data, peer)
+            dist.send(word, peer)
+
+    def uplinks(
+        self, racks: Sequence[int], goodput: Sequence[Sequence[float]]
+    ) -> list[tuple[int, int, float]]:
+        """From each rack to each other one: what all workers of the smaller one's size
+        get together, each sending to a partner."""
+        found = []
+        for a in sorted(set(racks)):
+            for b in sorted(set(racks)):
+                if a == b:
+                    continue
+                senders = [i for i, rack in enumerate(racks) if rack == a]
+                takers = [i for i, rack in enumerate(racks) if rack == b]
+                pairs = list(zip(senders, takers, strict=False))
+                size = int(goodput[senders[0]][takers[0]] * 4 * self._seconds)
+                self._barrier()
+                start = self._world.now()
+                for sender, taker in pairs:
+                    if self._rank == sender:
+                        dist.send(torch.zeros(size, dtype=torch.uint8), taker)
+                    elif self._rank == taker:
+                        dist.recv(torch.empty(size, dtype=torch.uint8), sender)
+                took = self._max(self._world.now() - start)
+                found.append((a, b, len(pairs) * size / took))
+        return found
+
+    # ---- all-reduces ----
+
+    def all_reduces(self, sizes: Sequence[int], shared_cores: int | None) -> list[Size]:
+        """The curve: one at a time, two at a time, and what each costs processors."""
+        self._run(FIRST_BYTES, 1)
+        idle = self._idle_load(shared_cores)
+        found = []
+        for size in sizes:
+            estimate = self._max(self._run(size, 1))
+            repeats = max(3, min(40, int(SECONDS_PER_SIZE / max(estimate, 1e-6))))
+            self._barrier()
+            before = self._core_seconds(shared_cores)
+            start = self._world.now()
+            times = [self._run(size, 1) for _ in range(repeats)]
+            spent = self._core_seconds(shared_cores) - before
+            spent -= idle * (self._world.now() - start)
+            spent = max(0.0, spent / repeats)
+            pairs = [self._run(size, 2) for _ in range(max(3, repeats // 2))]
+            middle = statistics.median(times)
+            spread = statistics.median(abs(t - middle) for t in times)
+            # One machine's counter is everybody's: rank 0's is enough.
+            if shared_cores is not None and self._rank:
+                spent = 0.0
+            found.append(
+                Size(
+                    bytes=size,
+                    seconds=self._sum(middle) / self._size,
+                    spread=self._sum(spread) / self._size,
+                    pair_seconds=self._sum(statistics.median(pairs)) / self._size,
+                    core_seconds=self._sum(spent),
+                )
+            )
+        return found
+
+    def _run(self, size: int, together: int) -> float:
+        buffers = [self._world.blank(size, CPU) for _ in range(together)]
+        start = self._world.now()
+        for pending in [self._comm.all_reduce(b, "sum") for b in buffers]:
+            pending.wait()
+        return self._world.now() - start
+
+    def _idle_load(self, shared_cores: int | None) -> float:
+        """Cores that others keep busy on this machine while no worker does anything."""
+        if shared_cores is None:
+            return 0.0
+        self._barrier()
+        before, start = self._core_seconds(shared_cores), time.perf_counter()
+        time.sleep(IDLE_SECONDS)
+        spent = self._core_seconds(shared_cores) - before
+        return spent / (time.perf_counter() - start)
+
+    def _core_seconds(self, shared_cores: int | None) -> float:
+        """Processor time so far: of the whole machine where all hosts are on it (the
+        kernel's work for the network is nobody's), else of this process."""
+        if self._world.name == "virtual":
+            return 0.0
+        if shared_cores is None or not Path("/proc/stat").exists():
+            return time.process_time()
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        ticks = [int(field) for field in fields]
+        idle = ticks[3] + ticks[4]
+        return (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK")
+
+    # ---- agreement ----
+
+    def _barrier(self) -> None:
+        self._comm.all_reduce(torch.zeros(1), "sum").wait()
+
+    def _sum(self, value: float) -> float:
+        number = torch.tensor([value], dtype=torch.float64)
+        self._comm.all_reduce(number, "sum").wait()
+        return float(number.item())
+
+    def _max(self, value: float) -> float:
+        number = torch.tensor([value], dtype=torch.float64)
+        self._comm.all_reduce(number, "max").wait()
+        return float(number.item())
+
+    def _gather(self, row: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(row, dtype=torch.int64)
+        everyone = torch.empty(self._size * len(row), dtype=torch.int64)
+        self._comm.all_gather(everyone, mine).wait()
+        rows: list[list[int]] = everyone.view(self._size, -1).tolist()
+        return rows
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

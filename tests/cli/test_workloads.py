@@ -1,0 +1,328 @@
+"""Where compute times come from: measured, kept in a file, given, or the script's own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.network import Workload
+
+from .scripts import (
+    ANOTHER_MODEL,
+    CALLS_A_PART,
+    FAILS,
+    PACES,
+    SLEEPS,
+    STANDS_IN,
+    TRAINS,
+    TRAINS_NOTHING,
+    TWO_MODELS,
+    write,
+)
+
+STAND_IN = Path(__file__).parent.parent.parent / "examples" / "workload.py"
+RESULT = "train.workload.json"
+
+
+@pytest.fixture
+def paceline(tmp_path, monkeypatch, capfd):
+    """Runs a command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words, status=0):
+        # Not pytest's own, which a redirection of the file descriptor would miss.
+        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, words)])
+        with open(1, "w", closefd=False) as stdout, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", stdout)
+            with pytest.raises(SystemExit) as ended:
+                main()
+        output = capfd.readouterr()
+        assert ended.value.code == status, output.err
+        return output
+
+    return run
+
+
+def in_a_process(folder, *words, status=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+# ---- simulate ----
+
+
+def test_simulate_profiles_once_and_says_where(paceline, tmp_path):
+    write(tmp_path, "train.py", TRAINS)
+    outputs = []
+    for name in ("first", "second", "third"):
+        words = ("--workers", 3, "--seed", 7, "--jitter", 0.1, "--records", name)
+        outputs.append(paceline("simulate", "train.py", *words))
+    first, *others = outputs
+    assert f"compute: profiled train.py once: {RESULT}\n" in first.err
+    assert f"compute: {RESULT}: forward " in first.err
+    assert "of worker 0 of 3 in train.py, CPU, 1 thread" in first.err
+    # what the script prints while it is profiled is not a result
+    assert first.out.count("the script speaks") == 1
+    assert first.err.count("the script speaks") == 1
+    for other in others:
+        assert f"compute: from {RESULT} (delete it to profile again)" in other.err
+        assert other.out == first.out
+    for file in ("records.jsonl", "records.trace.json"):
+        contents = {
+            (tmp_path / name / file).read_bytes()
+            for name in ("first", "second", "third")
+        }
+        assert len(contents) == 1
+    workload = Workload.load(tmp_path / RESULT)
+    assert workload.names == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert workload.sizes == (192, 32, 32, 4)
+    assert workload.batch == 4
+    assert workload.forward_seconds > 0
+    assert (tmp_path / "runs.txt").read_text().count("began") == 4
+
+
+def test_a_workload_that_is_given_is_not_measured(paceline, tmp_path):
+    write(tmp_path, "train.py", TRAINS)
+    names = ("0.weight", "0.bias", "1.weight", "1.bias")
+    sizes = (192, 32, 32, 4)
+    Workload(
+        names=names, sizes=sizes, forward=(1,) * 4, backward=(2,) * 4, update=3
+    ).save(tmp_path / "mine.json")
+    words = ("--workers", 1, "--json", "--workload", "mine.json")
+    output = paceline("simulate", "train.py", *words)
+    assert json.loads(output.out)["step_seconds"] == pytest.approx(4 + 8 + 3)
+    assert "compute: mine.json: forward 4 s, backward 8 s, update 3 s" in output.err
+    assert not (tmp_path / RESULT).exists()
+    assert (tmp_path / "runs.txt").read_text().count("began") == 1
+
+
+def test_a_profile_of_another_model_names_the_first_tensor_that_differs(
+    paceline, tmp_path
+):
+    write(tmp_path, "train.py", TRAINS)
+    paceline("simulate", "train.py", "--workers", 1)
+    output = paceline("simulate", "train.py", "--workers", 2, "--", 9, status=1)
+    assert (
+        f"{RESULT} is the profile of another model: tensor 0 of this model is "
+        "'0.weight' of 216 bytes, in the profile '0.weight' of 192 bytes"
+    ) in output.err
+
+
+def test_built_in_workloads_go_by_their_names(paceline, tmp_path):
+    write(tmp_path, "train.py", TRAINS)
+    words = ("simulate", "train.py", "--workers", 1, "--workload")
+    output = paceline(*words, "resnet50", status=1)
+    assert "resnet50 is the profile of another model: tensor 0" in output.err
+    output = paceline(*words, "resnet5", status=1)
+    assert "Did you mean 'resnet50'?" in output.err
+    words = ("--workers", 1, "--steps", 2, "--workload", "googlenet-k80", "--json")
+    output = paceline("simulate", STAND_IN, *words, "--", "googlenet-k80")
+    assert "compute: googlenet-k80: forward " in output.err
+    workload = Workload.load("googlenet-k80")
+    assert json.loads(output.out)["step_seconds"] == pytest.approx(
+        workload.forward_seconds + workload.backward_seconds + workload.update
+    )
+
+
+@pytest.mark.parametrize("option", ["forward", "backward"])
+def test_workload_and_totals_contradict_each_other(option, paceline, tmp_path):
+    write(tmp_path, "train.py", TRAINS)
+    words = ("--workload", "resnet50", f"--{option}", 1)
+    for verb in (["simulate"], ["compare", "--variant", "bsp"]):
+        output = paceline(*verb, "train.py", *words, status=1)
+        assert output.err == (
+            f"paceline: --{option} and --workload contradict each other\n"
+        )
+    assert not (tmp_path / "runs.txt").exists()
+
+
+def test_totals_that_are_given_are_not_measured(paceline, tmp_path):
+    write(tmp_path, "train.py", TRAINS)
+    output = paceline("simulate", "train.py", "--workers", 1, "--forward", 1, "--json")
+    assert json.loads(output.out)["step_seconds"] == pytest.approx(1.02)
+    assert not (tmp_path / RESULT).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "said"),
+    [
+        (PACES, 0.5, "compute: paced by the script"),
+        (
+            STANDS_IN,
+            6.0,
+            "compute: that of the workload which the script's model stands",
+        ),
+        (CALLS_A_PART, 0.02, "compute: forward 0.01 s, backward 0.02 s a step"),
+    ],
+    ids=["paces", "stands in", "calls a part of the model"],
+)
+def test_scripts_that_cannot_be_profiled_leave_no_file(
+    text, seconds, said, paceline, tmp_path
+):
+    write(tmp_path, "train.py", text)
+    output = paceline("simulate", "train.py", "--workers", 1, "--json")
+    assert json.loads(output.out)["step_seconds"] == pytest.approx(seconds)
+    assert said in output.err
+    assert not (tmp_path / RESULT).exists()
+
+
+def test_of_two_models_after_each_other_the_first_is_profiled(paceline, tmp_path):
+    write(tmp_path, "train.py", ANOTHER_MODEL)
+    output = paceline("simulate", "train.py", "--workers", 2)
+    assert (
+        "compute: of model 2, which is charged forward 0.01 s and backward 0.02 s: "
+        f"{RESULT} is the profile of another model: tensor 0 of this model is 'weight'"
+    ) in output.err
+    assert output.err.count("of model 2") == 1
+    assert Workload.load(RESULT).names[0] == "0.weight"
+
+
+def test_of_two_models_side_by_side_none_is_profiled(paceline, tmp_path):
+    write(tmp_path, "train.py", TWO_MODELS)
+    output = paceline("simulate", "train.py", "--workers", 2)
+    assert "spread over the tensors by bytes" in output.err
+    assert not (tmp_path / RESULT).exists()
+
+
+def test_a_file_that_is_no_profile_is_refused(paceline, tmp_path):
+    write(tmp_path, "train.py", TRAINS)
+    (tmp_path / RESULT).write_text("{}")
+    output = paceline("simulate", "train.py", status=1)
+    assert f"{RESULT} is not a workload" in output.err
+
+
+# ---- compare ----
+
+
+@pytest.mark.slow
+def test_compare_profiles_once_for_all_variants(tmp_path):
+    write(tmp_path, "train.py", TRAINS)
+    words = ("--variant", "bsp", "--variant", "bsp:fusion=wfbp", "--workers", 2)
+    done = in_a_process(tmp_path, "compare", "train.py", *words, "--no-plots", "--json")
+    rows = json.loads(done.stdout)["variants"]
+    assert (tmp_path / "runs.txt").read_text().count("began") == 1 + 2
+    workload = Workload.load(tmp_path / RESULT)
+    seconds = workload.forward_seconds + workload.backward_seconds + workload.update
+    for row in rows:
+        assert row["compute_seconds"] == pytest.approx(seconds)
+
+
+def test_compare_in_the_real_world_refuses_a_workload(paceline, tmp_path):
+    write(tmp_path, "train.py", TRAINS)
+    words = ("--variant", "bsp", "--world", "real", "--workload", "resnet50")
+    output = paceline("compare", "train.py", *words, status=1)
+    assert "--workload describes the virtual world; leave it out" in output.err
+
+
+# ---- profile ----
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param([], marks=pytest.mark.slow, id="1 worker"),
+        pytest.param(["--nproc-per-node=2"], id="2 workers"),
+    ],
+)
+def test_profile_measures_every_tensor(workers, tmp_path):
+    write(tmp_path, "train.py", SLEEPS)
+    words = ["profile", *workers, "--steps", 8, "train.py", "--json"]
+    done = in_a_process(tmp_path, *words)
+    assert json.loads(done.stdout) == json.loads((tmp_path / RESULT).read_text())
+    workload = Workload.load(tmp_path / RESULT)
+    assert workload.batch == 8
+    # Sleeps are a little longer than asked for, and more so on a busy machine.
+    forward = [sum(workload.forward[:2]), sum(workload.forward[2:])]
+    backward = [sum(workload.backward[:2]), sum(workload.backward[2:])]
+    for measured, asked in zip(
+        [*forward, *backward, workload.update],
+        [0.01, 0.03, 0.03, 0.01, 0.02],
+        strict=True,
+    ):
+        assert asked <= measured < asked + 0.05
+    assert forward[0] < forward[1]
+    assert backward[1] < backward[0]
+    count = 2 if workers else 1
+    assert f"medians of 7 steps, {count} worker" in workload.source
+
+
+@pytest.mark.slow
+def test_profile_prints_a_table_and_names_the_file(tmp_path):
+    write(tmp_path, "train.py", TRAINS)
+    done = in_a_process(
+        tmp_path, "profile", "train.py", "--output", "made/for/it.json", "--", 16
+    )
+    assert "workload: made/for/it.json" in done.stdout
+    for word in ("0.weight", "384 B", "4 tensors", "update "):
+        assert word in done.stdout
+    assert Workload.load(tmp_path / "made/for/it.json").sizes[0] == 6 * 16 * 4
+    assert not (tmp_path / RESULT).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(
+            TRAINS_NOTHING,
+            "ended without a profile: it trained nothing",
+            marks=pytest.mark.slow,
+            id="trains nothing",
+        ),
+        pytest.param(
+            FAILS, "the job failed: rank 0 ended with exit status 1", id="fails"
+        ),
+        pytest.param(
+            CALLS_A_PART,
+            "nothing to profile: expected more than 1 training steps",
+            marks=pytest.mark.slow,
+            id="calls a part of the model",
+        ),
+        pytest.param(
+            TWO_MODELS,
+            "the script trains 2 models, and a workload is one model's",
+            marks=pytest.mark.slow,
+            id="two models",
+        ),
+    ],
+)
+def test_a_profile_that_cannot_be_made_leaves_the_old_one(text, message, tmp_path):
+    write(tmp_path, "train.py", text)
+    (tmp_path / RESULT).write_text("the old one")
+    done = in_a_process(tmp_path, "profile", "train.py", status=1)
+    assert message in done.stderr
+    assert (tmp_path / RESULT).read_text() == "the old one"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--output", "file/x.json"], "cannot write records to file"),
+        (["--output", "."], "--output: expected a file, got the folder ."),
+        (["--workers", "0"], "--workers: expected 1 or more"),
+        (["--workers", "2", "--nproc-per-node=2"], "give one of them"),
+        (["--steps", "0"], "--steps: expected 1 or more"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_profile_command_is_one_message_and_leaves_the_old_one(
+    words, message, paceline, tmp_path
+):
+    write(tmp_path, "train.py", TRAINS)
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / RESULT).write_text("the old one")
+    output = paceline("profile", *words, "train.py", status=1)
+    assert output.err.startswith("paceline: ")
+    assert message in output.err
+    assert (tmp_path / RESULT).read_text() == "the old one"
+    assert not (tmp_path / "runs.txt").exists()

@@ -1,0 +1,54 @@
+"""The all-reduce curve, measured in the virtual world, against the ring's formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import paceline
+from paceline.collectives.comm import TorchComm
+from paceline.collectives.schedule import Ring
+from paceline.context import current_world
+from paceline.fusion import TableCost
+from paceline.fusion.measure import LARGEST_BYTES, SMALLEST_BYTES, measure_all_reduce
+from tests.virtual.helpers import LATENCY, LINK
+
+from .helpers import on
+
+CPU = torch.device("cpu")
+
+
+def measured(largest: int) -> TableCost:
+    world = current_world()
+    assert world is not None
+    comm = TorchComm(world)
+    # Ranks come at different times, as they do after a backward pass.
+    paceline.pace(0.01 * paceline.rank())
+    return measure_all_reduce(comm, largest, CPU, world.stopwatch(CPU), world.blank)
+
+
+def ring_seconds(workers: int, size: float) -> float:
+    ring = Ring(workers, int(size))
+    return ring.latency(lambda a, b: LATENCY) + ring.bytes_per_connection / LINK
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("largest", [100, 4096, 300_000, 100_000_000])
+def test_the_curve_is_the_rings(workers, lanes, largest):
+    answers, _ = on(workers, lambda rank: measured(largest), lanes=lanes)
+    cost = answers[0]
+    assert answers == workers * [cost]
+    assert cost.sizes[0] == SMALLEST_BYTES
+    assert cost.sizes[-1] == max(SMALLEST_BYTES, min(largest, LARGEST_BYTES))
+    expected = [ring_seconds(workers, size) for size in cost.sizes]
+    assert cost.seconds == pytest.approx(expected, rel=1e-9)
+    start_up = 2 * (workers - 1) * LATENCY
+    overlapping = start_up if lanes == 2 else 0.0
+    assert cost.overlapping == pytest.approx(overlapping, rel=1e-9, abs=1e-15)
+
+
+def test_beyond_the_largest_size_the_curve_goes_on_as_steeply():
+    answers, _ = on(4, lambda rank: measured(100_000_000))
+    for size in (20_000_000, 400_000_000):
+        assert answers[0](size) == pytest.approx(ring_seconds(4, size), rel=1e-9)

@@ -1,0 +1,297 @@
+"""What may happen in the middle of planning: data that ends, errors, another training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.worlds.virtual import ComputeModel
+from tests.training.cases import assert_gradients, mean_gradients
+from tests.virtual.helpers import cluster, rack
+
+from .helpers import Watched, batch, ended, flat, groups_of, note, on, sgd
+
+SLOW = cluster(rack(2, link=1.25e6))
+NOISY = ComputeModel(jitter=0.3, seed=2)
+"""All rounds of the trial are held: planning takes 29 steps."""
+
+
+def model_of(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 2)
+    )
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(batch(rank, step)).square().mean()
+
+
+def step_once(model: nn.Module, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, paceline.rank(), step).backward()
+    optimizer.step()
+
+
+# ---- data that ends ----
+
+
+def uneven(steps: list[int], watch_every: int | None = None) -> Watched:
+    model = model_of()
+    optimizer = sgd(model)
+    watched = Watched()
+    with optimizer.join():
+        for step in range(steps[paceline.rank()]):
+            step_once(model, optimizer, step)
+            note(watched, model, optimizer)
+    watched.parameters.append(flat(model))
+    return watched
+
+
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize(
+    ("compute", "stride"),
+    [
+        pytest.param(ComputeModel(), 5, id="exact"),
+        pytest.param(NOISY, 4, id="noisy"),
+        pytest.param(NOISY, 1, id="noisy, every step", marks=pytest.mark.slow),
+    ],
+)
+def test_data_may_end_in_any_phase(compute, stride, short, monkeypatch, capsys):
+    monkeypatch.setattr("paceline.planning.WATCH_EVERY", 5)
+    monkeypatch.setattr("paceline.planning.WATCHED_STEPS", 2)
+    for end in range(2 + short, 41, stride):
+        steps = [42, 42]
+        steps[short] = end
+        answers, _ = on(SLOW, lambda rank, s=steps: uneven(s), compute=compute)
+        assert torch.equal(answers[0].parameters[-1], answers[1].parameters[-1])
+        assert answers[0].groups[:end] == answers[1].groups[:end]
+        assert [len(w.groups) for w in answers] == steps
+    assert "the plan is used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ends", [[0, 20, 9], [6, 6, 6], [1, 2, 30], [40, 0, 0]])
+def test_three_ranks_may_end_one_after_the_other(ends):
+    where = cluster(rack(3, link=1.25e6))
+    answers, _ = on(where, lambda rank: uneven(ends), compute=NOISY)
+    for watched in answers[1:]:
+        assert torch.equal(watched.parameters[-1], answers[0].parameters[-1])
+
+
+# ---- ranks whose gradients come in another order ----
+
+
+class Paced(torch.autograd.Function):
+    """Nothing, for so many seconds, backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.seconds:
+            paceline.pace(ctx.seconds)
+        return gradient, None
+
+
+class Crossed(nn.Module):
+    """Which tensor is used last, and so has its gradient first, is the caller's choice;
+    each takes *seconds*, or what is charged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.seconds = 0.0
+        self.a = nn.Parameter(torch.randn(4000) / 9)
+        self.b = nn.Parameter(torch.randn(4000) / 9)
+        self.c = nn.Parameter(torch.randn(4000) / 9)
+
+    def forward(self, x: torch.Tensor, order: str) -> torch.Tensor:
+        loss = x.mean()
+        for name in reversed(order):
+            parameter = getattr(self, name)
+            loss = loss + Paced.apply(parameter, self.seconds).square().sum()
+        return loss
+
+
+def test_ranks_that_differ_in_order_use_ddps_rule_and_say_so(capsys):
+    def body(rank: int) -> Watched:
+        model = Crossed()
+        optimizer = sgd(model)
+        watched = Watched()
+        for step in range(20):
+            order = "abc" if rank == 0 else "cab"
+            expected = mean_gradients(
+                model, lambda m, r, step=step, o=order: m(batch(r, step), o)
+            )
+            optimizer.zero_grad()
+            model(batch(rank, step), order).backward()
+            assert_gradients(model, expected)
+            optimizer.step()
+            note(watched, model, optimizer)
+        return ended(watched, optimizer)
+
+    answers, _ = on(SLOW, body)
+    for watched in answers:
+        assert watched.groups == 20 * [[("a", "b", "c")]]  # rank 0's order
+        assert watched.settled_after == 1
+        assert len(set(watched.bytes_sent[1:])) == 1
+    assert capsys.readouterr().err == (
+        "paceline: fusion: gradients become ready in another order on some ranks than on "
+        "rank 0, so nothing can be planned for all: DDP's rule is used\n"
+    )
+
+
+def test_an_order_that_varies_is_not_measured_again_and_again(monkeypatch, capsys):
+    monkeypatch.setattr("paceline.planning.WATCH_EVERY", 8)
+    monkeypatch.setattr("paceline.planning.WATCHED_STEPS", 4)
+
+    def body(rank: int) -> Watched:
+        model = Crossed()
+        optimizer = sgd(model)
+        watched = Watched()
+        for step in range(80):
+            optimizer.zero_grad()
+            model(batch(rank, step), ("abc", "cab")[step % 2]).backward()
+            optimizer.step()
+            note(watched, model, optimizer)
+        return ended(watched, optimizer)
+
+    on(SLOW, body)
+    assert "measuring again" not in capsys.readouterr().err
+
+
+def test_a_tensor_that_is_never_used_is_planned_for_and_no_reason_to_measure(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr("paceline.planning.WATCH_EVERY", 8)
+    monkeypatch.setattr("paceline.planning.WATCHED_STEPS", 4)
+
+    def body(rank: int) -> Watched:
+        model = Crossed()
+        optimizer = sgd(model)
+        watched = Watched()
+        for step in range(60):
+            optimizer.zero_grad()
+            model(batch(rank, step), "ca").backward()
+            optimizer.step()
+            note(watched, model, optimizer)
+        return ended(watched, optimizer)
+
+    answers, _ = on(SLOW, body)
+    names = [name for group in answers[0].plan for name in group]
+    assert names == ["c", "a", "b"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "planned from measured times" in line
+
+
+# ---- errors, other forward passes, other trainings ----
+
+
+@pytest.mark.parametrize("when", [1, 3, 7, 10])
+def test_a_forward_pass_that_raises_does_not_disturb_planning(when, capsys):
+    def body(rank: int) -> Watched:
+        model = model_of()
+        optimizer = sgd(model)
+        watched = Watched()
+        for step in range(16):
+            if step == when:
+                with pytest.raises(RuntimeError):
+                    model(torch.zeros(4, 5))  # of another shape
+            step_once(model, optimizer, step)
+            note(watched, model, optimizer)
+        return ended(watched, optimizer)
+
+    def undisturbed(rank: int) -> Watched:
+        model = model_of()
+        optimizer = sgd(model)
+        watched = Watched()
+        for step in range(16):
+            step_once(model, optimizer, step)
+            note(watched, model, optimizer)
+        return ended(watched, optimizer)
+
+    answers, _ = on(SLOW, body)
+    first = capsys.readouterr().err
+    expected, _ = on(SLOW, undisturbed)
+    assert capsys.readouterr().err == first != ""
+    assert answers[0].groups == expected[0].groups
+    assert torch.equal(answers[0].parameters[-1], expected[0].parameters[-1])
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("boom")
+
+
+def test_a_backward_pass_that_raises_before_anything_was_sent_is_forgotten():
+    def body(rank: int) -> Watched:
+        model = model_of()
+        optimizer = sgd(model)
+        watched = Watched()
+        for step in range(16):
+            if step in (2, 8):
+                with pytest.raises(RuntimeError, match="boom"):
+                    RaisesInBackward.apply(loss_of(model, rank, step)).backward()
+            step_once(model, optimizer, step)
+            note(watched, model, optimizer)
+        return ended(watched, optimizer)
+
+    answers, _ = on(SLOW, body)
+    assert answers[0].groups == answers[1].groups
+    assert torch.equal(answers[0].parameters[-1], answers[1].parameters[-1])
+
+
+def test_two_trainings_plan_side_by_side(capsys):
+    """As a GAN's: two models and optimizers, one after the other in each step."""
+
+    def body(rank: int) -> list[Watched]:
+        models = [model_of(seed) for seed in (3, 4)]
+        optimizers = [sgd(model) for model in models]
+        seen = [Watched(), Watched()]
+        for step in range(34):
+            for model, optimizer, watched in zip(models, optimizers, seen, strict=True):
+                expected = mean_gradients(
+                    model, lambda m, r, step=step: loss_of(m, r, step)
+                )
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                assert_gradients(model, expected)
+                optimizer.step()
+                note(watched, model, optimizer)
+        for optimizer in optimizers:
+            optimizer.finish()
+        return seen
+
+    answers, _ = on(SLOW, body)
+    for ours, theirs in zip(answers[0], answers[1], strict=True):
+        assert ours.groups == theirs.groups
+        assert len(ours.plan) > 1
+    assert capsys.readouterr().err.count("the plan is used") == 2
+
+
+def test_without_a_forward_pass_of_the_model_itself_ddps_rule_stays(capsys):
+    """A submodule that is called directly tells no start of the step."""
+
+    def body(rank: int) -> list[tuple[str, ...]]:
+        model = nn.ModuleDict({"inner": model_of()})
+        optimizer = sgd(model)
+        for step in range(30):
+            step_once(model["inner"], optimizer, step)
+        optimizer.finish()
+        return groups_of(optimizer)
+
+    answers, _ = on(SLOW, body)
+    assert [len(groups) for groups in answers] == [1, 1]
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,161 @@
+"""Which plan is found, adopted and announced, in virtual time without jitter: exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paceline import fusion
+from paceline.collectives.schedule import Ring
+from paceline.network import Workload
+from paceline.planning import PROFILED_STEPS, TRIAL_STEPS
+from paceline.report.result import Summary
+from tests.virtual.helpers import cluster, rack
+
+from .helpers import UNEVEN, Watched, on, ring_cost, train_stand_in
+
+TRIED = 1 + PROFILED_STEPS + 2 * TRIAL_STEPS
+"""Backward passes until a plan was tried once: the first, those profiled, both sides."""
+
+
+def planned(
+    rule: str, workload: Workload, workers: int, lanes: int
+) -> tuple[list[tuple[str, ...]], float]:
+    """The buckets that *rule* makes of the workload's own times, and when they end."""
+    cost = ring_cost(workers, lanes)
+    sizes, ready = workload.gradient_bytes, workload.ready_seconds
+    groups = fusion.group(rule, sizes, [None] * len(sizes), ready, cost, lanes=lanes)
+    names = [workload.names[i] for i in workload.order]
+    end = fusion.finish([len(g) for g in groups], sizes, ready, cost, lanes=lanes)
+    return [tuple(names[p] for p in positions) for positions in groups], end
+
+
+def lengths(groups: Sequence[tuple[str, ...]]) -> list[int]:
+    return [len(group) for group in groups]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("workers", [2, 4, 5])
+def test_the_plan_adopted_is_that_of_the_workloads_own_times(workers, lanes):
+    answers, _ = on(workers, lambda rank: train_stand_in(UNEVEN, 30), lanes=lanes)
+    expected, end = planned("optimal", UNEVEN, workers, lanes)
+    _, end_of_ddp = planned("ddp", UNEVEN, workers, lanes)
+    assert end < 0.99 * end_of_ddp  # there is something to gain
+    plan = answers[0].plan
+    assert [name for group in plan for name in group] == [
+        UNEVEN.names[i] for i in UNEVEN.order
+    ]
+    adopted = fusion.finish(
+        lengths(plan),
+        UNEVEN.gradient_bytes,
+        UNEVEN.ready_seconds,
+        ring_cost(workers, lanes),
+        lanes=lanes,
+    )
+    assert plan == expected or adopted <= end * (1 + 1e-9)
+    for watched in answers:
+        assert watched.plan == plan
+        assert watched.settled_after == TRIED
+        for seconds in watched.step_seconds[TRIED:]:
+            assert seconds == pytest.approx(adopted + UNEVEN.update, rel=1e-9)
+
+
+def test_where_a_plan_is_adopted_one_line_says_so(capsys):
+    answers, _ = on(4, lambda rank: train_stand_in(UNEVEN, 30))
+    _, end = planned("optimal", UNEVEN, 4, 2)
+    _, end_of_ddp = planned("ddp", UNEVEN, 4, 2)
+    count = len(answers[0].plan)
+    line = (
+        f"paceline: fusion: {count} buckets planned from measured times, "
+        f"{1e3 * end:.4g} ms a step in a trial; DDP's rule, 2 buckets, "
+        f"{1e3 * end_of_ddp:.4g} ms: the plan is used\n"
+    )
+    assert capsys.readouterr().err == line
+
+
+def test_ddps_rule_stays_where_it_is_as_fast(capsys):
+    """All is ready at once and a message costs nothing: one bucket, or DDP's two."""
+    workload = Workload(
+        names=("b", "a"),
+        sizes=(2_000_000, 1_200_000),
+        forward=(1e-3, 1e-3),
+        backward=(0.0, 7e-3),
+    )
+    where = cluster(rack(2, latency=0.0))
+    answers, _ = on(where, lambda rank: train_stand_in(workload, 20), lanes=1)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert answers[0].groups[1 + PROFILED_STEPS] == [("a", "b")]  # on trial
+    assert answers[0].plan == [("a",), ("b",)]
+    assert line == (
+        "paceline: fusion: 1 bucket planned from measured times, 137 ms a step in a "
+        "trial; DDP's rule, 2 buckets, 137 ms: DDP's rule is used"
+    )
+
+
+def test_a_plan_that_equals_ddps_is_not_tried(capsys):
+    one = Workload(names=("a",), sizes=(400_000,), forward=(1e-3,), backward=(2e-3,))
+    answers, _ = on(2, lambda rank: train_stand_in(one, 30))
+    assert answers[0].settled_after == 1 + PROFILED_STEPS
+    assert capsys.readouterr().err == ""
+
+
+def test_mg_wfbp_is_adopted_without_a_trial(capsys):
+    answers, _ = on(4, lambda rank: train_stand_in(UNEVEN, 30, fusion="mg-wfbp"))
+    expected, _ = planned("mg-wfbp", UNEVEN, 4, 1)
+    assert answers[0].groups[PROFILED_STEPS - 1] != expected
+    assert all(groups == expected for groups in answers[0].groups[PROFILED_STEPS:])
+    assert answers[0].settled_after == 1 + PROFILED_STEPS
+    assert capsys.readouterr().err == ""
+
+
+def ring_bytes(workers: int, groups: Sequence[tuple[str, ...]]) -> int:
+    size_of = dict(zip(UNEVEN.names, UNEVEN.sizes, strict=True))
+    return sum(
+        Ring(workers, sum(size_of[name] for name in group)).bytes_sent(0)
+        for group in groups
+    )
+
+
+@pytest.mark.parametrize("rule", ["ddp", "wfbp", "single", "2+4+1"])
+def test_rules_that_know_only_sizes_measure_nothing(rule, capsys):
+    answers, _ = on(4, lambda rank: train_stand_in(UNEVEN, 8, fusion=rule))
+    watched: Watched = answers[0]
+    usual = ring_bytes(4, watched.plan)
+    order = Ring(4, 8 * len(UNEVEN.names)).bytes_sent(0)  # int64: rank 0's ready order
+    assert watched.bytes_sent == [usual + order] + 7 * [usual]
+    assert all(groups == watched.groups[0] for groups in watched.groups)
+    assert watched.settled_after == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_measured_rules_send_what_they_measure_and_then_no_more():
+    answers, _ = on(4, lambda rank: train_stand_in(UNEVEN, 30))
+    watched: Watched = answers[0]
+    usual = ring_bytes(4, watched.plan)
+    ddp = ring_bytes(4, planned("ddp", UNEVEN, 4, 2)[0])
+    assert watched.bytes_sent[1:PROFILED_STEPS] == (PROFILED_STEPS - 1) * [ddp]
+    assert watched.bytes_sent[PROFILED_STEPS] > 2 * usual  # the curve
+    assert watched.bytes_sent[TRIED:] == (30 - TRIED) * [usual]
+
+
+@pytest.mark.parametrize("rule", ["optimal", "mg-wfbp"])
+def test_one_worker_measures_nothing(rule, capsys):
+    answers, _ = on(1, lambda rank: train_stand_in(UNEVEN, 20, fusion=rule))
+    watched: Watched = answers[0]
+    assert watched.bytes_sent == 20 * [0]
+    assert watched.settled_after == 1
+    whole = UNEVEN.forward_seconds + UNEVEN.backward_seconds + UNEVEN.update
+    assert watched.step_seconds == 20 * [pytest.approx(whole, rel=1e-9)]
+    assert capsys.readouterr().err == ""
+
+
+def test_figures_are_of_settled_steps():
+    answers, world = on(2, lambda rank: train_stand_in(UNEVEN, 30))
+    journal = world.result.journals[0]
+    summary = Summary.of(journal)
+    assert summary.steps == 30
+    assert summary.step_seconds == pytest.approx(
+        journal.steps[-1].step_seconds, rel=1e-9
+    )
+    assert journal.buckets == len(answers[0].plan)
