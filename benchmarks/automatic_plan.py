@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 import paceline
 
-SETTLING_STEPS = 40
+SETTLING_STEPS = 45
 
 
 def make_bytes_lm():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from paceline.planning import PROFILED_STEPS, TRIAL_STEPS
 from paceline.worlds.virtual import Simulation
 from tests.virtual.helpers import cluster, rack, run_on, simulation
 
@@ -14,7 +15,7 @@ from .helpers import Watched, batch, ended, note, sgd
 from .test_phases import Crossed
 
 EVERY, WATCHED = 12, 4
-SETTLED = 11
+SETTLED = 1 + PROFILED_STEPS + 2 * TRIAL_STEPS
 """Backward passes until the plan is chosen, where times are exact."""
 
 AGAIN = (
