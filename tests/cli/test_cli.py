@@ -121,7 +121,7 @@ def test_compare_in_the_real_world(tmp_path):
         (["compare", LAYERS, "--variant", "bsp", "--variant", "bps"], "unknown method"),
         (
             ["compare", LAYERS, "--variant=bsp", "--world=real", "--link=1gbit"],
-            "--link describes the virtual world",
+            "--link means nothing in the real world",
         ),
     ],
     ids=lambda value: (

@@ -222,7 +222,7 @@ def test_compare_in_the_real_world_refuses_a_workload(paceline, tmp_path):
     write(tmp_path, "train.py", TRAINS)
     words = ("--variant", "bsp", "--world", "real", "--workload", "resnet50")
     output = paceline("compare", "train.py", *words, status=1)
-    assert "--workload describes the virtual world; leave it out" in output.err
+    assert "--workload means nothing in the real world; leave it out" in output.err
 
 
 # ---- profile ----

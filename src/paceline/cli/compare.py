@@ -26,7 +26,7 @@ def compare(
         typer.Option(metavar="SPEC", help="A method's spec; give it several times."),
     ] = None,
     world: Annotated[
-        Literal["virtual", "real"], typer.Option(help="Where to run.")
+        Literal["virtual", "emulated", "real"], typer.Option(help="Where to run.")
     ] = "virtual",
     workers: o.Workers = None,
     link: o.Link = None,
@@ -38,6 +38,7 @@ def compare(
     forward: o.Forward = None,
     backward: o.Backward = None,
     jitter: o.Jitter = 0.0,
+    pace: o.Pace = None,
     output: Annotated[Path, typer.Option(help="Folder for records and traces.")] = Path(
         "paceline-runs"
     ),
@@ -51,21 +52,27 @@ def compare(
     if not variant:
         raise UsageError("expected at least one --variant SPEC, such as --variant bsp")
     o.check_job(script, *variant)
-    virtual_only = {
-        "--cluster": cluster,
-        "--link": link,
-        "--latency": latency,
+    network: dict[str, object] = {"--cluster": cluster, "--link": link, "--latency": latency}
+    virtual_only: dict[str, object] = {
         "--workload": workload,
         "--forward": forward,
         "--backward": backward,
         "--jitter": jitter or None,
     }
+    foreign: dict[str, dict[str, object]] = {
+        "virtual": {"--pace": pace},
+        "emulated": virtual_only,
+        "real": network | virtual_only | {"--pace": pace},
+    }
+    for name, value in foreign[world].items():
+        if value is not None:
+            raise UsageError(f"{name} means nothing in the {world} world; leave it out")
     shared: dict[str, object] = {"--steps": steps, "--seed": seed, "--workers": workers}
     if world == "real":
-        for name, value in virtual_only.items():
-            if value is not None:
-                raise UsageError(f"{name} describes the virtual world; leave it out")
         shared["--workers"] = workers or 2
+    elif world == "emulated":
+        o.make_cluster(cluster, workers, link, latency)  # complain here, once
+        shared |= network | {"--pace": pace}
     else:
         # Complain here, once, not in every variant; and profile once for all.
         described = o.make_cluster(cluster, workers, link, latency)
@@ -82,7 +89,7 @@ def compare(
                 shared |= {"--forward": compute.forward, "--backward": compute.backward}
             else:
                 shared["--workload"] = compute.what
-        shared = virtual_only | shared
+        shared = network | virtual_only | shared
     arguments = [
         f"{name}={value}" for name, value in shared.items() if value is not None
     ]

@@ -37,14 +37,7 @@ def emulate(
     method: o.Method = None,
     steps: o.Steps = None,
     seed: o.Seed = None,
-    pace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WORKLOAD",
-            help="Take this workload's times to compute (a file, or a built-in name) "
-            "instead of the processor's own.",
-        ),
-    ] = None,
+    pace: o.Pace = None,
     measure: Annotated[
         bool, typer.Option(help="First measure what the links really give.")
     ] = True,

@@ -50,6 +50,14 @@ Records = Annotated[
     Path | None,
     typer.Option(help="Folder for per-step records (JSON lines) and a trace."),
 ]
+Pace = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WORKLOAD",
+        help="Take this workload's times to compute (a file, or a built-in name) "
+        "instead of the processor's own.",
+    ),
+]
 ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", help="A cluster as a TOML file.")
 ]

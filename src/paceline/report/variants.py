@@ -16,7 +16,7 @@ from paceline.instruments import StepRecord
 from paceline.report.files import make_folder
 from paceline.report.result import Result
 
-_VERBS = {"virtual": "simulate", "real": "run"}
+_VERBS = {"virtual": "simulate", "real": "run", "emulated": "emulate"}
 
 
 class VariantFailedError(PacelineError):

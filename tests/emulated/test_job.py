@@ -1,0 +1,244 @@
+"""Training jobs on an emulated cluster: from the command line to the last process."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.emulated.helpers import SECONDS, Watch, descendants, network_of, networks
+
+pytestmark = pytest.mark.usefixtures("namespaces")
+
+ROOT = Path(__file__).parent.parent.parent
+LAYERS = str(ROOT / "examples" / "layers.py")
+QUICK = ("--layers", "4", "--megabytes", "1", "--forward", "0.02", "--backward", "0.02")
+TIME_OUT = 90
+
+
+def start(folder, *words, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        **options,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=TIME_OUT)
+    return process.returncode, out, err
+
+
+def emulate(folder, *words, steps=8, script=LAYERS):
+    options = ("--json", "--no-measure", "--method=bsp:fusion=ddp", f"--steps={steps}")
+    process = start(folder, "emulate", script, *options, *words, "--", *QUICK)
+    return finish(process)
+
+
+def records(folder):
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    return [s["step_seconds"] for s in steps if s["worker"] == 0]
+
+
+def with_rules(folder, *rules):
+    path = folder / "cluster.toml"
+    rack = '[[rack]]\nworkers = 2\nlink = "200 Mbit/s"\nlatency = "0 s"\n'
+    path.write_text(rack + "".join(f"[[rule]]\n{rule}\n" for rule in rules))
+    return f"--cluster={path}"
+
+
+def test_a_job_trains_and_says_what_it_was(tmp_path):
+    status, out, err = emulate(tmp_path, "--workers=2", "--link=200mbit")
+    assert status == 0, err
+    result = json.loads(out)
+    assert (result["world"], result["workers"], result["steps"]) == ("emulated", 2, 8)
+    assert result["compute"] == "paced by the script"
+    assert result["network"].startswith("2 workers, 200 Mbit/s")
+    # 1 MB each way at 25 MB/s: the wire sets the pace, and 40 ms are computed.
+    assert result["step_seconds"] >= 0.04
+    assert result["exposed_communication_seconds"] >= 0.02
+
+
+@pytest.mark.slow
+def test_speeds_and_a_workload_pace_the_workers(tmp_path):
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(
+        '[[rack]]\nworkers = 2\nlink = "1 Gbit/s"\nlatency = "0 s"\nspeed = [1, 0.5]\n'
+    )
+    (tmp_path / "train.py").write_text(
+        "import torch, paceline\n"
+        "paceline.init()\n"
+        "model = torch.nn.Linear(4, 4, bias=False)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "optimizer = paceline.distribute(model, optimizer, fusion='ddp')\n"
+        "for _ in range(6):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    (tmp_path / "slow.json").write_text(
+        json.dumps(
+            {
+                "format": "paceline workload 1",
+                "workload": {
+                    "names": ["weight"],
+                    "sizes": [64],
+                    "forward": [0.1],
+                    "backward": [0.1],
+                },
+            }
+        )
+    )
+    words = ("train.py", f"--cluster={cluster}", "--pace=slow.json", "--json")
+    status, out, err = finish(start(tmp_path, "emulate", *words, "--no-measure"))
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["step_seconds"] >= 0.4  # the slower worker's
+    assert result["compute"].startswith("paced: ")
+    (tmp_path / "slow.json").write_text('{"format": "x", "workload": {}}')
+    status, _, err = finish(start(tmp_path, "emulate", *words))
+    assert status == 1
+    assert "its format is 'x'" in err
+
+
+@pytest.mark.slow
+def test_a_throttled_link_shows_in_the_records(tmp_path):
+    cluster = with_rules(
+        tmp_path,
+        'step = 3\nthrottle = "worker 1"\nrate = "20 Mbit/s"',
+        'step = 6\nrepair = "worker 1"',
+    )
+    folder = tmp_path / "records"
+    status, _, err = emulate(tmp_path, cluster, f"--records={folder}", steps=9)
+    assert status == 0, err
+    seconds = records(folder)
+    # 1 MB at 2.5 MB/s, after what was queued when the rule came
+    assert all(step > 0.3 for step in seconds[4:6])
+    assert all(step < 0.3 for step in seconds[1:3] + seconds[7:9])
+    assert "rule: step 3: throttle worker 1 to 20 Mbit/s" in err
+
+
+@pytest.mark.slow
+def test_a_cut_link_that_is_repaired_lets_the_job_go_on(tmp_path):
+    cluster = with_rules(
+        tmp_path, 'step = 3\ncut = "worker 1"', 'at = "2 s"\nrepair = "worker 1"'
+    )
+    folder = tmp_path / "records"
+    status, _, err = emulate(tmp_path, cluster, f"--records={folder}")
+    assert status == 0, err
+    assert max(records(folder)) > 1.0
+    assert len(records(folder)) == 8
+
+
+def test_a_killed_worker_ends_the_job_and_is_named(tmp_path):
+    cluster = with_rules(tmp_path, "step = 3\nkill = 1")
+    status, out, err = emulate(tmp_path, cluster, steps=500)
+    assert (status, out) == (1, "")
+    assert re.search(
+        r"the job failed: rank 1 was killed by SIGKILL .*: by a rule of the cluster",
+        err,
+    )
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_ends_the_job_with_its_error(tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import paceline, torch.distributed as dist\n"
+        "paceline.init()\n"
+        "if paceline.rank() == 1:\n"
+        "    raise ValueError('no such luck')\n"
+        "dist.barrier()\n"
+    )
+    words = ("--workers=2", "--link=1gbit", "--no-measure")
+    status, _, err = finish(start(tmp_path, "emulate", "bad.py", *words))
+    assert status == 1
+    assert "the job failed: rank 1" in err
+    assert "ValueError: no such luck" in err
+
+
+@pytest.mark.parametrize(
+    "how", ["kill", pytest.param("interrupt", marks=pytest.mark.slow)]
+)
+def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import time, paceline\n"
+        "paceline.init()\n"
+        "print('ready', flush=True)\n"
+        "while True:\n"
+        "    time.sleep(60)\n"
+    )
+    words = ("emulate", "train.py", "--workers=2", "--link=1gbit", "--no-measure")
+    launcher = start(tmp_path, *words, start_new_session=True)
+    with launcher:
+        for _ in range(2):
+            assert launcher.stdout.readline() == "ready\n"
+        inside = descendants(launcher.pid)
+        spaces = {network_of(pid) for pid in inside} - {network_of("self")}
+        assert len(spaces) == 3  # the switchboard and two hosts
+        watch = Watch(inside)
+        if how == "kill":
+            launcher.kill()
+        else:
+            os.killpg(launcher.pid, signal.SIGINT)
+        launcher.wait(SECONDS)
+        watch.wait()
+        assert not spaces & networks()
+        assert launcher.returncode == (-signal.SIGKILL if how == "kill" else 130)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "expected a script, or --check"),
+        (("nothing.py",), "there is no script nothing.py"),
+        ((LAYERS, "--link=0mbit"), "above zero"),
+        ((LAYERS, "--pace=nothing"), "unknown built-in workload 'nothing'"),
+        ((LAYERS, "--workers=100000"), "expected at most"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, message, tmp_path):
+    status, _, err = finish(start(tmp_path, "emulate", *words))
+    assert status == 1
+    assert message in err
+
+
+def test_check_says_what_this_machine_can_do(tmp_path):
+    status, out, _ = finish(start(tmp_path, "emulate", "--check", "--json"))
+    found = json.loads(out)
+    assert status == 0
+    assert {"namespaces", "tbf", "netem"} <= {item["name"] for item in found["items"]}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_an_ordinary_user_can_emulate(tmp_path):
+    """As somebody without a name, if such a one may read this checkout."""
+    somebody = 65534
+    tmp_path.chmod(0o777)
+    python = [sys.executable, "-c", "import paceline"]
+    try:
+        subprocess.run(
+            python,
+            user=somebody,
+            group=somebody,
+            cwd="/",
+            capture_output=True,
+            check=True,
+        )
+    except (PermissionError, subprocess.CalledProcessError):
+        pytest.skip("an ordinary user may not read this checkout or its interpreter")
+    words = ("--workers=2", "--link=200mbit", "--steps=6", "--json")
+    process = start(
+        "/", "emulate", LAYERS, *words, "--", *QUICK, user=somebody, group=somebody
+    )
+    status, out, err = finish(process)
+    assert status == 0, err
+    assert json.loads(out)["steps"] == 6
