@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # a table that says what the network costs.
 demo: $(READY)
 	$(BIN)/paceline compare examples/digits.py --workers 8 --link 100mbit --seed 0 \
-	    --variant bsp --variant bsp:fusion=wfbp --variant bsp:fusion=single
+	    --variant bsp --variant bsp:fusion=ddp --variant bsp:fusion=wfbp
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow"

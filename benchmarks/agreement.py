@@ -55,7 +55,7 @@ class Cell:
     cluster: Cluster
     method: str
     pace: float | None = None
-    steps: int = 10
+    steps: int = 6
 
 
 LAYERS = ("layers", ())
@@ -118,7 +118,7 @@ class Bench:
         script = EXAMPLES / f"{cell.script}.py"
         if not profile.exists():
             paceline(
-                *("profile", script, f"--workers={workers}", "--steps=12"),
+                *("profile", script, f"--workers={workers}", "--steps=8"),
                 *(f"--output={profile}", "--", *WAYS[cell.script], *cell.arguments),
             )
         if cell.pace is None:

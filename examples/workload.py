@@ -1,6 +1,6 @@
 """A stand-in for another model: its tensors and their times, without its arithmetic.
 
-paceline simulate examples/workload.py --workers 64 --link 10gbit -- resnet50
+paceline simulate examples/workload.py --workers 64 --link 10gbit -- googlenet-k80
 paceline compare examples/workload.py --variant bsp --variant bsp:fusion=ddp -- my.json
 """
 

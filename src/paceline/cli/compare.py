@@ -52,7 +52,11 @@ def compare(
     if not variant:
         raise UsageError("expected at least one --variant SPEC, such as --variant bsp")
     o.check_job(script, *variant)
-    network: dict[str, object] = {"--cluster": cluster, "--link": link, "--latency": latency}
+    network: dict[str, object] = {
+        "--cluster": cluster,
+        "--link": link,
+        "--latency": latency,
+    }
     virtual_only: dict[str, object] = {
         "--workload": workload,
         "--forward": forward,

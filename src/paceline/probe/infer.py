@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.network.cluster import Cluster, Processor, Rack
 from paceline.probe.findings import Findings, Size
+
+Seconds = NDArray[np.float64]
 
 SAME_LINKS = 0.03
 """Links whose goodput differs by less are given one figure: their median."""
@@ -21,8 +25,8 @@ def infer_cluster(findings: Findings) -> Cluster:
     """The cluster in which the virtual world takes the times that were measured.
 
     Each host's link is the best goodput to or from it in its rack. A message's latency and
-    its processor time come from all-reduces of one size, one at a time and two at a time:
-    what does not overlap is the processors', what does is latency.
+    its processor time come from all-reduces of all sizes, one at a time and two at a time:
+    what does not overlap is the processors' or the wire's, what does is latency.
     """
     latency, processor = _start_up(findings)
     racks = []
@@ -78,24 +82,66 @@ def _uplink(findings: Findings, rack: int, links: float) -> float | None:
 
 
 def _start_up(findings: Findings) -> tuple[float, Processor | None]:
-    """A message's latency, and what it costs processors."""
+    """A message's latency, and what it costs processors: what fits all sizes best."""
     n = findings.workers
     steps = 2 * (n - 1)
-    if n == 1 or not findings.all_reduce:
-        return 0.0, None
-    small = findings.all_reduce[0]
-    alone, pair = small.seconds, max(small.pair_seconds, small.seconds)
-    if findings.shared_cores is None and findings.world == "virtual":
+    if findings.world == "virtual" or n == 1 or not findings.all_reduce:
         others = [v for row in findings.latency for v in row if v > 0]
         return min(others, default=0.0), None
-    busy = min(pair - alone, alone)
-    latency = (alone - busy) / steps
     cores = findings.shared_cores
+    per_byte = _byte(findings.all_reduce, n)
     # The processors of one machine do everybody's messages; a host's only its own.
-    message = busy * cores / (n * steps) if cores is not None else busy / steps
-    return latency, Processor(
-        message=message, byte=_byte(findings.all_reduce, n), cores=cores
+    share = n / cores if cores is not None else 1.0
+    ring = [findings.goodput[i][(i + 1) % n] for i in range(n)]
+    slowest = min(rate for rate in ring if rate) if any(ring) else math.inf
+    sent = [steps / n * size.bytes for size in findings.all_reduce]
+    wire = np.array([bytes_sent / slowest for bytes_sent in sent])
+    busy = np.array([bytes_sent * per_byte * share for bytes_sent in sent])
+    chain, work = _fit_start_up(findings.all_reduce, wire, busy)
+    processor = Processor(
+        message=work / (steps * share), byte=per_byte, cores=findings.shared_cores
     )
+    return chain / steps, processor
+
+
+def _fit_start_up(
+    sizes: Sequence[Size], wire: Seconds, busy: Seconds
+) -> tuple[float, float]:
+    """Seconds of latency, and of processors' work, in the start-up of an all-reduce.
+
+    The model is the virtual world's: bytes move while processors work, the slower of the
+    two sets the pace, both are shared by two at a time, and latency passes beside. The sum
+    of relative errors over all sizes, alone and in pairs, is made as small as it gets:
+    a few outliers then do not matter.
+    """
+    alone = np.array([size.seconds for size in sizes])
+    pairs = np.array([max(size.pair_seconds, size.seconds) for size in sizes])
+
+    def error(chain: Seconds, work: Seconds) -> Seconds:
+        one = chain + np.maximum(wire, work + busy)
+        two = chain + 2 * np.maximum(wire, work + busy)
+        errors: Seconds = np.abs(one / alone - 1).sum(-1) + np.abs(two / pairs - 1).sum(
+            -1
+        )
+        return errors
+
+    top = float(np.median(alone[: max(1, len(sizes) // 2)])) * 1.5
+    low_chain = low_work = 0.0
+    high_chain = high_work = top
+    best = (0.0, 0.0)
+    for _ in range(4):  # a grid, and finer ones around its best point
+        chains = np.linspace(low_chain, high_chain, 41)
+        works = np.linspace(low_work, high_work, 41)
+        errors = error(chains[:, None, None], works[None, :, None])
+        i, j = np.unravel_index(int(np.argmin(errors)), errors.shape)
+        best = float(chains[i]), float(works[j])
+        step_chain, step_work = chains[1] - chains[0], works[1] - works[0]
+        low_chain, high_chain = (
+            max(0.0, best[0] - 2 * step_chain),
+            best[0] + 2 * step_chain,
+        )
+        low_work, high_work = max(0.0, best[1] - 2 * step_work), best[1] + 2 * step_work
+    return best
 
 
 def _byte(sizes: Sequence[Size], workers: int) -> float:

@@ -24,6 +24,9 @@ SIZES = tuple(4096 * 4**k for k in range(7))
 """4 KiB to 16 MiB."""
 
 SECONDS_PER_SIZE = 0.5
+LONGEST_SECONDS = 1.0
+"""Sizes that take longer than this are left out: they tell nothing new."""
+
 IDLE_SECONDS = 0.5
 CPU = torch.device("cpu")
 
@@ -225,9 +228,11 @@ class _Probe:
         """The curve: one at a time, two at a time, and what each costs processors."""
         self._run(FIRST_BYTES, 1)
         idle = self._idle_load(shared_cores)
-        found = []
+        found: list[Size] = []
         for size in sizes:
             estimate = self._max(self._run(size, 1))
+            if found and estimate > LONGEST_SECONDS:
+                break  # what is larger only takes longer, by its bytes
             repeats = max(3, min(40, int(SECONDS_PER_SIZE / max(estimate, 1e-6))))
             self._barrier()
             before = self._core_seconds(shared_cores)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.probe.findings import Findings
-from paceline.probe.infer import fit
+from paceline.probe.infer import fit, infer_cluster
 from paceline.units import show_bytes, show_rate, show_seconds
 
 MAX_COLUMNS = 12
@@ -55,12 +55,12 @@ def comment_on(findings: Findings) -> str:
             f"all-reduce: {show_seconds(start_up)} + {slope:.4g} s a byte, fitted from "
             f"{show_bytes(first)} to {show_bytes(last)}"
         )
-        small = findings.all_reduce[0]
-        busy = min(max(0.0, small.pair_seconds - small.seconds), small.seconds)
-        lines.append(
-            f"of the start-up {show_seconds(busy)} keep processors busy, and "
-            f"{show_seconds(small.seconds - busy)} pass beside another all-reduce"
-        )
+        cluster = infer_cluster(findings)
+        if cluster.processor is not None:
+            lines.append(
+                f"a message: {show_seconds(cluster.racks[0].latency)} of latency, "
+                f"{cluster.processor.describe()}"
+            )
     return "\n".join(lines)
 
 
