@@ -16,7 +16,16 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 RELATIVE = 0.15
 
 
-@pytest.mark.parametrize("expected", EXPECTED, ids=lambda path: path.stem)
+LONG = ("layers", "workload")
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG))
+        for path in EXPECTED
+    ],
+)
 def test_example_prints_what_it_says(expected, tmp_path):
     command, _, text = expected.read_text().partition("\n")
     words = [w.replace("examples/", f"{ROOT}/examples/") for w in shlex.split(command)]

@@ -88,6 +88,7 @@ def test_compare_json(tmp_path):
     assert row["steps"] == 24
 
 
+@pytest.mark.slow
 def test_compare_in_the_real_world(tmp_path):
     words = ("--variant", "bsp", "--world", "real", "--workers", 2, "--json")
     done = paceline("compare", LAYERS, *words, "--steps", 4, *QUICK, folder=tmp_path)

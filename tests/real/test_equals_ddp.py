@@ -9,7 +9,7 @@ from tests.real.scripts.train_cases import CASES
 BOUNDS = {"sgd": 1e-6, "adamw": 1e-5, "batchnorm": 1e-6, "everything": 1e-6}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def trained(request, tmp_path_factory):
     """A folder of what real processes trained, with paceline and with DDP, and of what
     virtual workers did."""
