@@ -35,9 +35,10 @@ def losses(path, launcher, folder):
     return json.loads(line.removeprefix("losses "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["elastic_checkpoint", pytest.param("language_model", marks=pytest.mark.slow)],
+    ["elastic_checkpoint", "language_model"],
 )
 def test_moved_script_has_the_same_loss_curve(name, tmp_path):
     plain = SCRIPTS / f"{name}.py"
