@@ -21,7 +21,7 @@ from paceline.report.files import make_folder
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.job import Job
 from paceline.worlds.join import join_world
-from paceline.worlds.launch import launch
+from paceline.worlds.launch import launch, split_arguments
 from paceline.worlds.virtual import Simulation
 
 SCRIPT = str(Path(paceline.probe.__file__).parent / "__main__.py")
@@ -66,8 +66,7 @@ def probe(
             ):
                 if value is not None:
                     raise UsageError(f"{name} describes a network; this measures one")
-            # torchrun wants a script among its words, and gets ours
-            words = context.args
+            words, _, _ = split_arguments([*context.args, SCRIPT])
             status = launch(workers, words, SCRIPT, arguments, RunOptions())
         elif context.args:
             raise UsageError(f"unknown option {context.args[0]!r}")

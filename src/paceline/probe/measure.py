@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives.comm import TorchComm
+from paceline.errors import UsageError
 from paceline.interfaces import World
 from paceline.probe.findings import Findings, Size
 from paceline.probe.racks import find_racks
@@ -41,8 +42,15 @@ def measure(
     """Measure everything; the same findings on every rank. Collective.
 
     Pairs are measured one after the other, both ways, *seconds_per_pair* each way; nothing
-    else may use the network meanwhile. *say* is told what begins, on every rank.
+    else may use the network meanwhile. *say* is told what begins, on every rank. Raises
+    `UsageError` where there is one worker only.
     """
+    world.connect()
+    if world.size < 2:
+        raise UsageError(
+            "one worker has no network to measure: expected two or more, such as "
+            "--workers 2, or torchrun's options for several machines"
+        )
     probe = _Probe(world, seconds_per_pair)
     say("hosts")
     hosts, shared_cores = probe.hosts()
@@ -69,7 +77,6 @@ def measure(
 
 class _Probe:
     def __init__(self, world: World, seconds_per_pair: float) -> None:
-        world.connect()
         self._world = world
         self._rank, self._size = world.rank, world.size
         self._seconds = seconds_per_pair
@@ -81,7 +88,8 @@ class _Probe:
         """Each worker's host, and the cores that all of them share, if they share them.
 
         Two workers are on one machine if it booted with one name and one id, and on one
-        host if they have one network there.
+        host if they have one network there. Where that makes a single host, loopback is
+        the network, and each worker counts as a host.
         """
         if self._world.name == "virtual":
             return list(range(self._size)), None
@@ -93,6 +101,8 @@ class _Probe:
         networks = self._gather([_number(machine + place)])
         order = list(dict.fromkeys(row[0] for row in networks))
         hosts = [order.index(row[0]) for row in networks]
+        if len(order) == 1:
+            hosts = list(range(self._size))
         one_machine = len({row[0] for row in machines}) == 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         return hosts, cores if one_machine else None
