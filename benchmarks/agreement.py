@@ -89,6 +89,12 @@ CELLS = [
     replace(cell, steps=36) if cell.method.endswith("optimal") else cell
     for cell in CELLS
 ]
+# Written down before the model of the network was last changed, and run after.
+UNSEEN = [
+    Cell("unseen-5-250", *LAYERS, equal(5, 250), "bsp:fusion=ddp"),
+    Cell("unseen-6-racks", *LAYERS, two_racks(6, 600, 150), "bsp:fusion=wfbp"),
+    Cell("unseen-4-slow", "digits", (), one_slow(4, 300), "bsp:fusion=single", 20),
+]
 WAYS = {"layers": ("--train-steps", "40"), "digits": ("--epochs", "4")}
 
 
@@ -205,7 +211,7 @@ def main():
     parser.add_argument("--folder", help="keep probes and profiles here")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    cells = [c for c in CELLS if c.name.startswith(args.only or "")]
+    cells = [c for c in CELLS + UNSEEN if c.name.startswith(args.only or "")]
     cells = [c for c in cells if (args.method or "") in c.method]
     with tempfile.TemporaryDirectory() as scratch:
         rows = run(cells, args.repeats, args.folder or scratch)
