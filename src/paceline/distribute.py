@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 
 from paceline import methods, spec
 from paceline.collectives.comm import TorchComm
+from paceline.collectives.server import ServerComm
 from paceline.errors import UsageError
 from paceline.exchange import broadcast_tensors
-from paceline.interfaces import Method, World
+from paceline.interfaces import Endpoint, Method, ServerJob, UpdatesOnServer, World
+from paceline.messages import Join
 from paceline.sampler import Sampler
-from paceline.settings import ModuleBuffers, Settings
+from paceline.server.remote import RemoteParameters
+from paceline.settings import CollectiveName, ModuleBuffers, Settings, Sums
 from paceline.startup import check_same_everywhere, describe
+from paceline.tensors import Bucket
 from paceline.torch_private import is_compiled_whole
-from paceline.training import Training
+from paceline.training import MakeRemote, Training
 from paceline.worlds.join import join_world
 
 
@@ -32,6 +37,9 @@ def distribute(
     fusion: str = "optimal",
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
+    collective: CollectiveName = "native",
+    servers: str = "embedded",
+    sums: Sums = "rank",
     sampler: Sampler | None = None,
 ) -> DistributedOptimizer:
     """Train *model* data-parallel; returns the optimizer to use from now on.
@@ -46,7 +54,11 @@ def distribute(
     their maximum) or stay each rank's own (``"local"``). *check_finite*: raise
     `GradientError` naming the parameter when a mean gradient is not finite; leave it off
     with a GradScaler. *sampler*: weight gradients by the samples that it deals out, one
-    backward pass a batch. A spec given on the command line wins over all of these.
+    backward pass a batch. *collective*: ``"native"``, or ``"parameter-server"`` to form
+    averages at servers. *servers*: where servers are, ``"embedded"`` (one beside rank 0),
+    ``"per-node"``, ``"dedicated"`` (on hosts of their own) or ``"HOST:PORT+HOST:PORT"``.
+    *sums*: servers add up in ``"rank"`` order, so that bits repeat, or as gradients come
+    (``"arrival"``), which holds less. A spec given on the command line wins over all of these.
 
     Every rank calls this with the same model, options and kind of optimizer, and all
     start from rank 0's parameters and buffers. Raises `UsageError` for what cannot work,
@@ -55,7 +67,14 @@ def distribute(
     _check_arguments(model, optimizer)
     world = join_world()
     world.connect()
-    settings = Settings(fusion=fusion, buffers=buffers, check_finite=check_finite)
+    settings = Settings(
+        fusion=fusion,
+        buffers=buffers,
+        check_finite=check_finite,
+        collective=collective,
+        servers=servers,
+        sums=sums,
+    )
     chosen, settings = _resolve(world, method, settings)
     parameters = [
         (name, parameter)
@@ -83,13 +102,49 @@ def distribute(
         )
     if comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    training = Training(world, model, parameters, chosen, settings, comm, sampler)
+    remote: MakeRemote | None = None
+    endpoints: Sequence[Endpoint] = ()
+    if chosen.updates_on == "server" or settings.collective == "parameter-server":
+        holds = cast(UpdatesOnServer, chosen) if chosen.updates_on == "server" else None
+        check = holds.server(world.size) if holds is not None else None
+        del check  # made for its refusals: on every rank, before a server is started
+        endpoints = world.servers(
+            ServerJob(
+                training=world.journal.trainings,
+                method=holds,
+                spec=str(spec.spec_of(chosen.name, chosen)),
+                place=settings.servers,
+                sums=settings.sums,
+            )
+        )
+        if holds is not None:
+            remote = partial(_remote, world.rank, optimizer, endpoints, options)
+        else:
+            comm = ServerComm(world, comm.name, endpoints, comm.process_group)
+            for reception in [e.request(Join(options=options)) for e in endpoints]:
+                reception.wait()
+    training = Training(
+        world, model, parameters, chosen, settings, comm, sampler, remote
+    )
     world.journal.begin(full_spec)
     wrapped = DistributedOptimizer._wrap(optimizer, training, world)
     world.trained.append((model, wrapped))
     world.at_exit(wrapped.finish)
+    for endpoint in endpoints:
+        world.at_exit(endpoint.close)
     world.at_exit(comm.close)
     return wrapped
+
+
+def _remote(
+    rank: int,
+    optimizer: torch.optim.Optimizer,
+    endpoints: Sequence[Endpoint],
+    options: str,
+    buckets: list[Bucket],
+    weight: Callable[[], float],
+) -> RemoteParameters:
+    return RemoteParameters(rank, buckets, optimizer, endpoints, options, weight)
 
 
 class TrainingEnded(SystemExit):
@@ -147,12 +202,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, in torch's own form."""
-        return self._inner.state_dict()
+        """The optimizer's state, in torch's own form; asked of the servers, where these
+        update."""
+        if not self._training.updates_on_server or self._finished:
+            return self._inner.state_dict()
+        self._inner.state.update(self._training.remote.state())
+        state: dict[str, Any] = self._inner.state_dict()
+        self._inner.state.clear()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict`, or the unwrapped optimizer's, gave."""
+        """Load what `state_dict`, or the unwrapped optimizer's, gave. Where servers update,
+        they take rank 0's; every rank calls this, between steps."""
         self._inner.load_state_dict(state_dict)
+        if self._training.updates_on_server:
+            self._training.remote.load_state(dict(self._inner.state))
+            self._inner.state.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the parameters' buckets are made when training begins."""
@@ -180,7 +245,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if loss is not None:
             self._world.journal.log({"loss": loss})
-        if closure is None:
+        result: float | None = None
+        if self._training.updates_on_server:
+            if closure is not None:
+                raise UsageError(
+                    "step(closure): the server updates; call backward(), then step()"
+                )
+            self._training.before_update()
+        elif closure is None:
             self._training.before_update()
             result = self._inner.step()
         else:
@@ -291,10 +363,10 @@ def _resolve(
     """The method object and the settings, the command line's before the script's."""
     override = world.options.method
     if override is None and method is not None and not isinstance(method, str):
-        if method.updates_on != "worker":
+        if method.updates_on == "method":
             raise UsageError(
-                f"method {method.name!r} updates on {method.updates_on!r}: only methods "
-                "whose workers update are supported yet"
+                f"method {method.name!r} updates piece by piece on its worker: not yet "
+                "supported"
             )
         return method, settings
     text = override or method or "bsp"

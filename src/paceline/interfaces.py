@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from paceline.instruments import Journal
+from paceline.messages import Reply, Request
 from paceline.options import RunOptions
 from paceline.tensors import Bucket
 
@@ -32,6 +33,10 @@ GradientSeen = Literal["mean", "local-kept", "local-sent"]
 worker's own, still to be used; the worker's own, already sent (changing it is useless)."""
 
 ReduceOperation = Literal["mean", "sum", "max"]
+
+
+Hyperparameters = Sequence[Mapping[str, Any]]
+"""What ``param_groups`` held at one moment, group by group, without the parameters."""
 
 
 class Pending(Protocol):
@@ -110,6 +115,222 @@ class Comm(Protocol):
         ...
 
 
+class Reception(Protocol):
+    """The handle of a request under way; as `Pending`, and its `wait` has a result."""
+
+    def wait(self) -> Reply:
+        """Return the answer's header; its payload is in the tensor that was handed over.
+
+        Raises `UsageError` with the server's reason if it refused, `PeerLostError` if the
+        server is gone. A second call returns the same at once.
+        """
+        ...
+
+
+class Endpoint(Protocol):
+    """One worker's end of one server."""
+
+    @property
+    def name(self) -> str:
+        """For errors: ``"server 0 at 10.0.0.1:4711"``."""
+        ...
+
+    def request(
+        self,
+        message: Request,
+        payload: torch.Tensor | None = None,
+        into: torch.Tensor | None = None,
+        channel: str = "",
+    ) -> Reception:
+        """Send a request, and return at once. *payload*: a flat contiguous tensor, the
+        endpoint's until the reception was waited for; *into*: a flat contiguous tensor
+        that takes the answer's payload, in the same way (may be *payload*).
+
+        Requests of one channel arrive in order; a channel never queues behind another.
+        """
+        ...
+
+    def close(self) -> None:
+        """Say goodbye: this worker is not missed from now on."""
+        ...
+
+
+class Sender(NamedTuple):
+    """Which request an answer belongs to: it is sent back unread. A worker that was
+    restarted has another *incarnation*."""
+
+    worker: int
+    incarnation: int
+    channel: str
+    number: int
+    received: int = 0
+    """The worker has the answers to all requests of the channel below this number."""
+
+
+class Answer(NamedTuple):
+    """What a server sends, and to whom. *payload* is flat, shared by all who get it, and
+    never written again."""
+
+    to: Sender
+    message: Reply
+    payload: torch.Tensor | None = None
+
+
+class Work(NamedTuple):
+    """What a transition cost a server's processor: bytes that it added up (or copied), and
+    bytes of parameters that an optimizer stepped."""
+
+    added: int = 0
+    stepped: int = 0
+
+
+class HeldPush(NamedTuple):
+    """A worker's gradient of one bucket, on a server. *stamp* counts pushes as they came."""
+
+    worker: int
+    step: int
+    bucket: int
+    weight: float
+    used: Sequence[bool]
+    hyperparameters: Hyperparameters
+    gradient: torch.Tensor
+    stamp: int
+
+
+class Shard(Protocol):
+    """One server's parameters and clocks, as a discipline sees them."""
+
+    def expected(self, step: int) -> Sequence[int]:
+        """The workers, in rank order, whose gradients of *step* have come or will come."""
+        ...
+
+    def clock(self, worker: int) -> int:
+        """How many steps of a worker that takes part have come in whole: the number of
+        the one that comes next."""
+        ...
+
+    def move_on(self, worker: int, step: int) -> None:
+        """The next step of *worker* is *step*, or the one after its last if that is
+        later: it is told so with its answers."""
+        ...
+
+    def fastest(self) -> int:
+        """The highest clock of those that take part, a step under way counted as done."""
+        ...
+
+    def slowest(self) -> int:
+        """The least clock of those that take part; 0 where nobody does."""
+        ...
+
+    @property
+    def buckets(self) -> Sequence[int]:
+        """The buckets of which this server holds a part."""
+        ...
+
+    def version(self, bucket: int) -> int:
+        """How many times *bucket* was updated."""
+        ...
+
+    def apply(self, push: HeldPush) -> None:
+        """Update by one push alone. Its *weight* scales the learning rate: decay follows
+        by itself, and Adam, whose step does not depend on a gradient's size, moves as far
+        as it should (design section 4)."""
+        ...
+
+    def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
+        """Update by the mean of pushes, weighted by their weights and divided by the sum of
+        them, added up in the order given. Their gradients are used up. Counts as an update
+        also where there are none."""
+        ...
+
+    def answer(self, push: HeldPush) -> None:
+        """Send the bucket's parameters, as they are, to who pushed it."""
+        ...
+
+    def count(self, what: str) -> None:
+        """Count something that happened, for reports: ``"gradients dropped"``."""
+        ...
+
+
+class Discipline(Protocol):
+    """What a server does with gradients, and when it answers: one object per server."""
+
+    def pushed(self, shard: Shard, push: HeldPush) -> None:
+        """A gradient has come. It is kept nowhere but here."""
+        ...
+
+    def changed(self, shard: Shard) -> None:
+        """Who takes part has changed, or a worker's step is in as a whole."""
+        ...
+
+    def first_step(self, shard: Shard) -> int:
+        """The step with which a worker that joins now begins."""
+        ...
+
+    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
+        """Whether a worker that begins with *step* may have *bucket* as it is."""
+        ...
+
+
+class Server(Protocol):
+    """A server as a pure state machine: no I/O, no clock, no threads. The real world runs
+    it behind sockets, the virtual world as an event handler, a test calls it directly.
+
+    Exceptions are faults of the server itself: what workers do wrong is answered with
+    `Refused`, and changes nothing.
+    """
+
+    def on_message(
+        self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
+    ) -> list[Answer]:
+        """A request has come in. *payload* is the server's from now on. Seen before: it is
+        not done again, and answered again if it had been answered."""
+        ...
+
+    def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
+        """The connection to a worker is lost: nobody waits for it any more."""
+        ...
+
+    def next_deadline(self) -> float | None:
+        """When `on_timer` wants to be called, if nothing happens before."""
+        ...
+
+    def on_timer(self, now: float) -> list[Answer]:
+        """A deadline has passed."""
+        ...
+
+    def take_work(self) -> Work:
+        """What was done since this was last called."""
+        ...
+
+
+class Remote(Protocol):
+    """A model's parameters on their servers, as one worker's method sees them."""
+
+    def join(self) -> int:
+        """Take part; the model then holds the servers' parameters. Returns the number of
+        this worker's first step: 0, unless it was restarted. Collective at the start."""
+        ...
+
+    def push(self, bucket: Bucket, step: int, stage: int = 0) -> None:
+        """Send a bucket's gradient, and ask for its parameters."""
+        ...
+
+    def wait(self) -> int:
+        """Wait for the parameters of all that was pushed, and put them into the model.
+        Returns the number of this worker's next step."""
+        ...
+
+    def leave(self) -> None:
+        """This worker is out of data. Returns when all are; the model then holds the
+        final parameters."""
+        ...
+
+    def consolidate(self) -> Callable[[], None]:
+        """Put the servers' present parameters into the model; returns what undoes it."""
+        ...
+
+
 class Run(Protocol):
     """One worker's training as its method sees it."""
 
@@ -135,6 +356,11 @@ class Run(Protocol):
 
     participants: list[int]
     """Ranks that still train, equal on all ranks; a roll call brings it up to date."""
+
+    @property
+    def remote(self) -> Remote:
+        """The parameters on their servers. Only for methods with ``updates_on="server"``."""
+        ...
 
     def keep_company(self) -> None:
         """Go through one step's moments without data: zeros in every bucket."""
@@ -187,6 +413,15 @@ class Method(Protocol):
         ...
 
 
+class UpdatesOnServer(Method, Protocol):
+    """A method whose servers hold the parameters and update them."""
+
+    def server(self, workers: int) -> Discipline:
+        """What one server does, for a job of so many workers. Raises `UsageError` where the
+        hyperparameters do not fit that number."""
+        ...
+
+
 @dataclass(frozen=True, order=True)
 class Piece:
     """Elements [*start*, *stop*) of the flattened parameter number *parameter*, counted
@@ -195,10 +430,6 @@ class Piece:
     parameter: int
     start: int
     stop: int
-
-
-Hyperparameters = Sequence[Mapping[str, Any]]
-"""What ``param_groups`` held at one moment, group by group, without the parameters."""
 
 
 class Updater(Protocol):
@@ -237,6 +468,21 @@ class Updater(Protocol):
         into its tensors, is what the next step uses. Empty before a piece's first step,
         for most optimizers. Ask again after a checkpoint was loaded."""
         ...
+
+
+@dataclass(frozen=True)
+class ServerJob:
+    """What servers are started for: training number *training* of the script, under
+    *method* with its full *spec*; None for servers that only reduce. *place*: "embedded" (one beside
+    rank 0), "per-node" (one on each host), "dedicated" (on hosts of their own), or
+    addresses ``"HOST:PORT"`` joined by "+". *sums*: the order of sums, "rank" or
+    "arrival"."""
+
+    training: int
+    method: UpdatesOnServer | None
+    spec: str
+    place: str
+    sums: Literal["rank", "arrival"]
 
 
 class World(Protocol):
@@ -295,6 +541,11 @@ class World(Protocol):
 
     def connect(self) -> None:
         """Make sure that torch.distributed is initialized. Collective."""
+        ...
+
+    def servers(self, job: ServerJob) -> Sequence[Endpoint]:
+        """Start one training's servers, or find them; returns this worker's ends of them.
+        Collective. Raises `UsageError` where there are none of the kind asked for."""
         ...
 
     def now(self) -> float:

@@ -90,7 +90,7 @@ def split_pieces(optimizer: torch.optim.Optimizer, most_bytes: int) -> list[Piec
     parameters, pieces = parameters_of(optimizer), []
     for whole in whole_pieces(optimizer):
         (parameter, group), size = parameters[whole.parameter], whole.stop
-        unit, _ = _cut_every(optimizer, parameter, group)
+        unit, _ = cut_every(optimizer, parameter, group)
         unit_bytes = unit * parameter.element_size()
         if most_bytes < unit_bytes and unit < size:
             raise UsageError(
@@ -151,7 +151,7 @@ def check_cuts(
             f"{piece}: expected 0 <= start < stop <= {size}, the number of elements of "
             f"parameter {piece.parameter} (shape {shape})"
         )
-    unit, reason = _cut_every(optimizer, parameter, group)
+    unit, reason = cut_every(optimizer, parameter, group)
     if piece.start % unit or (piece.stop % unit and piece.stop != size):
         check_splittable(optimizer)
         raise UsageError(
@@ -166,7 +166,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, 
     return [(parameter, number) for number, g in groups for parameter in g["params"]]
 
 
-def _cut_every(
+def cut_every(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: int
 ) -> tuple[int, str]:
     """A parameter may be cut at multiples of so many elements; and why."""

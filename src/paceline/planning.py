@@ -70,7 +70,9 @@ class Planner:
 
     *sizes* (bytes) and *kinds* are those of the parameters, by index; *rule* is one of
     `fusion.RULES` or lengths. *blank* makes buffers to measure with; *planned* is told the
-    number of buckets and whether measuring is over.
+    number of buckets and whether measuring is over. Without *lock_step* ranks never meet:
+    buckets are those of the rule, or of DDP's where *rule* measures, for parameters in the
+    reverse of their order, and stay so.
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class Planner:
         stopwatch: Stopwatch,
         blank: Callable[[int, torch.device], torch.Tensor],
         planned: Callable[[int, bool], None],
+        lock_step: bool = True,
     ) -> None:
         self._comm = comm
         self._rule = fusion.check_rule(rule)
-        self._measures = rule in fusion.MEASURED and comm.size > 1
+        self._lock_step = lock_step
+        self._measures = rule in fusion.MEASURED and comm.size > 1 and lock_step
         self._fixed_rule = "ddp" if rule in fusion.MEASURED else rule
         self._sizes, self._kinds = list(sizes), list(kinds)
         self._device, self._stopwatch, self._blank = device, stopwatch, blank
@@ -98,7 +102,10 @@ class Planner:
         self.groups: Groups = []
         """Each bucket's parameters, as indices, in the order of delivery."""
         self._use(self._by_rule(self._fixed_rule))
-        self._program = self._run()
+        self._program = self._run() if lock_step else itertools.repeat(False)
+        if not lock_step:
+            self.listening = False
+            planned(len(self.groups), True)
 
     # ---- what training tells ----
 

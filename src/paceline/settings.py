@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -9,6 +10,12 @@ from paceline.errors import UsageError, unknown
 from paceline.fusion import check_rule
 
 ModuleBuffers = Literal["rank0", "mean", "local"]
+CollectiveName = Literal["native", "parameter-server"]
+Sums = Literal["rank", "arrival"]
+
+
+PLACES = ("embedded", "per-node", "dedicated")
+_ADDRESS = re.compile(r"[^:+\s]+:[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,17 +24,35 @@ class Settings:
     model's buffers (BatchNorm's statistics) once a step: every rank takes rank 0's, or
     their mean, or keeps its own. *check_finite*: raise an error that names the parameter
     when a gradient is not finite (not together with a GradScaler, which expects such
-    gradients and skips the step)."""
+    gradients and skips the step). *collective*: how averages are formed, by
+    torch.distributed or by a parameter server. *servers*: where servers are: beside rank 0
+    ("embedded"), one on each host ("per-node"), on the cluster's hosts of their own
+    ("dedicated"), or addresses HOST:PORT joined by "+". *sums*: whether a server adds up
+    in the order of ranks, so that bits repeat, or as gradients come, which holds less."""
 
     fusion: str = "optimal"
     buffers: ModuleBuffers = "rank0"
     check_finite: bool = False
+    collective: CollectiveName = "native"
+    servers: str = "embedded"
+    sums: Sums = "rank"
 
     def __post_init__(self) -> None:
         check_rule(self.fusion)
-        if self.buffers not in get_args(ModuleBuffers):
+        for key, choices in (
+            ("buffers", ModuleBuffers),
+            ("collective", CollectiveName),
+            ("sums", Sums),
+        ):
+            value = str(getattr(self, key))
+            if value not in get_args(choices):
+                raise UsageError(unknown(f"value for {key}", value, get_args(choices)))
+        if self.servers not in PLACES and not all(
+            _ADDRESS.fullmatch(address) for address in self.servers.split("+")
+        ):
             raise UsageError(
-                unknown("value for buffers", str(self.buffers), get_args(ModuleBuffers))
+                f"servers: expected {', '.join(PLACES)}, or addresses HOST:PORT joined by "
+                f"'+', got {self.servers!r}"
             )
 
     def as_keys(self) -> dict[str, str]:

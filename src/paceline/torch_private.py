@@ -157,3 +157,8 @@ def register_python_backend(
         dist.Backend.register_backend(
             name, create, extended_api=True, devices=["cpu", "cuda"]
         )
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often *tensor*, or a tensor that shares its memory, was written in place."""
+    return tensor._version

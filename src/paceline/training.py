@@ -31,6 +31,7 @@ from paceline.hooks import Uncopied
 from paceline.interfaces import Method, World
 from paceline.planning import Planner
 from paceline.sampler import Sampler
+from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
 from paceline.tensors import Bucket, kind_of, make_buckets, wire_bytes
 from paceline.torch_private import (
@@ -39,14 +40,19 @@ from paceline.torch_private import (
     inside_function_transform,
     inside_reentrant_checkpoint,
     queue_callback,
+    version_of,
 )
 from paceline.weights import Weights
+
+MakeRemote = Callable[[list[Bucket], Callable[[], float]], RemoteParameters]
+"""From buckets, and this worker's weight as of now."""
 
 
 class Training:
     """The `Run` that a method sees, and the hooks that drive it.
 
-    *parameters* are the trainable ones, in registration order.
+    *parameters* are the trainable ones, in registration order; *remote* finds them on
+    their servers, where these update.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Training:
         settings: Settings,
         comm: TorchComm,
         sampler: Sampler | None = None,
+        remote: MakeRemote | None = None,
     ) -> None:
         self.comm = comm
         self.active = True
@@ -80,7 +87,9 @@ class Training:
         # A bucket holds this rank's share of the mean, where the method wants a mean:
         # the division costs nothing beside the copy that has to be made anyway.
         averages = method.gradient_seen_by_user == "mean"
-        self.share = 1.0 / comm.size if averages else 1.0
+        self.weight = 1.0 / comm.size
+        self._averages = averages
+        self.share = self.weight if averages else 1.0
         self._weights = None if sampler is None else Weights(sampler)
         self._synchronize = True
         self._in_backward = False
@@ -100,8 +109,13 @@ class Training:
             world.stopwatch(device),
             world.blank,
             world.journal.planned,
+            lock_step=method.updates_on != "server",
         )
         self._make_buckets()
+        self._remote: RemoteParameters | None = None
+        self._sent_versions: dict[int, int] = {}
+        if remote is not None:
+            self._remote = remote(self.buckets, lambda: self.weight)
         self._state = method.init(self)
         self._handles = [
             model.register_forward_pre_hook(
@@ -118,6 +132,16 @@ class Training:
             )
         samples = None if sampler is None else sampler.mean_samples
         self._compute = world.compute(model, self._parameters, samples)
+
+    @property
+    def remote(self) -> RemoteParameters:
+        assert self._remote is not None, "this method's worker updates"
+        return self._remote
+
+    @property
+    def updates_on_server(self) -> bool:
+        """Whether the user's optimizer never steps here."""
+        return self._remote is not None
 
     # ---- what the wrapped optimizer calls ----
 
@@ -145,8 +169,31 @@ class Training:
                 )
         if not self._delivered:
             self._end_backward()
-        if self._compute is not None:
+        if self._method.gradient_seen_by_user == "local-sent":
+            self._require_unchanged()
+        if self._compute is not None and self._remote is None:
             self._compute.update_begins()
+
+    def _require_unchanged(self) -> None:
+        """Raise `GradientError` if the script has changed gradients that were sent."""
+        for bucket in self.buckets:
+            foreign = [
+                name
+                for name, parameter, view in zip(
+                    bucket.names, bucket.parameters, bucket.views, strict=True
+                )
+                if parameter.grad is not None and parameter.grad is not view
+            ]
+            same = version_of(bucket.buffer) == self._sent_versions[bucket.index]
+            if same and not foreign:
+                continue
+            name = (foreign or bucket.names)[0]
+            raise self._refused(
+                f"the gradient of {name!r} (or of a tensor sent with it) was changed "
+                f"between backward() and step(): under {self._method.name} it is on its "
+                "way to the server by then, and a change reaches nobody. Leave out "
+                "clipping and GradScaler, or use bsp, whose .grad holds the mean"
+            )
 
     def after_update(self) -> None:
         """The user's optimizer has stepped."""
@@ -276,7 +323,8 @@ class Training:
         """This rank's share of the next mean is its share of the samples. What earlier
         passes under `no_sync` left was to be weighted by theirs."""
         assert self._weights is not None
-        share = self._weights.next_share()
+        self.weight = self._weights.next_share()
+        share = self.weight if self._averages else 1.0
         if share != self.share:
             for _, parameter in self._parameters:
                 if parameter.grad is not None and not self._delivered:
@@ -300,6 +348,8 @@ class Training:
         self._moment("backward_ended")
         if not all_used:
             self._show_gradients()
+        if self._method.gradient_seen_by_user == "local-sent":
+            self._sent_versions = {b.index: version_of(b.buffer) for b in self.buckets}
         if self._settings.check_finite:
             self._require_finite()
         self._delivered = True
@@ -411,7 +461,9 @@ class Training:
         if not self._step_may_begin:
             return
         self._step_may_begin = False
-        if self._model_buffers and self.comm.size > 1:
+        if self._remote is not None:
+            self._remote.take_changes()
+        elif self._model_buffers and self.comm.size > 1:
             if self._settings.buffers == "rank0":
                 # DDP's semantics: every step starts from rank 0's buffers; where rank 0
                 # is out of data, from the first rank that still has some.

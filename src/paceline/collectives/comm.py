@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.collectives.schedule import Ring, Schedule, Tree
-from paceline.interfaces import ReduceOperation, World
+from paceline.interfaces import Pending, ReduceOperation, World
 from paceline.tensors import wire_bytes
 from paceline.torch_private import all_reduce_options, groups_named, lanes_of
 
@@ -28,7 +28,7 @@ class TorchComm:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._world = world
-        self._name = name
+        self.name = name
         self._group: Any = group if group is not None else dist.group.WORLD
         self._channels: dict[str, TorchComm] = {}
         self._groups: dict[tuple[int, ...], TorchComm] = {}
@@ -40,6 +40,12 @@ class TorchComm:
         }
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's handle of this group."""
+        group: dist.ProcessGroup = self._group
+        return group
 
     def close(self) -> None:
         """Let go of the process groups: their threads end with the last reference."""
@@ -57,7 +63,7 @@ class TorchComm:
 
     def all_reduce(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
-    ) -> _WorkPending:
+    ) -> Pending:
         if self.size == 1:
             return _WorkPending(self, None, "all_reduce")
         size = wire_bytes(buffer)
@@ -115,7 +121,7 @@ class TorchComm:
     def _make(self, what: str, ranks: Sequence[int]) -> TorchComm:
         """A communicator of its own among some ranks of this one."""
         members = dist.get_process_group_ranks(self._group)
-        name = f"{self._name}, {what}"
+        name = f"{self.name}, {what}"
         with groups_named(name):
             group = dist.new_group(
                 [members[rank] for rank in ranks],

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Method
+from paceline.methods.asp import ASP
+from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
+from paceline.methods.ssp import SSP
 from paceline.spec import Spec, convert_fields, field_types
 
 METHODS: dict[str, type[Method]] = {
+    ASP.name: ASP,
+    Backup.name: Backup,
     BSP.name: BSP,
+    SSP.name: SSP,
 }
 
 

@@ -41,15 +41,22 @@ class BSP:
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
 
+    overlap: bool = True
+    """Send while backward still runs; without, after it: the textbook form that papers
+    compare with."""
+
     def init(self, run: Run) -> BSPState:
         return BSPState()
 
     def bucket_ready(self, state: BSPState, run: Run, bucket: Bucket) -> None:
         if bucket.last:
             state.own_element = ask_for_roll_call(run)
-        state.pending.append(run.comm.all_reduce(bucket.buffer, "sum"))
+        if self.overlap:
+            state.pending.append(run.comm.all_reduce(bucket.buffer, "sum"))
 
     def backward_ended(self, state: BSPState, run: Run) -> None:
+        if not self.overlap:
+            state.pending += [run.comm.all_reduce(b.buffer, "sum") for b in run.buckets]
         for pending in state.pending:
             pending.wait()
         state.pending.clear()

@@ -127,18 +127,35 @@ class Processor:
         return text
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerHost:
+    """A host of its own for a parameter server, in rack number *rack*; *link* is its
+    goodput in bytes per second, each direction (None: as that rack's first host)."""
+
+    rack: int = 0
+    link: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.link is not None and not (self.link > 0 and math.isfinite(self.link)):
+            raise ClusterError(
+                f"key 'link': expected a rate above zero, got {self.link:g} bytes/s"
+            )
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Racks, and from them every directed link with its capacity; the *rules* of what
-    happens to them during a run; and what a message costs a *processor* (None: nothing).
+    happens to them during a run; what a message costs a *processor* (None: nothing); and
+    hosts for *servers*.
 
-    Workers and hosts are numbered rack by rack. ``capacities[i]`` is the goodput of
-    directed link *i* in bytes per second.
+    Workers and hosts are numbered rack by rack, the servers' hosts after all others.
+    ``capacities[i]`` is the goodput of directed link *i* in bytes per second.
     """
 
     racks: tuple[Rack, ...]
     rules: tuple[Rule, ...] = ()
     processor: Processor | None = None
+    servers: tuple[ServerHost, ...] = ()
     capacities: tuple[float, ...] = field(init=False, repr=False)
     _host_of: tuple[int, ...] = field(init=False, repr=False)
     _rack_of: tuple[int, ...] = field(init=False, repr=False)
@@ -163,6 +180,15 @@ class Cluster:
             capacities += [rate for link in rack.links for rate in (link, link)]
         for rack in self.racks:
             capacities += [math.inf if rack.uplink is None else rack.uplink] * 2
+        for number, server in enumerate(self.servers):
+            if not 0 <= server.rack < len(self.racks):
+                raise ClusterError(
+                    f"server {number}: key 'rack': expected 0 to {len(self.racks) - 1}, "
+                    f"got {server.rack}"
+                )
+            rack_of.append(server.rack)
+            link = server.link or self.racks[server.rack].links[0]
+            capacities += [link, link]
         object.__setattr__(self, "_rack_of", tuple(rack_of))
         object.__setattr__(self, "_host_of", tuple(host_of))
         object.__setattr__(self, "capacities", tuple(capacities))
@@ -185,8 +211,12 @@ class Cluster:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts."""
-        return len(self._rack_of)
+        """Number of hosts that workers run on."""
+        return len(self._rack_of) - len(self.servers)
+
+    def host_of_server(self, server: int) -> int:
+        """The host of a server that has one of its own."""
+        return self.hosts + server
 
     def host_of(self, worker: int) -> int:
         """The host that a worker runs on."""
@@ -211,19 +241,23 @@ class Cluster:
         if source == destination:
             return ()
         from_rack, to_rack = self._rack_of[source], self._rack_of[destination]
+        out, into = self.link_out_of(source), self.link_out_of(destination) + 1
         if from_rack == to_rack:
-            return (2 * source, 2 * destination + 1)
+            return (out, into)
         base = 2 * self.hosts
-        return (
-            2 * source,
-            base + 2 * from_rack,
-            base + 2 * to_rack + 1,
-            2 * destination + 1,
-        )
+        return (out, base + 2 * from_rack, base + 2 * to_rack + 1, into)
+
+    def link_out_of(self, host: int) -> int:
+        """The link out of a host; the one into it comes next."""
+        beyond = host - self.hosts
+        return 2 * host if beyond < 0 else 2 * (self.hosts + len(self.racks) + beyond)
 
     def latency(self, source: int, destination: int) -> float:
         """One-way seconds from one worker's host to another's."""
-        source, destination = self._host_of[source], self._host_of[destination]
+        return self.host_latency(self._host_of[source], self._host_of[destination])
+
+    def host_latency(self, source: int, destination: int) -> float:
+        """One-way seconds from one host to another."""
         if source == destination:
             return 0.0
         from_rack, to_rack = self._rack_of[source], self._rack_of[destination]
@@ -236,6 +270,9 @@ class Cluster:
         """What people call a directed link: ``"worker 3 out"`` (``"host 3 out"`` where
         hosts have several workers), ``"rack 0 up"``."""
         base = 2 * self.hosts
+        beyond = index - base - 2 * len(self.racks)
+        if beyond >= 0:
+            return f"server {beyond // 2} {'in' if beyond % 2 else 'out'}"
         if index < base:
             what = "worker" if self.hosts == self.workers else "host"
             return f"{what} {index // 2} {'in' if index % 2 else 'out'}"
@@ -278,6 +315,9 @@ class Cluster:
             if set(rack.speed) != {1.0}:
                 text += ", speeds " + " ".join(f"{s:g}" for s in rack.speed)
             parts.append(text)
+        if self.servers:
+            count = len(self.servers)
+            parts.append(f"{count} host{'s' if count != 1 else ''} for servers")
         if self.processor is not None:
             parts.append(self.processor.describe())
         return "; ".join(parts)

@@ -15,6 +15,10 @@
     byte = "0.3 ns"         # of a core, for each byte of it
     cores = 2               # shared by all hosts; left out: each has its rack's cores
 
+    [[server]]              # a host of its own for a parameter server
+    rack = 0                # where it stands; left out: the first rack
+    link = "1 Gbit/s"       # left out: as that rack's first host
+
 ``link`` may be a list with a rate for each host.
 
 What happens during a run is written as ``[[rule]]`` tables: see `paceline.network.rules`.
@@ -29,14 +33,16 @@ from typing import Any
 
 from paceline import units
 from paceline.errors import ClusterError, UsageError, unknown
-from paceline.network.cluster import Cluster, Processor, Rack
+from paceline.network.cluster import Cluster, Processor, Rack, ServerHost
 from paceline.network.rules import ACTIONS, Rule
 
 
-def uniform_cluster(workers: int, link: str, latency: str) -> Cluster:
-    """The short form: one rack of equal hosts. *link* and *latency* carry units."""
+def uniform_cluster(workers: int, link: str, latency: str, servers: int = 0) -> Cluster:
+    """The short form: one rack of equal hosts, and as many more for servers as asked for.
+    *link* and *latency* carry units."""
     table = {"workers": workers, "link": link, "latency": latency}
-    return Cluster((_rack(table, "the short form"),))
+    rack = _rack(table, "the short form")
+    return Cluster((rack,), servers=(ServerHost(),) * servers)
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -61,16 +67,18 @@ def parse_cluster(text: str) -> Cluster:
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"not TOML: {error}") from error
     for key in data:
-        if key not in ("rack", "rule", "processor"):
-            known = ["rack", "rule", "processor"]
+        known = ["rack", "rule", "processor", "server"]
+        if key not in known:
             raise ClusterError(unknown("top-level key", key, known))
     racks = [_rack(t, f"rack {i}") for i, t in enumerate(_tables(data, "rack"))]
     rules = [_rule(t, f"rule {i}") for i, t in enumerate(_tables(data, "rule"))]
+    servers = [_server(t, f"server {i}") for i, t in enumerate(_tables(data, "server"))]
     processor = data.get("processor")
     return Cluster(
         tuple(racks),
         tuple(rules),
         None if processor is None else _processor(processor),
+        tuple(servers),
     )
 
 
@@ -101,6 +109,17 @@ def _processor(table: object) -> Processor:
         return Processor(**{key: readers[key](key, v) for key, v in table.items()})
     except ClusterError as error:
         raise ClusterError(f"processor: {error}") from None
+
+
+def _server(table: Mapping[str, Any], where: str) -> ServerHost:
+    readers: dict[str, Callable[[str, object], Any]] = {"rack": _whole, "link": _rate}
+    try:
+        for key in table:
+            if key not in readers:
+                raise ClusterError(unknown("key", key, readers))
+        return ServerHost(**{key: readers[key](key, v) for key, v in table.items()})
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from None
 
 
 def _rule(table: Mapping[str, Any], where: str) -> Rule:
@@ -230,6 +249,10 @@ def cluster_toml(cluster: Cluster, comment: str = "") -> str:
         lines.append(f"byte = {_quoted(_time_text(cluster.processor.byte))}")
         if cluster.processor.cores is not None:
             lines.append(f"cores = {cluster.processor.cores}")
+    for server in cluster.servers:
+        lines += ["", "[[server]]", f"rack = {server.rack}"]
+        if server.link is not None:
+            lines.append(f"link = {_quoted(_rate_text(server.link))}")
     for rule in cluster.rules:
         target = rule.target if isinstance(rule.target, int) else _quoted(rule.target)
         lines += ["", "[[rule]]", f"{rule.action} = {target}"]

@@ -24,6 +24,7 @@ class Case:
     timing_free: bool = True
     learning_rate: float = 0.6
     steps: int = 60
+    tolerance: float = 1e-5
     reference: Callable[[torch.optim.Optimizer], None] | None = None
 
     @property
@@ -32,5 +33,23 @@ class Case:
         return self.method if isinstance(self.method, str) else self.method.name
 
 
-CASES: tuple[Case, ...] = (Case(method="bsp"),)
+# Workers that wait for nobody pull the parameters to and fro between their own optima, by
+# about the learning rate.
+_ASYNCHRONOUS = {
+    "timing_free": False,
+    "learning_rate": 0.1,
+    "steps": 150,
+    "tolerance": 0.15,
+}
+
+CASES: tuple[Case, ...] = (
+    Case(method="bsp"),
+    Case(method="bsp:overlap=false"),
+    Case(method="bsp:collective=parameter-server"),
+    Case(method="asp", **_ASYNCHRONOUS),
+    Case(method="ssp", **_ASYNCHRONOUS),
+    Case(method="ssp:staleness=0"),
+    Case(method="backup"),
+    Case(method="backup:overlap=false"),
+)
 """Every registered method has at least one row."""

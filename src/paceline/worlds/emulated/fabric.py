@@ -63,7 +63,8 @@ class Fabric:
         self.cluster = cluster
         self._plan = Plan(cluster, extra_hosts)
         self.hosts: tuple[Host, ...] = self._plan.hosts
-        memory.check(len(self.hosts), cluster.workers + extra_hosts, process_bytes)
+        servers = len(self.hosts) - cluster.hosts
+        memory.check(len(self.hosts), cluster.workers + servers, process_bytes)
         self.rates = list(self._plan.capacities)
         self.warnings: list[str] = []
         self._client: Client | None = None

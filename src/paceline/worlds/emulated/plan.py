@@ -13,10 +13,10 @@ and their links are numbered after all links of the cluster: out, in, out, in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import UsageError
-from paceline.network.cluster import Cluster
+from paceline.network.cluster import Cluster, ServerHost
 from paceline.worlds.emulated.messages import INTERFACE, Build, HostPlan, LinkPlan
 from paceline.worlds.emulated.shaping import wire_rate
 
@@ -43,18 +43,17 @@ class Plan:
         """Raises `UsageError` for a number of hosts that no bridge can take."""
         if extra_hosts < 0:
             raise UsageError(f"extra_hosts: expected 0 or more, got {extra_hosts}")
-        if cluster.hosts + extra_hosts > MAX_HOSTS:
+        wanted = cluster.hosts + len(cluster.servers) + extra_hosts
+        if wanted > MAX_HOSTS:
             raise UsageError(
                 f"expected at most {MAX_HOSTS} hosts in an emulated cluster, got "
-                f"{cluster.hosts + extra_hosts}: use the virtual world for more"
+                f"{wanted}: use the virtual world for more"
             )
-        self.cluster = cluster
-        self.capacities = (
-            *cluster.capacities,
-            *[cluster.racks[0].links[0]] * (2 * extra_hosts),
-        )
-        racks = [cluster.rack_of_host(host) for host in range(cluster.hosts)]
-        racks += [0] * extra_hosts
+        beside = (ServerHost(),) * extra_hosts
+        self.cluster = cluster = replace(cluster, servers=cluster.servers + beside)
+        self.capacities = cluster.capacities
+        count = cluster.hosts + len(cluster.servers)
+        racks = [cluster.rack_of_host(host) for host in range(count)]
         self.hosts = tuple(
             Host(
                 number=i,
@@ -67,32 +66,15 @@ class Plan:
 
     def link_name(self, link: int) -> str:
         """What people call a directed link: ``"worker 3 out"``, ``"server 0 in"``."""
-        beyond = link - len(self.cluster.capacities)
-        if beyond < 0:
-            return self.cluster.link_name(link)
-        return f"server {beyond // 2} {'in' if beyond % 2 else 'out'}"
+        return self.cluster.link_name(link)
 
     def host_link(self, host: int, *, inwards: bool) -> int:
         """The directed link from or to a host."""
-        if host < self.cluster.hosts:
-            return 2 * host + inwards
-        beyond = host - self.cluster.hosts
-        return len(self.cluster.capacities) + 2 * beyond + inwards
+        return self.cluster.link_out_of(host) + inwards
 
     def path(self, source: int, destination: int) -> tuple[int, ...]:
         """The directed links from one host to another, servers included."""
-        if source == destination:
-            return ()
-        from_rack, to_rack = self.hosts[source].rack, self.hosts[destination].rack
-        across: tuple[int, ...] = ()
-        if from_rack != to_rack:
-            base = 2 * self.cluster.hosts
-            across = (base + 2 * from_rack, base + 2 * to_rack + 1)
-        return (
-            self.host_link(source, inwards=False),
-            *across,
-            self.host_link(destination, inwards=True),
-        )
+        return self.cluster.host_path(source, destination)
 
     def check_link(self, link: int) -> None:
         """Raises `UsageError`, naming the range, for a link that does not exist."""

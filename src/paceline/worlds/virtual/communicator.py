@@ -292,8 +292,8 @@ class Play:
         destination = communicator.ranks[transfer.destination]
         communicator.links.send(
             (communicator.name, source, destination),
-            source,
-            destination,
+            communicator.links.cluster.host_of(source),
+            communicator.links.cluster.host_of(destination),
             transfer.size,
             partial(self._sent, transfer.source),
             partial(self._arrived, transfer.destination, place),

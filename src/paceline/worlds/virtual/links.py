@@ -66,7 +66,7 @@ class Links:
         work: dict[int, float] = {}
         for host, count in messages.items():
             index = first if processor.cores is not None else first + host
-            moved = size * demand.get(2 * host, 0.0)
+            moved = size * demand.get(self.cluster.link_out_of(host), 0.0)
             seconds = count * processor.message + moved * processor.byte
             work[index] = work.get(index, 0.0) + seconds
         return {index: seconds for index, seconds in work.items() if seconds > 0}
@@ -80,13 +80,14 @@ class Links:
         sent: Callable[[], None],
         arrived: Callable[[], None],
     ) -> None:
-        """Send a message over a named connection, after those sent over it before.
+        """Send a message between two hosts over a named connection, after those sent over
+        it before.
 
         *sent* is called when the last byte has left, *arrived* one latency later. Only the
         head of a connection is a flow: its successors wait, and do not take bandwidth.
         """
         queue = self._queues.setdefault(connection, deque())
-        latency = self.cluster.latency(source, destination)
+        latency = self.cluster.host_latency(source, destination)
 
         def left() -> None:
             queue.popleft()
@@ -97,8 +98,8 @@ class Links:
                 del self._queues[connection]
             sent()
 
-        demand = dict.fromkeys(self.cluster.path(source, destination), 1.0)
-        messages = {self.cluster.host_of(source): 1.0}
+        demand = dict.fromkeys(self.cluster.host_path(source, destination), 1.0)
+        messages = {source: 1.0}
         queue.append(partial(self.start, demand, size, left, messages))
         if len(queue) == 1:
             queue[0]()
@@ -123,4 +124,5 @@ def _processors(cluster: Cluster) -> list[float]:
         return []
     if cluster.processor.cores is not None:
         return [float(cluster.processor.cores)]
-    return [float(rack.cores) for rack in cluster.racks for _ in range(rack.hosts)]
+    count = cluster.hosts + len(cluster.servers)
+    return [float(cluster.racks[cluster.rack_of_host(h)].cores) for h in range(count)]

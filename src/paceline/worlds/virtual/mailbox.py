@@ -87,8 +87,8 @@ class Mailbox:
         source, destination = communicator.ranks[key[0]], communicator.ranks[key[1]]
         communicator.links.send(
             (communicator.name, source, destination),
-            source,
-            destination,
+            communicator.links.cluster.host_of(source),
+            communicator.links.cluster.host_of(destination),
             size,
             partial(clock.complete, sent),
             arrived,

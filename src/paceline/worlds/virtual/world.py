@@ -15,6 +15,7 @@ import torch.distributed as dist
 from paceline.context import enter_world_in_this_thread
 from paceline.errors import UsageError
 from paceline.instruments import Journal, Span
+from paceline.interfaces import ServerJob
 from paceline.network.cluster import Cluster
 from paceline.network.workload import Workload
 from paceline.options import RunOptions
@@ -42,6 +43,12 @@ from paceline.worlds.virtual.process_state import (
     MainModules,
     RandomStates,
     thread_count_kept,
+)
+from paceline.worlds.virtual.servers import (
+    ServerRates,
+    VirtualEndpoint,
+    VirtualServer,
+    make_servers,
 )
 from paceline.worlds.virtual.watchdog import Watchdog
 
@@ -90,6 +97,12 @@ class VirtualWorld:
     def connect(self) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
+
+    def servers(self, job: ServerJob) -> list[VirtualEndpoint]:
+        return [
+            VirtualEndpoint(self.rank, server, self.journal)
+            for server in self._simulation.servers_of(job)
+        ]
 
     def now(self) -> float:
         self._compute.settle()
@@ -198,6 +211,16 @@ class Simulation:
         self._communicators: dict[tuple[str, tuple[int, ...], int], Any] = {}
         self._made: dict[tuple[int, str, tuple[int, ...]], int] = {}
         self._store = local_store()
+        self._servers: dict[int, list[VirtualServer]] = {}
+        self.server_rates = ServerRates()
+
+    def servers_of(self, job: ServerJob) -> list[VirtualServer]:
+        """The servers of one training: made when its first worker asks."""
+        if job.training not in self._servers:
+            self._servers[job.training] = make_servers(
+                job, self.cluster, self.clock, self.links, self.server_rates
+            )
+        return self._servers[job.training]
 
     def observe(self, span: Span) -> None:
         """Keep a span for the trace."""

@@ -1,0 +1,92 @@
+"""Averages formed by a parameter server, for any method that averages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from paceline.collectives.comm import TorchComm
+from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, World
+from paceline.messages import Reduce
+from paceline.server.shards import SMALL_BYTES
+from paceline.tensors import stand_in_for, wire_bytes
+
+
+class ServerComm(TorchComm):
+    """A `Comm` whose all-reduces are requests to *endpoints*, each of which adds up its
+    part of the buffer in rank order; all else goes through torch.distributed.
+
+    The sum has the same bits in all worlds. Each buffer goes out once and comes back once:
+    every server's link carries as many times its part as there are workers, each way.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        endpoints: Sequence[Endpoint],
+        group: dist.ProcessGroup | None = None,
+        channel: str = "",
+    ) -> None:
+        super().__init__(world, name, group)
+        self._endpoints = endpoints
+        self._channel = channel
+        self._numbers = 0
+
+    def all_reduce(
+        self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
+    ) -> Pending:
+        if buffer.is_complex():
+            buffer = torch.view_as_real(buffer).view(-1)
+        number, self._numbers = self._numbers, self._numbers + 1
+        message = Reduce(channel=self._channel, number=number, operation=operation)
+        receptions = [
+            endpoint.request(message, part, part, channel=self._channel)
+            for endpoint, part in self._parts(number, _flat(buffer))
+        ]
+        return Receptions(receptions)
+
+    def lanes(self, device: torch.device) -> int:
+        return 1
+
+    def channel(self, name: str) -> TorchComm:
+        if name not in self._channels:
+            plain = self._make(f"channel {name}", range(self.size))
+            other = ServerComm(
+                self._world, plain.name, self._endpoints, plain.process_group, name
+            )
+            self._channels[name] = other
+        return self._channels[name]
+
+    def _parts(
+        self, number: int, flat: torch.Tensor
+    ) -> list[tuple[Endpoint, torch.Tensor]]:
+        """Which server adds up which part: equal ones, or all of a small buffer at one
+        server after the other."""
+        count, size = len(self._endpoints), wire_bytes(flat)
+        if count == 1 or size < SMALL_BYTES * count:
+            return [(self._endpoints[number % count], flat)]
+        cuts = [flat.numel() * i // count for i in range(count + 1)]
+        parts = [flat[start:stop] for start, stop in pairwise(cuts)]
+        if hasattr(flat, "stands_for_bytes"):
+            for part in parts:
+                stand_in_for(size // count, part)
+        return list(zip(self._endpoints, parts, strict=True))
+
+
+def _flat(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer if buffer.dim() == 1 else buffer.view(-1)
+
+
+class Receptions:
+    """A `Pending` over several receptions."""
+
+    def __init__(self, receptions: Sequence[Reception]) -> None:
+        self._receptions = receptions
+
+    def wait(self) -> None:
+        for reception in self._receptions:
+            reception.wait()

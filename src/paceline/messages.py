@@ -1,0 +1,160 @@
+"""What a worker and a server say to each other: typed headers; tensors travel beside them.
+
+A *request* is answered exactly once, at once or when the server's discipline allows it. A
+request's payload is one flat tensor, described by its header; so is an answer's. Nothing
+here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+PROTOCOL = 1
+"""Both ends must speak the same version."""
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.uint8),
+    )
+}
+"""What a payload may consist of."""
+
+
+class Unit(msgspec.Struct, frozen=True, array_like=True):
+    """A part of one parameter that a server updates: elements [*start*, *stop*) of the
+    flattened parameter number *parameter*, which is in optimizer group *group*. *shape*:
+    the parameter's, where the unit is all of it; else the unit is flat."""
+
+    parameter: int
+    start: int
+    stop: int
+    group: int
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def elements(self) -> int:
+        return self.stop - self.start
+
+
+Hyperparameters = list[dict[str, Any]]
+"""One mapping per group of the optimizer: numbers, truth values, lists and nothing else."""
+
+
+# ---- requests ----
+
+
+class Join(msgspec.Struct, tag="join", kw_only=True):
+    """A worker asks to take part, and says what is trained: per bucket, the *units* of it
+    that this server holds and their *dtypes*; the class name of the *optimizer*, of
+    torch.optim; *options* must be equal on all workers. Answer: `Joined`."""
+
+    options: str
+    units: list[list[Unit]] = []
+    dtypes: list[str] = []
+    optimizer: str = ""
+    hyperparameters: Hyperparameters = []
+
+
+class Load(msgspec.Struct, tag="load", kw_only=True):
+    """The payload becomes the parameters of *bucket*. Answer: `Done`."""
+
+    bucket: int
+
+
+class Push(msgspec.Struct, tag="push", kw_only=True):
+    """The payload is this worker's gradient of *bucket* in *step*. *weight*: its part in
+    the mean (1/n, or its part of the samples); *used*: per unit, whether it took part in
+    the backward pass; *hyperparameters*: of this step. Answer: `Parameters`, when the
+    discipline allows it."""
+
+    step: int
+    bucket: int
+    stage: int = 0
+    weight: float = 1.0
+    used: list[bool] = []
+    hyperparameters: Hyperparameters = []
+
+
+class Pull(msgspec.Struct, tag="pull", kw_only=True):
+    """Answer: `Parameters` of *bucket* as they are, once they were loaded."""
+
+    bucket: int
+
+
+class PullState(msgspec.Struct, tag="pull-state", kw_only=True):
+    """Answer: `OptimizerState` of *bucket*."""
+
+    bucket: int
+
+
+class LoadState(msgspec.Struct, tag="load-state", kw_only=True):
+    """The payload, described as in `OptimizerState`, becomes the optimizer's state of
+    *bucket*. Answer: `Done`."""
+
+    bucket: int
+    entries: list[list[tuple[str, int | float]]]
+
+
+class Leave(msgspec.Struct, tag="leave", kw_only=True):
+    """This worker is out of data. Answer: `Done`, once nobody trains any more."""
+
+
+class Reduce(msgspec.Struct, tag="reduce", kw_only=True):
+    """The payload is this worker's part in all-reduce number *number* of *channel*.
+    Answer: `Reduced`, when every worker's part is in."""
+
+    channel: str
+    number: int
+    operation: Literal["mean", "sum", "max"]
+
+
+Request = Join | Load | Push | Pull | PullState | LoadState | Leave | Reduce
+
+
+# ---- answers ----
+
+
+class Joined(msgspec.Struct, tag="joined", kw_only=True):
+    """This worker takes part from *step* on. *loaded*: the server has parameters."""
+
+    step: int
+    loaded: bool
+
+
+class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
+    """The payload is *bucket* at *version*: the number of steps, or of pushes, that are
+    in it. *step*: the one that its receiver is to do next."""
+
+    bucket: int
+    version: int
+    step: int = 0
+
+
+class OptimizerState(msgspec.Struct, tag="state", kw_only=True):
+    """Per unit, the entries of its state: name and, for a tensor of the unit's size, its
+    offset in the payload, as an int; else the value itself, as a float."""
+
+    entries: list[list[tuple[str, int | float]]]
+
+
+class Reduced(msgspec.Struct, tag="reduced", kw_only=True):
+    """The payload is the result."""
+
+
+class Done(msgspec.Struct, tag="done", kw_only=True):
+    """That was done."""
+
+
+class Refused(msgspec.Struct, tag="refused", kw_only=True):
+    """It cannot be done; the worker raises `UsageError` with *reason*."""
+
+    reason: str
+
+
+Reply = Joined | Parameters | OptimizerState | Reduced | Done | Refused

@@ -1,0 +1,123 @@
+"""Backup workers: synchronous training that does not wait for the last ones.
+
+Chen et al., "Revisiting distributed synchronous SGD" (ICLR workshop 2016): the step ends
+with the fastest m of n workers, and gradients that come later are dropped.
+
+Waits for: the fastest `wait_for` workers, in every step. Sends: the whole gradient, and
+receives all parameters. Guarantees: no gradient is stale; those that came too late for
+their step are dropped, and counted.
+
+``wait_for=0`` stands for all workers: bsp with its parameters on the server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Discipline, HeldPush, Shard
+from paceline.methods.push_pull import PushPull
+from paceline.methods.ssp import next_open_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backup(PushPull):
+    """End each step with the mean over the fastest *wait_for* workers."""
+
+    name: ClassVar[str] = "backup"
+
+    wait_for: int = 0
+
+    def __post_init__(self) -> None:
+        if self.wait_for < 0:
+            raise UsageError(
+                f"backup:wait_for={self.wait_for}: expected a number of workers, or 0 for "
+                "all of them"
+            )
+
+    def server(self, workers: int) -> Discipline:
+        if self.wait_for > workers:
+            raise UsageError(
+                f"backup:wait_for={self.wait_for}: there are only {workers} workers"
+            )
+        return FastestOfAll(self.wait_for or workers)
+
+
+class FastestOfAll:
+    """The server's half. A worker counts for a step when its last bucket is in; where all
+    are waited for, each bucket is updated as soon as all have sent it."""
+
+    def __init__(self, wait_for: int) -> None:
+        self._wait_for = wait_for
+        self._rounds: dict[tuple[int, int], list[HeldPush]] = {}
+        self._complete: dict[int, list[int]] = {}
+        """By open step: whose gradients are in as a whole, as they came."""
+        self._closed = 0
+        """Steps below this one have ended."""
+        self._late: dict[int, list[HeldPush]] = {}
+        """By worker: pushes of a step that has ended. They are answered together, with
+        one version, when the worker's step is in as a whole."""
+
+    def pushed(self, shard: Shard, push: HeldPush) -> None:
+        if push.step < self._closed:
+            self._drop(push)
+            shard.count("gradients dropped")
+        else:
+            self._rounds.setdefault((push.step, push.bucket), []).append(push)
+            if shard.clock(push.worker) > push.step:
+                self._complete.setdefault(push.step, []).append(push.worker)
+        self.changed(shard)
+
+    def changed(self, shard: Shard) -> None:
+        for step in sorted({step for step, _ in self._rounds}):
+            self._close(shard, step)
+        for worker in list(self._late):
+            pushes = self._late[worker]
+            if shard.clock(worker) > pushes[0].step:
+                del self._late[worker]
+                shard.move_on(worker, self._closed)
+                for push in pushes:
+                    shard.answer(push)
+
+    def _close(self, shard: Shard, step: int) -> None:
+        expected = shard.expected(step)
+        open_buckets = [b for b in shard.buckets if shard.version(b) <= step]
+        if self._wait_for < len(expected):
+            complete = self._complete.get(step, [])
+            if len(complete) < self._wait_for:
+                return
+            for bucket in open_buckets:
+                self._end(shard, step, bucket, complete[: self._wait_for])
+        else:
+            for bucket in open_buckets:
+                pushes = self._rounds.get((step, bucket), [])
+                here = sorted(push.worker for push in pushes)
+                if set(here).issuperset(expected):
+                    self._end(shard, step, bucket, here)
+        if all(shard.version(bucket) > step for bucket in shard.buckets):
+            self._complete.pop(step, None)
+            self._closed = max(self._closed, step + 1)
+
+    def _end(self, shard: Shard, step: int, bucket: int, counting: list[int]) -> None:
+        pushes = self._rounds.pop((step, bucket), [])
+        pushes.sort(key=lambda push: push.worker)
+        shard.apply_mean(bucket, [p for p in pushes if p.worker in counting])
+        for push in pushes:
+            if push.worker in counting:
+                shard.answer(push)
+            else:
+                self._drop(push)
+                shard.count("gradients dropped")
+
+    def _drop(self, push: HeldPush) -> None:
+        dropped = push._replace(gradient=torch.empty(0))
+        self._late.setdefault(push.worker, []).append(dropped)
+
+    def first_step(self, shard: Shard) -> int:
+        return next_open_step(shard, self._rounds)
+
+    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
+        return shard.version(bucket) >= step

@@ -1,0 +1,50 @@
+"""The worker's half of methods whose server updates: push gradients, pull parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.interfaces import GradientSeen, Run, UpdatesOn
+from paceline.tensors import Bucket
+
+
+@dataclass
+class PushPullState:
+    """*step*: the number of this worker's next step."""
+
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushPull:
+    """Each bucket's gradient goes to its servers; the answer is the bucket's parameters,
+    when the server's discipline gives them. *overlap*: send while backward still runs;
+    without, send after it, the textbook form that papers compare with."""
+
+    updates_on: ClassVar[UpdatesOn] = "server"
+    gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
+
+    overlap: bool = True
+
+    def init(self, run: Run) -> PushPullState:
+        return PushPullState(step=run.remote.join())
+
+    def bucket_ready(self, state: PushPullState, run: Run, bucket: Bucket) -> None:
+        if self.overlap:
+            run.remote.push(bucket, state.step)
+
+    def backward_ended(self, state: PushPullState, run: Run) -> None:
+        if not self.overlap:
+            for bucket in run.buckets:
+                run.remote.push(bucket, state.step)
+
+    def after_update(self, state: PushPullState, run: Run) -> None:
+        state.step = run.remote.wait()
+
+    def finish(self, state: PushPullState, run: Run) -> None:
+        run.remote.leave()
+
+    def consolidate(self, state: PushPullState, run: Run) -> Callable[[], None]:
+        return run.remote.consolidate()

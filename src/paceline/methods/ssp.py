@@ -1,0 +1,117 @@
+"""SSP: stale synchronous parallel training over a parameter server.
+
+Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server"
+(NIPS 2013). A gradient is applied when it comes, as under asp; but a worker that has
+done c steps goes on only when every other has done at least c - s.
+
+Waits for: workers more than `staleness` steps behind. Sends: the whole gradient, and
+receives all parameters. Guarantees: what a worker computes its step c with has in it
+every gradient of the steps before c - s, of all workers.
+
+With ``staleness=0`` a step's gradients, all computed from the same parameters, are applied
+one after the other in rank order, and timing decides nothing. (With plain SGD that is
+bsp's step; momentum takes n steps for it.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Discipline, HeldPush, Shard
+from paceline.methods.push_pull import PushPull
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSP(PushPull):
+    """Let no worker be more than *staleness* steps ahead of another."""
+
+    name: ClassVar[str] = "ssp"
+
+    staleness: int = 3
+
+    def __post_init__(self) -> None:
+        if self.staleness < 0:
+            raise UsageError(
+                f"ssp:staleness={self.staleness}: expected a bound of 0 or more steps"
+            )
+
+    def server(self, workers: int) -> Discipline:
+        return BoundedStaleness(self.staleness) if self.staleness else InRankOrder()
+
+
+_NOTHING = torch.empty(0)
+"""Instead of a gradient that was applied, so that its memory can go."""
+
+
+class BoundedStaleness:
+    """The server's half, for a bound s of at least 1."""
+
+    def __init__(self, staleness: int) -> None:
+        self._staleness = staleness
+        self._waiting: list[HeldPush] = []
+
+    def pushed(self, shard: Shard, push: HeldPush) -> None:
+        shard.apply(push)
+        self._waiting.append(push._replace(gradient=_NOTHING))
+        self._let_go(shard)
+
+    def changed(self, shard: Shard) -> None:
+        self._let_go(shard)
+
+    def _let_go(self, shard: Shard) -> None:
+        slowest, waiting = shard.slowest(), self._waiting
+        self._waiting = []
+        for push in waiting:
+            # The answer starts step c = push.step + 1: all must have done c - s.
+            if push.step + 1 <= slowest + self._staleness:
+                shard.answer(push)
+            else:
+                self._waiting.append(push)
+
+    def first_step(self, shard: Shard) -> int:
+        return shard.slowest()
+
+    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
+        return True
+
+
+class InRankOrder:
+    """The server's half for s = 0: a bucket is updated when all its gradients are in."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[tuple[int, int], list[HeldPush]] = {}
+
+    def pushed(self, shard: Shard, push: HeldPush) -> None:
+        self._rounds.setdefault((push.step, push.bucket), []).append(push)
+        self._close(shard)
+
+    def changed(self, shard: Shard) -> None:
+        self._close(shard)
+
+    def _close(self, shard: Shard) -> None:
+        for key in sorted(self._rounds):
+            pushes = self._rounds[key]
+            here = {push.worker for push in pushes}
+            if here.issuperset(shard.expected(key[0])):
+                del self._rounds[key]
+                pushes.sort(key=lambda push: push.worker)
+                for push in pushes:
+                    shard.apply(push)
+                for push in pushes:
+                    shard.answer(push)
+
+    def first_step(self, shard: Shard) -> int:
+        return next_open_step(shard, self._rounds)
+
+    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
+        return all(key[0] >= step for key in self._rounds if key[1] == bucket)
+
+
+def next_open_step(shard: Shard, rounds: dict[tuple[int, int], list[HeldPush]]) -> int:
+    """The first step of which no gradient can have come: who joins now begins there."""
+    begun = [step + 1 for step, _ in rounds]
+    return max([shard.fastest(), *begun])

@@ -1,0 +1,573 @@
+"""The parameter server as a state machine: no I/O, no clock, no threads.
+
+Transitions
+-----------
+========== ============================================== ==============================
+event      what changes                                   answer
+========== ============================================== ==============================
+join       the worker takes part, from the step that the  `Joined`; `Refused` where model
+           discipline names; an older incarnation of it   or options differ from those of
+           is lost                                        who came first
+load       the bucket's parameters                        `Done`; pulls that waited
+pull       -                                              `Parameters`, once loaded and
+                                                          once the discipline allows
+push       once per (worker, incarnation, step, stage,    `Parameters`, when the
+           bucket): handed to the discipline; with the    discipline says so; `Refused`
+           step's last bucket the worker's clock moves    if it is not of this step
+pull-state -                                              `OptimizerState`
+load-state the bucket's optimizer state                   `Done`
+reduce     the part is added, in rank order               `Reduced`, to all, with the
+                                                          last part
+leave      nobody waits for the worker's gradients        `Done`, once nobody trains
+lost       the same, and it gets no more answers; what    -
+           it had pushed still counts
+========== ============================================== ==============================
+
+Law: a request that comes again is not done again, and is answered again if it had been
+answered. Each request says which answers its worker has; only those are forgotten.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Answer, Discipline, HeldPush, Sender, Work
+from paceline.messages import (
+    Done,
+    Join,
+    Joined,
+    Leave,
+    Load,
+    LoadState,
+    OptimizerState,
+    Parameters,
+    Pull,
+    PullState,
+    Push,
+    Reduce,
+    Reduced,
+    Refused,
+    Reply,
+    Request,
+)
+from paceline.server.store import Store
+from paceline.server.sums import Order, Sum
+
+
+@dataclass
+class Channel:
+    """What was seen of one worker's requests on one channel."""
+
+    forgotten: int = 0
+    """Numbers below this one were answered, and their worker has the answers."""
+    answers: dict[int, Answer | None] = field(default_factory=dict)
+    """By number; None while it is not answered."""
+
+
+@dataclass
+class Member:
+    """A worker, as the server knows it."""
+
+    incarnation: int
+    first_step: int = 0
+    clock: int = 0
+    """Steps that are in as a whole: the number of the next."""
+    begun: set[tuple[int, int]] = field(default_factory=set)
+    """(stage, bucket) that are in of the step under way."""
+    leaving: bool = False
+    channels: dict[str, Channel] = field(default_factory=dict)
+
+
+class ParameterServer:
+    """The `Server`, and the `Shard` that its discipline sees.
+
+    Without a *discipline* it holds no parameters, and only reduces. *workers*: how many
+    there are to be. *sums*: whether sums of a `Reduce` go in rank order.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        discipline: Discipline | None = None,
+        sums: Order = "rank",
+        name: str = "server",
+    ) -> None:
+        self.workers = workers
+        self.counts: Counter[str] = Counter()
+        self._name = name
+        self._discipline = discipline
+        self._sums = sums
+        self._description: Join | None = None
+        self._store: Store | None = None
+        self.buckets: list[int] = []
+        self._members: dict[int, Member] = {}
+        self._awaited = set(range(workers))
+        """Workers that have not joined yet: they will, at the first step."""
+        self._gone: set[int] = set()
+        self._asked: dict[int, Sender] = {}  # by the stamp of a push
+        self._stamp = 0
+        self._fault = ""
+        """Why training cannot go on: every push is refused with it."""
+        self._pulls: list[tuple[Sender, int]] = []
+        self._leaves: list[Sender] = []
+        self._reductions: dict[tuple[str, int], Reduction] = {}
+        self._out: list[Answer] = []
+        self._work = Work()
+        self._handlers: dict[type, Callable[[Sender, Any, Any], None]] = {
+            Join: self._join,
+            Load: self._load,
+            Pull: self._pull,
+            Push: self._push,
+            PullState: self._pull_state,
+            LoadState: self._load_state,
+            Reduce: self._reduce,
+            Leave: self._leave,
+        }
+
+    # ---- the `Server` ----
+
+    def on_message(
+        self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
+    ) -> list[Answer]:
+        if not self._is_new(sender, message):
+            return self._taken_out()
+        try:
+            self._handlers[type(message)](sender, message, payload)
+        except UsageError as error:
+            self._refuse(sender, str(error))
+        return self._taken_out()
+
+    def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
+        member = self._members.get(worker)
+        if member is not None and member.incarnation == incarnation:
+            self._remove(worker)
+            self.counts["workers lost"] += 1
+            self._changed()
+        return self._taken_out()
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def on_timer(self, now: float) -> list[Answer]:
+        return []
+
+    def take_work(self) -> Work:
+        work, self._work = self._work, Work()
+        return work
+
+    # ---- the `Shard` ----
+
+    def expected(self, step: int) -> list[int]:
+        mine = {w for w, m in self._training() if m.first_step <= step}
+        return sorted(mine | self._awaited)
+
+    def clock(self, worker: int) -> int:
+        return self._members[worker].clock
+
+    def move_on(self, worker: int, step: int) -> None:
+        member = self._members[worker]
+        member.clock = max(member.clock, step)
+
+    def slowest(self) -> int:
+        clocks = [member.clock for _, member in self._training()]
+        return min([*clocks, *(0 for _ in self._awaited)], default=0)
+
+    def fastest(self) -> int:
+        return max(
+            (m.clock + bool(m.begun) for _, m in self._training()),
+            default=max((m.clock for m in self._members.values()), default=0),
+        )
+
+    def version(self, bucket: int) -> int:
+        return self._stored().versions[bucket]
+
+    def apply(self, push: HeldPush) -> None:
+        store = self._stored()
+        store.apply(
+            push.bucket, push.gradient, push.used, push.hyperparameters, push.weight
+        )
+        self._add_work(stepped=store.bytes[push.bucket])
+        self.counts["gradients applied"] += 1
+
+    def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
+        store = self._stored()
+        if not pushes:
+            store.updated(bucket)
+            return
+        first = pushes[0]
+        different = _different_hyperparameters(pushes)
+        if different:
+            self._fault = different
+            for push in pushes:
+                self._refuse(self._asked.pop(push.stamp), different)
+            return
+        total = first.gradient
+        for push in pushes:
+            # As workers do that weigh before they send, so that the bits are the same.
+            if push.weight != 1.0:
+                push.gradient.mul_(push.weight)
+            if push is not first:
+                total.add_(push.gradient)
+        whole = _total([push.weight for push in pushes])
+        if whole != 1.0:
+            total.mul_(1 / whole)
+        used = [any(flags) for flags in zip(*(p.used for p in pushes), strict=True)]
+        store.apply(bucket, total, used, first.hyperparameters)
+        self._add_work(
+            added=store.bytes[bucket] * (len(pushes) - 1), stepped=store.bytes[bucket]
+        )
+        self.counts["gradients applied"] += len(pushes)
+
+    def answer(self, push: HeldPush) -> None:
+        if self._fault:
+            return
+        self._give_parameters(self._asked.pop(push.stamp), push.bucket)
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+
+    # ---- requests ----
+
+    def _join(self, sender: Sender, join: Join, _: object) -> None:
+        first = self._description
+        if first is None:
+            if self._discipline is not None:
+                self._store = Store(join)
+                self.buckets = [b for b, units in enumerate(join.units) if units]
+            self._description = join
+        else:
+            _require_same(first, join, sender.worker)
+        member = self._members[sender.worker]
+        self._awaited.discard(sender.worker)
+        self._gone.discard(sender.worker)
+        if self._discipline is not None and not self._is_fresh():
+            member.first_step = member.clock = self._discipline.first_step(self)
+        loaded = self._store is not None and all(self._store.loaded)
+        self._send(sender, Joined(step=member.first_step, loaded=loaded))
+
+    def _is_fresh(self) -> bool:
+        """Whether no gradient has come yet: who joins belongs to the start."""
+        return self._stamp == 0
+
+    def _load(self, sender: Sender, load: Load, payload: torch.Tensor | None) -> None:
+        store = self._stored()
+        flat = self._bucket(load.bucket, payload)
+        store.load(load.bucket, flat)
+        self._send(sender, Done())
+        self._give_pulls()
+
+    def _pull(self, sender: Sender, pull: Pull, _: object) -> None:
+        self._stored()
+        self._bucket(pull.bucket)
+        self._pulls.append((sender, pull.bucket))
+        self._give_pulls()
+
+    def _give_pulls(self) -> None:
+        waiting, self._pulls = self._pulls, []
+        for sender, bucket in waiting:
+            member = self._members[sender.worker]
+            assert self._discipline is not None
+            if member.leaving or (
+                self._stored().loaded[bucket]
+                and self._discipline.may_pull(self, member.first_step, bucket)
+            ):
+                self._give_parameters(sender, bucket)
+            else:
+                self._pulls.append((sender, bucket))
+
+    def _push(self, sender: Sender, push: Push, payload: torch.Tensor | None) -> None:
+        store = self._stored()
+        if self._fault:
+            raise UsageError(self._fault)
+        gradient = self._bucket(push.bucket, payload)
+        member = self._members[sender.worker]
+        units = len(self._units_of(push.bucket))
+        if not store.loaded[push.bucket]:
+            raise UsageError("push: no parameters were loaded yet")
+        if member.leaving:
+            raise UsageError(f"push: worker {sender.worker} has left")
+        if len(push.used) != units:
+            raise UsageError(f"push: expected {units} used bits, got {len(push.used)}")
+        if not (push.weight >= 0):
+            raise UsageError(f"push: expected a weight of 0 or more, got {push.weight}")
+        store.check_hyperparameters(push.hyperparameters)
+        key = (push.stage, push.bucket)
+        if push.step < member.clock or key in member.begun:
+            self.counts["pushes that came again"] += 1
+            raise UsageError(
+                f"push: worker {sender.worker} has pushed bucket {push.bucket} of step "
+                f"{push.step} before"
+            )
+        if push.step > member.clock:
+            raise UsageError(
+                f"push: expected step {member.clock} of worker {sender.worker}, whose "
+                f"earlier step is not in as a whole, got step {push.step}"
+            )
+        held = HeldPush(
+            worker=sender.worker,
+            step=push.step,
+            bucket=push.bucket,
+            weight=push.weight,
+            used=push.used,
+            hyperparameters=push.hyperparameters,
+            gradient=gradient,
+            stamp=self._stamp,
+        )
+        self._asked[self._stamp] = sender
+        self._stamp += 1
+        member.begun.add(key)
+        complete = len(member.begun) == len(self.buckets)
+        if complete:
+            member.clock += 1
+            member.begun.clear()
+        assert self._discipline is not None
+        self._discipline.pushed(self, held)
+        if complete:
+            self._discipline.changed(self)
+        if self._pulls:
+            self._give_pulls()
+
+    def _pull_state(self, sender: Sender, pull: PullState, _: object) -> None:
+        self._bucket(pull.bucket)
+        entries, payload = self._stored().state(pull.bucket)
+        self._send(sender, OptimizerState(entries=entries), payload)
+
+    def _load_state(self, sender: Sender, load: LoadState, payload: Any) -> None:
+        store = self._stored()
+        self._bucket(load.bucket)
+        given = store.flats[load.bucket].new_empty(0) if payload is None else payload
+        store.load_state(load.bucket, load.entries, given)
+        self._send(sender, Done())
+
+    def _reduce(self, sender: Sender, reduce: Reduce, payload: Any) -> None:
+        if payload is None:
+            raise UsageError("reduce: expected a payload, got none")
+        key = (reduce.channel, reduce.number)
+        reduction = self._reductions.get(key)
+        if reduction is None:
+            adds = "max" if reduce.operation == "max" else "sum"
+            reduction = Reduction(reduce.operation, payload, Sum(self._sums, adds))
+            self._reductions[key] = reduction
+        reduction.check(reduce, payload, sender.worker)
+        reduction.asked.append(sender)
+        reduction.sum.add(sender.worker, payload, self._everybody())
+        self._finish_reductions([key])
+
+    def _finish_reductions(self, keys: Sequence[tuple[str, int]]) -> None:
+        everybody = self._everybody()
+        for key in keys:
+            reduction = self._reductions[key]
+            reduction.sum.settle(everybody)
+            if not reduction.sum.is_complete(everybody):
+                continue
+            del self._reductions[key]
+            result = reduction.sum.result()
+            if reduction.operation == "mean":
+                result.div_(len(reduction.sum.ranks))
+            self._add_work(added=reduction.sum.added_bytes)
+            for sender in reduction.asked:
+                self._send(sender, Reduced(), result)
+
+    def _leave(self, sender: Sender, leave: Leave, _: object) -> None:
+        member = self._members[sender.worker]
+        if member.begun:
+            raise UsageError("leave: in the middle of a step")
+        member.leaving = True
+        self._leaves.append(sender)
+        self._changed()
+
+    # ---- who takes part ----
+
+    def _is_new(self, sender: Sender, message: Request) -> bool:
+        """Whether this request is to be done; answers those that are not."""
+        member = self._members.get(sender.worker)
+        newer = member is None or sender.incarnation > member.incarnation
+        if isinstance(message, Join) and newer and sender.worker in range(self.workers):
+            if member is not None and sender.worker not in self._gone:
+                self._remove(sender.worker)
+                self._changed()
+            member = self._members[sender.worker] = Member(sender.incarnation)
+        if member is None or member.incarnation != sender.incarnation:
+            self._out.append(Answer(sender, Refused(reason="join first")))
+            return False
+        if sender.worker in self._gone and not isinstance(message, Join):
+            self._out.append(
+                Answer(sender, Refused(reason="taken for lost: join with another life"))
+            )
+            return False
+        channel = member.channels.setdefault(sender.channel, Channel())
+        for number in range(channel.forgotten, sender.received):
+            channel.answers.pop(number, None)
+        channel.forgotten = max(channel.forgotten, sender.received)
+        if sender.number < channel.forgotten or sender.number in channel.answers:
+            self.counts["requests that came again"] += 1
+            before = channel.answers.get(sender.number)
+            if before is not None:
+                self._out.append(before)
+            return False
+        channel.answers[sender.number] = None
+        return True
+
+    def _training(self) -> list[tuple[int, Member]]:
+        return [
+            (worker, member)
+            for worker, member in self._members.items()
+            if not member.leaving
+            and worker not in self._gone
+            and worker not in self._awaited
+        ]
+
+    def _everybody(self) -> list[int]:
+        """Who is to take part in a reduction: also who is out of data keeps company."""
+        joined = self._members.keys() - self._gone
+        return sorted(joined | self._awaited)
+
+    def _remove(self, worker: int) -> None:
+        self._gone.add(worker)
+        self._awaited.discard(worker)
+        self._members[worker].begun.clear()
+        self._pulls = [(s, b) for s, b in self._pulls if s.worker != worker]
+        self._leaves = [s for s in self._leaves if s.worker != worker]
+
+    def _changed(self) -> None:
+        """Somebody has gone: let go of who waited for them."""
+        if self._discipline is not None and self._store is not None:
+            self._discipline.changed(self)
+            self._give_pulls()
+        self._finish_reductions(list(self._reductions))
+        if not self._training() and not self._awaited:
+            leaves, self._leaves = self._leaves, []
+            for sender in leaves:
+                self._send(sender, Done())
+
+    # ---- answers ----
+
+    def _give_parameters(self, to: Sender, bucket: int) -> None:
+        store = self._stored()
+        payload, copied = store.snapshot(bucket)
+        if copied:
+            self._add_work(added=store.bytes[bucket])
+        step = self._members[to.worker].clock
+        message = Parameters(bucket=bucket, version=store.versions[bucket], step=step)
+        self._send(to, message, payload)
+
+    def _send(
+        self, to: Sender, message: Reply, payload: torch.Tensor | None = None
+    ) -> None:
+        member = self._members.get(to.worker)
+        if member is None or member.incarnation != to.incarnation:
+            return
+        if to.worker in self._gone:
+            return
+        answer = Answer(to, message, payload)
+        channel = member.channels[to.channel]
+        channel.answers[to.number] = answer
+        self._out.append(answer)
+
+    def _refuse(self, to: Sender, reason: str) -> None:
+        self.counts["requests refused"] += 1
+        print(
+            f"paceline: {self._name} refused worker {to.worker}: {reason}",
+            file=sys.stderr,
+        )
+        self._send(to, Refused(reason=reason))
+
+    def _taken_out(self) -> list[Answer]:
+        out, self._out = self._out, []
+        return out
+
+    # ---- help ----
+
+    def _stored(self) -> Store:
+        if self._store is None:
+            raise UsageError("this server holds no parameters: it only reduces")
+        return self._store
+
+    def _units_of(self, bucket: int) -> Sequence[object]:
+        assert self._description is not None
+        return self._description.units[bucket]
+
+    def _bucket(self, bucket: int, payload: torch.Tensor | None = None) -> Any:
+        """The payload, checked against the bucket; checks the number alone without."""
+        store = self._stored()
+        if bucket not in self.buckets:
+            raise UsageError(f"expected a bucket of {self.buckets}, got {bucket}")
+        if payload is None:
+            return None
+        flat = store.flats[bucket]
+        if payload.numel() != flat.numel() or payload.dtype != flat.dtype:
+            raise UsageError(
+                f"bucket {bucket}: expected {flat.numel()} elements of {flat.dtype}, got "
+                f"{payload.numel()} of {payload.dtype}"
+            )
+        return payload
+
+    def _add_work(self, added: int = 0, stepped: int = 0) -> None:
+        self._work = Work(self._work.added + added, self._work.stepped + stepped)
+
+
+@dataclass
+class Reduction:
+    """One all-reduce under way."""
+
+    operation: str
+    like: torch.Tensor
+    sum: Sum
+    asked: list[Sender] = field(default_factory=list)
+
+    def check(self, reduce: Reduce, payload: torch.Tensor, worker: int) -> None:
+        """Raise `UsageError` unless a worker's part fits those that are in."""
+        same = payload.numel() == self.like.numel() and payload.dtype == self.like.dtype
+        if not same or reduce.operation != self.operation:
+            raise UsageError(
+                f"all-reduce {reduce.number} of channel {reduce.channel!r}: others sent "
+                f"{self.like.numel()} elements of {self.like.dtype} for their "
+                f"{self.operation}, worker {worker} sent {payload.numel()} of "
+                f"{payload.dtype} for their {reduce.operation}; every rank must issue "
+                "the same collectives in the same order"
+            )
+        if worker in self.sum.ranks:
+            raise UsageError(
+                f"all-reduce {reduce.number} of channel {reduce.channel!r}: worker "
+                f"{worker} has sent its part before"
+            )
+
+
+def _require_same(first: Join, join: Join, worker: int) -> None:
+    for what in ("options", "optimizer", "dtypes", "units"):
+        ours, theirs = getattr(first, what), getattr(join, what)
+        if ours != theirs:
+            if isinstance(ours, list):
+                pairs = zip(ours, theirs, strict=False)
+                ours, theirs = next((p for p in pairs if p[0] != p[1]), (ours, theirs))
+            raise UsageError(
+                f"workers train different things: {what} is {ours!r} for who joined "
+                f"first and {theirs!r} for worker {worker}; build the same model, with "
+                "the same options, on every worker"
+            )
+
+
+def _different_hyperparameters(pushes: Sequence[HeldPush]) -> str:
+    """How the hyperparameters of one step's pushes differ; empty where they do not."""
+    first = pushes[0]
+    for push in pushes[1:]:
+        if push.hyperparameters != first.hyperparameters:
+            return (
+                f"step {first.step}: worker {first.worker} has hyperparameters "
+                f"{first.hyperparameters!r} and worker {push.worker} "
+                f"{push.hyperparameters!r}; one step's must be equal"
+            )
+    return ""
+
+
+def _total(weights: Sequence[float]) -> float:
+    """The sum of weights; 1 where only rounding keeps it from 1."""
+    total = sum(sorted(weights))
+    return 1.0 if abs(total - 1) < 1e-9 else total

@@ -1,0 +1,101 @@
+"""Which server holds which part of each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from paceline.messages import Unit
+from paceline.pieces import cut_every, parameters_of
+from paceline.tensors import Bucket
+
+SMALL_BYTES = 64 * 1024
+"""A part smaller than this is not worth a message of its own."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [*start*, *stop*) of a bucket's buffer, on server number *shard*; *units*:
+    the parts of parameters that lie in it, in order."""
+
+    shard: int
+    start: int
+    stop: int
+    units: tuple[Unit, ...]
+
+
+def split(
+    buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer, shards: int
+) -> list[list[Part]]:
+    """Per bucket its parts, so that all servers hold about as many bytes.
+
+    Cuts go where *optimizer* may be applied to both sides alone (see `paceline.pieces`);
+    a small bucket goes whole to the server that has least. The same on every rank.
+    """
+    numbers = {id(p): n for n, (p, _) in enumerate(parameters_of(optimizer))}
+    groups = {id(p): group for p, group in parameters_of(optimizer)}
+    held = [0] * shards
+    plan = []
+    for bucket in buckets:
+        cuts = _cuts(bucket, optimizer, groups, shards)
+        parts = []
+        for position, (start, stop) in enumerate(pairwise(cuts)):
+            if start == stop:
+                continue
+            shard = held.index(min(held)) if len(cuts) == 2 else position
+            held[shard] += (stop - start) * bucket.buffer.element_size()
+            units = _units(bucket, start, stop, numbers, groups)
+            parts.append(Part(shard, start, stop, tuple(units)))
+        plan.append(parts)
+    return plan
+
+
+def _cuts(
+    bucket: Bucket,
+    optimizer: torch.optim.Optimizer,
+    groups: dict[int, int],
+    shards: int,
+) -> list[int]:
+    """Where to cut a bucket: 0, the places between servers, its end."""
+    size = bucket.buffer.numel()
+    if shards == 1 or bucket.bytes < SMALL_BYTES * shards:
+        return [0, size]
+    cuts, position = [0], 0
+    wanted = [size * i // shards for i in range(1, shards)]
+    for parameter in bucket.parameters:
+        unit, _ = cut_every(optimizer, parameter, groups[id(parameter)])
+        end = position + parameter.numel()
+        while wanted and wanted[0] < end:
+            inside = round((wanted.pop(0) - position) / unit) * unit
+            cuts.append(max(cuts[-1], min(end, position + inside)))
+        position = end
+    return [*cuts, size]
+
+
+def _units(
+    bucket: Bucket,
+    start: int,
+    stop: int,
+    numbers: dict[int, int],
+    groups: dict[int, int],
+) -> list[Unit]:
+    units, position = [], 0
+    for parameter in bucket.parameters:
+        end = position + parameter.numel()
+        first, last = max(start, position), min(stop, end)
+        if first < last:
+            whole = last - first == parameter.numel()
+            units.append(
+                Unit(
+                    parameter=numbers[id(parameter)],
+                    start=first - position,
+                    stop=last - position,
+                    group=groups[id(parameter)],
+                    shape=tuple(parameter.shape) if whole else None,
+                )
+            )
+        position = end
+    return units

@@ -1,0 +1,214 @@
+"""One server's part of the parameters, and the optimizer that updates it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Hyperparameters, Piece
+from paceline.messages import DTYPES, Join, Unit
+from paceline.pieces import ELEMENTWISE, WHOLE_TENSOR
+from paceline.tensors import wire_bytes
+from paceline.updater import TorchUpdater, whole_pieces
+
+OPTIMIZERS = {kind.__name__: kind for kind in (*ELEMENTWISE, *WHOLE_TENSOR)}
+"""What a server can be asked to run, by name."""
+
+
+class Store:
+    """Buckets of parameters, each flat, updated by torch's own optimizer.
+
+    Raises `UsageError` for a description that makes no sense, with nothing kept.
+    """
+
+    def __init__(self, join: Join) -> None:
+        if join.optimizer not in OPTIMIZERS:
+            raise UsageError(
+                f"optimizer {join.optimizer!r} cannot run on a server, only one of "
+                f"{', '.join(sorted(OPTIMIZERS))}: use a method whose worker updates, "
+                "such as bsp"
+            )
+        _check(join)
+        self.flats = [
+            torch.zeros(sum(u.elements for u in units), dtype=DTYPES[dtype])
+            for units, dtype in zip(join.units, join.dtypes, strict=True)
+        ]
+        self.loaded = [not units for units in join.units]
+        self.versions = [0] * len(self.flats)
+        self.bytes = [wire_bytes(flat) for flat in self.flats]
+        """What each bucket is on the network."""
+        self._snapshots: list[torch.Tensor | None] = [None] * len(self.flats)
+        self._units = join.units
+        self._bounds = [_bounds(units) for units in join.units]
+        self._optimizer, self._pieces = self._build(join)
+        self._updater = TorchUpdater(self._optimizer, whole_pieces(self._optimizer))
+
+    def _build(self, join: Join) -> tuple[torch.optim.Optimizer, list[list[Piece]]]:
+        groups: list[dict[str, Any]] = [
+            {"params": [], **h} for h in join.hyperparameters
+        ]
+        places: dict[tuple[int, int], tuple[int, int]] = {}
+        for bucket, units in enumerate(join.units):
+            for number, unit in enumerate(units):
+                part = self._part(bucket, number)
+                params = groups[unit.group]["params"]
+                places[bucket, number] = unit.group, len(params)
+                params.append(torch.nn.Parameter(part))
+        optimizer = OPTIMIZERS[join.optimizer](groups)
+        # Pieces are numbered as groups list their parameters.
+        firsts = [0]
+        for group in groups:
+            firsts.append(firsts[-1] + len(group["params"]))
+        pieces = [
+            [
+                Piece(firsts[group] + position, 0, unit.elements)
+                for number, unit in enumerate(units)
+                for group, position in [places[bucket, number]]
+            ]
+            for bucket, units in enumerate(join.units)
+        ]
+        return optimizer, pieces
+
+    def _part(self, bucket: int, number: int) -> torch.Tensor:
+        unit, (start, stop) = self._units[bucket][number], self._bounds[bucket][number]
+        part = self.flats[bucket][start:stop]
+        return part if unit.shape is None else part.view(unit.shape)
+
+    def load(self, bucket: int, parameters: torch.Tensor) -> None:
+        """Take over a bucket's parameters."""
+        self.flats[bucket].copy_(parameters)
+        self.bytes[bucket] = wire_bytes(parameters)
+        self.loaded[bucket] = True
+        self._snapshots[bucket] = None
+
+    def apply(
+        self,
+        bucket: int,
+        gradient: torch.Tensor,
+        used: Sequence[bool],
+        hyperparameters: Hyperparameters,
+        factor: float = 1.0,
+    ) -> None:
+        """One step of the optimizer with *factor* times the learning rate."""
+        if factor != 1.0:
+            hyperparameters = [{**h, "lr": h["lr"] * factor} for h in hyperparameters]
+        pieces, gradients = [], []
+        bounds = self._bounds[bucket]
+        for number, piece in enumerate(self._pieces[bucket]):
+            if used[number]:
+                pieces.append(piece)
+                gradients.append(gradient[slice(*bounds[number])])
+        self._updater.apply(pieces, gradients, hyperparameters)
+        self.updated(bucket)
+
+    def updated(self, bucket: int) -> None:
+        """*bucket* has another version."""
+        self.versions[bucket] += 1
+        self._snapshots[bucket] = None
+
+    def snapshot(self, bucket: int) -> tuple[torch.Tensor, bool]:
+        """A bucket as it is, in a tensor that nobody writes again; and whether it had to
+        be copied for that."""
+        kept = self._snapshots[bucket]
+        if kept is not None:
+            return kept, False
+        kept = self._snapshots[bucket] = self.flats[bucket].clone()
+        return kept, True
+
+    def check_hyperparameters(self, given: Hyperparameters) -> None:
+        """Raise `UsageError` unless the optimizer can step with these."""
+        if len(given) != len(self._optimizer.param_groups):
+            raise UsageError(
+                f"expected the hyperparameters of {len(self._optimizer.param_groups)} "
+                f"parameter groups, got {len(given)}"
+            )
+        for theirs, group in zip(given, self._optimizer.param_groups, strict=True):
+            missing = group.keys() - theirs.keys() - {"params", "foreach", "fused"}
+            missing -= {"capturable", "differentiable"}
+            if missing:
+                raise UsageError(
+                    f"hyperparameters without {', '.join(sorted(missing))}"
+                )
+
+    # ---- the optimizer's state ----
+
+    def state(
+        self, bucket: int
+    ) -> tuple[list[list[tuple[str, int | float]]], torch.Tensor]:
+        """Per unit, its entries as `messages.OptimizerState` has them; and the payload."""
+        flat = self.flats[bucket]
+        entries: list[list[tuple[str, int | float]]] = []
+        parts: list[torch.Tensor] = []
+        offset = 0
+        for number, state in enumerate(self._updater.state(self._pieces[bucket])):
+            like = self._part(bucket, number)
+            mine: list[tuple[str, int | float]] = []
+            for name, value in state.items():
+                if is_per_element(value, like):
+                    mine.append((name, offset))
+                    parts.append(value.detach().reshape(-1))
+                    offset += value.numel()
+                elif value is not None:
+                    mine.append((name, float(value)))
+            entries.append(mine)
+        return entries, torch.cat(parts) if parts else flat.new_empty(0)
+
+    def load_state(
+        self,
+        bucket: int,
+        entries: list[list[tuple[str, int | float]]],
+        payload: torch.Tensor,
+    ) -> None:
+        """Take over what `state` gave. Raises `UsageError` where it does not fit."""
+        if len(entries) != len(self._pieces[bucket]):
+            raise UsageError(f"bucket {bucket}: the state of {len(entries)} units")
+        states = self._updater.state(self._pieces[bucket])
+        for number, (mine, state) in enumerate(zip(entries, states, strict=True)):
+            part = self._part(bucket, number)
+            state.clear()
+            for name, value in mine:
+                if isinstance(value, int):
+                    if not 0 <= value <= payload.numel() - part.numel():
+                        raise UsageError(
+                            f"bucket {bucket}: {name} is not in the payload"
+                        )
+                    flat = payload[value : value + part.numel()]
+                    state[name] = flat.clone().view(part.shape)
+                else:
+                    state[name] = torch.tensor(value, dtype=torch.float32)
+
+
+def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether an entry of the optimizer's state has a value for each element."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.shape == parameter.shape
+        and value.dtype == parameter.dtype
+    )
+
+
+def _bounds(units: Sequence[Unit]) -> list[tuple[int, int]]:
+    stops = [0]
+    for unit in units:
+        stops.append(stops[-1] + unit.elements)
+    return list(pairwise(stops))
+
+
+def _check(join: Join) -> None:
+    if len(join.units) != len(join.dtypes):
+        raise UsageError(f"{len(join.units)} buckets with {len(join.dtypes)} dtypes")
+    for dtype in join.dtypes:
+        if dtype not in DTYPES:
+            raise UsageError(f"expected a dtype of {', '.join(DTYPES)}, got {dtype!r}")
+    for unit in (unit for units in join.units for unit in units):
+        numel = torch.Size(unit.shape or ()).numel()
+        if (
+            not 0 <= unit.start < unit.stop
+            or not 0 <= unit.group < len(join.hyperparameters)
+            or (unit.shape is not None and numel != unit.elements)
+        ):
+            raise UsageError(f"{unit}: not a part of a parameter")
