@@ -108,20 +108,20 @@ def distribute(
         holds = cast(UpdatesOnServer, chosen) if chosen.updates_on == "server" else None
         check = holds.server(world.size) if holds is not None else None
         del check  # made for its refusals: on every rank, before a server is started
-        endpoints = world.servers(
-            ServerJob(
-                training=world.journal.trainings,
-                method=holds,
-                spec=str(spec.spec_of(chosen.name, chosen)),
-                place=settings.servers,
-                sums=settings.sums,
-            )
+        job = ServerJob(
+            training=world.journal.trainings,
+            method=holds,
+            spec=str(spec.spec_of(chosen.name, chosen)) if holds is not None else "",
+            place=settings.servers,
+            sums=settings.sums,
         )
+        endpoints = world.servers(job)
         if holds is not None:
-            remote = partial(_remote, world.rank, optimizer, endpoints, options)
+            remote = partial(_remote, world.rank, optimizer, endpoints, job, options)
         else:
             comm = ServerComm(world, comm.name, endpoints, comm.process_group)
-            for reception in [e.request(Join(options=options)) for e in endpoints]:
+            join = Join(options=options, sums=settings.sums)
+            for reception in [endpoint.request(join) for endpoint in endpoints]:
                 reception.wait()
     training = Training(
         world, model, parameters, chosen, settings, comm, sampler, remote
@@ -140,11 +140,12 @@ def _remote(
     rank: int,
     optimizer: torch.optim.Optimizer,
     endpoints: Sequence[Endpoint],
+    job: ServerJob,
     options: str,
     buckets: list[Bucket],
     weight: Callable[[], float],
 ) -> RemoteParameters:
-    return RemoteParameters(rank, buckets, optimizer, endpoints, options, weight)
+    return RemoteParameters(rank, buckets, optimizer, endpoints, job, options, weight)
 
 
 class TrainingEnded(SystemExit):

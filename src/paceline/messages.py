@@ -52,9 +52,13 @@ Hyperparameters = list[dict[str, Any]]
 class Join(msgspec.Struct, tag="join", kw_only=True):
     """A worker asks to take part, and says what is trained: per bucket, the *units* of it
     that this server holds and their *dtypes*; the class name of the *optimizer*, of
-    torch.optim; *options* must be equal on all workers. Answer: `Joined`."""
+    torch.optim; *options* must be equal on all workers. *method*: the spec of who says what
+    the server does; empty where it only reduces. *sums*: "rank" or "arrival". Answer:
+    `Joined`."""
 
     options: str
+    method: str = ""
+    sums: Literal["rank", "arrival"] = "rank"
     units: list[list[Unit]] = []
     dtypes: list[str] = []
     optimizer: str = ""

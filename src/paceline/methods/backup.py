@@ -20,7 +20,6 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import Discipline, HeldPush, Shard
 from paceline.methods.push_pull import PushPull
-from paceline.methods.ssp import next_open_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,23 +71,29 @@ class FastestOfAll:
         self.changed(shard)
 
     def changed(self, shard: Shard) -> None:
-        for step in sorted({step for step, _ in self._rounds}):
-            self._close(shard, step)
+        while self._closed < shard.fastest() and self._close(shard, self._closed):
+            self._closed += 1
         for worker in list(self._late):
             pushes = self._late[worker]
-            if shard.clock(worker) > pushes[0].step:
+            if worker not in shard.expected(pushes[0].step):
+                # It has left, is gone, or is here in another life.
+                del self._late[worker]
+                for push in pushes:
+                    shard.answer(push)
+            elif shard.clock(worker) > pushes[0].step:
                 del self._late[worker]
                 shard.move_on(worker, self._closed)
                 for push in pushes:
                     shard.answer(push)
 
-    def _close(self, shard: Shard, step: int) -> None:
+    def _close(self, shard: Shard, step: int) -> bool:
+        """End *step* where that can be; returns whether it has ended as a whole."""
         expected = shard.expected(step)
         open_buckets = [b for b in shard.buckets if shard.version(b) <= step]
-        if self._wait_for < len(expected):
-            complete = self._complete.get(step, [])
+        complete = self._complete.get(step, [])
+        if self._wait_for < len({*expected, *complete}):
             if len(complete) < self._wait_for:
-                return
+                return False
             for bucket in open_buckets:
                 self._end(shard, step, bucket, complete[: self._wait_for])
         else:
@@ -97,9 +102,10 @@ class FastestOfAll:
                 here = sorted(push.worker for push in pushes)
                 if set(here).issuperset(expected):
                     self._end(shard, step, bucket, here)
-        if all(shard.version(bucket) > step for bucket in shard.buckets):
-            self._complete.pop(step, None)
-            self._closed = max(self._closed, step + 1)
+        if any(shard.version(bucket) <= step for bucket in shard.buckets):
+            return False
+        self._complete.pop(step, None)
+        return True
 
     def _end(self, shard: Shard, step: int, bucket: int, counting: list[int]) -> None:
         pushes = self._rounds.pop((step, bucket), [])
@@ -117,7 +123,7 @@ class FastestOfAll:
         self._late.setdefault(push.worker, []).append(dropped)
 
     def first_step(self, shard: Shard) -> int:
-        return next_open_step(shard, self._rounds)
+        return shard.fastest()
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return shard.version(bucket) >= step

@@ -15,6 +15,7 @@ bsp's step; momentum takes n steps for it.)
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -84,6 +85,8 @@ class InRankOrder:
 
     def __init__(self) -> None:
         self._rounds: dict[tuple[int, int], list[HeldPush]] = {}
+        self._ended: Counter[int] = Counter()
+        """By bucket: the gradients of all steps below this one are in."""
 
     def pushed(self, shard: Shard, push: HeldPush) -> None:
         self._rounds.setdefault((push.step, push.bucket), []).append(push)
@@ -93,11 +96,15 @@ class InRankOrder:
         self._close(shard)
 
     def _close(self, shard: Shard) -> None:
-        for key in sorted(self._rounds):
-            pushes = self._rounds[key]
-            here = {push.worker for push in pushes}
-            if here.issuperset(shard.expected(key[0])):
-                del self._rounds[key]
+        for bucket in shard.buckets:
+            while self._ended[bucket] < shard.fastest():
+                step = self._ended[bucket]
+                pushes = self._rounds.get((step, bucket), [])
+                here = {push.worker for push in pushes}
+                if not here.issuperset(shard.expected(step)):
+                    break
+                self._rounds.pop((step, bucket), None)
+                self._ended[bucket] += 1
                 pushes.sort(key=lambda push: push.worker)
                 for push in pushes:
                     shard.apply(push)
@@ -105,13 +112,7 @@ class InRankOrder:
                     shard.answer(push)
 
     def first_step(self, shard: Shard) -> int:
-        return next_open_step(shard, self._rounds)
+        return shard.fastest()
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
-        return all(key[0] >= step for key in self._rounds if key[1] == bucket)
-
-
-def next_open_step(shard: Shard, rounds: dict[tuple[int, int], list[HeldPush]]) -> int:
-    """The first step of which no gradient can have come: who joins now begins there."""
-    begun = [step + 1 for step, _ in rounds]
-    return max([shard.fastest(), *begun])
+        return self._ended[bucket] >= step

@@ -5,15 +5,18 @@ Transitions
 ========== ============================================== ==============================
 event      what changes                                   answer
 ========== ============================================== ==============================
-join       the worker takes part, from the step that the  `Joined`; `Refused` where model
-           discipline names; an older incarnation of it   or options differ from those of
-           is lost                                        who came first
+join       the worker takes part: from step 0, or where   `Joined`; `Refused` where model
+           it was missed before, from the step that the   or options differ from those of
+           discipline names; an older incarnation of it   who came first
+           is lost
 load       the bucket's parameters                        `Done`; pulls that waited
 pull       -                                              `Parameters`, once loaded and
                                                           once the discipline allows
 push       once per (worker, incarnation, step, stage,    `Parameters`, when the
            bucket): handed to the discipline; with the    discipline says so; `Refused`
-           step's last bucket the worker's clock moves    if it is not of this step
+           step's last bucket the worker's clock moves;   if it is of a step before, or
+           a later step than expected, where another      of a later one while pushes of
+           server named it, leaves out those before       an earlier one are unanswered
 pull-state -                                              `OptimizerState`
 load-state the bucket's optimizer state                   `Done`
 reduce     the part is added, in rank order               `Reduced`, to all, with the
@@ -25,14 +28,19 @@ lost       the same, and it gets no more answers; what    -
 
 Law: a request that comes again is not done again, and is answered again if it had been
 answered. Each request says which answers its worker has; only those are forgotten.
+
+Where workers disagree about a step's hyperparameters training cannot go on: all pushes and
+pulls that wait are refused, and all pushes that come.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,6 +84,8 @@ class Member:
     """A worker, as the server knows it."""
 
     incarnation: int
+    joined: bool = False
+    lost: bool = False
     first_step: int = 0
     clock: int = 0
     """Steps that are in as a whole: the number of the next."""
@@ -88,31 +98,33 @@ class Member:
 class ParameterServer:
     """The `Server`, and the `Shard` that its discipline sees.
 
-    Without a *discipline* it holds no parameters, and only reduces. *workers*: how many
-    there are to be. *sums*: whether sums of a `Reduce` go in rank order.
+    Without a *discipline* it holds no parameters, and only reduces; *make* makes one from
+    the spec that the first worker joins with. *workers*: how many there are to be.
     """
 
     def __init__(
         self,
         workers: int,
         discipline: Discipline | None = None,
-        sums: Order = "rank",
         name: str = "server",
+        make: Callable[[str, int], Discipline] | None = None,
     ) -> None:
         self.workers = workers
         self.counts: Counter[str] = Counter()
         self._name = name
         self._discipline = discipline
-        self._sums = sums
+        self._sums: Order = "rank"
+        self._make = make
         self._description: Join | None = None
         self._store: Store | None = None
         self.buckets: list[int] = []
         self._members: dict[int, Member] = {}
         self._awaited = set(range(workers))
         """Workers that have not joined yet: they will, at the first step."""
-        self._gone: set[int] = set()
         self._asked: dict[int, Sender] = {}  # by the stamp of a push
         self._stamp = 0
+        self._furthest = 0
+        """No gradient has come of this step, nor of a later one."""
         self._fault = ""
         """Why training cannot go on: every push is refused with it."""
         self._pulls: list[tuple[Sender, int]] = []
@@ -145,11 +157,11 @@ class ParameterServer:
         return self._taken_out()
 
     def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
+        if worker in self._awaited:
+            self._members.setdefault(worker, Member(incarnation))
         member = self._members.get(worker)
-        if member is not None and member.incarnation == incarnation:
+        if member is not None and member.incarnation == incarnation and not member.lost:
             self._remove(worker)
-            self.counts["workers lost"] += 1
-            self._changed()
         return self._taken_out()
 
     def next_deadline(self) -> float | None:
@@ -180,15 +192,14 @@ class ParameterServer:
         return min([*clocks, *(0 for _ in self._awaited)], default=0)
 
     def fastest(self) -> int:
-        return max(
-            (m.clock + bool(m.begun) for _, m in self._training()),
-            default=max((m.clock for m in self._members.values()), default=0),
-        )
+        return self._furthest
 
     def version(self, bucket: int) -> int:
         return self._stored().versions[bucket]
 
     def apply(self, push: HeldPush) -> None:
+        if self._fault:
+            return
         store = self._stored()
         store.apply(
             push.bucket, push.gradient, push.used, push.hyperparameters, push.weight
@@ -197,17 +208,19 @@ class ParameterServer:
         self.counts["gradients applied"] += 1
 
     def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
-        store = self._stored()
-        if not pushes:
-            store.updated(bucket)
+        if self._fault:
             return
-        first = pushes[0]
+        store = self._stored()
         different = _different_hyperparameters(pushes)
         if different:
-            self._fault = different
-            for push in pushes:
-                self._refuse(self._asked.pop(push.stamp), different)
+            self._stop(different)
             return
+        whole = _total([push.weight for push in pushes])
+        self.counts["gradients applied"] += len(pushes)
+        if not whole:
+            store.updated(bucket)  # nobody had a sample
+            return
+        first = pushes[0]
         total = first.gradient
         for push in pushes:
             # As workers do that weigh before they send, so that the bits are the same.
@@ -215,7 +228,6 @@ class ParameterServer:
                 push.gradient.mul_(push.weight)
             if push is not first:
                 total.add_(push.gradient)
-        whole = _total([push.weight for push in pushes])
         if whole != 1.0:
             total.mul_(1 / whole)
         used = [any(flags) for flags in zip(*(p.used for p in pushes), strict=True)]
@@ -223,12 +235,11 @@ class ParameterServer:
         self._add_work(
             added=store.bytes[bucket] * (len(pushes) - 1), stepped=store.bytes[bucket]
         )
-        self.counts["gradients applied"] += len(pushes)
 
     def answer(self, push: HeldPush) -> None:
-        if self._fault:
-            return
-        self._give_parameters(self._asked.pop(push.stamp), push.bucket)
+        sender = self._asked.pop(push.stamp, None)
+        if sender is not None:  # it was not refused, and its worker is not lost
+            self._give_parameters(sender, push.bucket)
 
     def count(self, what: str) -> None:
         self.counts[what] += 1
@@ -236,36 +247,36 @@ class ParameterServer:
     # ---- requests ----
 
     def _join(self, sender: Sender, join: Join, _: object) -> None:
+        member = self._members[sender.worker]
+        if member.joined:
+            raise UsageError(f"join: worker {sender.worker} has joined before")
         first = self._description
         if first is None:
+            if self._make is not None and join.method:
+                self._discipline = self._make(join.method, self.workers)
+            self._sums = join.sums
             if self._discipline is not None:
                 self._store = Store(join)
                 self.buckets = [b for b, units in enumerate(join.units) if units]
             self._description = join
         else:
             _require_same(first, join, sender.worker)
-        member = self._members[sender.worker]
-        self._awaited.discard(sender.worker)
-        self._gone.discard(sender.worker)
-        if self._discipline is not None and not self._is_fresh():
+        if sender.worker in self._awaited:
+            self._awaited.discard(sender.worker)  # all have waited for it, at step 0
+        elif self._discipline is not None:
             member.first_step = member.clock = self._discipline.first_step(self)
+        member.joined = True
         loaded = self._store is not None and all(self._store.loaded)
         self._send(sender, Joined(step=member.first_step, loaded=loaded))
 
-    def _is_fresh(self) -> bool:
-        """Whether no gradient has come yet: who joins belongs to the start."""
-        return self._stamp == 0
-
     def _load(self, sender: Sender, load: Load, payload: torch.Tensor | None) -> None:
-        store = self._stored()
-        flat = self._bucket(load.bucket, payload)
-        store.load(load.bucket, flat)
+        flat = self._checked("load", load.bucket, payload)
+        self._stored().load(load.bucket, flat)
         self._send(sender, Done())
         self._give_pulls()
 
     def _pull(self, sender: Sender, pull: Pull, _: object) -> None:
-        self._stored()
-        self._bucket(pull.bucket)
+        self._check_bucket(pull.bucket)
         self._pulls.append((sender, pull.bucket))
         self._give_pulls()
 
@@ -279,6 +290,8 @@ class ParameterServer:
                 and self._discipline.may_pull(self, member.first_step, bucket)
             ):
                 self._give_parameters(sender, bucket)
+            elif self._fault:
+                self._refuse(sender, self._fault)
             else:
                 self._pulls.append((sender, bucket))
 
@@ -286,7 +299,7 @@ class ParameterServer:
         store = self._stored()
         if self._fault:
             raise UsageError(self._fault)
-        gradient = self._bucket(push.bucket, payload)
+        gradient = self._checked("push", push.bucket, payload)
         member = self._members[sender.worker]
         units = len(self._units_of(push.bucket))
         if not store.loaded[push.bucket]:
@@ -295,7 +308,7 @@ class ParameterServer:
             raise UsageError(f"push: worker {sender.worker} has left")
         if len(push.used) != units:
             raise UsageError(f"push: expected {units} used bits, got {len(push.used)}")
-        if not (push.weight >= 0):
+        if not 0 <= push.weight < math.inf:
             raise UsageError(f"push: expected a weight of 0 or more, got {push.weight}")
         store.check_hyperparameters(push.hyperparameters)
         key = (push.stage, push.bucket)
@@ -306,10 +319,13 @@ class ParameterServer:
                 f"{push.step} before"
             )
         if push.step > member.clock:
-            raise UsageError(
-                f"push: expected step {member.clock} of worker {sender.worker}, whose "
-                f"earlier step is not in as a whole, got step {push.step}"
-            )
+            if any(asked.worker == sender.worker for asked in self._asked.values()):
+                raise UsageError(
+                    f"push: expected step {member.clock} of worker {sender.worker}, whose "
+                    f"earlier pushes are not all answered, got step {push.step}"
+                )
+            member.first_step = member.clock = push.step
+            member.begun.clear()
         held = HeldPush(
             worker=sender.worker,
             step=push.step,
@@ -322,6 +338,7 @@ class ParameterServer:
         )
         self._asked[self._stamp] = sender
         self._stamp += 1
+        self._furthest = max(self._furthest, push.step + 1)
         member.begun.add(key)
         complete = len(member.begun) == len(self.buckets)
         if complete:
@@ -335,13 +352,13 @@ class ParameterServer:
             self._give_pulls()
 
     def _pull_state(self, sender: Sender, pull: PullState, _: object) -> None:
-        self._bucket(pull.bucket)
+        self._check_bucket(pull.bucket)
         entries, payload = self._stored().state(pull.bucket)
         self._send(sender, OptimizerState(entries=entries), payload)
 
     def _load_state(self, sender: Sender, load: LoadState, payload: Any) -> None:
         store = self._stored()
-        self._bucket(load.bucket)
+        self._check_bucket(load.bucket)
         given = store.flats[load.bucket].new_empty(0) if payload is None else payload
         store.load_state(load.bucket, load.entries, given)
         self._send(sender, Done())
@@ -349,6 +366,7 @@ class ParameterServer:
     def _reduce(self, sender: Sender, reduce: Reduce, payload: Any) -> None:
         if payload is None:
             raise UsageError("reduce: expected a payload, got none")
+        _check_reducible(reduce, payload)
         key = (reduce.channel, reduce.number)
         reduction = self._reductions.get(key)
         if reduction is None:
@@ -388,19 +406,17 @@ class ParameterServer:
     def _is_new(self, sender: Sender, message: Request) -> bool:
         """Whether this request is to be done; answers those that are not."""
         member = self._members.get(sender.worker)
-        newer = member is None or sender.incarnation > member.incarnation
-        if isinstance(message, Join) and newer and sender.worker in range(self.workers):
-            if member is not None and sender.worker not in self._gone:
+        comes = isinstance(message, Join) and 0 <= sender.worker < self.workers
+        if comes and (member is None or sender.incarnation > member.incarnation):
+            if member is not None and not member.lost:
                 self._remove(sender.worker)
-                self._changed()
             member = self._members[sender.worker] = Member(sender.incarnation)
-        if member is None or member.incarnation != sender.incarnation:
-            self._out.append(Answer(sender, Refused(reason="join first")))
+        reason = self._stranger(sender, member)
+        if reason or member is None:
+            self._out.append(Answer(sender, Refused(reason=reason)))
             return False
-        if sender.worker in self._gone and not isinstance(message, Join):
-            self._out.append(
-                Answer(sender, Refused(reason="taken for lost: join with another life"))
-            )
+        if not member.joined and not isinstance(message, Join):
+            self._out.append(Answer(sender, Refused(reason="join first")))
             return False
         channel = member.channels.setdefault(sender.channel, Channel())
         for number in range(channel.forgotten, sender.received):
@@ -415,26 +431,35 @@ class ParameterServer:
         channel.answers[sender.number] = None
         return True
 
+    def _stranger(self, sender: Sender, member: Member | None) -> str:
+        """Why a request is none of a worker that is here; empty where it is."""
+        if not 0 <= sender.worker < self.workers:
+            return f"worker {sender.worker}: there are only {self.workers} workers"
+        if member is None or sender.incarnation > member.incarnation:
+            return "join first"
+        if member.lost or sender.incarnation < member.incarnation:
+            return "taken for lost: join with another life"
+        return ""
+
+    def _present(self) -> dict[int, Member]:
+        return {w: m for w, m in self._members.items() if m.joined and not m.lost}
+
     def _training(self) -> list[tuple[int, Member]]:
-        return [
-            (worker, member)
-            for worker, member in self._members.items()
-            if not member.leaving
-            and worker not in self._gone
-            and worker not in self._awaited
-        ]
+        return [(w, m) for w, m in self._present().items() if not m.leaving]
 
     def _everybody(self) -> list[int]:
         """Who is to take part in a reduction: also who is out of data keeps company."""
-        joined = self._members.keys() - self._gone
-        return sorted(joined | self._awaited)
+        return sorted(self._present().keys() | self._awaited)
 
     def _remove(self, worker: int) -> None:
-        self._gone.add(worker)
+        """A worker is lost: nobody waits for it, and it is told nothing any more."""
+        self._members[worker].lost = True
         self._awaited.discard(worker)
-        self._members[worker].begun.clear()
+        self._asked = {n: s for n, s in self._asked.items() if s.worker != worker}
         self._pulls = [(s, b) for s, b in self._pulls if s.worker != worker]
         self._leaves = [s for s in self._leaves if s.worker != worker]
+        self.counts["workers lost"] += 1
+        self._changed()
 
     def _changed(self) -> None:
         """Somebody has gone: let go of who waited for them."""
@@ -462,9 +487,7 @@ class ParameterServer:
         self, to: Sender, message: Reply, payload: torch.Tensor | None = None
     ) -> None:
         member = self._members.get(to.worker)
-        if member is None or member.incarnation != to.incarnation:
-            return
-        if to.worker in self._gone:
+        if member is None or member.incarnation != to.incarnation or member.lost:
             return
         answer = Answer(to, message, payload)
         channel = member.channels[to.channel]
@@ -478,6 +501,13 @@ class ParameterServer:
             file=sys.stderr,
         )
         self._send(to, Refused(reason=reason))
+
+    def _stop(self, reason: str) -> None:
+        """Training cannot go on: let nobody wait for it."""
+        self._fault = reason
+        asked, self._asked = self._asked, {}
+        for sender in asked.values():
+            self._refuse(sender, reason)
 
     def _taken_out(self) -> list[Answer]:
         out, self._out = self._out, []
@@ -494,14 +524,19 @@ class ParameterServer:
         assert self._description is not None
         return self._description.units[bucket]
 
-    def _bucket(self, bucket: int, payload: torch.Tensor | None = None) -> Any:
-        """The payload, checked against the bucket; checks the number alone without."""
-        store = self._stored()
+    def _check_bucket(self, bucket: int) -> None:
+        self._stored()
         if bucket not in self.buckets:
             raise UsageError(f"expected a bucket of {self.buckets}, got {bucket}")
+
+    def _checked(
+        self, what: str, bucket: int, payload: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The payload, which fits the bucket."""
+        self._check_bucket(bucket)
+        flat = self._stored().flats[bucket]
         if payload is None:
-            return None
-        flat = store.flats[bucket]
+            raise UsageError(f"{what}: expected a payload, got none")
         if payload.numel() != flat.numel() or payload.dtype != flat.dtype:
             raise UsageError(
                 f"bucket {bucket}: expected {flat.numel()} elements of {flat.dtype}, got "
@@ -540,8 +575,16 @@ class Reduction:
             )
 
 
+def _check_reducible(reduce: Reduce, payload: torch.Tensor) -> None:
+    whole = not (payload.is_floating_point() or payload.is_complex())
+    if (reduce.operation == "mean" and whole) or (
+        reduce.operation == "max" and payload.is_complex()
+    ):
+        raise UsageError(f"reduce: {payload.dtype} has no {reduce.operation}")
+
+
 def _require_same(first: Join, join: Join, worker: int) -> None:
-    for what in ("options", "optimizer", "dtypes", "units"):
+    for what in ("options", "method", "sums", "optimizer", "dtypes", "units"):
         ours, theirs = getattr(first, what), getattr(join, what)
         if ours != theirs:
             if isinstance(ours, list):
@@ -556,8 +599,7 @@ def _require_same(first: Join, join: Join, worker: int) -> None:
 
 def _different_hyperparameters(pushes: Sequence[HeldPush]) -> str:
     """How the hyperparameters of one step's pushes differ; empty where they do not."""
-    first = pushes[0]
-    for push in pushes[1:]:
+    for first, push in pairwise(pushes):
         if push.hyperparameters != first.hyperparameters:
             return (
                 f"step {first.step}: worker {first.worker} has hyperparameters "

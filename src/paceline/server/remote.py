@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Endpoint, Reception
+from paceline.interfaces import Endpoint, Reception, ServerJob
 from paceline.messages import (
     DTYPES,
     Hyperparameters,
@@ -24,7 +24,6 @@ from paceline.messages import (
     Push,
 )
 from paceline.server.shards import Part, split
-from paceline.server.store import is_per_element
 from paceline.tensors import Bucket, stand_in_for
 from paceline.torch_private import version_of
 from paceline.updater import check_applicable
@@ -47,12 +46,14 @@ class RemoteParameters:
         buckets: Sequence[Bucket],
         optimizer: torch.optim.Optimizer,
         endpoints: Sequence[Endpoint],
+        job: ServerJob,
         options: str,
         weight: Callable[[], float],
     ) -> None:
         check_applicable(optimizer)
         self._rank, self._buckets, self._endpoints = rank, list(buckets), endpoints
-        self._optimizer, self._options, self._weight = optimizer, options, weight
+        self._optimizer, self._weight = optimizer, weight
+        self._job, self._options = job, options
         self._plan = split(buckets, optimizer, len(endpoints))
         self._landing = [_like(bucket.buffer) for bucket in buckets]
         self._under_way: list[tuple[int, list[Reception]]] = []
@@ -66,6 +67,8 @@ class RemoteParameters:
         for shard, endpoint in enumerate(self._endpoints):
             join = Join(
                 options=self._options,
+                method=self._job.spec,
+                sums=self._job.sums,
                 units=[
                     [
                         unit

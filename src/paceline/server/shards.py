@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -40,13 +40,13 @@ def split(
     held = [0] * shards
     plan = []
     for bucket in buckets:
-        cuts = _cuts(bucket, optimizer, groups, shards)
+        cuts = _cuts(bucket, optimizer, groups, held)
         parts = []
         for position, (start, stop) in enumerate(pairwise(cuts)):
             if start == stop:
                 continue
             shard = held.index(min(held)) if len(cuts) == 2 else position
-            held[shard] += (stop - start) * bucket.buffer.element_size()
+            held[shard] += bucket.bytes * (stop - start) // cuts[-1]
             units = _units(bucket, start, stop, numbers, groups)
             parts.append(Part(shard, start, stop, tuple(units)))
         plan.append(parts)
@@ -57,18 +57,21 @@ def _cuts(
     bucket: Bucket,
     optimizer: torch.optim.Optimizer,
     groups: dict[int, int],
-    shards: int,
+    held: Sequence[int],
 ) -> list[int]:
-    """Where to cut a bucket: 0, the places between servers, its end."""
-    size = bucket.buffer.numel()
+    """Where to cut a bucket: 0, the places between servers, its end. Whoever has *held*
+    less until now gets more."""
+    size, shards = bucket.buffer.numel(), len(held)
     if shards == 1 or bucket.bytes < SMALL_BYTES * shards:
         return [0, size]
     cuts, position = [0], 0
-    wanted = [size * i // shards for i in range(1, shards)]
+    share = sum(held) + bucket.bytes
+    lacks = list(accumulate(max(0, share - shards * mine) for mine in held))
+    wanted = [size * lack // lacks[-1] for lack in lacks[:-1]]
     for parameter in bucket.parameters:
         unit, _ = cut_every(optimizer, parameter, groups[id(parameter)])
         end = position + parameter.numel()
-        while wanted and wanted[0] < end:
+        while wanted and wanted[0] <= end:
             inside = round((wanted.pop(0) - position) / unit) * unit
             cuts.append(max(cuts[-1], min(end, position + inside)))
         position = end

@@ -58,7 +58,10 @@ class Store:
                 params = groups[unit.group]["params"]
                 places[bucket, number] = unit.group, len(params)
                 params.append(torch.nn.Parameter(part))
-        optimizer = OPTIMIZERS[join.optimizer](groups)
+        try:
+            optimizer = OPTIMIZERS[join.optimizer](groups)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{join.optimizer} cannot be made: {error}") from None
         # Pieces are numbered as groups list their parameters.
         firsts = [0]
         for group in groups:
@@ -139,7 +142,8 @@ class Store:
     def state(
         self, bucket: int
     ) -> tuple[list[list[tuple[str, int | float]]], torch.Tensor]:
-        """Per unit, its entries as `messages.OptimizerState` has them; and the payload."""
+        """Per unit, its entries as `messages.OptimizerState` has them; and the payload.
+        Raises `UsageError` for state that cannot be said so."""
         flat = self.flats[bucket]
         entries: list[list[tuple[str, int | float]]] = []
         parts: list[torch.Tensor] = []
@@ -152,6 +156,12 @@ class Store:
                     mine.append((name, offset))
                     parts.append(value.detach().reshape(-1))
                     offset += value.numel()
+                elif isinstance(value, torch.Tensor) and value.numel() != 1:
+                    raise UsageError(
+                        f"{type(self._optimizer).__name__}'s state {name!r} cannot leave "
+                        f"the server: it has shape {tuple(value.shape)} for a part of "
+                        f"shape {tuple(like.shape)}"
+                    )
                 elif value is not None:
                     mine.append((name, float(value)))
             entries.append(mine)
@@ -163,13 +173,19 @@ class Store:
         entries: list[list[tuple[str, int | float]]],
         payload: torch.Tensor,
     ) -> None:
-        """Take over what `state` gave. Raises `UsageError` where it does not fit."""
+        """Take over what `state` gave. Raises `UsageError`, with nothing changed, where
+        it does not fit."""
+        if payload.dtype != self.flats[bucket].dtype:
+            raise UsageError(
+                f"bucket {bucket}: expected a state of {self.flats[bucket].dtype}, got "
+                f"{payload.dtype}"
+            )
         if len(entries) != len(self._pieces[bucket]):
             raise UsageError(f"bucket {bucket}: the state of {len(entries)} units")
-        states = self._updater.state(self._pieces[bucket])
-        for number, (mine, state) in enumerate(zip(entries, states, strict=True)):
-            part = self._part(bucket, number)
-            state.clear()
+        loaded: list[dict[str, torch.Tensor]] = []
+        for number, mine in enumerate(entries):
+            part, state = self._part(bucket, number), dict[str, torch.Tensor]()
+            loaded.append(state)
             for name, value in mine:
                 if isinstance(value, int):
                     if not 0 <= value <= payload.numel() - part.numel():
@@ -180,6 +196,10 @@ class Store:
                     state[name] = flat.clone().view(part.shape)
                 else:
                     state[name] = torch.tensor(value, dtype=torch.float32)
+        states = self._updater.state(self._pieces[bucket])
+        for live, state in zip(states, loaded, strict=True):
+            live.clear()
+            live.update(state)
 
 
 def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
@@ -204,6 +224,8 @@ def _check(join: Join) -> None:
     for dtype in join.dtypes:
         if dtype not in DTYPES:
             raise UsageError(f"expected a dtype of {', '.join(DTYPES)}, got {dtype!r}")
+        if not (DTYPES[dtype].is_floating_point or DTYPES[dtype].is_complex):
+            raise UsageError(f"expected parameters that have gradients, got {dtype}")
     for unit in (unit for units in join.units for unit in units):
         numel = torch.Size(unit.shape or ()).numel()
         if (

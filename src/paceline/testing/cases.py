@@ -33,21 +33,20 @@ class Case:
         return self.method if isinstance(self.method, str) else self.method.name
 
 
-# Workers that wait for nobody pull the parameters to and fro between their own optima, by
-# about the learning rate.
-_ASYNCHRONOUS = {
-    "timing_free": False,
-    "learning_rate": 0.1,
-    "steps": 150,
-    "tolerance": 0.15,
-}
+def _asynchronous(method: str) -> Case:
+    """Workers that wait for nobody pull the parameters to and fro between their own optima,
+    by about the learning rate."""
+    return Case(
+        method=method, timing_free=False, learning_rate=0.1, steps=150, tolerance=0.15
+    )
+
 
 CASES: tuple[Case, ...] = (
     Case(method="bsp"),
     Case(method="bsp:overlap=false"),
     Case(method="bsp:collective=parameter-server"),
-    Case(method="asp", **_ASYNCHRONOUS),
-    Case(method="ssp", **_ASYNCHRONOUS),
+    _asynchronous("asp"),
+    _asynchronous("ssp"),
     Case(method="ssp:staleness=0"),
     Case(method="backup"),
     Case(method="backup:overlap=false"),

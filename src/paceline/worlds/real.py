@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
-from paceline.interfaces import Compute, Stopwatch
+from paceline.interfaces import Compute, Endpoint, ServerJob, Stopwatch
 from paceline.network.workload import Workload
 from paceline.options import RunOptions
 from paceline.profiling import Profiler, times_of, with_times
@@ -27,6 +27,7 @@ from paceline.torch_private import default_store, local_store
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
 from paceline.worlds.liveness import GRACE_SECONDS, Liveness, end_after_grace
 from paceline.worlds.pacing import PacedCompute
+from paceline.worlds.servers import RealServers
 
 
 class RealWorld:
@@ -51,6 +52,7 @@ class RealWorld:
         self._profilers: list[Profiler] = []
         self._results_written = False
         self._liveness: Liveness | None = None
+        self._servers: RealServers | None = None
         self._bad_news = threading.Event()
         Ending(lambda: len(self.journal.steps), self._close, self._leave)
 
@@ -76,6 +78,13 @@ class RealWorld:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=local_store(), rank=0, world_size=1)
+
+    def servers(self, job: ServerJob) -> Sequence[Endpoint]:
+        if self._servers is None:
+            self._servers = RealServers(
+                self.rank, self.size, default_store(), self.journal
+            )
+        return self._servers.find(job)
 
     def now(self) -> float:
         return time.perf_counter()
@@ -136,6 +145,8 @@ class RealWorld:
             for action in self._exit_actions:
                 action()
         self._exit_actions.clear()
+        if self._servers is not None:
+            self._servers.close()
         self._write_results()
 
     def _write_results(self) -> None:

@@ -213,6 +213,6 @@ def make_servers(
     for number, host in enumerate(hosts):
         name = f"server {number}"
         discipline = None if job.method is None else job.method.server(cluster.workers)
-        machine = ParameterServer(cluster.workers, discipline, job.sums, name)
+        machine = ParameterServer(cluster.workers, discipline, name)
         servers.append(VirtualServer(name, host, machine, clock, links, rates))
     return servers

@@ -1,0 +1,192 @@
+"""Parameter servers of real workers: started beside them, or found where they are.
+
+*Embedded*: rank 0 starts one as a child process that ends with it. *Per node*: the first
+worker of each node does. Their addresses go to all workers through the job's store. A
+child that cannot start says so there, so that every worker raises, and none waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import IO, Protocol
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.instruments import Journal
+from paceline.interfaces import ServerJob
+from paceline.server.client import RemoteServer
+
+ADDRESSES_VARIABLE = "PACELINE_SERVERS"
+"""Where dedicated servers are, HOST:PORT joined by "+"."""
+TOKEN_VARIABLE = "PACELINE_SERVERS_TOKEN"
+START_SECONDS = 60.0
+END_SECONDS = 10.0
+
+
+class Store(Protocol):
+    """The part of torch's store that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+class Address(msgspec.Struct, kw_only=True):
+    """Where a server is; or, with *fault*, why there is none."""
+
+    host: str = ""
+    port: int = 0
+    token: str = ""
+    fault: str = ""
+
+
+class ServerProcess:
+    """A server as a child of this process; it ends when this process does."""
+
+    def __init__(self, name: str, workers: int, host: str) -> None:
+        """Raises `UsageError` with what the child said if it does not start."""
+        self.token = secrets.token_hex(16)
+        command = [
+            *(sys.executable, "-m", "paceline.server", "--workers", str(workers)),
+            *("--name", name, "--bind", host),
+        ]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(self.token.encode() + b"\n")
+            self._process.stdin.flush()
+        line = _line_within(self._process.stdout, START_SECONDS)
+        try:
+            self.port = int(msgspec.json.decode(line)["port"])
+        except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+            self.close()
+            raise UsageError(
+                f"{name} did not start at {host}: it ended with status "
+                f"{self._process.returncode}; see above for what it said"
+            ) from None
+
+    def close(self) -> None:
+        """End it, if its workers' goodbyes have not."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+class RealServers:
+    """One real worker's view of the job's servers."""
+
+    def __init__(self, rank: int, workers: int, store: Store, journal: Journal) -> None:
+        self._rank, self._workers = rank, workers
+        self._store, self._journal = store, journal
+        self._processes: list[ServerProcess] = []
+
+    def find(
+        self, job: ServerJob, environment: Mapping[str, str] = os.environ
+    ) -> list[RemoteServer]:
+        """Start what this worker has to, and connect to all. Collective."""
+        if job.place in ("embedded", "per-node"):
+            addresses = self._started(job, environment)
+        else:
+            addresses = _dedicated(job.place, environment)
+        return [
+            RemoteServer(
+                f"server {number}",
+                address.host,
+                address.port,
+                worker=self._rank,
+                incarnation=int(environment.get("PACELINE_INCARNATION", "0")),
+                token=address.token,
+                journal=self._journal,
+            )
+            for number, address in enumerate(addresses)
+        ]
+
+    def close(self) -> None:
+        """All trainings are over: end this worker's children."""
+        for process in self._processes:
+            process.close()
+        self._processes.clear()
+
+    def _started(self, job: ServerJob, environment: Mapping[str, str]) -> list[Address]:
+        on_node = int(environment.get("LOCAL_WORLD_SIZE", self._workers))
+        nodes = 1 if job.place == "embedded" else max(1, self._workers // on_node)
+        node = int(environment.get("GROUP_RANK", "0")) if nodes > 1 else 0
+        starts = (
+            self._rank == 0
+            if job.place == "embedded"
+            else environment.get("LOCAL_RANK", "0") == "0"
+        )
+        keys = [f"paceline/servers/{job.training}/{i}" for i in range(nodes)]
+        if starts:
+            self._store.set(
+                keys[node],
+                msgspec.json.encode(self._start(node, environment)).decode(),
+            )
+        addresses = [
+            msgspec.json.decode(self._store.get(key), type=Address) for key in keys
+        ]
+        for address in addresses:
+            if address.fault:
+                raise UsageError(address.fault)
+        return addresses
+
+    def _start(self, node: int, environment: Mapping[str, str]) -> Address:
+        host = _own_address(environment.get("MASTER_ADDR", "127.0.0.1"), self._rank)
+        try:
+            process = ServerProcess(f"server {node}", self._workers, host)
+        except (UsageError, OSError) as error:
+            return Address(fault=str(error))
+        self._processes.append(process)
+        return Address(host=host, port=process.port, token=process.token)
+
+
+def _own_address(master: str, rank: int) -> str:
+    """The address of this machine on the network that the job uses."""
+    if rank == 0:
+        return socket.gethostbyname(master)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 1))  # sends nothing: only finds the way
+        host: str = probe.getsockname()[0]
+        return host
+
+
+def _dedicated(place: str, environment: Mapping[str, str]) -> list[Address]:
+    text = environment.get(ADDRESSES_VARIABLE, "") if place == "dedicated" else place
+    if not text:
+        raise UsageError(
+            "servers=dedicated: no server has been started for this job; start each with "
+            "`paceline serve --workers N --bind HOST --port PORT`, and name them with "
+            "servers=HOST:PORT+HOST:PORT"
+        )
+    addresses = []
+    for one in text.split("+"):
+        host, _, port = one.rpartition(":")
+        token = environment.get(TOKEN_VARIABLE) or "dedicated"
+        addresses.append(Address(host=host, port=int(port), token=token))
+    return addresses
+
+
+def _line_within(stream: IO[bytes], seconds: float) -> bytes:
+    ready, _, _ = select.select([stream], [], [], seconds)
+    return stream.readline() if ready else b""
