@@ -38,7 +38,7 @@ def distribute(
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
     collective: CollectiveName = "native",
-    servers: str = "embedded",
+    servers: str = "auto",
     sums: Sums = "rank",
     sampler: Sampler | None = None,
 ) -> DistributedOptimizer:
@@ -56,7 +56,8 @@ def distribute(
     with a GradScaler. *sampler*: weight gradients by the samples that it deals out, one
     backward pass a batch. *collective*: ``"native"``, or ``"parameter-server"`` to form
     averages at servers. *servers*: where servers are, ``"embedded"`` (one beside rank 0),
-    ``"per-node"``, ``"dedicated"`` (on hosts of their own) or ``"HOST:PORT+HOST:PORT"``.
+    ``"per-node"``, ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where
+    there are any, else embedded) or ``"HOST:PORT+HOST:PORT"``.
     *sums*: servers add up in ``"rank"`` order, so that bits repeat, or as gradients come
     (``"arrival"``), which holds less. A spec given on the command line wins over all of these.
 

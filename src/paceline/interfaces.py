@@ -474,7 +474,8 @@ class Updater(Protocol):
 class ServerJob:
     """What servers are started for: training number *training* of the script, under
     *method* with its full *spec*; None for servers that only reduce. *place*: "embedded" (one beside
-    rank 0), "per-node" (one on each host), "dedicated" (on hosts of their own), or
+    rank 0), "per-node" (one on each host), "dedicated" (on hosts of their own), "auto" (dedicated
+    where there are any, else embedded), or
     addresses ``"HOST:PORT"`` joined by "+". *sums*: the order of sums, "rank" or
     "arrival"."""
 

@@ -14,7 +14,7 @@ CollectiveName = Literal["native", "parameter-server"]
 Sums = Literal["rank", "arrival"]
 
 
-PLACES = ("embedded", "per-node", "dedicated")
+PLACES = ("auto", "embedded", "per-node", "dedicated")
 _ADDRESS = re.compile(r"[^:+\s]+:[0-9]+")
 
 
@@ -26,15 +26,15 @@ class Settings:
     when a gradient is not finite (not together with a GradScaler, which expects such
     gradients and skips the step). *collective*: how averages are formed, by
     torch.distributed or by a parameter server. *servers*: where servers are: beside rank 0
-    ("embedded"), one on each host ("per-node"), on the cluster's hosts of their own
-    ("dedicated"), or addresses HOST:PORT joined by "+". *sums*: whether a server adds up
+    ("embedded"), one on each host ("per-node"), on hosts of their own ("dedicated"; "auto":
+    where there are any, else embedded), or addresses HOST:PORT joined by "+". *sums*: whether a server adds up
     in the order of ranks, so that bits repeat, or as gradients come, which holds less."""
 
     fusion: str = "optimal"
     buffers: ModuleBuffers = "rank0"
     check_finite: bool = False
     collective: CollectiveName = "native"
-    servers: str = "embedded"
+    servers: str = "auto"
     sums: Sums = "rank"
 
     def __post_init__(self) -> None:

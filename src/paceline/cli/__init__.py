@@ -9,7 +9,7 @@ from types import TracebackType
 
 import typer
 
-from paceline.cli import compare, emulate, methods, probe, profile, run, simulate
+from paceline.cli import compare, emulate, methods, probe, profile, run, serve, simulate
 from paceline.errors import PacelineError, WorkerFailedError
 
 _RUNS_SCRIPTS = str(Path("paceline", "worlds", "virtual"))
@@ -27,6 +27,7 @@ app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(profile.profile)
 app.command()(emulate.emulate)
 app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(probe.probe)
 app.command()(compare.compare)
+app.command()(serve.serve)
 app.command()(methods.methods)
 
 

@@ -31,6 +31,7 @@ def compare(
     workers: o.Workers = None,
     link: o.Link = None,
     latency: o.Latency = None,
+    server_hosts: o.ServerHosts = None,
     cluster: o.ClusterFile = None,
     steps: o.Steps = None,
     seed: o.Seed = None,
@@ -56,6 +57,7 @@ def compare(
         "--cluster": cluster,
         "--link": link,
         "--latency": latency,
+        "--server-hosts": server_hosts,
     }
     virtual_only: dict[str, object] = {
         "--workload": workload,
@@ -75,11 +77,13 @@ def compare(
     if world == "real":
         shared["--workers"] = workers or 2
     elif world == "emulated":
-        o.make_cluster(cluster, workers, link, latency)  # complain here, once
+        o.make_cluster(
+            cluster, workers, link, latency, server_hosts
+        )  # complain here, once
         shared |= network | {"--pace": pace}
     else:
         # Complain here, once, not in every variant; and profile once for all.
-        described = o.make_cluster(cluster, workers, link, latency)
+        described = o.make_cluster(cluster, workers, link, latency, server_hosts)
         compute = o.make_compute(workload, forward, backward, jitter, seed)
         if workload is None and forward is None and backward is None:
             compute = o.profiled(

@@ -33,6 +33,7 @@ def emulate(
     workers: o.Workers = None,
     link: o.Link = None,
     latency: o.Latency = None,
+    server_hosts: o.ServerHosts = None,
     cluster: o.ClusterFile = None,
     method: o.Method = None,
     steps: o.Steps = None,
@@ -58,7 +59,7 @@ def emulate(
     if script is None:
         raise UsageError("expected a script, or --check: paceline emulate train.py")
     o.check_job(script, method)
-    described = o.make_cluster(cluster, workers, link, latency)
+    described = o.make_cluster(cluster, workers, link, latency, server_hosts)
     if pace is not None:
         Workload.load(pace)  # complain here, once
         if Path(pace).exists():

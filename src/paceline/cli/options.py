@@ -69,6 +69,10 @@ Link = Annotated[
 Latency = Annotated[
     str | None, typer.Option(help="One-way latency between workers. [default: 50us]")
 ]
+ServerHosts = Annotated[
+    int | None,
+    typer.Option(help="Hosts of their own for parameter servers, as the workers'."),
+]
 Forward = Annotated[
     float | None,
     typer.Option(help="Seconds of a forward pass, instead of a workload."),
@@ -103,7 +107,11 @@ def check_job(script: Path, *specs: str | None) -> None:
 
 
 def make_cluster(
-    cluster: Path | None, workers: int | None, link: str | None, latency: str | None
+    cluster: Path | None,
+    workers: int | None,
+    link: str | None,
+    latency: str | None,
+    server_hosts: int | None = None,
 ) -> Cluster:
     """The cluster of ``--cluster FILE``, or of the short form."""
     if cluster is not None:
@@ -111,6 +119,7 @@ def make_cluster(
             ("--workers", workers),
             ("--link", link),
             ("--latency", latency),
+            ("--server-hosts", server_hosts),
         ):
             if value is not None:
                 raise UsageError(
@@ -118,7 +127,10 @@ def make_cluster(
                 )
         return load_cluster(cluster)
     return uniform_cluster(
-        4 if workers is None else workers, link or "1gbit", latency or "50us"
+        4 if workers is None else workers,
+        link or "1gbit",
+        latency or "50us",
+        server_hosts or 0,
     )
 
 

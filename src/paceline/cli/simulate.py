@@ -23,6 +23,7 @@ def simulate(
     workers: o.Workers = None,
     link: o.Link = None,
     latency: o.Latency = None,
+    server_hosts: o.ServerHosts = None,
     cluster: o.ClusterFile = None,
     method: o.Method = None,
     steps: o.Steps = None,
@@ -47,7 +48,7 @@ def simulate(
     o.check_job(script, method)
     if records is not None:
         make_folder(str(records))
-    described = o.make_cluster(cluster, workers, link, latency)
+    described = o.make_cluster(cluster, workers, link, latency, server_hosts)
     compute = o.make_compute(workload, forward, backward, jitter, seed)
     options = RunOptions(method=method, steps=steps, seed=seed)
     progress = Progress(

@@ -15,24 +15,7 @@ import sys
 
 import torch
 
-from paceline.interfaces import Discipline
-from paceline.server.protocol import ParameterServer
-from paceline.server.serve import Shell
-from paceline.spec import parse
-
-
-def discipline_of(text: str, workers: int) -> Discipline:
-    """What a server does under the method that a spec names. Raises `UsageError`."""
-    from typing import cast
-
-    from paceline import methods
-    from paceline.errors import UsageError
-    from paceline.interfaces import UpdatesOnServer
-
-    method, _ = methods.make(parse(text), set())
-    if method.updates_on != "server":
-        raise UsageError(f"method {text!r} needs no server: its workers update")
-    return cast(UpdatesOnServer, method).server(workers)
+from paceline.server.process import make_shell
 
 
 def main() -> int:
@@ -47,15 +30,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     token = _first_line(sys.stdin.fileno())
-    machine = ParameterServer(
-        arguments.workers, name=arguments.name, make=discipline_of
-    )
-    shell = Shell(
-        machine,
-        arguments.bind,
-        arguments.port,
-        workers=arguments.workers,
-        token=token,
+    shell = make_shell(
+        arguments.workers, arguments.name, arguments.bind, arguments.port, token
     )
     try:
         print(json.dumps({"port": shell.port}), flush=True)

@@ -27,6 +27,8 @@ from paceline.server.client import RemoteServer
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 """Where dedicated servers are, HOST:PORT joined by "+"."""
 TOKEN_VARIABLE = "PACELINE_SERVERS_TOKEN"
+DEDICATED_TOKEN = "dedicated"
+"""The token of servers that no job started: what protects them is PACELINE_SECRET."""
 START_SECONDS = 60.0
 END_SECONDS = 10.0
 
@@ -105,10 +107,13 @@ class RealServers:
         self, job: ServerJob, environment: Mapping[str, str] = os.environ
     ) -> list[RemoteServer]:
         """Start what this worker has to, and connect to all. Collective."""
-        if job.place in ("embedded", "per-node"):
-            addresses = self._started(job, environment)
+        place = job.place
+        if place == "auto":
+            place = "dedicated" if environment.get(ADDRESSES_VARIABLE) else "embedded"
+        if place in ("embedded", "per-node"):
+            addresses = self._started(job.training, place, environment)
         else:
-            addresses = _dedicated(job.place, environment)
+            addresses = _dedicated(place, environment)
         return [
             RemoteServer(
                 f"server {number}",
@@ -128,16 +133,18 @@ class RealServers:
             process.close()
         self._processes.clear()
 
-    def _started(self, job: ServerJob, environment: Mapping[str, str]) -> list[Address]:
+    def _started(
+        self, training: int, place: str, environment: Mapping[str, str]
+    ) -> list[Address]:
         on_node = int(environment.get("LOCAL_WORLD_SIZE", self._workers))
-        nodes = 1 if job.place == "embedded" else max(1, self._workers // on_node)
+        nodes = 1 if place == "embedded" else max(1, self._workers // on_node)
         node = int(environment.get("GROUP_RANK", "0")) if nodes > 1 else 0
         starts = (
             self._rank == 0
-            if job.place == "embedded"
+            if place == "embedded"
             else environment.get("LOCAL_RANK", "0") == "0"
         )
-        keys = [f"paceline/servers/{job.training}/{i}" for i in range(nodes)]
+        keys = [f"paceline/servers/{training}/{i}" for i in range(nodes)]
         if starts:
             self._store.set(
                 keys[node],
@@ -182,7 +189,7 @@ def _dedicated(place: str, environment: Mapping[str, str]) -> list[Address]:
     addresses = []
     for one in text.split("+"):
         host, _, port = one.rpartition(":")
-        token = environment.get(TOKEN_VARIABLE) or "dedicated"
+        token = environment.get(TOKEN_VARIABLE) or DEDICATED_TOKEN
         addresses.append(Address(host=host, port=int(port), token=token))
     return addresses
 

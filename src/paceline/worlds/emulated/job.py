@@ -20,6 +20,7 @@ import msgspec
 from paceline.errors import PacelineError
 from paceline.network.rules import Rule
 from paceline.options import RunOptions
+from paceline.server.security import TRUSTED
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.messages import INTERFACE
 from paceline.worlds.emulated.process import HostProcess
@@ -30,9 +31,12 @@ from paceline.worlds.emulated.world import (
     EmulatedWorld,
 )
 from paceline.worlds.failures import Failure, summary
+from paceline.worlds.servers import ADDRESSES_VARIABLE
 
 PORT = 29500
 """Where worker 0's store listens: on a host of its own, no port is in use."""
+
+SERVER_PORT = 29600
 
 GRACE_SECONDS = 12.0
 """What the others have to end by themselves after one has failed."""
@@ -54,6 +58,7 @@ class Job:
         self._command = [sys.executable, script, *arguments]
         self._options = options
         self._processes: list[HostProcess] = []
+        self._servers: list[HostProcess] = []
         self._killed_by_rule: set[int] = set()
         self._timers: list[threading.Timer] = []
 
@@ -105,6 +110,7 @@ class Job:
         quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         base = quiet | os.environ | shared
         base |= self._options.to_environment()
+        base |= self._start_servers(base)
         for worker, host in enumerate(per_host):
             own = {
                 "RANK": str(worker),
@@ -118,6 +124,33 @@ class Job:
             self._processes.append(
                 self._fabric.popen(host, self._command, env=base | own)
             )
+
+    def _start_servers(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """One parameter server on each host that stands for one; returns the variables by
+        which workers find them."""
+        cluster = self._fabric.cluster
+        # Nobody but this job's own processes is on this network.
+        trusted = {TRUSTED: "1"}
+        addresses = []
+        for number in range(len(cluster.servers)):
+            host = cluster.host_of_server(number)
+            address = self._fabric.hosts[host].address
+            addresses.append(f"{address}:{SERVER_PORT}")
+            command = [
+                *(sys.executable, "-m", "paceline", "serve", "--bind", address),
+                *("--port", str(SERVER_PORT), "--workers", str(cluster.workers)),
+            ]
+            self._servers.append(
+                self._fabric.popen(
+                    host,
+                    command,
+                    env={**environment, **trusted},
+                    stdin=subprocess.DEVNULL,
+                )
+            )
+        return trusted | (
+            {ADDRESSES_VARIABLE: "+".join(addresses)} if addresses else {}
+        )
 
     def _supervise(self, scratch: str) -> int:
         """Wait for all; when one fails, give the others time to say why, then end them."""
@@ -173,7 +206,8 @@ class Job:
         )
 
     def _end_all(self) -> None:
-        alive = {i: p for i, p in enumerate(self._processes) if p.poll() is None}
+        everybody = [*self._processes, *self._servers]
+        alive = {i: p for i, p in enumerate(everybody) if p.poll() is None}
         for process in alive.values():
             process.terminate()
         ended = self._wait_for_all(alive, TERMINATE_SECONDS)

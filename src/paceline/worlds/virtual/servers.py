@@ -193,21 +193,24 @@ def make_servers(
     job: ServerJob, cluster: Cluster, clock: Clock, links: Links, rates: ServerRates
 ) -> list[VirtualServer]:
     """The servers of a training, on the hosts that *job* asks for."""
-    if job.place == "embedded":
+    place = job.place
+    if place == "auto":
+        place = "dedicated" if cluster.servers else "embedded"
+    if place == "embedded":
         hosts = [cluster.host_of(0)]
-    elif job.place == "per-node":
+    elif place == "per-node":
         hosts = list(range(cluster.hosts))
     else:
         hosts = [cluster.host_of_server(i) for i in range(len(cluster.servers))]
+        if place != "dedicated":
+            raise UsageError(
+                f"servers={place}: addresses are for real servers; in the virtual world "
+                "take embedded, per-node or dedicated"
+            )
         if not hosts:
             raise UsageError(
                 "servers=dedicated: the cluster has no host of its own for a server; add "
                 "a [[server]] table to its file, or --server-hosts 1"
-            )
-        if job.place != "dedicated":
-            raise UsageError(
-                f"servers={job.place}: addresses are for real servers; in the virtual "
-                "world take embedded, per-node or dedicated"
             )
     servers = []
     for number, host in enumerate(hosts):
