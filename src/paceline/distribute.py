@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from paceline import methods, spec
+from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.collectives.server import ServerComm
 from paceline.errors import UsageError
@@ -86,14 +87,28 @@ def distribute(
         raise UsageError("the model has no parameter that requires a gradient")
 
     _check_not_yet_trained(model, world)
-    comm = TorchComm(world, f"training {world.journal.trainings}")
-    if comm.size > 1 and not all(_is_finished(other) for _, other in world.trained):
+    comm: TorchComm | AloneComm
+    if world.alone:
+        if chosen.updates_on != "server":
+            raise UsageError(
+                f"method {chosen.name!r} under --survive: its workers meet in collectives, "
+                "which a death stops. Use one whose server updates: asp, ssp or backup"
+            )
+        comm = AloneComm(world)
+    else:
+        comm = TorchComm(world, f"training {world.journal.trainings}")
+    if (
+        isinstance(comm, TorchComm)
+        and comm.size > 1
+        and not all(_is_finished(other) for _, other in world.trained)
+    ):
         # Two models may be in the middle of their steps at once: each has a queue.
         comm = comm.channel("gradients")
     full_spec = str(spec.spec_of(chosen.name, chosen, **settings.as_keys()))
     options = f"{full_spec} with {type(optimizer).__name__}"
     device = parameters[0][1].device
-    check_same_everywhere(comm, describe(model, options), device)
+    if isinstance(comm, TorchComm):
+        check_same_everywhere(comm, describe(model, options), device)
     if is_compiled_whole(model):
         warnings.warn(
             "the whole model is compiled, so all gradients become ready at once when "
@@ -101,7 +116,7 @@ def distribute(
             "instead: for block in model.blocks: block.compile()",
             stacklevel=2,
         )
-    if comm.size > 1:
+    if isinstance(comm, TorchComm) and comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
     remote: MakeRemote | None = None
     endpoints: Sequence[Endpoint] = ()
@@ -119,7 +134,7 @@ def distribute(
         endpoints = world.servers(job)
         if holds is not None:
             remote = partial(_remote, world.rank, optimizer, endpoints, job, options)
-        else:
+        elif isinstance(comm, TorchComm):
             comm = ServerComm(world, comm.name, endpoints, comm.process_group)
             join = Join(options=options, sums=settings.sums)
             for reception in [endpoint.request(join) for endpoint in endpoints]:
@@ -263,10 +278,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._sets_the_pace():
             return result
         self._world.journal.step()
-        if len(self._world.journal.steps) == self._world.options.steps:
+        done = self.first_step + len(self._world.journal.steps)
+        if self._world.options.steps and done >= self._world.options.steps:
             self.finish()
             raise TrainingEnded(0)
         return result
+
+    @property
+    def first_step(self) -> int:
+        """How many steps the job had done when this worker joined it: 0, but for a worker
+        that was started again (``paceline run --survive``)."""
+        return self._training.first_step
 
     def _sets_the_pace(self) -> bool:
         """Of several optimizers the first one's steps are counted and measured: the others

@@ -513,6 +513,9 @@ class World(Protocol):
         """Where this worker's steps, bytes, waits and metrics are counted."""
         ...
 
+    alone: bool
+    """Whether workers meet only at their servers, so that the job survives deaths."""
+
     trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]]
     """What `distribute` was given and gave back here, in order."""
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.errors import GradientError, UsageError
 from paceline.exchange import average_tensors, broadcast_tensors
@@ -62,7 +63,7 @@ class Training:
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         method: Method,
         settings: Settings,
-        comm: TorchComm,
+        comm: TorchComm | AloneComm,
         sampler: Sampler | None = None,
         remote: MakeRemote | None = None,
     ) -> None:
@@ -137,6 +138,11 @@ class Training:
     def remote(self) -> RemoteParameters:
         assert self._remote is not None, "this method's worker updates"
         return self._remote
+
+    @property
+    def first_step(self) -> int:
+        """How many steps the job had done when this worker joined it."""
+        return 0 if self._remote is None else self._remote.first_step
 
     @property
     def updates_on_server(self) -> bool:

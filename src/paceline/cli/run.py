@@ -11,9 +11,11 @@ import typer
 from typer.core import TyperCommand
 
 from paceline.cli import options as o
+from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.report.files import forget_workers, read_workers, write_run
 from paceline.worlds.launch import launch, split_arguments
+from paceline.worlds.supervisor import Supervisor
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 AFTER_DASHES = "paceline.after_dashes"
@@ -39,6 +41,20 @@ def run(
     steps: o.Steps = None,
     seed: o.Seed = None,
     records: o.Records = None,
+    survive: Annotated[
+        bool,
+        typer.Option(
+            "--survive",
+            help="Go on when a worker dies: it is started again (asp, ssp, backup).",
+        ),
+    ] = False,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --survive: where the server keeps its parameters, to go on from "
+            "when it dies."
+        ),
+    ] = None,
     json: o.Json = False,
 ) -> None:
     """Run a script in real processes: paceline run --workers 2 SCRIPT -- SCRIPT-ARGS.
@@ -64,7 +80,21 @@ def run(
             records=None if records is None else str(Path(records).resolve()),
             result=str(result) if json else None,
         )
-        status = launch(workers, torchrun_options, script, script_arguments, options)
+        if survive:
+            if torchrun_options:
+                raise UsageError(
+                    f"--survive has a launcher of its own, for one machine: leave out "
+                    f"{' '.join(torchrun_options)}"
+                )
+            status = Supervisor(
+                workers or 2, script, script_arguments, options, snapshot
+            ).run()
+        elif snapshot is not None:
+            raise UsageError("--snapshot means nothing without --survive")
+        else:
+            status = launch(
+                workers, torchrun_options, script, script_arguments, options
+            )
         if records is not None:
             write_run(str(records), "records", *read_workers(str(records)))
         if json and result.exists():

@@ -34,7 +34,7 @@ def main() -> int:
         arguments.workers, arguments.name, arguments.bind, arguments.port, token
     )
     try:
-        print(json.dumps({"port": shell.port}), flush=True)
+        print(json.dumps({"port": shell.port, "step": 0}), flush=True)
         shell.run(sys.stdin.fileno())
     finally:
         shell.close()

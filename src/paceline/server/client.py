@@ -6,11 +6,14 @@ One DEALER socket per channel, opened when it is first used; ZeroMQ's own thread
 bytes while this process computes. `request` hands everything to them at once, from the
 tensor's own memory; what exceeds the credits (see `wire`) is kept here, and sent as answers
 come in. `wait` serves all channels of this endpoint until its own answer is there, and
-copies each chunk straight into the tensor that was handed over.
+copies each chunk straight into the tensor that was handed over. What is kept here moves
+only inside calls of this endpoint: whoever waits on several servers should wait in the
+order in which he asked, as all workers do.
 
 The liveness connection ends when the server's process ends, in any way: then, or when a
 channel's connection breaks, everything that waits raises `PeerLostError`. Nothing is sent a
-second time; a worker that comes back does so as a new incarnation.
+second time; a worker that comes back does so as a new incarnation. A forked child closes
+its copy of that connection, so a worker's data loaders do not keep it alive.
 
 No threads of our own, no time-outs but those of connecting and closing: a server that is
 alive may take all the time it needs. `wait` can be interrupted by Ctrl-C.
@@ -19,8 +22,10 @@ alive may take all the time it needs. `wait` can be interrupted by Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -223,6 +228,18 @@ class _Channel:
         self.socket.close(int(1000 * linger))
 
 
+_endpoints: weakref.WeakSet[RemoteServer] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for endpoint in list(_endpoints):
+        if endpoint._liveness is not None:
+            endpoint._liveness.close()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class RemoteServer:
     """An `Endpoint`: the server *name* at *host*, *port*, as *incarnation* of *worker*.
 
@@ -257,6 +274,7 @@ class RemoteServer:
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._context = zmq.Context(io_threads=1)
+        _endpoints.add(self)
         try:
             self._introduce(time.monotonic() + CONNECT_SECONDS)
         except BaseException:

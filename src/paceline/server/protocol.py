@@ -252,12 +252,13 @@ class ParameterServer:
             raise UsageError(f"join: worker {sender.worker} has joined before")
         first = self._description
         if first is None:
+            discipline = self._discipline
             if self._make is not None and join.method:
-                self._discipline = self._make(join.method, self.workers)
-            self._sums = join.sums
-            if self._discipline is not None:
+                discipline = self._make(join.method, self.workers)
+            if discipline is not None:
                 self._store = Store(join)
                 self.buckets = [b for b, units in enumerate(join.units) if units]
+            self._discipline, self._sums = discipline, join.sums
             self._description = join
         else:
             _require_same(first, join, sender.worker)

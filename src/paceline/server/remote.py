@@ -58,6 +58,7 @@ class RemoteParameters:
         self._landing = [_like(bucket.buffer) for bucket in buckets]
         self._under_way: list[tuple[int, list[Reception]]] = []
         self._versions: list[list[int]] = []
+        self.first_step = 0
         self._owner = dict(self._numbered())
 
     # ---- the `Remote` ----
@@ -91,6 +92,7 @@ class RemoteParameters:
         if not loaded and self._rank == 0:
             self._load()
         self._pull()
+        self.first_step = step
         return step
 
     def push(self, bucket: Bucket, step: int, stage: int = 0) -> None:

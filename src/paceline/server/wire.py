@@ -32,7 +32,8 @@ import zmq
 from paceline.errors import UsageError
 from paceline.messages import DTYPES, Reply, Request
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 2 << 20
+"""1 to 4 MiB were equally fast on loopback; smaller ones cost more processor time."""
 FRAME_BYTES = 4 << 20
 """No frame is larger: neither a chunk nor a header, which may describe a whole model."""
 HELLO_BYTES = 1024

@@ -27,7 +27,7 @@ from paceline.torch_private import default_store, local_store
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
 from paceline.worlds.liveness import GRACE_SECONDS, Liveness, end_after_grace
 from paceline.worlds.pacing import PacedCompute
-from paceline.worlds.servers import RealServers
+from paceline.worlds.servers import PROGRESS_VARIABLE, SURVIVE_VARIABLE, RealServers
 
 
 class RealWorld:
@@ -53,10 +53,18 @@ class RealWorld:
         self._results_written = False
         self._liveness: Liveness | None = None
         self._servers: RealServers | None = None
+        self.alone = os.environ.get(SURVIVE_VARIABLE) == "1"
+        progress = os.environ.get(PROGRESS_VARIABLE)
+        if self.alone and progress:
+            self.journal.observers.append(
+                lambda step: self._note_progress(progress, step)
+            )
         self._bad_news = threading.Event()
         Ending(lambda: len(self.journal.steps), self._close, self._leave)
 
     def connect(self) -> None:
+        if self.alone:
+            return
         if not dist.is_initialized():
             self._initialize()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -81,9 +89,8 @@ class RealWorld:
 
     def servers(self, job: ServerJob) -> Sequence[Endpoint]:
         if self._servers is None:
-            self._servers = RealServers(
-                self.rank, self.size, default_store(), self.journal
-            )
+            store = local_store() if self.alone else default_store()
+            self._servers = RealServers(self.rank, self.size, store, self.journal)
         return self._servers.find(job)
 
     def now(self) -> float:
@@ -125,6 +132,12 @@ class RealWorld:
 
     def at_exit(self, action: Callable[[], None]) -> None:
         self._exit_actions.append(action)
+
+    def _note_progress(self, path: str, step: int) -> None:
+        if step:
+            # Of the job, not of this life: see `DistributedOptimizer.first_step`.
+            first = max(getattr(o, "first_step", 0) for _, o in self.trained)
+            Path(path).write_text(str(first + step))
 
     def _lost_a_peer(self, sentence: str) -> None:
         report_to_launcher(PeerLostError(sentence))

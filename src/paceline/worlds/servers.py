@@ -14,7 +14,7 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Protocol
 
 import msgspec
@@ -27,6 +27,11 @@ from paceline.server.client import RemoteServer
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 """Where dedicated servers are, HOST:PORT joined by "+"."""
 TOKEN_VARIABLE = "PACELINE_SERVERS_TOKEN"
+SURVIVE_VARIABLE = "PACELINE_SURVIVE"
+"""Set where a supervisor keeps the job alive: workers meet only at their servers."""
+INCARNATION_VARIABLE = "PACELINE_INCARNATION"
+PROGRESS_VARIABLE = "PACELINE_PROGRESS_FILE"
+"""Where a worker of such a job writes the number of the step that it has done."""
 DEDICATED_TOKEN = "dedicated"
 """The token of servers that no job started: what protects them is PACELINE_SECRET."""
 START_SECONDS = 60.0
@@ -51,48 +56,60 @@ class Address(msgspec.Struct, kw_only=True):
 
 
 class ServerProcess:
-    """A server as a child of this process; it ends when this process does."""
+    """A server as a child of this process; it ends when this process does. *step*: where it
+    goes on, if it has read a snapshot."""
 
-    def __init__(self, name: str, workers: int, host: str) -> None:
-        """Raises `UsageError` with what the child said if it does not start."""
-        self.token = secrets.token_hex(16)
+    def __init__(
+        self,
+        name: str,
+        workers: int,
+        host: str,
+        *,
+        port: int = 0,
+        token: str = "",
+        extra: Sequence[str] = (),
+    ) -> None:
+        """*port* 0 and no *token*: one of its own. *extra*: more options of
+        ``python -m paceline.server``. Raises `UsageError` if it does not start."""
+        self.token = token or secrets.token_hex(16)
         command = [
             *(sys.executable, "-m", "paceline.server", "--workers", str(workers)),
-            *("--name", name, "--bind", host),
+            *("--name", name, "--bind", host, "--port", str(port), *extra),
         ]
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(self.token.encode() + b"\n")
-            self._process.stdin.flush()
-        line = _line_within(self._process.stdout, START_SECONDS)
+            self.process.stdin.write(self.token.encode() + b"\n")
+            self.process.stdin.flush()
+        line = _line_within(self.process.stdout, START_SECONDS)
         try:
-            self.port = int(msgspec.json.decode(line)["port"])
+            words = msgspec.json.decode(line)
+            self.port, self.step = int(words["port"]), int(words["step"])
         except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
             self.close()
             raise UsageError(
                 f"{name} did not start at {host}: it ended with status "
-                f"{self._process.returncode}; see above for what it said"
+                f"{self.process.returncode}; see above for what it said"
             ) from None
 
     def close(self) -> None:
         """End it, if its workers' goodbyes have not."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self.process.stdin.close()
         try:
-            self._process.wait(END_SECONDS)
+            self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
 
 
 class RealServers:
@@ -120,7 +137,7 @@ class RealServers:
                 address.host,
                 address.port,
                 worker=self._rank,
-                incarnation=int(environment.get("PACELINE_INCARNATION", "0")),
+                incarnation=int(environment.get(INCARNATION_VARIABLE, "0")),
                 token=address.token,
                 journal=self._journal,
             )

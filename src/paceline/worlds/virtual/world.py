@@ -79,6 +79,7 @@ class VirtualWorld:
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self._simulation = simulation
         self._exit_actions: list[Callable[[], None]] = []
+        self.alone = False
         self.trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
         self.rank = rank
         self.size = simulation.cluster.workers
