@@ -219,7 +219,8 @@ class Shard(Protocol):
         ...
 
     def slowest(self) -> int:
-        """The least clock of those that take part; 0 where nobody does."""
+        """The least clock of those that take part; where nobody does, that of the step of
+        which no gradient has come yet."""
         ...
 
     @property

@@ -189,7 +189,7 @@ class ParameterServer:
 
     def slowest(self) -> int:
         clocks = [member.clock for _, member in self._training()]
-        return min([*clocks, *(0 for _ in self._awaited)], default=0)
+        return min([*clocks, *(0 for _ in self._awaited)], default=self._furthest)
 
     def fastest(self) -> int:
         return self._furthest
@@ -313,20 +313,23 @@ class ParameterServer:
             raise UsageError(f"push: expected a weight of 0 or more, got {push.weight}")
         store.check_hyperparameters(push.hyperparameters)
         key = (push.stage, push.bucket)
-        if push.step < member.clock or key in member.begun:
+        if push.step < member.clock or (
+            push.step == member.clock and key in member.begun
+        ):
             self.counts["pushes that came again"] += 1
             raise UsageError(
                 f"push: worker {sender.worker} has pushed bucket {push.bucket} of step "
                 f"{push.step} before"
             )
         if push.step > member.clock:
-            if any(asked.worker == sender.worker for asked in self._asked.values()):
+            asks = any(asked.worker == sender.worker for asked in self._asked.values())
+            if member.begun or asks:
                 raise UsageError(
                     f"push: expected step {member.clock} of worker {sender.worker}, whose "
-                    f"earlier pushes are not all answered, got step {push.step}"
+                    "earlier pushes are not all in, or not all answered, got step "
+                    f"{push.step}"
                 )
             member.first_step = member.clock = push.step
-            member.begun.clear()
         held = HeldPush(
             worker=sender.worker,
             step=push.step,

@@ -1,0 +1,227 @@
+"""What the tests of the shells share: a tiny server, a job in a thread, a rude peer."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import torch
+import zmq
+
+from paceline.interfaces import Answer, Work
+from paceline.messages import (
+    PROTOCOL,
+    Done,
+    Leave,
+    Load,
+    Parameters,
+    Pull,
+    PullState,
+    Reduce,
+    Reduced,
+    Refused,
+)
+from paceline.server import wire
+from paceline.server.client import RemoteServer
+from paceline.server.security import PLAIN
+from paceline.server.serve import Shell
+
+TOKEN = "the token of this job"
+SECONDS = 30
+ROOT = Path(__file__).parent.parent.parent
+
+
+@contextlib.contextmanager
+def time_limit(seconds=SECONDS):
+    """Whatever hangs in the main thread raises TimeoutError."""
+
+    def ring(*_):
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Adder:
+    """Adds the payloads of the first *workers* in rank order, and answers with the sum;
+    echoes loads into pulls; never answers `PullState`; dies of `Leave` if *mortal*."""
+
+    def __init__(self, workers, mortal=False):
+        self.workers = workers
+        self.mortal = mortal
+        self.parts = {}
+        self.buckets = {}
+        self.lost = []
+        self.news = threading.Event()
+        self.silent = threading.Event()
+        self.deadline = None
+        self.timers = []
+        self.taken = []
+
+    def on_message(self, sender, message, payload, now):
+        self.taken.append(sender)
+        if isinstance(message, Reduce) and sender.worker < self.workers:
+            parts = self.parts.setdefault((sender.channel, message.number), {})
+            parts[sender.worker] = sender, payload
+            if len(parts) < self.workers:
+                return []
+            del self.parts[sender.channel, message.number]
+            total = sum(parts[rank][1] for rank in range(self.workers))
+            return [Answer(to, Reduced(), total) for to, _ in parts.values()]
+        if isinstance(message, Load) and sender.worker < self.workers:
+            self.buckets[message.bucket] = payload
+            return [Answer(sender, Done())]
+        if isinstance(message, Pull) and message.bucket in self.buckets:
+            payload = self.buckets[message.bucket]
+            return [Answer(sender, Parameters(bucket=0, version=0), payload)]
+        if isinstance(message, Leave) and self.mortal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if isinstance(message, PullState) and sender.worker < self.workers:
+            self.silent.set()
+            return []
+        return [Answer(sender, Refused(reason="this server only adds"))]
+
+    def on_lost(self, worker, incarnation, now):
+        self.lost.append((worker, incarnation))
+        self.news.set()
+        return []
+
+    def next_deadline(self):
+        return self.deadline
+
+    def on_timer(self, now):
+        assert now >= self.deadline
+        self.deadline = None
+        self.timers.append(now)
+        self.news.set()
+        return []
+
+    def take_work(self):
+        return Work()
+
+
+@contextlib.contextmanager
+def running(server, workers, **options):
+    """A shell in a thread of its own, and its end."""
+    shell = Shell(
+        server, workers=workers, token=TOKEN, **({"security": PLAIN} | options)
+    )
+    read, write = os.pipe()
+    failures = []
+
+    def run():
+        try:
+            shell.run(read)
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = shell.thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield shell
+    finally:
+        os.close(write)
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        os.close(read)
+    assert not failures, failures
+
+
+def connect(shell, worker=0, incarnation=0, **options):
+    return RemoteServer(
+        "server 0",
+        "127.0.0.1",
+        shell.port,
+        worker=worker,
+        incarnation=incarnation,
+        **({"token": TOKEN, "security": PLAIN} | options),
+    )
+
+
+class Peer:
+    """A DEALER socket that says what it likes. *known*: it has said hello properly."""
+
+    def __init__(self, port, worker=0, incarnation=0, known=True, queue=0):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, queue)
+        PLAIN.protect_worker(self.socket, TOKEN)
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+        self.liveness = None
+        if known:
+            self.say(wire.Hello(PROTOCOL, TOKEN, worker, incarnation, ""))
+            welcome = self.hear()
+            address = "127.0.0.1", welcome.port
+            self.liveness = socket.create_connection(address, SECONDS)
+            self.liveness.sendall(welcome.ticket.encode() + b"\n")
+            assert self.liveness.recv(1) == b"\n"
+
+    def say(self, words, *frames):
+        self.socket.send_multipart([wire.encode(words), *frames])
+
+    def hear(self):
+        return wire.decode_from_server(self.socket.recv_multipart()[0])
+
+    def close(self):
+        if self.liveness is not None:
+            self.liveness.close()
+        self.context.destroy(0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def child(code, *arguments):
+    """A process that runs a function of this file; its output is read by lines."""
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import tests.server as s; s.{code}", *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@contextlib.contextmanager
+def ended(process):
+    """The process does not outlive the test."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(SECONDS)
+        process.stdin.close()
+        process.stdout.close()
+
+
+def serve_as_a_child():
+    shell = Shell(Adder(2, mortal=True), workers=2, token=TOKEN)
+    print(shell.port, flush=True)
+    shell.run(sys.stdin.fileno())
+
+
+def work_as_a_child():
+    server = RemoteServer(
+        "server 0", "127.0.0.1", int(sys.argv[1]), worker=1, token=TOKEN
+    )
+    server.request(Load(bucket=0), torch.ones(10)).wait()
+    if os.fork() == 0:  # as a data loader's worker, which outlives it here
+        sys.stdin.read()
+        os._exit(0)
+    print("ready", flush=True)
+    server.request(PullState(bucket=0)).wait()

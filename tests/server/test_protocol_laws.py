@@ -1,0 +1,683 @@
+"""Laws of the parameter server, whatever arrives when, twice or never, and whoever dies.
+
+Small model workers talk to real `ParameterServer`s over a network that Hypothesis steers.
+Every gradient is 1 at an element of its own, so that parameters under plain SGD with a
+learning rate of 1 are the ledger: they say which gradients are in, and with what weight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.interfaces import Answer, Sender
+from paceline.messages import (
+    Done,
+    Join,
+    Joined,
+    Leave,
+    Load,
+    Parameters,
+    Pull,
+    Push,
+    Reduce,
+    Reduced,
+    Refused,
+    Request,
+    Unit,
+)
+from paceline.methods.asp import ASP
+from paceline.methods.backup import Backup
+from paceline.methods.push_pull import PushPull
+from paceline.methods.ssp import SSP
+from paceline.server.protocol import ParameterServer
+
+LIVES, STEPS = 4, 6
+"""At most so many lives of a worker, and steps of a life."""
+
+HYPERPARAMETERS: list[dict[str, Any]] = [
+    {
+        "lr": 1.0,
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "maximize": False,
+    }
+]
+
+
+# ---- a network that loses, repeats and reorders ----
+
+
+class Letter(NamedTuple):
+    shard: int
+    sender: Sender
+    message: Request
+    payload: torch.Tensor | None
+
+    @property
+    def key(self) -> Key:
+        return (self.shard, *self.sender[:4])
+
+
+Key = tuple[int, int, int, str, int]
+"""A request: the shard's number, and its sender."""
+
+
+class Network:
+    """Requests and answers under way, in no order."""
+
+    def __init__(self, servers: list[ParameterServer]) -> None:
+        self.servers = servers
+        self.requests: list[Letter] = []
+        self.answers: list[tuple[int, Answer]] = []
+        self.losses: list[tuple[int, int, int]] = []  # shard, worker, incarnation
+        self.letters: dict[Key, Letter] = {}
+        self.first: dict[Key, tuple[Answer, torch.Tensor | None]] = {}
+        """The first answer to each request, and what it carried then."""
+        self.delivered: set[Key] = set()
+
+    def send(self, letter: Letter) -> None:
+        assert letter.key not in self.letters
+        self.letters[letter.key] = letter
+        self.requests.append(letter)
+
+    def deliver(self, index: int) -> tuple[Letter, list[Answer], bool]:
+        """Hand over a request; returns it, the answers, and whether it was new."""
+        letter = self.requests.pop(index)
+        payload = None if letter.payload is None else letter.payload.clone()
+        new = letter.key not in self.delivered
+        self.delivered.add(letter.key)
+        server = self.servers[letter.shard]
+        answers = server.on_message(letter.sender, letter.message, payload, 0.0)
+        self.take(letter.shard, answers)
+        return letter, answers, new
+
+    def lose(self, index: int) -> tuple[int, list[Answer]]:
+        shard, worker, incarnation = self.losses.pop(index)
+        answers = self.servers[shard].on_lost(worker, incarnation, 0.0)
+        self.take(shard, answers)
+        return shard, answers
+
+    def take(self, shard: int, answers: list[Answer]) -> None:
+        for answer in answers:
+            self.answers.append((shard, answer))
+            key = (shard, *answer.to[:4])
+            if isinstance(answer.message, Refused):
+                continue
+            carried = None if answer.payload is None else answer.payload.clone()
+            first, _ = self.first.setdefault(key, (answer, carried))
+            assert answer.message == first.message, "answered in two ways"
+            assert answer.payload is first.payload
+
+    def resend_for(self, index: int) -> None:
+        """An answer is lost: the worker sends the request again."""
+        shard, answer = self.answers.pop(index)
+        self.requests.append(self.letters[(shard, *answer.to[:4])])
+
+    def repeat(self, index: int) -> None:
+        letters = list(self.letters.values())
+        self.requests.append(letters[index % len(letters)])
+
+    def check_answers_were_left_alone(self) -> None:
+        for answer, carried in self.first.values():
+            if carried is not None:
+                assert answer.payload is not None
+                assert torch.equal(answer.payload, carried)
+
+
+# ---- workers ----
+
+
+@dataclass
+class Life:
+    """One incarnation of a worker."""
+
+    worker: int
+    incarnation: int
+    data: int
+    """Steps until it is out of data."""
+    dead: bool = False
+    phase: str = "join"
+    step: int = 0
+    done: int = 0
+    to_send: list[tuple[int, Request, torch.Tensor | None]] = field(
+        default_factory=list
+    )
+    unanswered: set[tuple[int, int]] = field(default_factory=set)
+    numbers: Counter[int] = field(default_factory=Counter)
+    loaded: bool = True
+    next_step: int = 0
+
+    def received(self, shard: int) -> int:
+        mine = [number for where, number in self.unanswered if where == shard]
+        return min(mine, default=self.numbers[shard])
+
+
+@dataclass
+class Case:
+    method: PushPull
+    workers: int
+    layout: list[list[int]]
+    """Per bucket, the shards that hold a part of it."""
+    data: list[int]
+    shards: int
+    deaths: int
+
+
+class Training:
+    """Workers, servers and the network between them."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.elements = case.workers * LIVES * STEPS
+        self.network = Network(
+            [
+                ParameterServer(case.workers, case.method.server(case.workers))
+                for _ in range(case.shards)
+            ]
+        )
+        self.lives = [Life(w, 0, case.data[w]) for w in range(case.workers)]
+        self.deaths = case.deaths
+        self.pushed: dict[int, tuple[int, int]] = {}
+        """By element: the step whose gradient it is, and the weight."""
+        self.accepted: dict[tuple[int, int], list[int]] = {}
+        """By shard and bucket: elements of the gradients that were taken."""
+        self.first_steps: dict[tuple[int, int, int], int] = {}
+        for life in self.lives:
+            self.enter(life)
+
+    # ---- a worker ----
+
+    def enter(self, life: Life) -> None:
+        life.phase = "join"
+        for shard in range(self.case.shards):
+            units = [
+                [Unit(0, 0, self.elements, 0)] if shard in where else []
+                for where in self.case.layout
+            ]
+            join = Join(
+                options="",
+                units=units,
+                dtypes=["float64"] * len(units),
+                optimizer="SGD",
+                hyperparameters=HYPERPARAMETERS,
+            )
+            life.to_send.append((shard, join, None))
+
+    def to_all(
+        self, life: Life, make: Callable[[int], Request], payload: torch.Tensor | None
+    ) -> None:
+        for bucket, where in enumerate(self.case.layout):
+            for shard in where:
+                life.to_send.append((shard, make(bucket), payload))
+
+    def advance(self, life: Life) -> None:
+        """All is sent and answered: the next thing."""
+        if life.phase == "join" and not life.loaded and life.worker == 0:
+            life.phase = "load"
+            self.to_all(life, lambda b: Load(bucket=b), self.zeros())
+        elif life.phase in ("join", "load"):
+            life.phase = "pull"
+            self.to_all(life, lambda b: Pull(bucket=b), None)
+        elif life.phase in ("pull", "train") and life.done < life.data:
+            life.step = life.next_step
+            life.phase = "train"
+            self.begin_step(life)
+        elif life.phase in ("pull", "train"):
+            life.phase = "leave"
+            for shard in range(self.case.shards):
+                life.to_send.append((shard, Leave(), None))
+        elif life.phase == "leave":
+            life.phase = "last pull"
+            self.to_all(life, lambda b: Pull(bucket=b), None)
+        else:
+            life.phase = "end"
+
+    def begin_step(self, life: Life) -> None:
+        if isinstance(self.case.method, SSP):
+            self.check_bound(life, self.case.method.staleness)
+        element = (life.worker * LIVES + life.incarnation) * STEPS + life.done
+        weight = 1 + life.worker % 3
+        self.pushed[element] = (life.step, weight)
+        life.done += 1
+        gradient = self.zeros()
+        gradient[element] = 1.0
+        self.to_all(
+            life,
+            lambda b: Push(
+                step=life.step,
+                bucket=b,
+                weight=weight,
+                used=[True],
+                hyperparameters=HYPERPARAMETERS,
+            ),
+            gradient,
+        )
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self.elements, dtype=torch.float64)
+
+    # ---- what can happen ----
+
+    def act(self, life: Life, index: int) -> None:
+        if not life.to_send:
+            if not life.unanswered and life.phase != "end":
+                self.advance(life)
+            return
+        shard, message, payload = life.to_send.pop(index % len(life.to_send))
+        number = life.numbers[shard]
+        life.numbers[shard] += 1
+        life.unanswered.add((shard, number))
+        sender = Sender(life.worker, life.incarnation, "", number, life.received(shard))
+        self.network.send(Letter(shard, sender, message, payload))
+
+    def deliver(self, index: int) -> None:
+        letter, answers, new = self.network.deliver(index)
+        if isinstance(letter.message, Push) and new:
+            refused = any(
+                answer.to.number == letter.sender.number
+                and answer.to.worker == letter.sender.worker
+                and isinstance(answer.message, Refused)
+                for answer in answers
+            )
+            if not refused:
+                assert letter.payload is not None
+                mine = self.accepted.setdefault(
+                    (letter.shard, letter.message.bucket), []
+                )
+                mine.append(int(letter.payload.argmax()))
+        self.check_new(letter.shard, answers)
+
+    def lose(self, index: int) -> None:
+        self.check_new(*self.network.lose(index))
+
+    def arrive(self, index: int) -> None:
+        shard, answer = self.network.answers.pop(index)
+        life = self.lives[answer.to.worker]
+        if life.incarnation != answer.to.incarnation or life.dead:
+            return
+        message = answer.message
+        assert not isinstance(message, Refused), f"{life}: {message.reason}"
+        if (shard, answer.to.number) not in life.unanswered:
+            return  # it is here already
+        life.unanswered.discard((shard, answer.to.number))
+        if isinstance(message, Joined):
+            life.next_step = max(life.next_step, message.step)
+            life.loaded = life.loaded and message.loaded
+            self.first_steps[shard, life.worker, life.incarnation] = message.step
+        elif isinstance(message, Parameters):
+            life.next_step = max(life.next_step, message.step)
+        else:
+            assert isinstance(message, Done)
+
+    def die(self, worker: int) -> None:
+        life = self.lives[worker]
+        if worker == life.incarnation == 0 and life.phase in ("join", "load"):
+            return  # nobody else would ever load the parameters
+        if self.deaths and not life.dead:
+            self.deaths -= 1
+            life.dead = True
+            self.network.losses += [
+                (shard, worker, life.incarnation) for shard in range(self.case.shards)
+            ]
+
+    def come_back(self, worker: int) -> None:
+        life = self.lives[worker]
+        if life.dead and life.incarnation + 1 < LIVES:
+            new = self.lives[worker] = Life(worker, life.incarnation + 1, life.data)
+            self.enter(new)
+
+    # ---- running ----
+
+    def play(self, choices: bytes) -> None:
+        net = self.network
+        for kind, index in zip(choices[::2], choices[1::2], strict=False):
+            kind %= 16
+            if kind < 6:
+                life = self.lives[index % len(self.lives)]
+                if not life.dead:
+                    self.act(life, index // len(self.lives))
+            elif kind < 10 and net.requests:
+                self.deliver(index % len(net.requests))
+            elif kind < 13 and net.answers:
+                self.arrive(index % len(net.answers))
+            elif kind == 13 and net.answers and index % 2:
+                net.resend_for(index % len(net.answers))
+            elif kind == 13 and net.letters:
+                net.repeat(index)
+            elif kind == 14 and net.losses:
+                self.lose(index % len(net.losses))
+            elif kind == 15 and index % 2:
+                self.come_back(index // 2 % len(self.lives))
+            elif kind == 15 and index % 8 == 0:
+                self.die(index // 8 % len(self.lives))
+
+    def drain(self) -> None:
+        """Let all that is under way arrive, until nothing moves any more."""
+        net = self.network
+        while True:
+            before = self.progress()
+            while net.losses:
+                self.lose(0)
+            for life in self.lives:
+                if not life.dead:
+                    self.act(life, 0)
+            while net.requests:
+                self.deliver(0)
+            while net.answers:
+                self.arrive(0)
+            if self.progress() == before:
+                return
+
+    def progress(self) -> list[tuple[str, int, int, int]]:
+        return [
+            (life.phase, life.done, len(life.to_send), len(life.unanswered))
+            for life in self.lives
+        ]
+
+    # ---- laws ----
+
+    def check_bound(self, life: Life, staleness: int) -> None:
+        """It starts a step only when all that train have completed the one *staleness*
+        steps before."""
+        for other in self.lives:
+            trains = other.phase in ("pull", "train")
+            if not other.dead and (trains or other.incarnation == 0):
+                if other.phase in ("leave", "last pull", "end"):
+                    continue
+                completed = other.step if other.phase == "train" else other.next_step
+                if other.phase == "train" and not other.to_send:
+                    # Its step may be in as a whole.
+                    completed += 1
+                assert life.step <= completed + staleness, (life, other)
+
+    def check_new(self, shard: int, answers: list[Answer]) -> None:
+        """What a server has just said to pushes is right at this moment."""
+        server = self.network.servers[shard]
+        for answer in answers:
+            if not isinstance(answer.message, Parameters):
+                continue
+            letter = self.network.letters[(shard, *answer.to[:4])]
+            if isinstance(letter.message, Push) and isinstance(self.case.method, SSP):
+                waited = answer is self.network.first[letter.key][0]
+                for worker in server.expected(10**9) if waited else []:
+                    joined = (shard, worker) in self.members()
+                    clock = server.clock(worker) if joined else 0
+                    ahead = letter.message.step + 1 - clock
+                    assert ahead <= max(1, self.case.method.staleness)
+
+    def members(self) -> set[tuple[int, int]]:
+        return {
+            (letter.shard, letter.sender.worker)
+            for key, letter in self.network.letters.items()
+            if key in self.network.delivered and isinstance(letter.message, Join)
+        }
+
+    def check_end(self) -> None:
+        for life in self.lives:
+            assert life.dead or life.phase == "end", f"waits for ever: {life}"
+        self.network.check_answers_were_left_alone()
+        final = self.final()
+        for place, parameters in final.items():
+            self.check_ledger(place, parameters)
+        for shard, server in enumerate(self.network.servers):
+            taken = sum(len(a) for (s, _), a in self.accepted.items() if s == shard)
+            counted = server.counts["gradients applied"]
+            assert taken == counted + server.counts["gradients dropped"]
+            if not isinstance(self.case.method, Backup):
+                assert server.counts["gradients dropped"] == 0
+        if not isinstance(self.case.method, ASP):
+            self.check_answers(final)
+
+    def final(self) -> dict[tuple[int, int], torch.Tensor]:
+        """By shard and bucket, the parameters at the end."""
+        final = {}
+        for bucket, where in enumerate(self.case.layout):
+            for shard in where:
+                server = self.network.servers[shard]
+                final[shard, bucket] = server._stored().flats[bucket].clone()
+        return final
+
+    def check_ledger(self, place: tuple[int, int], parameters: torch.Tensor) -> None:
+        taken = self.accepted.get(place, [])
+        assert len(taken) == len(set(taken))
+        values = {e: -parameters[e].item() for e in range(self.elements)}
+        assert all(values[e] == 0.0 for e in values if e not in taken)
+        if not isinstance(self.case.method, Backup):
+            # Each is in once, at its weight.
+            assert {e: values[e] for e in taken} == {
+                e: self.pushed[e][1] for e in taken
+            }
+            return
+        steps = {self.pushed[e][0] for e in taken}
+        for step in steps:
+            counting = [e for e in taken if self.pushed[e][0] == step and values[e]]
+            whole = sum(self.pushed[e][1] for e in counting)
+            for element in counting:
+                weight = self.pushed[element][1]
+                assert values[element] == pytest.approx(weight / whole, rel=1e-12)
+            wait_for = self.case.method.wait_for
+            if not wait_for:
+                mine = [e for e in taken if self.pushed[e][0] == step]
+                assert sorted(counting) == sorted(mine)
+
+    def check_answers(self, final: dict[tuple[int, int], torch.Tensor]) -> None:
+        """Under rounds an answer holds the steps up to its own, all of them, and no
+        gradient of a later one."""
+        method = self.case.method
+        if isinstance(method, SSP) and method.staleness:
+            return
+        for key, (answer, carried) in self.network.first.items():
+            message, letter = answer.message, self.network.letters[key]
+            if not isinstance(message, Parameters):
+                continue
+            assert carried is not None
+            there = final[letter.shard, message.bucket]
+            if isinstance(letter.message, Push):
+                below = above = letter.message.step + 1
+                assert letter.payload is not None
+                dropped = there[int(letter.payload.argmax())] == 0
+                if isinstance(method, Backup):
+                    if dropped:
+                        assert message.version >= below
+                        below = above = message.version
+                    assert message.version == below
+            else:  # a pull: at least what came before its worker's first step
+                below, above = self.first_steps.get(key[:3], 0), 10**9
+            for element in self.accepted.get((letter.shard, message.bucket), []):
+                step = self.pushed[element][0]
+                if step < below:
+                    assert carried[element] == there[element]
+                elif step >= above:
+                    assert carried[element] == 0
+
+
+@st.composite
+def cases(draw: st.DrawFn, name: str) -> Case:
+    workers = draw(st.integers(2, 4))
+    shards = draw(st.integers(1, 3))
+    layout = draw(
+        st.lists(
+            st.lists(
+                st.integers(0, shards - 1), min_size=1, max_size=shards, unique=True
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    data = draw(st.lists(st.integers(0, STEPS), min_size=workers, max_size=workers))
+    method: PushPull
+    if name == "asp":
+        method = ASP()
+    elif name.startswith("ssp"):
+        method = SSP(staleness=int(name[-1]))
+    else:
+        some = name == "backup, some"
+        method = Backup(wait_for=draw(st.integers(1, workers)) if some else 0)
+    return Case(method, workers, layout, data, shards, draw(st.integers(0, 4)))
+
+
+NAMES = ["asp", "ssp 0", "ssp 1", "ssp 3", "backup, all", "backup, some"]
+
+
+def check_laws(case: Case, choices: bytes) -> None:
+    training = Training(case)
+    training.play(choices)
+    training.drain()
+    training.check_end()
+
+
+QUICK = settings(
+    max_examples=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+DEEP = settings(QUICK, max_examples=1500)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_laws_of_training(name: str) -> None:
+    QUICK(given(cases(name), st.binary(min_size=400, max_size=3000))(check_laws))()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_laws_of_training_at_length(name: str) -> None:
+    DEEP(given(cases(name), st.binary(min_size=400, max_size=4000))(check_laws))()
+
+
+# ---- reductions ----
+
+
+class Reducing:
+    """Workers that issue the same all-reduces on one server, and die without return."""
+
+    def __init__(self, workers: int, count: int, deaths: int, order: Any) -> None:
+        self.network = Network([ParameterServer(workers)])
+        self.order = order
+        self.workers, self.count, self.deaths = workers, count, deaths
+        self.next = dict.fromkeys(range(workers), -1)
+        self.unanswered: dict[int, set[int]] = {w: set() for w in range(workers)}
+        self.here: dict[int, list[int]] = {number: [] for number in range(count)}
+        """By reduction: whose parts were taken."""
+        self.dead: set[int] = set()
+
+    def act(self, worker: int) -> None:
+        number = self.next[worker]
+        if worker in self.dead or number >= self.count:
+            return
+        if number <= 0 and self.unanswered[worker]:
+            return  # the first thing is to join
+        message: Request
+        if number < 0:
+            message, payload = Join(options="", sums=self.order), None
+        else:
+            message = Reduce(channel="", number=number, operation=_operation(number))
+            payload = torch.zeros(self.workers, dtype=torch.float64)
+            payload[worker] = 1 + worker
+        received = min(self.unanswered[worker], default=number + 1)
+        sender = Sender(worker, 0, "", number + 1, received)
+        self.unanswered[worker].add(number + 1)
+        self.next[worker] += 1
+        self.network.send(Letter(0, sender, message, payload))
+
+    def deliver(self, index: int) -> None:
+        letter, answers, new = self.network.deliver(index)
+        if isinstance(letter.message, Reduce) and new:
+            turned_away = any(
+                isinstance(a.message, Refused) and a.to == letter.sender
+                for a in answers
+            )
+            if not turned_away:
+                self.here[letter.message.number].append(letter.sender.worker)
+
+    def arrive(self, index: int) -> None:
+        _, answer = self.network.answers.pop(index)
+        if answer.to.worker not in self.dead:
+            assert isinstance(answer.message, Joined | Reduced), answer.message
+            self.unanswered[answer.to.worker].discard(answer.to.number)
+
+    def play(self, choices: bytes) -> None:
+        net = self.network
+        for kind, index in zip(choices[::2], choices[1::2], strict=False):
+            kind %= 16
+            if kind < 6:
+                self.act(index % self.workers)
+            elif kind < 10 and net.requests:
+                self.deliver(index % len(net.requests))
+            elif kind < 13 and net.answers:
+                self.arrive(index % len(net.answers))
+            elif kind == 13 and net.answers and index % 2:
+                net.resend_for(index % len(net.answers))
+            elif kind == 13 and net.letters:
+                net.repeat(index)
+            elif kind == 14 and net.losses:
+                net.lose(0)
+            elif kind == 15 and self.deaths and index % self.workers not in self.dead:
+                self.deaths -= 1
+                self.dead.add(index % self.workers)
+                net.losses.append((0, index % self.workers, 0))
+
+    def drain(self) -> None:
+        net = self.network
+        while True:
+            before = dict(self.next), sum(map(len, self.unanswered.values()))
+            while net.losses:
+                net.lose(0)
+            for worker in range(self.workers):
+                self.act(worker)
+            while net.requests:
+                self.deliver(0)
+            while net.answers:
+                self.arrive(0)
+            if before == (dict(self.next), sum(map(len, self.unanswered.values()))):
+                return
+
+    def check_end(self) -> None:
+        for worker in range(self.workers):
+            if worker not in self.dead:
+                assert self.next[worker] == self.count
+                assert not self.unanswered[worker], f"{worker} waits for ever"
+        self.network.check_answers_were_left_alone()
+        for key, (answer, carried) in self.network.first.items():
+            message = self.network.letters[key].message
+            if not isinstance(message, Reduce):
+                continue
+            assert isinstance(answer.message, Reduced)
+            assert carried is not None
+            here = self.here[message.number]
+            assert set(here).issuperset(set(range(self.workers)) - self.dead)
+            expected = torch.zeros(self.workers, dtype=torch.float64)
+            for worker in here:
+                expected[worker] = 1 + worker
+            if message.operation == "mean":
+                expected /= len(here)
+            assert torch.equal(carried, expected)
+
+
+def _operation(number: int) -> Any:
+    return ("mean", "sum", "max")[number % 3]
+
+
+@QUICK
+@given(
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.sampled_from(["rank", "arrival"]),
+    st.binary(min_size=100, max_size=800),
+)
+def test_laws_of_reductions(
+    workers: int, count: int, deaths: int, order: Any, choices: bytes
+) -> None:
+    reducing = Reducing(workers, count, deaths, order)
+    reducing.play(choices)
+    reducing.drain()
+    reducing.check_end()

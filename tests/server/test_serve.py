@@ -1,0 +1,472 @@
+"""The shell and its client, over real sockets: what arrives, who is lost, what is left."""
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from paceline.errors import PeerLostError, UsageError
+from paceline.instruments import Journal
+from paceline.messages import (
+    DTYPES,
+    PROTOCOL,
+    Done,
+    Leave,
+    Load,
+    Parameters,
+    Pull,
+    PullState,
+    Reduce,
+    Refused,
+)
+from paceline.server import client, wire
+from paceline.server.security import PLAIN, from_secret
+from tests.server import TOKEN, Adder, Peer, child, connect, ended, running, time_limit
+
+
+@pytest.fixture(autouse=True)
+def _limit():
+    with time_limit():
+        yield
+
+
+def values(count, dtype):
+    return (torch.arange(count) % 100).to(dtype)
+
+
+CHUNK = wire.CHUNK_BYTES
+SIZES = (0, 1, 3, CHUNK - 4, CHUNK, CHUNK + 4, 3 * CHUNK + 12)
+
+
+@pytest.mark.parametrize(
+    "security", [PLAIN, from_secret("a" * 16)], ids=["plain", "CURVE"]
+)
+def test_what_was_sent_comes_back(security):
+    with running(Adder(1), 1, security=security) as shell:
+        server = connect(shell, security=security)
+        for dtype in DTYPES.values():
+            for size in SIZES if dtype == torch.float32 else (3 * CHUNK,):
+                sent = values(size // dtype.itemsize, dtype)
+                got = torch.zeros_like(sent)
+                assert server.request(Load(bucket=0), sent).wait() == Done()
+                reply = server.request(Pull(bucket=0), into=got).wait()
+                assert reply == Parameters(bucket=0, version=0)
+                assert torch.equal(got, sent), dtype
+        server.close()
+    assert not shell.refused
+
+
+def test_sums_come_to_all_workers_in_the_buffers_that_they_handed_over():
+    with running(Adder(2), 2) as shell:
+        servers = [connect(shell, worker) for worker in range(2)]
+        sizes = [5, CHUNK, 1000, 2 * CHUNK + 1]
+        buffers = [[torch.full((size,), 1.0 + w) for size in sizes] for w in range(2)]
+        receptions = [
+            server.request(
+                Reduce(channel="", number=i, operation="sum"),
+                buffer,
+                into=buffer,
+                channel="second" if i % 2 else "",
+            )
+            for server, its in zip(servers, buffers, strict=True)
+            for i, buffer in enumerate(its)
+        ]
+        for reception in reversed(receptions):
+            reception.wait()
+            reception.wait()  # a second call returns at once
+        for its in buffers:
+            assert all(torch.equal(b, torch.full_like(b, 3.0)) for b in its)
+        for server in servers:
+            server.close()
+        shell.thread.join(20)
+        assert not shell.thread.is_alive()  # all have said goodbye
+
+
+def test_more_requests_than_credits_wait_their_turn():
+    adder = Adder(2)
+    with running(adder, 2) as shell:
+        server, other = connect(shell), connect(shell, 1)
+        count = wire.CREDITS + 300
+        receptions = [
+            server.request(Reduce(channel="", number=i, operation="sum"), torch.ones(1))
+            for i in range(count)
+        ]
+        assert len(server._channels[""].queue) == 300
+        for i, reception in enumerate(receptions):
+            message = Reduce(channel="", number=i, operation="sum")
+            other.request(message, torch.ones(1)).wait()
+            reception.wait()  # sends on what was kept
+        assert [s.number for s in adder.taken if s.worker == 0] == list(range(count))
+        for one in (server, other):
+            one.close()
+    assert not shell.refused
+
+
+def test_bytes_beyond_the_credits_wait_their_turn(monkeypatch):
+    monkeypatch.setattr(wire, "CREDIT_BYTES", 3 * CHUNK)
+    with running(Adder(1), 1) as shell:
+        server = connect(shell)
+        receptions = [
+            server.request(Load(bucket=i), torch.ones(CHUNK // 2)) for i in range(8)
+        ]
+        assert server._channels[""].queue
+        for reception in receptions:
+            assert reception.wait() == Done()
+        server.close()
+    assert not shell.refused
+
+
+def test_what_the_server_refuses_is_a_usage_error():
+    with running(Adder(1), 1) as shell:
+        server = connect(shell)
+        refused = server.request(Leave())
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"server 0 at .*: this server only"):
+                refused.wait()
+        assert server.request(Load(bucket=0), torch.ones(1)).wait() == Done()
+        with pytest.raises(UsageError, match=r"has 1 elements of float32, .* 2 of"):
+            server.request(Pull(bucket=0), into=torch.zeros(2)).wait()
+        assert server.request(Pull(bucket=0)).wait() == Parameters(bucket=0, version=0)
+        with pytest.raises(UsageError, match="flat contiguous"):
+            server.request(Load(bucket=0), torch.ones(2, 2))
+        with pytest.raises(UsageError, match="expected one of"):
+            server.request(Load(bucket=0), torch.ones(2, dtype=torch.bool))
+        server.close()
+        with pytest.raises(UsageError, match="close"):
+            server.request(Leave())
+        server.close()  # twice is no harm
+
+
+def test_bytes_and_waits_are_counted():
+    journal = Journal(0, time.perf_counter, keep_spans=True)
+    with running(Adder(1), 1) as shell:
+        server = connect(shell, journal=journal)
+        journal.begin("test")
+        server.request(Load(bucket=0), torch.ones(1000)).wait()
+        server.request(Pull(bucket=0), into=torch.ones(1000)).wait()
+        journal.step()
+        server.close()
+    assert journal.steps[0].bytes_sent == 4000
+    assert [span.name for span in journal.spans] == ["load", "pull"]
+
+
+def test_the_servers_deadline_is_kept():
+    adder = Adder(1)
+    adder.deadline = time.monotonic() + 0.05
+    with running(adder, 1):
+        assert adder.news.wait(20)
+    assert len(adder.timers) == 1
+
+
+def test_a_fault_of_the_server_itself_ends_the_shell_and_everybody_knows():
+    class Faulty(Adder):
+        def on_message(self, *_):
+            raise RuntimeError("my fault")
+
+    def job():
+        with running(Faulty(1), 1) as shell:
+            server = connect(shell)
+            with pytest.raises(PeerLostError, match="server 0 at 127"):
+                server.request(Leave()).wait()
+            server.close()
+
+    with pytest.raises(AssertionError, match="my fault"):
+        job()
+
+
+# ---- lost peers ----
+
+
+def test_a_killed_worker_is_lost_within_two_seconds():
+    adder = Adder(2)
+    with running(adder, 2) as shell:
+        with ended(child("work_as_a_child()", str(shell.port))) as worker:
+            assert worker.stdout.readline() == "ready\n"
+            assert adder.silent.wait(20)
+            worker.send_signal(signal.SIGKILL)
+            assert adder.news.wait(2)
+        assert adder.lost == [(1, 0)]
+        again = connect(shell, 1, incarnation=1)
+        again.request(Load(bucket=0), torch.ones(1)).wait()
+        again.close()
+    assert adder.lost == [(1, 0)]
+
+
+def test_a_killed_server_is_noticed_by_everything_that_waits():
+    with ended(child("serve_as_a_child()")) as process:
+        port = int(process.stdout.readline())
+        server = client.RemoteServer(
+            "server 7", "127.0.0.1", port, worker=0, token=TOKEN
+        )
+        waiting = [server.request(PullState(bucket=0), channel=c) for c in ("", "x")]
+        waiting.append(server.request(Leave()))  # it dies of this
+        start = time.perf_counter()
+        for reception in waiting:
+            with pytest.raises(PeerLostError, match=f"server 7 at 127.0.0.1:{port}"):
+                reception.wait()
+        assert time.perf_counter() - start < 5
+        with pytest.raises(PeerLostError, match="server 7"):
+            server.request(Leave())
+        server.close()
+
+
+def test_a_worker_that_says_goodbye_is_not_lost():
+    adder = Adder(2)
+    with running(adder, 2) as shell:
+        first, second = connect(shell, 0), connect(shell, 1)
+        first.request(Load(bucket=0), torch.ones(1), channel="other").wait()
+        first.close()
+        second.request(Load(bucket=0), torch.ones(1)).wait()
+        assert shell.thread.is_alive()
+        second.close()
+        shell.thread.join(20)
+        assert not shell.thread.is_alive()
+    assert not adder.lost
+
+
+def test_a_newer_incarnation_replaces_an_older_one():
+    adder = Adder(1)
+    with running(adder, 1) as shell:
+        old = connect(shell, incarnation=3)
+        waiting = old.request(PullState(bucket=0))
+        assert adder.silent.wait(20)
+        new = connect(shell, incarnation=4)
+        with pytest.raises(PeerLostError):
+            waiting.wait()
+        with pytest.raises(UsageError, match="larger"):
+            connect(shell, incarnation=4)
+        assert adder.lost == [(0, 3)]
+        new.request(Load(bucket=0), torch.ones(1)).wait()
+        assert adder.taken[-1].incarnation == 4
+        new.close()
+        old.close()
+
+
+def test_waiting_can_be_interrupted():
+    adder = Adder(1)
+    with running(adder, 1) as shell:
+        server = connect(shell)
+        reception = server.request(PullState(bucket=0))
+        assert adder.silent.wait(20)
+        interrupt = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
+
+        def wait():
+            interrupt.start()
+            reception.wait()
+
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        interrupt.join()
+        assert server.request(Load(bucket=0), torch.ones(1)).wait() == Done()
+        server.close()
+
+
+# ---- connecting ----
+
+
+def test_nobody_there(monkeypatch):
+    monkeypatch.setattr(client, "CONNECT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(PeerLostError, match="did not answer"):
+            client.RemoteServer("server 0", "127.0.0.1", port, worker=0, token=TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        (PLAIN, from_secret("a" * 16)),
+        (from_secret("a" * 16), PLAIN),
+        (from_secret("a" * 16), from_secret("b" * 16)),
+    ],
+    ids=["plain to CURVE", "CURVE to plain", "another secret"],
+)
+def test_ends_that_are_not_protected_alike(here, there):
+    with (
+        running(Adder(1), 1, security=there) as shell,
+        pytest.raises((PeerLostError, UsageError), match="PACELINE_SECRET"),
+    ):
+        connect(shell, security=here)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"token": "of another job"}, "token"),
+        ({"worker": 1}, "worker 1 of 1"),
+        ({"worker": -1}, "worker -1 of 1"),
+        ({"incarnation": -1}, "a larger one"),
+    ],
+)
+def test_workers_that_are_not_wanted(changed, sentence):
+    with running(Adder(1), 1) as shell:
+        with pytest.raises(UsageError, match=sentence):
+            connect(shell, **changed)
+        connect(shell).close()
+    assert shell.refused.total() == 1
+
+
+def test_addresses_that_cannot_be_bound():
+    with running(Adder(1), 1) as shell:
+        for address, port in (("127.0.0.1", shell.port), ("no such host.invalid", 0)):
+            with (
+                pytest.raises(UsageError, match="cannot listen at"),
+                running(Adder(1), 1, address=address, port=port),
+            ):
+                pass
+    with pytest.raises(UsageError, match="PACELINE_TRUSTED_NETWORK"):
+        running(Adder(1), 1, address="0.0.0.0", security=None).__enter__()
+
+
+def test_nothing_is_left_behind():
+    def descriptors():
+        return set(os.listdir("/proc/self/fd"))
+
+    def once():
+        with running(Adder(1), 1) as shell:
+            server = connect(shell)
+            server.request(Load(bucket=0), torch.ones(CHUNK), channel="x").wait()
+            server.close()
+
+    once()  # pyzmq keeps one thread of its own from now on
+    threads, before = threading.active_count(), len(descriptors())
+    for _ in range(3):
+        once()
+    assert threading.active_count() == threads
+    assert len(descriptors()) == before
+
+
+# ---- what peers do wrong ----
+
+
+def begin(number=0, dtype=None, elements=0, received=0):
+    return wire.Begin(number, received, Load(bucket=0), dtype, elements)
+
+
+REFUSED_REQUESTS = {
+    "dtype": [(begin(dtype="qint8", elements=1), b"1234")],
+    "too large": [(begin(dtype="float32", elements=2**40), b"1234")],
+    "payload": [(begin(dtype="float32", elements=2), b"1234")],
+    "payload ": [(begin(dtype="float32", elements=1),)],
+    "payload  ": [(begin(), b"1234")],
+    "payload   ": [(begin(dtype="float32", elements=1), b"1234", b"")],
+    "payload    ": [(begin(dtype="float32", elements=-1),)],
+    "payload     ": [(begin(elements=1),)],
+    "payload      ": [
+        (begin(dtype="uint8", elements=CHUNK + 2), b"1" * CHUNK),
+        (wire.More(0), b"1"),
+        (wire.More(0), b"1"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_REQUESTS)
+def test_a_wrong_request_is_refused_and_the_next_is_taken(kind):
+    adder = Adder(1)
+    with running(adder, 1) as shell, Peer(shell.port) as peer:
+        for message in REFUSED_REQUESTS[kind]:
+            peer.say(*message)
+        answer = peer.hear()
+        assert answer.number == 0
+        assert isinstance(answer.message, Refused)
+        assert shell.refused == {kind.strip(): 1}
+        peer.say(begin(1, "float32", 1), b"1234")
+        assert peer.hear() == wire.Answered(1, Done())
+
+
+def long(count):
+    return [(begin(i, received=i),) for i in range(count)]
+
+
+DROPPED = {
+    "order": [(wire.Hello(PROTOCOL, TOKEN, 0, 1, ""),)],
+    "order ": [(wire.More(0), b"1")],
+    "order  ": [(begin(1),)],
+    "order   ": [(begin(2**60, received=2**60),)],
+    "order    ": [(begin(0, received=1),)],
+    "order     ": [
+        (begin(dtype="uint8", elements=2 * CHUNK), b"1" * CHUNK),
+        (begin(1),),
+    ],
+    "credits": [
+        (wire.Begin(i, i, PullState(bucket=0)),) for i in range(wire.CREDITS + 1)
+    ],
+    "credits ": [(wire.Begin(i, 0, Load(bucket=0)),) for i in range(wire.CREDITS + 1)],
+}
+
+
+@pytest.mark.parametrize("kind", DROPPED)
+def test_a_worker_that_breaks_the_protocol_is_dropped(kind):
+    adder = Adder(1)
+    with running(adder, 1) as shell, Peer(shell.port) as peer:
+        for message in DROPPED[kind]:
+            peer.say(*message)
+        while not isinstance(peer.hear(), wire.Rejected):
+            pass
+        assert adder.news.wait(20)
+        assert peer.liveness.recv(1) == b""
+        assert adder.lost == [(0, 0)]
+        assert shell.refused == {kind.strip(): 1}
+        connect(shell, incarnation=1).close()
+
+
+def test_a_worker_that_does_not_take_its_answers_is_dropped():
+    adder = Adder(1)
+    with running(adder, 1) as shell, Peer(shell.port, queue=1) as peer:
+        adder.buckets[0] = torch.zeros(256 << 10, dtype=torch.uint8)
+        for i in range(3 * wire.most_messages(wire.LARGEST_PAYLOAD_BYTES)):
+            peer.say(wire.Begin(i, i, Pull(bucket=0)))
+        assert adder.news.wait(20)
+        assert shell.refused["unread"] == 1
+        assert adder.lost == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "header"),
+    [
+        ("version", wire.encode(wire.Hello(PROTOCOL + 1, TOKEN, 0, 0, ""))),
+        ("token", wire.encode(wire.Hello(PROTOCOL, "another", 0, 0, ""))),
+        ("worker", wire.encode(wire.Hello(PROTOCOL, TOKEN, 1, 0, ""))),
+        ("incarnation", wire.encode(wire.Hello(PROTOCOL, TOKEN, 0, 0, "x"))),
+        ("stranger", wire.encode(begin())),
+        ("stranger", b""),
+        ("stranger", b"x" * (wire.HELLO_BYTES + 1)),
+    ],
+)
+def test_strangers_are_answered_and_counted(kind, header):
+    with running(Adder(1), 1) as shell, Peer(shell.port, known=False) as peer:
+        peer.socket.send(header)
+        assert isinstance(peer.hear(), wire.Rejected)
+        assert shell.refused == {kind: 1}
+
+
+def test_channels_have_a_limit():
+    with running(Adder(1), 1) as shell:
+        server = connect(shell)
+        for i in range(wire.CHANNELS - 1):
+            server.request(Load(bucket=0), torch.ones(1), channel=str(i)).wait()
+        with pytest.raises(UsageError, match="channel 'more'"):
+            server.request(Leave(), channel="more")
+        with Peer(shell.port, known=False) as peer:
+            peer.say(wire.Hello(PROTOCOL, TOKEN, 0, 0, "more"))
+            assert isinstance(peer.hear(), wire.Rejected)
+        server.close()
+
+
+def test_a_wrong_ticket_is_shown_out():
+    with running(Adder(1), 1) as shell, Peer(shell.port, known=False) as peer:
+        peer.say(wire.Hello(PROTOCOL, TOKEN, 0, 0, ""))
+        address = "127.0.0.1", peer.hear().port
+        for words in (b"a guess\n", b"x" * 1000, b"bye\n"):
+            with socket.create_connection(address, 20) as liveness:
+                liveness.sendall(words)
+                with contextlib.suppress(ConnectionResetError):
+                    assert liveness.recv(1) == b""
+        assert shell.refused == {"liveness": 3}
+        peer.say(begin())
+        assert isinstance(peer.hear(), wire.Rejected)  # not without its ticket
