@@ -51,7 +51,10 @@ def throughput(method, slownesses, jitter, workers=16, steps=STEPS, seed=0):
         optimizer.finish()
 
     compute = ComputeModel(
-        forward=STEP_SECONDS / 3, backward=2 * STEP_SECONDS / 3, jitter=jitter, seed=seed
+        forward=STEP_SECONDS / 3,
+        backward=2 * STEP_SECONDS / 3,
+        jitter=jitter,
+        seed=seed,
     )
     Simulation(Cluster((rack,)), compute=compute).run(train)
     return sum(own / seconds for own, seconds in ends.values())

@@ -132,6 +132,11 @@ def distribute(
             sums=settings.sums,
         )
         endpoints = world.servers(job)
+        if len(endpoints) > 1 and getattr(holds, "needs_one_server", False):
+            raise UsageError(
+                f"{job.spec} needs one server, got {len(endpoints)}: leave out servers=, "
+                "or name one"
+            )
         if holds is not None:
             remote = partial(_remote, world.rank, optimizer, endpoints, job, options)
         elif isinstance(comm, TorchComm):

@@ -215,7 +215,8 @@ class Shard(Protocol):
         ...
 
     def fastest(self) -> int:
-        """The highest clock of those that take part, a step under way counted as done."""
+        """One more than the highest step of which a gradient has come, also of those that
+        are gone."""
         ...
 
     def slowest(self) -> int:
@@ -270,6 +271,16 @@ class Discipline(Protocol):
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         """Whether a worker that begins with *step* may have *bucket* as it is."""
+        ...
+
+    def ended(self, shard: Shard) -> int:
+        """All steps before this one have ended: who goes on from a snapshot of this moment
+        begins with it."""
+        ...
+
+    def resume(self, shard: Shard, step: int) -> None:
+        """The shard was restored from a snapshot for which `ended` was *step*. Called
+        before anything else."""
         ...
 
 

@@ -118,7 +118,12 @@ class Reduce(msgspec.Struct, tag="reduce", kw_only=True):
     operation: Literal["mean", "sum", "max"]
 
 
-Request = Join | Load | Push | Pull | PullState | LoadState | Leave | Reduce
+class Note(msgspec.Struct, tag="note", kw_only=True):
+    """This worker is alive, and busy with something else than pushes: an evaluation, say.
+    Answer: `Done`, at once."""
+
+
+Request = Join | Load | Push | Pull | PullState | LoadState | Leave | Reduce | Note
 
 
 # ---- answers ----

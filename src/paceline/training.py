@@ -250,6 +250,9 @@ class Training:
     def _before_forward(
         self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> None:
+        if self._remote is not None and self._world.alone:
+            # An evaluation takes long, and sends nothing else.
+            self._remote.note(self._world.now())
         training = torch.is_grad_enabled()
         if training and inside_function_transform():
             raise UsageError(

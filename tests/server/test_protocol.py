@@ -329,6 +329,14 @@ def test_who_is_lost_before_it_joins_is_not_waited_for() -> None:
     assert case.ask(1, JOIN, life=1)[0].message == Joined(step=1, loaded=True)
 
 
+def test_who_comes_back_and_is_lost_before_it_joins() -> None:
+    case = Case(SSP(staleness=0)).begin(0, 1)
+    case.whole_step(0, 0)
+    assert len(case.server.on_lost(1, 1, 0.0)) == 2  # its older life is lost as well
+    assert case.refusal(1, JOIN, life=1).startswith("taken for lost")
+    assert case.server.on_lost(9, 0, 0.0) == []
+
+
 def test_an_older_life_is_not_lost_again() -> None:
     case = Case(ASP()).begin(0, 1)
     case.ask(1, JOIN, life=1)

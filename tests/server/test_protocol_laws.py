@@ -537,9 +537,9 @@ def check_laws(case: Case, choices: bytes) -> None:
 
 
 QUICK = settings(
-    max_examples=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, deadline=None, suppress_health_check=list(HealthCheck)
 )
-DEEP = settings(QUICK, max_examples=1500)
+DEEP = settings(QUICK, max_examples=3000)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -46,3 +46,9 @@ class ApplyOnArrival:
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return True
+
+    def ended(self, shard: Shard) -> int:
+        return shard.slowest()
+
+    def resume(self, shard: Shard, step: int) -> None:
+        pass

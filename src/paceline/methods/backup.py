@@ -37,6 +37,10 @@ class Backup(PushPull):
                 "all of them"
             )
 
+    @property
+    def needs_one_server(self) -> bool:
+        return self.wait_for > 0  # each would choose other workers, and other versions
+
     def server(self, workers: int) -> Discipline:
         if self.wait_for > workers:
             raise UsageError(
@@ -127,3 +131,9 @@ class FastestOfAll:
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return shard.version(bucket) >= step
+
+    def ended(self, shard: Shard) -> int:
+        return self._closed
+
+    def resume(self, shard: Shard, step: int) -> None:
+        self._closed = step

@@ -28,6 +28,11 @@ class PushPull:
 
     overlap: bool = True
 
+    @property
+    def needs_one_server(self) -> bool:
+        """Whether several servers, which do not ask each other, would not do."""
+        return False
+
     def init(self, run: Run) -> PushPullState:
         return PushPullState(step=run.remote.join())
 

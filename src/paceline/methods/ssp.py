@@ -79,6 +79,12 @@ class BoundedStaleness:
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return True
 
+    def ended(self, shard: Shard) -> int:
+        return shard.slowest()
+
+    def resume(self, shard: Shard, step: int) -> None:
+        pass
+
 
 class InRankOrder:
     """The server's half for s = 0: a bucket is updated when all its gradients are in."""
@@ -116,3 +122,9 @@ class InRankOrder:
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return self._ended[bucket] >= step
+
+    def ended(self, shard: Shard) -> int:
+        return min((self._ended[bucket] for bucket in shard.buckets), default=0)
+
+    def resume(self, shard: Shard, step: int) -> None:
+        self._ended = Counter(dict.fromkeys(shard.buckets, step))

@@ -21,6 +21,7 @@ pull-state -                                              `OptimizerState`
 load-state the bucket's optimizer state                   `Done`
 reduce     the part is added, in rank order               `Reduced`, to all, with the
                                                           last part
+note       -                                              `Done`
 leave      nobody waits for the worker's gradients        `Done`, once nobody trains
 lost       the same, and it gets no more answers; what    -
            it had pushed still counts
@@ -43,6 +44,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 
 from paceline.errors import UsageError
@@ -54,6 +56,7 @@ from paceline.messages import (
     Leave,
     Load,
     LoadState,
+    Note,
     OptimizerState,
     Parameters,
     Pull,
@@ -100,6 +103,8 @@ class ParameterServer:
 
     Without a *discipline* it holds no parameters, and only reduces; *make* makes one from
     the spec that the first worker joins with. *workers*: how many there are to be.
+    *remembers*: keep answers, payloads and all, until their worker has them, for requests
+    that come again; False behind a transport that repeats none.
     """
 
     def __init__(
@@ -108,6 +113,7 @@ class ParameterServer:
         discipline: Discipline | None = None,
         name: str = "server",
         make: Callable[[str, int], Discipline] | None = None,
+        remembers: bool = True,
     ) -> None:
         self.workers = workers
         self.counts: Counter[str] = Counter()
@@ -115,6 +121,7 @@ class ParameterServer:
         self._discipline = discipline
         self._sums: Order = "rank"
         self._make = make
+        self._remembers = remembers
         self._description: Join | None = None
         self._store: Store | None = None
         self.buckets: list[int] = []
@@ -123,8 +130,11 @@ class ParameterServer:
         """Workers that have not joined yet: they will, at the first step."""
         self._asked: dict[int, Sender] = {}  # by the stamp of a push
         self._stamp = 0
+        self._begin = 0
+        """The step at which training begins: later than 0 after `restore`."""
         self._furthest = 0
         """No gradient has come of this step, nor of a later one."""
+        self._restored = False
         self._fault = ""
         """Why training cannot go on: every push is refused with it."""
         self._pulls: list[tuple[Sender, int]] = []
@@ -141,6 +151,7 @@ class ParameterServer:
             LoadState: self._load_state,
             Reduce: self._reduce,
             Leave: self._leave,
+            Note: self._note,
         }
 
     # ---- the `Server` ----
@@ -157,11 +168,10 @@ class ParameterServer:
         return self._taken_out()
 
     def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
-        if worker in self._awaited:
-            self._members.setdefault(worker, Member(incarnation))
-        member = self._members.get(worker)
-        if member is not None and member.incarnation == incarnation and not member.lost:
-            self._remove(worker)
+        if 0 <= worker < self.workers:
+            member = self._heard_of(worker, incarnation)
+            if member.incarnation == incarnation and not member.lost:
+                self._remove(worker)
         return self._taken_out()
 
     def next_deadline(self) -> float | None:
@@ -173,6 +183,49 @@ class ParameterServer:
     def take_work(self) -> Work:
         work, self._work = self._work, Work()
         return work
+
+    # ---- snapshots ----
+
+    def is_quiet(self) -> bool:
+        """No push is unanswered, and no worker in the middle of its pushes."""
+        return not self._asked and not any(m.begun for _, m in self._training())
+
+    def snapshot(self) -> dict[str, Any]:
+        """What `restore` goes on from: copied tensors, and plain values. Empty while
+        there is nothing to go on from."""
+        store, discipline = self._store, self._discipline
+        if store is None or discipline is None or not all(store.loaded) or self._fault:
+            return {}
+        join = bytearray(msgspec.msgpack.encode(self._description))
+        return {
+            "workers": self.workers,
+            "join": torch.frombuffer(join, dtype=torch.uint8).clone(),
+            "step": discipline.ended(self),
+            "counts": dict(self.counts),
+            "store": store.saved(),
+        }
+
+    def restore(self, saved: dict[str, Any]) -> int:
+        """Go on from a `snapshot`, before anybody has joined: workers begin with its step,
+        which is returned. Raises `UsageError` where it does not fit this server."""
+        if saved["workers"] != self.workers:
+            raise UsageError(
+                f"the snapshot is of {saved['workers']} workers, and this job has "
+                f"{self.workers}: start as many as before, or remove the file"
+            )
+        data = saved["join"].numpy().tobytes()
+        join = msgspec.msgpack.decode(data, type=Join)
+        if self._make is not None:
+            self._discipline = self._make(join.method, self.workers)
+        assert self._discipline is not None
+        self._description, self._sums, self._restored = join, join.sums, True
+        self._store = Store(join)
+        self._store.restore(saved["store"])
+        self.buckets = [b for b, units in enumerate(join.units) if units]
+        self.counts.update(saved["counts"])
+        self._begin = self._furthest = int(saved["step"])
+        self._discipline.resume(self, self._begin)
+        return self._begin
 
     # ---- the `Shard` ----
 
@@ -189,7 +242,9 @@ class ParameterServer:
 
     def slowest(self) -> int:
         clocks = [member.clock for _, member in self._training()]
-        return min([*clocks, *(0 for _ in self._awaited)], default=self._furthest)
+        return min(
+            [*clocks, *(self._begin for _ in self._awaited)], default=self._furthest
+        )
 
     def fastest(self) -> int:
         return self._furthest
@@ -261,9 +316,11 @@ class ParameterServer:
             self._discipline, self._sums = discipline, join.sums
             self._description = join
         else:
-            _require_same(first, join, sender.worker)
+            _require_same(first, join, sender.worker, self._restored)
         if sender.worker in self._awaited:
-            self._awaited.discard(sender.worker)  # all have waited for it, at step 0
+            # All have waited for it, at the first step.
+            self._awaited.discard(sender.worker)
+            member.first_step = member.clock = self._begin
         elif self._discipline is not None:
             member.first_step = member.clock = self._discipline.first_step(self)
         member.joined = True
@@ -405,16 +462,16 @@ class ParameterServer:
         self._leaves.append(sender)
         self._changed()
 
+    def _note(self, sender: Sender, note: Note, _: object) -> None:
+        self._send(sender, Done())
+
     # ---- who takes part ----
 
     def _is_new(self, sender: Sender, message: Request) -> bool:
         """Whether this request is to be done; answers those that are not."""
+        if isinstance(message, Join) and 0 <= sender.worker < self.workers:
+            self._heard_of(sender.worker, sender.incarnation)
         member = self._members.get(sender.worker)
-        comes = isinstance(message, Join) and 0 <= sender.worker < self.workers
-        if comes and (member is None or sender.incarnation > member.incarnation):
-            if member is not None and not member.lost:
-                self._remove(sender.worker)
-            member = self._members[sender.worker] = Member(sender.incarnation)
         reason = self._stranger(sender, member)
         if reason or member is None:
             self._out.append(Answer(sender, Refused(reason=reason)))
@@ -454,6 +511,15 @@ class ParameterServer:
     def _everybody(self) -> list[int]:
         """Who is to take part in a reduction: also who is out of data keeps company."""
         return sorted(self._present().keys() | self._awaited)
+
+    def _heard_of(self, worker: int, incarnation: int) -> Member:
+        """The worker as it is known now: an incarnation before this one is lost."""
+        member = self._members.get(worker)
+        if member is None or incarnation > member.incarnation:
+            if member is not None and not member.lost:
+                self._remove(worker)
+            member = self._members[worker] = Member(incarnation)
+        return member
 
     def _remove(self, worker: int) -> None:
         """A worker is lost: nobody waits for it, and it is told nothing any more."""
@@ -495,7 +561,7 @@ class ParameterServer:
             return
         answer = Answer(to, message, payload)
         channel = member.channels[to.channel]
-        channel.answers[to.number] = answer
+        channel.answers[to.number] = answer if self._remembers else None
         self._out.append(answer)
 
     def _refuse(self, to: Sender, reason: str) -> None:
@@ -587,13 +653,19 @@ def _check_reducible(reduce: Reduce, payload: torch.Tensor) -> None:
         raise UsageError(f"reduce: {payload.dtype} has no {reduce.operation}")
 
 
-def _require_same(first: Join, join: Join, worker: int) -> None:
+def _require_same(first: Join, join: Join, worker: int, restored: bool) -> None:
     for what in ("options", "method", "sums", "optimizer", "dtypes", "units"):
         ours, theirs = getattr(first, what), getattr(join, what)
         if ours != theirs:
             if isinstance(ours, list):
                 pairs = zip(ours, theirs, strict=False)
                 ours, theirs = next((p for p in pairs if p[0] != p[1]), (ours, theirs))
+            if restored:
+                raise UsageError(
+                    f"the snapshot is of another training: {what} is {ours!r} there and "
+                    f"{theirs!r} for worker {worker}; give the script and the options that "
+                    "it was made with, or remove the file"
+                )
             raise UsageError(
                 f"workers train different things: {what} is {ours!r} for who joined "
                 f"first and {theirs!r} for worker {worker}; build the same model, with "

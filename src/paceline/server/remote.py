@@ -17,6 +17,7 @@ from paceline.messages import (
     Leave,
     Load,
     LoadState,
+    Note,
     OptimizerState,
     Parameters,
     Pull,
@@ -30,6 +31,9 @@ from paceline.updater import check_applicable
 
 _HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Entries of ``param_groups`` that say how to compute, or on what: a server decides."""
+
+NOTE_SECONDS = 1.0
+"""Between two notes there is at least so much time."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -59,6 +63,7 @@ class RemoteParameters:
         self._under_way: list[tuple[int, list[Reception]]] = []
         self._versions: list[list[int]] = []
         self.first_step = 0
+        self._noted = -NOTE_SECONDS
         self._owner = dict(self._numbered())
 
     # ---- the `Remote` ----
@@ -125,6 +130,14 @@ class RemoteParameters:
         self._under_way.clear()
         self._remember_versions()
         return step
+
+    def note(self, now: float) -> None:
+        """Let the servers know that this worker is alive; more than once a second changes
+        nothing."""
+        if now - self._noted >= NOTE_SECONDS:
+            self._noted = now
+            for endpoint in self._endpoints:
+                endpoint.request(Note())  # nobody waits for the answer
 
     def leave(self) -> None:
         self._under_way.clear()

@@ -51,7 +51,7 @@ LINGER_SECONDS = 2.0
 """How long the last answers may take to leave, once the loop has ended."""
 REFUSALS_SAID = 10
 MESSAGES_A_TURN = 64
-QUEUED_IN = 16
+QUEUED_IN = 4
 """Messages that a connection may have waiting here: the rest waits in the network."""
 _LINE_BYTES = 64
 _STRANGERS = 16

@@ -122,6 +122,33 @@ class Store:
         kept = self._snapshots[bucket] = self.flats[bucket].clone()
         return kept, True
 
+    # ---- all of it, for a snapshot ----
+
+    def saved(self) -> dict[str, Any]:
+        """Parameters, versions and optimizer state, copied."""
+        return {
+            "flats": [flat.clone() for flat in self.flats],
+            "versions": list(self.versions),
+            "states": [
+                [
+                    {name: _copied(value) for name, value in state.items()}
+                    for state in self._updater.state(pieces)
+                ]
+                for pieces in self._pieces
+            ],
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take over what `saved` gave, of a store of the same description."""
+        for bucket, flat in enumerate(self.flats):
+            if flat.numel():
+                self.load(bucket, saved["flats"][bucket])
+            self.versions[bucket] = saved["versions"][bucket]
+            lives = self._updater.state(self._pieces[bucket])
+            for live, state in zip(lives, saved["states"][bucket], strict=True):
+                live.clear()
+                live.update({name: _copied(value) for name, value in state.items()})
+
     def check_hyperparameters(self, given: Hyperparameters) -> None:
         """Raise `UsageError` unless the optimizer can step with these."""
         if len(given) != len(self._optimizer.param_groups):
@@ -209,6 +236,10 @@ def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
         and value.shape == parameter.shape
         and value.dtype == parameter.dtype
     )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _bounds(units: Sequence[Unit]) -> list[tuple[int, int]]:

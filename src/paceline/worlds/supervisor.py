@@ -7,14 +7,22 @@ there. A worker that dies is evicted by the server at once, because its connecti
 here it is started again, with a higher incarnation, joins the server, and pulls the
 parameters of that moment. When the server dies, workers cannot go on: with a snapshot it is
 started again from that, and so are the workers; without, each ends with an error that names it.
+A worker that is silent though it lives is evicted too, and told so when it speaks again;
+one that has not ended by itself after `END_SECONDS` is killed, and started again.
+
+A snapshot that is there at the start may be of a job that failed, or of quite another one: the
+job does not start then, unless it is told to go on from it (``PACELINE_RESUME=1``). A job that
+ends well removes its own.
 
 A restarted script begins at its top. ``--steps N`` counts the job's steps, so it does only
-those that are left; a script that counts epochs itself asks ``optimizer.first_step``.
+those that are left; a script that counts epochs itself asks ``optimizer.first_step``. So
+there is one training to a script: what fails after its end fails the job.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import select
@@ -26,9 +34,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import cast
 
+from paceline import methods, spec
 from paceline.errors import UsageError
+from paceline.interfaces import UpdatesOnServer
 from paceline.options import RunOptions
+from paceline.server.snapshot import unfinished
+from paceline.settings import Settings
 from paceline.worlds.servers import (
     ADDRESSES_VARIABLE,
     INCARNATION_VARIABLE,
@@ -39,10 +53,16 @@ from paceline.worlds.servers import (
 )
 
 END_SECONDS = 30.0
-"""What workers have to end after their server has."""
+"""What workers have to end after their server has, or after they were evicted."""
 TERMINATE_SECONDS = 5.0
 MOST_RESTARTS = 100
 """Of one worker: a script that cannot run at all must not be started for ever."""
+MOST_IN_VAIN = 3
+"""Lives of one worker, or of the server, in a row without a completed step."""
+RESUME_VARIABLE = "PACELINE_RESUME"
+"""Set to 1 to begin with the snapshot that an earlier job left."""
+SILENT_VARIABLE = "PACELINE_SILENT_SECONDS"
+"""How long a worker may be silent; without it, what `server.process` says."""
 
 
 @dataclass
@@ -54,6 +74,16 @@ class _Worker:
     process: subprocess.Popen[bytes] | None = None
     done: bool = False
     restarts: int = field(default=0)
+    in_vain: int = 0
+    """Lives in a row without a completed step."""
+    reached: int = 0
+    """The step that its earlier lives have reached."""
+    evicted: float | None = None
+    """When this life was evicted by the server."""
+
+
+class _ToldToEndError(Exception):
+    """A signal has come."""
 
 
 class Supervisor:
@@ -61,6 +91,9 @@ class Supervisor:
 
     *snapshot*: where the server keeps its parameters, every *snapshot_seconds*; None: its
     death ends the job.
+
+    Raises `UsageError` for a method whose workers meet in collectives, and for a snapshot
+    that is there already.
     """
 
     def __init__(
@@ -74,6 +107,11 @@ class Supervisor:
     ) -> None:
         if workers < 1:
             raise UsageError(f"--workers: expected 1 or more, got {workers}")
+        if options.method is not None:
+            _check_method(options.method, workers)
+        if snapshot is not None:
+            snapshot = snapshot.absolute()
+            _check_snapshot(snapshot)
         self._command = [sys.executable, script, *arguments]
         self._options = options
         self._workers = [_Worker(rank) for rank in range(workers)]
@@ -81,6 +119,8 @@ class Supervisor:
         self._snapshot = snapshot
         self._snapshot_seconds = snapshot_seconds
         self._server: ServerProcess | None = None
+        self._server_in_vain = 0
+        self._trained = False
         self._scratch = ""
         self._failed = False
 
@@ -90,30 +130,56 @@ class Supervisor:
         Whatever happens, no process is left.
         """
         with tempfile.TemporaryDirectory(prefix="paceline-") as self._scratch:
+            before = signal.signal(signal.SIGTERM, _told_to_end)
             try:
-                self._start_server(port=0)
-                for worker in self._workers:
-                    self._start(worker)
-                while not all(worker.done for worker in self._workers):
-                    self._wait()
-                    self._look_at_workers()
-                    self._look_at_server()
-                return 1 if self._failed else 0
-            except KeyboardInterrupt:
-                print("paceline: SIGINT: all workers were ended", file=sys.stderr)
-                return 128 + signal.SIGINT
+                self._supervise()
+            except (KeyboardInterrupt, _ToldToEndError) as told:
+                interrupted = isinstance(told, KeyboardInterrupt)
+                number = signal.SIGINT if interrupted else signal.SIGTERM
+                print(
+                    f"paceline: {number.name}: all workers were ended", file=sys.stderr
+                )
+                return 128 + number
             finally:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
                 self._end_workers()
                 if self._server is not None:
                     self._server.close()
+                if self._snapshot is not None:
+                    unfinished(self._snapshot).unlink(missing_ok=True)
+                signal.signal(signal.SIGTERM, before)
+        if self._failed:
+            return 1
+        self._remove_snapshot()
+        return 0
+
+    def _supervise(self) -> None:
+        self._start_server(port=0)
+        if self._server is not None and self._server.step:
+            print(
+                f"paceline: the job goes on from {self._snapshot}: step "
+                f"{self._server.step}",
+                file=sys.stderr,
+            )
+        for worker in self._workers:
+            self._start(worker)
+        while not all(worker.done for worker in self._workers):
+            self._wait()
+            self._look_at_news()
+            self._look_at_workers()
+            self._look_at_server()
 
     # ---- processes ----
 
     def _start_server(self, port: int) -> None:
-        extra = []
+        silent = os.environ.get(SILENT_VARIABLE)
+        extra = ["--evict-silent" if silent is None else f"--evict-silent={silent}"]
         if self._snapshot is not None:
-            extra = [f"--snapshot={self._snapshot}"]
+            extra += [f"--snapshot={self._snapshot}"]
             extra += [f"--snapshot-seconds={self._snapshot_seconds}"]
+        gone = [str(worker.rank) for worker in self._workers if worker.done]
+        if gone:
+            extra += ["--without", *gone]
         self._server = ServerProcess(
             "server 0",
             len(self._workers),
@@ -125,6 +191,8 @@ class Supervisor:
 
     def _start(self, worker: _Worker) -> None:
         assert self._server is not None
+        self._progress_file(worker.rank).unlink(missing_ok=True)
+        worker.evicted = None
         count = str(len(self._workers))
         environment = {
             "OMP_NUM_THREADS": "1",
@@ -146,7 +214,7 @@ class Supervisor:
         worker.process = subprocess.Popen(self._command, env=environment)
 
     def _wait(self) -> None:
-        """Until a process has ended."""
+        """Until a process has ended, or the server has news."""
         assert self._server is not None
         processes = [w.process for w in self._workers if w.process is not None]
         descriptors = []
@@ -156,10 +224,31 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     descriptors.append(os.pidfd_open(process.pid))
                     watch.register(descriptors[-1], select.POLLIN)
+            assert self._server.process.stdout is not None
+            watch.register(self._server.process.stdout, select.POLLIN)
             watch.poll(1000)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def _look_at_news(self) -> None:
+        """What the server says about silent workers; who does not end is killed."""
+        assert self._server is not None
+        stream = self._server.process.stdout
+        assert stream is not None
+        news = select.poll()
+        news.register(stream, select.POLLIN)
+        # Lines this short come whole.
+        said = os.read(stream.fileno(), 65536) if news.poll(0) else b""
+        for words in map(json.loads, said.splitlines()):
+            worker = self._workers[words["evicted"]]
+            if worker.incarnation == words["incarnation"]:
+                worker.evicted = time.monotonic()
+        for worker in self._workers:
+            if worker.evicted is None or worker.process is None:
+                continue
+            if time.monotonic() > worker.evicted + END_SECONDS:
+                worker.process.kill()
 
     def _look_at_workers(self) -> None:
         server = self._server
@@ -168,23 +257,39 @@ class Supervisor:
             status = None if worker.process is None else worker.process.poll()
             if status is None:
                 continue
+            of_server = server.process.poll()
             worker.process = None
             if status == 0:
                 worker.done = True
                 continue
-            if server.process.poll() is not None:
+            if self._trained or of_server == 0:
+                raise UsageError(
+                    f"worker {worker.rank} {_describe(status)} after its training was "
+                    "over: only the training itself survives that"
+                )
+            if of_server is not None:
                 return  # a consequence
-            worker.restarts += 1
-            how = _describe(status)
-            if worker.restarts > MOST_RESTARTS:
-                raise UsageError(f"worker {worker.rank} {how}, {MOST_RESTARTS} times")
-            print(
-                f"paceline: worker {worker.rank} {how} after step "
-                f"{self._steps_of(worker.rank)}; it is started again",
-                file=sys.stderr,
+            self._start_again(worker, _describe(status))
+
+    def _start_again(self, worker: _Worker, how: str) -> None:
+        worker.restarts += 1
+        worker.in_vain = 0 if self._steps_of(worker) else worker.in_vain + 1
+        worker.reached = max(worker.reached, self._steps_of(worker))
+        if worker.in_vain == MOST_IN_VAIN:
+            raise UsageError(
+                f"worker {worker.rank} {how}, for the {MOST_IN_VAIN}rd time in a row "
+                "without completing a step: see above for what it said, and run the "
+                "script without --survive to see it alone"
             )
-            worker.incarnation += 1
-            self._start(worker)
+        if worker.restarts > MOST_RESTARTS:
+            raise UsageError(f"worker {worker.rank} {how}, {MOST_RESTARTS} times")
+        print(
+            f"paceline: worker {worker.rank} {how} after step {worker.reached}; it is "
+            "started again",
+            file=sys.stderr,
+        )
+        worker.incarnation += 1
+        self._start(worker)
 
     def _look_at_server(self) -> None:
         server = self._server
@@ -194,20 +299,34 @@ class Supervisor:
             return
         port = server.port
         server.close()
-        if status == 0:
-            self._start_server(port)  # one training is over, the next may begin
+        if status == 0:  # one training is over, the next may begin
+            self._trained = True
+            self._remove_snapshot()
+            self._start_server(port)
             return
         how = _describe(status)
-        reached = max(self._steps_of(worker.rank) for worker in self._workers)
+        for worker in self._workers:
+            worker.reached = max(worker.reached, self._steps_of(worker))
+        reached = max(worker.reached for worker in self._workers)
         if self._snapshot is None or not self._snapshot.exists():
+            advice = "give --snapshot FILE to go on from one"
+            if self._snapshot is not None:
+                advice = "none was taken yet"
             print(
                 f"paceline: the parameter server {how} after step {reached}, and there is "
-                "no snapshot: give --snapshot FILE to go on from one",
+                f"no snapshot: {advice}",
                 file=sys.stderr,
             )
             self._failed = True
             self._let_workers_end()
             return
+        made_steps = any(self._steps_of(worker) for worker in self._workers)
+        self._server_in_vain = 0 if made_steps else self._server_in_vain + 1
+        if self._server_in_vain == MOST_IN_VAIN:
+            raise UsageError(
+                f"the parameter server {how}, for the {MOST_IN_VAIN}rd time in a row "
+                "without a completed step: see above for what it said"
+            )
         self._end_workers()
         self._start_server(port)
         step = self._server.step if self._server is not None else 0
@@ -217,6 +336,7 @@ class Supervisor:
             file=sys.stderr,
         )
         for worker in self._workers:
+            worker.reached = min(worker.reached, step)
             if not worker.done:
                 worker.incarnation += 1
                 self._start(worker)
@@ -244,14 +364,48 @@ class Supervisor:
 
     # ---- progress ----
 
+    def _remove_snapshot(self) -> None:
+        """The training is over: nobody is to go on from where it was."""
+        if self._snapshot is not None:
+            self._snapshot.unlink(missing_ok=True)
+
     def _progress_file(self, rank: int) -> Path:
         return Path(self._scratch) / f"progress-{rank}"
 
-    def _steps_of(self, rank: int) -> int:
+    def _steps_of(self, worker: _Worker) -> int:
+        """The job's step that this life of a worker has completed; 0: none."""
         try:
-            return int(self._progress_file(rank).read_text() or 0)
+            return int(self._progress_file(worker.rank).read_text() or 1)
         except (OSError, ValueError):
             return 0
+
+
+def _check_method(text: str, workers: int) -> None:
+    """Raise `UsageError` for a method under which no job survives."""
+    method, _ = methods.make(spec.parse(text), set(spec.field_types(Settings)))
+    if method.updates_on != "server":
+        raise UsageError(
+            f"method {method.name!r} under --survive: its workers meet in collectives, "
+            "which a death stops. Use one whose server updates: asp, ssp or backup"
+        )
+    cast(UpdatesOnServer, method).server(workers)
+
+
+def _check_snapshot(snapshot: Path) -> None:
+    """Raise `UsageError` unless a server can keep its snapshot there."""
+    if not snapshot.parent.is_dir():
+        raise UsageError(f"--snapshot {snapshot}: there is no folder {snapshot.parent}")
+    if snapshot.is_dir():
+        raise UsageError(f"--snapshot {snapshot}: expected a file, got a folder")
+    if snapshot.exists() and os.environ.get(RESUME_VARIABLE) != "1":
+        raise UsageError(
+            f"--snapshot {snapshot}: the file exists, and may be what another job left; "
+            f"remove it to begin anew, or set {RESUME_VARIABLE}=1 to go on from it"
+        )
+
+
+def _told_to_end(number: int, frame: FrameType | None) -> None:
+    raise _ToldToEndError
 
 
 def _describe(status: int) -> str:

@@ -1,0 +1,93 @@
+"""What a parameter server holds, beside what it must: 4 workers, a model of 100 MB.
+
+    python benchmarks/server_memory.py
+
+Peak resident memory of the server's process, less what it had when it was idle, against
+the bound: parameters + optimizer state + one accumulator + one bucket per worker each way,
+and n - 1 models more where sums go in rank order or a round waits for all its gradients.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import overhead
+import torch
+import torch.distributed as dist
+
+import paceline
+
+MEGABYTES, LAYERS, STEPS = 100.0, 12, 5
+CASES = {
+    # spec: models held by parameters and momentum, models held by waiting gradients
+    "bsp:collective=parameter-server,sums=arrival,fusion=wfbp": (0, 0),
+    "bsp:collective=parameter-server,fusion=wfbp": (0, 1),
+    "asp:fusion=wfbp": (2, 0),
+    "backup:fusion=wfbp": (2, 1),
+}
+
+
+def memory(process, field):
+    text = Path(f"/proc/{process}/status").read_text()
+    line = next(line for line in text.splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+
+def child_server():
+    """The server that this worker started last."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes()
+            parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
+        except OSError:
+            continue
+        if b"paceline.server" in words and int(parent) == os.getpid():
+            found.append(int(folder.name))
+    return max(found)
+
+
+def train(method, held, waiting):
+    torch.manual_seed(0)
+    model = overhead.example("layers").Layers(LAYERS, MEGABYTES, 0.0, 0.0)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = paceline.distribute(model, sgd, method=method)
+    workers, rank = dist.get_world_size(), dist.get_rank()
+    before = server = 0
+    if rank == 0:
+        server = child_server()
+        before = memory(server, "VmRSS")
+        if held:
+            before -= int(1e6 * MEGABYTES)  # its parameters were loaded by now
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        ((model(torch.zeros(())) - 1.0) ** 2).backward()
+        optimizer.step()
+    if rank == 0:
+        peak = memory(server, "VmHWM") - before
+        bucket = MEGABYTES / LAYERS
+        bound = held * MEGABYTES + MEGABYTES * (held == 0) + 2 * workers * bucket
+        bound += waiting * (workers - 1) * MEGABYTES
+        print(f"| {method} | {peak / 1e6:.0f} MB | {bound:.0f} MB |", flush=True)
+    optimizer.finish()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.parse_args()
+    if "RANK" not in os.environ:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node=4", __file__]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+    paceline.init()
+    if dist.get_rank() == 0:
+        print("| method | above idle | bound |\n|---|---|---|", flush=True)
+    for method, (held, waiting) in CASES.items():
+        train(method, held, waiting)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A server's parameters in a file, to go on from when its process dies.
+
+The file
+--------
+One line that says what it is, a digest of the rest, and the rest: what
+`ParameterServer.snapshot` gave, as ``torch.save`` writes it. It is read with
+``weights_only``, so that a file can harm nobody. It is written beside its place, flushed to
+the disk, and moved there at once: whatever happens, the place holds a whole snapshot, the new
+one or the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Answer, Sender, Work
+from paceline.messages import Request
+from paceline.server.protocol import ParameterServer
+
+_MAGIC = b"paceline snapshot 1\n"
+_DIGEST_BYTES = 32
+SHARE = 10
+"""Writing takes at most one part in so many of the server's time."""
+
+
+def unfinished(path: Path) -> Path:
+    """Where a snapshot is written before it is moved to its place."""
+    return path.with_name(path.name + ".part")
+
+
+def write(path: Path, saved: dict[str, Any]) -> None:
+    """Put a snapshot where the one before it was. Raises `OSError`, and then the one before
+    is still there."""
+    part = unfinished(path)
+    try:
+        with part.open("wb") as stream:
+            stream.write(_MAGIC + bytes(_DIGEST_BYTES))
+            digesting = _Digesting(stream)
+            # Whatever goes wrong below torch's writer surfaces as a RuntimeError.
+            torch.save(saved, cast(IO[bytes], digesting))
+            stream.seek(len(_MAGIC))
+            stream.write(digesting.digest.digest())
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise OSError(f"{path}: {error}") from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What `write` wrote. Raises `UsageError` for anything else."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"snapshot {path} cannot be read: {error}") from None
+    if not data.startswith(_MAGIC):
+        raise UsageError(
+            f"{path} is no snapshot of this version of paceline: name another file, or "
+            "remove this one"
+        )
+    body = memoryview(data)[len(_MAGIC) + _DIGEST_BYTES :]
+    if hashlib.sha256(body).digest() != data[len(_MAGIC) :][:_DIGEST_BYTES]:
+        raise UsageError(f"snapshot {path} is damaged: remove it, and begin anew")
+    try:
+        saved = torch.load(io.BytesIO(body), weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise UsageError(f"snapshot {path} cannot be read: {error}") from None
+    if not isinstance(saved, dict):
+        raise UsageError(f"snapshot {path} holds something else: remove it")
+    return saved
+
+
+class _Digesting:
+    """Passes on what torch writes, and digests it."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+class Snapshots:
+    """A `Server` around *server* that keeps a snapshot of it in *path*, every *seconds*.
+
+    It takes one at a moment when no push is unanswered and no worker is in the middle of
+    its pushes. Where all wait for all, each step has such a moment. Where none has come for
+    twice the interval, as it may be under asp, it takes one as things are: then, of workers
+    that were ahead of the slowest, steps are in the parameters that are done again after
+    a restart.
+
+    While it writes the server does nothing else, and workers wait for their answers; so
+    it writes no more often than that this takes a tenth of the time. A snapshot that cannot be
+    written is reported, and training goes on with the one before.
+    """
+
+    def __init__(
+        self,
+        server: ParameterServer,
+        path: Path,
+        seconds: float,
+        keep: Callable[[Path, dict[str, Any]], None] = write,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """*keep* writes; *clock* is what its time is measured with."""
+        if not seconds > 0:
+            raise UsageError(f"--snapshot-seconds: expected more than 0, got {seconds}")
+        self._server = server
+        self._path = path
+        self._seconds = seconds
+        self._keep = keep
+        self._clock = clock
+        self._due: float | None = None  # from here on, at the next quiet moment
+        self._versions: list[int] = []
+
+    def on_message(
+        self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
+    ) -> list[Answer]:
+        answers = self._server.on_message(sender, message, payload, now)
+        if self._due is None:
+            self._due = now + self._seconds
+        elif now >= self._due and self._server.is_quiet():
+            self._take(now)
+        return answers
+
+    def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
+        return self._server.on_lost(worker, incarnation, now)
+
+    def next_deadline(self) -> float | None:
+        deadlines = [self._server.next_deadline(), self._latest()]
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def on_timer(self, now: float) -> list[Answer]:
+        answers: list[Answer] = []
+        deadline = self._server.next_deadline()
+        if deadline is not None and now >= deadline:
+            answers = self._server.on_timer(now)
+        latest = self._latest()
+        if latest is not None and now >= latest:
+            self._take(now)
+        return answers
+
+    def take_work(self) -> Work:
+        return self._server.take_work()
+
+    def _latest(self) -> float | None:
+        return None if self._due is None else self._due + self._seconds
+
+    def _take(self, now: float) -> None:
+        start = self._clock()
+        saved = self._server.snapshot()
+        if saved and saved["store"]["versions"] != self._versions:
+            try:
+                self._keep(self._path, saved)
+                self._versions = saved["store"]["versions"]
+            except OSError as error:
+                print(
+                    f"paceline: no snapshot of step {saved['step']}: {error}; the one "
+                    "before is kept",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        took = self._clock() - start
+        self._due = now + took + max(self._seconds, (SHARE - 1) * took)
