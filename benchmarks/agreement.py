@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.network import Cluster, Rack, Workload, cluster_toml
+from paceline.network import Cluster, Rack, ServerHost, Workload, cluster_toml
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MBIT = 1e6 / 8
@@ -35,6 +35,10 @@ def equal(workers, mbit):
 def one_slow(workers, mbit):
     links = (mbit * MBIT,) * (workers - 1) + (mbit / 4 * MBIT,)
     return Cluster((Rack(workers=workers, link=links, latency=50e-6),))
+
+
+def with_server(workers, mbit):
+    return replace(equal(workers, mbit), servers=(ServerHost(),))
 
 
 def two_racks(workers, mbit, uplink):
@@ -78,6 +82,15 @@ CELLS = [
     *(
         Cell("layers-8-slow", *LAYERS, one_slow(8, 400), f"bsp:fusion={rule}")
         for rule in FIXED
+    ),
+    *(
+        Cell("server-8-1000", *LAYERS, with_server(8, 1000), method)
+        for method in (
+            "bsp:collective=parameter-server,fusion=ddp",
+            "bsp:collective=parameter-server,overlap=false,fusion=ddp",
+            "asp:fusion=ddp",
+            "ssp:fusion=ddp",
+        )
     ),
     *(
         Cell("layers-8-racks", *LAYERS, two_racks(8, 1000, 400), f"bsp:fusion={rule}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +14,7 @@ import typer
 import paceline.probe
 from paceline.cli import options as o
 from paceline.errors import UsageError
-from paceline.network import cluster_toml
+from paceline.network import ServerHost, cluster_toml
 from paceline.options import RunOptions
 from paceline.probe import Findings, infer_cluster, measure
 from paceline.probe.tables import comment_on, print_findings
@@ -35,6 +36,7 @@ def probe(
     workers: o.Workers = None,
     link: o.Link = None,
     latency: o.Latency = None,
+    server_hosts: o.ServerHosts = None,
     cluster: o.ClusterFile = None,
     output: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path(
         "cluster.toml"
@@ -58,11 +60,13 @@ def probe(
     ):
         found = Path(scratch) / "findings.json"
         arguments = [f"--output={found}", f"--seconds-per-pair={seconds}"]
+        servers = 0
         if world == "real":
             for name, value in (
                 ("--link", link),
                 ("--latency", latency),
                 ("--cluster", cluster),
+                ("--server-hosts", server_hosts),
             ):
                 if value is not None:
                     raise UsageError(f"{name} describes a network; this measures one")
@@ -71,7 +75,8 @@ def probe(
         elif context.args:
             raise UsageError(f"unknown option {context.args[0]!r}")
         else:
-            described = o.make_cluster(cluster, workers, link, latency)
+            described = o.make_cluster(cluster, workers, link, latency, server_hosts)
+            servers = len(described.servers)
             if world == "emulated":
                 with Fabric(described) as fabric:
                     for warning in fabric.warnings:
@@ -86,6 +91,9 @@ def probe(
             return  # another machine's rank 0 has it
         findings = msgspec.json.decode(found.read_bytes(), type=Findings)
         inferred = infer_cluster(findings)
+        if servers:
+            # No worker runs there to measure from: a link as the first rack's.
+            inferred = replace(inferred, servers=(ServerHost(),) * servers)
         output.write_text(cluster_toml(inferred, comment_on(findings)))
         if json:
             with open(true_output, "w", closefd=False) as stream:

@@ -1,6 +1,6 @@
 """The network and the model's load on it, described; no I/O and no clock."""
 
-from paceline.network.cluster import Cluster, Processor, Rack
+from paceline.network.cluster import Cluster, Processor, Rack, ServerHost
 from paceline.network.cluster_file import (
     cluster_toml,
     load_cluster,
@@ -16,6 +16,7 @@ __all__ = [
     "Processor",
     "Rack",
     "Rule",
+    "ServerHost",
     "Workload",
     "cluster_toml",
     "load_cluster",

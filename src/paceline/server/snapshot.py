@@ -60,10 +60,12 @@ def write(path: Path, saved: dict[str, Any]) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
-    except (OSError, RuntimeError) as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        raise OSError(f"{path}: {error}") from error
+        if isinstance(error, OSError | RuntimeError):
+            raise OSError(f"{path}: {error}") from error
+        raise
 
 
 def read(path: Path) -> dict[str, Any]:

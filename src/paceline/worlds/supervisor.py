@@ -61,6 +61,8 @@ MOST_IN_VAIN = 3
 """Lives of one worker, or of the server, in a row without a completed step."""
 RESUME_VARIABLE = "PACELINE_RESUME"
 """Set to 1 to begin with the snapshot that an earlier job left."""
+SNAPSHOT_VARIABLE = "PACELINE_SNAPSHOT_SECONDS"
+SNAPSHOT_SECONDS = 10.0
 SILENT_VARIABLE = "PACELINE_SILENT_SECONDS"
 """How long a worker may be silent; without it, what `server.process` says."""
 
@@ -89,8 +91,8 @@ class _ToldToEndError(Exception):
 class Supervisor:
     """Runs *script* in *workers* processes on this machine.
 
-    *snapshot*: where the server keeps its parameters, every *snapshot_seconds*; None: its
-    death ends the job.
+    *snapshot*: where the server keeps its parameters, every *snapshot_seconds* (None:
+    ``PACELINE_SNAPSHOT_SECONDS``, else `SNAPSHOT_SECONDS`); None: its death ends the job.
 
     Raises `UsageError` for a method whose workers meet in collectives, and for a snapshot
     that is there already.
@@ -103,7 +105,7 @@ class Supervisor:
         arguments: Sequence[str],
         options: RunOptions,
         snapshot: Path | None = None,
-        snapshot_seconds: float = 10.0,
+        snapshot_seconds: float | None = None,
     ) -> None:
         if workers < 1:
             raise UsageError(f"--workers: expected 1 or more, got {workers}")
@@ -117,7 +119,9 @@ class Supervisor:
         self._workers = [_Worker(rank) for rank in range(workers)]
         self._token = secrets.token_hex(16)
         self._snapshot = snapshot
-        self._snapshot_seconds = snapshot_seconds
+        self._snapshot_seconds = snapshot_seconds or float(
+            os.environ.get(SNAPSHOT_VARIABLE, SNAPSHOT_SECONDS)
+        )
         self._server: ServerProcess | None = None
         self._server_in_vain = 0
         self._trained = False

@@ -1,0 +1,236 @@
+"""Parameter servers in virtual time: equal results, closed forms of time, bad input."""
+
+import pytest
+import torch
+
+import paceline
+from paceline.distribute import read_spec
+from paceline.errors import GradientError, UsageError, WorkerFailedError
+from paceline.network import Cluster, Rack, ServerHost, uniform_cluster
+from paceline.testing.task import Quadratic, centers_of, flat_parameters
+from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.worlds.virtual.servers import HEADER_BYTES, ServerRates
+
+MB = 1_000_000
+
+
+def end_of(method, workers, make=torch.optim.SGD, servers=0, **settings):
+    """All workers' final parameters."""
+    ends = {}
+
+    def train(rank):
+        model = Quadratic()
+        plain = make(model.parameters(), lr=0.1, **settings)
+        optimizer = paceline.distribute(model, plain, method=method, fusion="wfbp")
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            model(centers_of(rank, step)).backward()
+            optimizer.step()
+        optimizer.finish()
+        ends[rank] = flat_parameters(model)
+
+    Simulation(uniform_cluster(workers, "1gbit", "50us", servers)).run(train)
+    for end in ends.values():
+        assert torch.equal(end, ends[0])
+    return ends[0]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {})],
+    ids=["SGD", "AdamW"],
+)
+def test_a_mean_is_the_same_wherever_parameters_live(workers, make, settings):
+    mean = end_of("bsp:collective=parameter-server", workers, make, **settings)
+    for method, servers in (
+        ("backup", 0),
+        ("backup:overlap=false", 1),
+        ("backup:servers=per-node", 0),
+        ("backup", 3),
+        ("bsp:collective=parameter-server,servers=per-node", 0),
+        ("bsp:collective=parameter-server,overlap=false", 2),
+    ):
+        assert torch.equal(end_of(method, workers, make, servers, **settings), mean)
+    native = end_of("bsp", workers, make, **settings)
+    if workers <= 2:
+        assert torch.equal(native, mean)
+    else:  # a ring adds each segment in another order
+        torch.testing.assert_close(native, mean, rtol=1e-5, atol=1e-6)
+
+
+def test_staleness_0_applies_gradients_one_after_the_other_in_rank_order():
+    workers = 3
+    model = Quadratic()
+    reference = torch.optim.AdamW(model.parameters(), lr=0.1 / workers)
+    for step in range(1, 9):
+        gradients = []
+        for rank in range(workers):
+            reference.zero_grad()
+            model(centers_of(rank, step)).backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        for mine in gradients:
+            for parameter, gradient in zip(model.parameters(), mine, strict=True):
+                parameter.grad = gradient
+            reference.step()
+    end = end_of("ssp:staleness=0", workers, torch.optim.AdamW)
+    assert torch.equal(end, flat_parameters(model))
+
+
+def seconds_of_a_step(method, cluster, megabytes=8, rates=None):
+    """Of a model of equal layers with nothing to compute."""
+    took = {}
+
+    def train(rank):
+        layers = [torch.nn.Parameter(torch.zeros(MB // 4)) for _ in range(megabytes)]
+        model = torch.nn.Module()
+        for number, layer in enumerate(layers):
+            model.register_parameter(f"layer{number}", layer)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(model, plain, method=method)
+        for step in range(4):
+            if (
+                step == 1
+            ):  # the first learns the order of gradients, and begins unevenly
+                start = paceline.now()
+            optimizer.zero_grad()
+            sum(layer.sum() for layer in layers).backward()
+            optimizer.step()
+        took[rank] = (paceline.now() - start) / 3
+        optimizer.finish()
+
+    simulation = Simulation(cluster, compute=ComputeModel(forward=0.0, backward=0.0))
+    if rates is not None:
+        simulation.server_rates = rates
+    simulation.run(train)
+    return max(took.values())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_textbook_push_and_pull_are_an_incast_and_its_mirror(workers):
+    rate, latency, size = 50e6, 1e-3, 8 * MB
+    cluster = Cluster(
+        (Rack(workers=workers, link=rate, latency=latency),), servers=(ServerHost(),)
+    )
+    for method in (
+        "bsp:collective=parameter-server,fusion=single",
+        "backup:fusion=single",
+    ):
+        took = seconds_of_a_step(method, cluster)
+        each = latency + workers * (size + HEADER_BYTES) / rate
+        # bsp holds a roll call's worth of nothing: one message each way
+        assert took == pytest.approx(2 * each, rel=1e-6)
+
+
+def test_pulls_stream_back_while_others_are_pushed():
+    rack = Rack(workers=4, link=50e6, latency=0.0)
+    cluster = Cluster((rack,), servers=(ServerHost(),))
+    textbook = seconds_of_a_step("backup:fusion=single", cluster)
+    streamed = seconds_of_a_step("backup:fusion=wfbp", cluster)
+    # 8 buckets, both directions at once: 9 bucket times instead of 16.
+    assert streamed == pytest.approx(textbook * 9 / 16, rel=1e-3)
+
+
+def test_servers_on_each_host_share_the_load():
+    rack = Rack(workers=4, link=50e6, latency=0.0)
+    took = seconds_of_a_step("backup:fusion=single,servers=per-node", Cluster((rack,)))
+    # Each host sends 3/4 of the model to other hosts' servers, and gets it back.
+    assert took == pytest.approx(2 * 0.75 * 8 * MB / 50e6, rel=1e-3)
+
+
+def test_the_servers_processor_is_first_come_first_served():
+    rack = Rack(workers=4, link=1e12, latency=0.0)
+    cluster = Cluster((rack,), servers=(ServerHost(),))
+    rates = ServerRates(added=100e6, stepped=50e6)
+    took = seconds_of_a_step("backup:fusion=single", cluster, rates=rates)
+    # three additions, one copy of the result, one step of the optimizer, of 8 MB each
+    assert took == pytest.approx(4 * 0.08 + 0.16, rel=1e-3)
+    took = seconds_of_a_step("asp:fusion=single", cluster, rates=rates)
+    # four steps and four copies, one after the other
+    assert took == pytest.approx(4 * (0.16 + 0.08), rel=1e-3)
+
+
+# ---- bad input ----
+
+
+def test_hyperparameters_of_methods_are_checked_when_they_are_made():
+    with pytest.raises(UsageError, match="0 or more"):
+        read_spec("ssp:staleness=-1")
+    with pytest.raises(UsageError, match="0 for"):
+        read_spec("backup:wait_for=-1")
+    with pytest.raises(WorkerFailedError, match="only 2 workers"):
+        end_of("backup:wait_for=3", 2)
+
+
+def test_optimizers_that_cannot_live_on_a_server_are_refused_with_advice():
+    with pytest.raises(WorkerFailedError, match="use a method whose worker updates"):
+        end_of("asp", 2, torch.optim.LBFGS)
+
+
+def test_several_servers_would_choose_other_workers():
+    with pytest.raises(WorkerFailedError, match="needs one server, got 2"):
+        end_of("backup:wait_for=1,servers=per-node", 2)
+
+
+def test_dedicated_servers_need_hosts():
+    with pytest.raises(WorkerFailedError, match=r"\[\[server\]\]"):
+        end_of("asp:servers=dedicated", 2)
+    with pytest.raises(WorkerFailedError, match="addresses are for real servers"):
+        end_of("asp:servers=localhost:4711", 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+        lambda model: setattr(model.vector, "grad", torch.zeros(5)),
+        lambda model: model.matrix.grad.mul_(2),
+    ],
+    ids=["clipped", "replaced", "scaled"],
+)
+def test_changing_a_gradient_that_was_sent_is_an_error(change):
+    def train(rank):
+        model = Quadratic()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(model, plain, method="asp")
+        model(centers_of(rank)).backward()
+        change(model)
+        with pytest.raises(GradientError, match="on its way to the server"):
+            optimizer.step()
+
+    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+
+
+def test_steps_of_one_round_need_equal_hyperparameters():
+    def train(rank):
+        model = Quadratic()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+        optimizer = paceline.distribute(model, plain, method="backup")
+        model(centers_of(rank)).backward()
+        optimizer.step()
+
+    with pytest.raises(WorkerFailedError, match="hyperparameters"):
+        Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+
+
+def test_a_learning_rate_schedule_reaches_the_server():
+    ends = {}
+
+    def train(rank):
+        for method in ("bsp", "backup"):
+            model = Quadratic()
+            plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer = paceline.distribute(model, plain, method=method, fusion="ddp")
+            schedule = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.1, total_steps=9
+            )
+            for step in range(1, 9):
+                optimizer.zero_grad()
+                model(centers_of(rank, step)).backward()
+                optimizer.step()
+                schedule.step()
+            optimizer.finish()
+            ends[method] = flat_parameters(model)
+
+    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+    assert torch.equal(ends["bsp"], ends["backup"])
