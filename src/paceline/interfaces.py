@@ -144,7 +144,8 @@ class Endpoint(Protocol):
     ) -> Reception:
         """Send a request, and return at once. *payload*: a flat contiguous tensor, the
         endpoint's until the reception was waited for; *into*: a flat contiguous tensor
-        that takes the answer's payload, in the same way (may be *payload*).
+        that takes the answer's payload, in the same way (may be *payload*, and larger than
+        the answer).
 
         Requests of one channel arrive in order; a channel never queues behind another.
         """

@@ -348,9 +348,9 @@ def test_who_waits_for_a_silent_worker_is_not_silent(method):
 def test_slow_steps_allow_a_longer_silence():
     talk, evicted = watched()
     steps(talk, 0, 10, seconds=20.0)
-    steps(talk, 10, 29, seconds=20.0, workers=(0, 1))
+    steps(talk, 10, 28, seconds=20.0, workers=(0, 1))
     assert evicted == []
-    steps(talk, 39, 3, seconds=20.0, workers=(0, 1))
+    steps(talk, 38, 3, seconds=20.0, workers=(0, 1))
     assert evicted == [(2, 0, 600.0)]
 
 
@@ -474,7 +474,8 @@ def check_counts(folder, method, kills):
     assert known <= came <= known + BUCKETS * kills, counts
     if method != "backup:wait_for=2" and method != "backup":
         assert "gradients dropped" not in counts
-    assert counts.get("workers lost", 0) <= kills, counts
+    # Who ends without a goodbye is lost too.
+    assert counts.get("workers lost", 0) <= kills + WORKERS, counts
     assert not counts.get("requests refused"), counts
 
 
@@ -630,7 +631,7 @@ BAD_INPUT = {
     "bsp": (["--survive", "--method=bsp"], "Use one whose server updates: asp, ssp or"),
     "torchrun": (["--survive", "--nnodes=2"], "leave out --nnodes=2"),
     "unknown": (["--survive", "--method=asq"], "unknown method 'asq'"),
-    "workers": (["--survive", "--workers=0"], "--workers: expected 1 or more"),
+    "workers": (["--survive", "--workers=-1"], "--workers: expected 1 or more"),
     "too many": (
         ["--survive", "--workers=2", "--method=backup:wait_for=3"],
         "there are only 2 workers",

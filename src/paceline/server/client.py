@@ -189,13 +189,15 @@ class _Channel:
         self._begun = words
         if words.dtype is not None and reception.into is not None:
             into = reception.into
-            if wire.described(into) != (words.dtype, words.elements):
+            dtype, room = wire.described(into)
+            if dtype != words.dtype or room < words.elements:
                 size = f"{words.elements} elements of {words.dtype}"
                 got = f"{into.numel()} of {into.dtype}"
                 reason = f"the answer has {size}, the tensor handed over for it {got}"
                 self._begun = None  # its chunks are thrown away
                 self._finish(words.number, Refused(reason=reason))
                 return
+            into = into[: words.elements]
             self._host = into if into.device.type == "cpu" else into.cpu()
             self._assembly = wire.Assembly(self._host)
         self._continue()
@@ -209,8 +211,8 @@ class _Channel:
                 return
             into = self.unanswered[begun.number].into
             assert into is not None
-            if into is not self._host:
-                into.copy_(assembly.tensor)
+            if into.device.type != "cpu":
+                into[: begun.elements].copy_(assembly.tensor)
         self._begun = self._assembly = self._host = None
         self._finish(begun.number, begun.message)
 

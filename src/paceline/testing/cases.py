@@ -24,7 +24,6 @@ class Case:
     timing_free: bool = True
     learning_rate: float = 0.6
     steps: int = 60
-    tolerance: float = 1e-5
     reference: Callable[[torch.optim.Optimizer], None] | None = None
 
     @property
@@ -34,11 +33,8 @@ class Case:
 
 
 def _asynchronous(method: str) -> Case:
-    """Workers that wait for nobody pull the parameters to and fro between their own optima,
-    by about the learning rate."""
-    return Case(
-        method=method, timing_free=False, learning_rate=0.1, steps=150, tolerance=0.15
-    )
+    """Workers that wait for nobody: gradients are stale, so steps are smaller."""
+    return Case(method=method, timing_free=False, learning_rate=0.3, steps=150)
 
 
 CASES: tuple[Case, ...] = (

@@ -23,6 +23,7 @@ from paceline.errors import UsageError
 from paceline.instruments import Journal
 from paceline.interfaces import ServerJob
 from paceline.server.client import RemoteServer
+from paceline.server.orders import Order, Place
 
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 """Where dedicated servers are, HOST:PORT joined by "+"."""
@@ -100,16 +101,42 @@ class ServerProcess:
 
     def close(self) -> None:
         """End it, if its workers' goodbyes have not."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
+        _end(self.process)
+
+
+class ServerPool:
+    """One child process with a server for each training."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.server.pool"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, name: str, workers: int, host: str) -> Address:
+        """One more server. Raises `UsageError` if it does not start."""
+        order = Order(
+            name=name, workers=workers, bind=host, token=secrets.token_hex(16)
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._process.stdin.flush()
+        line = _line_within(self._process.stdout, START_SECONDS)
         try:
-            self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
+            place = msgspec.json.decode(line, type=Place)
+        except msgspec.MsgspecError:
+            place = Place(fault="its process has ended; see above for what it said")
+        if place.fault:
+            raise UsageError(f"{name} did not start at {host}: {place.fault}")
+        return Address(host=host, port=place.port, token=order.token)
+
+    def close(self) -> None:
+        """End the process."""
+        _end(self._process)
 
 
 class RealServers:
@@ -118,7 +145,7 @@ class RealServers:
     def __init__(self, rank: int, workers: int, store: Store, journal: Journal) -> None:
         self._rank, self._workers = rank, workers
         self._store, self._journal = store, journal
-        self._processes: list[ServerProcess] = []
+        self._pool: ServerPool | None = None
 
     def find(
         self, job: ServerJob, environment: Mapping[str, str] = os.environ
@@ -145,10 +172,10 @@ class RealServers:
         ]
 
     def close(self) -> None:
-        """All trainings are over: end this worker's children."""
-        for process in self._processes:
-            process.close()
-        self._processes.clear()
+        """All trainings are over: end this worker's child."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _started(
         self, training: int, place: str, environment: Mapping[str, str]
@@ -178,11 +205,11 @@ class RealServers:
     def _start(self, node: int, environment: Mapping[str, str]) -> Address:
         host = _own_address(environment.get("MASTER_ADDR", "127.0.0.1"), self._rank)
         try:
-            process = ServerProcess(f"server {node}", self._workers, host)
+            if self._pool is None:
+                self._pool = ServerPool()
+            return self._pool.start(f"server {node}", self._workers, host)
         except (UsageError, OSError) as error:
             return Address(fault=str(error))
-        self._processes.append(process)
-        return Address(host=host, port=process.port, token=process.token)
 
 
 def _own_address(master: str, rank: int) -> str:
@@ -209,6 +236,19 @@ def _dedicated(place: str, environment: Mapping[str, str]) -> list[Address]:
         token = environment.get(TOKEN_VARIABLE) or DEDICATED_TOKEN
         addresses.append(Address(host=host, port=int(port), token=token))
     return addresses
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
 
 
 def _line_within(stream: IO[bytes], seconds: float) -> bytes:

@@ -93,6 +93,7 @@ class Supervisor:
 
     *snapshot*: where the server keeps its parameters, every *snapshot_seconds* (None:
     ``PACELINE_SNAPSHOT_SECONDS``, else `SNAPSHOT_SECONDS`); None: its death ends the job.
+    *resume*: begin with the snapshot that is there (None is there: from the beginning).
 
     Raises `UsageError` for a method whose workers meet in collectives, and for a snapshot
     that is there already.
@@ -106,6 +107,7 @@ class Supervisor:
         options: RunOptions,
         snapshot: Path | None = None,
         snapshot_seconds: float | None = None,
+        resume: bool = False,
     ) -> None:
         if workers < 1:
             raise UsageError(f"--workers: expected 1 or more, got {workers}")
@@ -113,7 +115,8 @@ class Supervisor:
             _check_method(options.method, workers)
         if snapshot is not None:
             snapshot = snapshot.absolute()
-            _check_snapshot(snapshot)
+            resume = resume or os.environ.get(RESUME_VARIABLE) == "1"
+            _check_snapshot(snapshot, resume)
         self._command = [sys.executable, script, *arguments]
         self._options = options
         self._workers = [_Worker(rank) for rank in range(workers)]
@@ -395,13 +398,13 @@ def _check_method(text: str, workers: int) -> None:
     cast(UpdatesOnServer, method).server(workers)
 
 
-def _check_snapshot(snapshot: Path) -> None:
+def _check_snapshot(snapshot: Path, resume: bool) -> None:
     """Raise `UsageError` unless a server can keep its snapshot there."""
     if not snapshot.parent.is_dir():
         raise UsageError(f"--snapshot {snapshot}: there is no folder {snapshot.parent}")
     if snapshot.is_dir():
         raise UsageError(f"--snapshot {snapshot}: expected a file, got a folder")
-    if snapshot.exists() and os.environ.get(RESUME_VARIABLE) != "1":
+    if snapshot.exists() and not resume:
         raise UsageError(
             f"--snapshot {snapshot}: the file exists, and may be what another job left; "
             f"remove it to begin anew, or set {RESUME_VARIABLE}=1 to go on from it"
