@@ -132,13 +132,17 @@ def distribute(
             sums=settings.sums,
         )
         endpoints = world.servers(job)
-        if len(endpoints) > 1 and getattr(holds, "needs_one_server", False):
-            raise UsageError(
-                f"{job.spec} needs one server, got {len(endpoints)}: leave out servers=, "
-                "or name one"
-            )
         if holds is not None:
-            remote = partial(_remote, world.rank, optimizer, endpoints, job, options)
+            kept = settings.buffers == "local"
+            remote = partial(
+                _remote,
+                world.rank,
+                optimizer,
+                endpoints,
+                job,
+                options,
+                () if kept else tuple(model.buffers()),
+            )
         elif isinstance(comm, TorchComm):
             comm = ServerComm(world, comm.name, endpoints, comm.process_group)
             join = Join(options=options, sums=settings.sums)
@@ -163,10 +167,13 @@ def _remote(
     endpoints: Sequence[Endpoint],
     job: ServerJob,
     options: str,
+    model_buffers: Sequence[torch.Tensor],
     buckets: list[Bucket],
     weight: Callable[[], float],
 ) -> RemoteParameters:
-    return RemoteParameters(rank, buckets, optimizer, endpoints, job, options, weight)
+    return RemoteParameters(
+        rank, buckets, optimizer, endpoints, job, options, weight, model_buffers
+    )
 
 
 class TrainingEnded(SystemExit):

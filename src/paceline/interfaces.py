@@ -246,8 +246,9 @@ class Shard(Protocol):
         also where there are none."""
         ...
 
-    def answer(self, push: HeldPush) -> None:
-        """Send the bucket's parameters, as they are, to who pushed it."""
+    def answer(self, push: HeldPush, counted: Sequence[int] = ()) -> None:
+        """Send the bucket's parameters, as they are, to who pushed it; and who *counted*
+        for its step, where that was decided."""
         ...
 
     def count(self, what: str) -> None:
@@ -282,6 +283,20 @@ class Discipline(Protocol):
     def resume(self, shard: Shard, step: int) -> None:
         """The shard was restored from a snapshot for which `ended` was *step*. Called
         before anything else."""
+        ...
+
+
+@runtime_checkable
+class Coordinated(Discipline, Protocol):
+    """A discipline that has to decide what other servers would decide otherwise: server 0
+    decides, and says so in its answers; workers tell the others."""
+
+    def follow(self) -> None:
+        """This is not server 0: do not decide. Called before anything else."""
+        ...
+
+    def decided(self, shard: Shard, step: int, workers: Sequence[int]) -> None:
+        """Server 0 has decided that *workers* count for *step*. Comes from each worker."""
         ...
 
 
@@ -489,14 +504,14 @@ class ServerJob:
     *method* with its full *spec*; None for servers that only reduce. *place*: "embedded" (one beside
     rank 0), "per-node" (one on each host), "dedicated" (on hosts of their own), "auto" (dedicated
     where there are any, else embedded), or
-    addresses ``"HOST:PORT"`` joined by "+". *sums*: the order of sums, "rank" or
-    "arrival"."""
+    addresses ``"HOST:PORT"`` joined by "+". *sums*: the order of sums, "rank",
+    "arrival" or "ring"."""
 
     training: int
     method: UpdatesOnServer | None
     spec: str
     place: str
-    sums: Literal["rank", "arrival"]
+    sums: Literal["rank", "arrival", "ring"]
 
 
 class World(Protocol):

@@ -58,7 +58,8 @@ class Join(msgspec.Struct, tag="join", kw_only=True):
 
     options: str
     method: str = ""
-    sums: Literal["rank", "arrival"] = "rank"
+    sums: Literal["rank", "arrival", "ring"] = "rank"
+    shard: int = 0
     units: list[list[Unit]] = []
     dtypes: list[str] = []
     optimizer: str = ""
@@ -85,10 +86,28 @@ class Push(msgspec.Struct, tag="push", kw_only=True):
     hyperparameters: Hyperparameters = []
 
 
+class Decide(msgspec.Struct, tag="decide", kw_only=True):
+    """Server 0 has decided which *workers* count for *step*. Answer: `Done`."""
+
+    step: int
+    workers: list[int]
+
+
+class Blend(msgspec.Struct, tag="blend", kw_only=True):
+    """The payload is this worker's buffers of the model, in double precision: first so many
+    *floats*, which are mixed into the server's with *weight*; the rest are counters, of
+    which the larger one stays. Answer: `Blended`."""
+
+    weight: float
+    floats: int
+
+
 class Pull(msgspec.Struct, tag="pull", kw_only=True):
-    """Answer: `Parameters` of *bucket* as they are, once they were loaded."""
+    """Answer: `Parameters` of *bucket* as they are, once they were loaded, and once a worker
+    may have them that begins with *step*."""
 
     bucket: int
+    step: int = 0
 
 
 class PullState(msgspec.Struct, tag="pull-state", kw_only=True):
@@ -123,7 +142,19 @@ class Note(msgspec.Struct, tag="note", kw_only=True):
     Answer: `Done`, at once."""
 
 
-Request = Join | Load | Push | Pull | PullState | LoadState | Leave | Reduce | Note
+Request = (
+    Join
+    | Load
+    | Push
+    | Pull
+    | Decide
+    | Blend
+    | PullState
+    | LoadState
+    | Leave
+    | Reduce
+    | Note
+)
 
 
 # ---- answers ----
@@ -138,11 +169,17 @@ class Joined(msgspec.Struct, tag="joined", kw_only=True):
 
 class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
     """The payload is *bucket* at *version*: the number of steps, or of pushes, that are
-    in it. *step*: the one that its receiver is to do next."""
+    in it. *step*: the one that its receiver is to do next. *counted*: the workers that
+    counted for the step that was pushed, where server 0 decides."""
 
     bucket: int
     version: int
     step: int = 0
+    counted: list[int] = []
+
+
+class Blended(msgspec.Struct, tag="blended", kw_only=True):
+    """The payload is the model's buffers, as in `Blend`."""
 
 
 class OptimizerState(msgspec.Struct, tag="state", kw_only=True):
@@ -166,4 +203,4 @@ class Refused(msgspec.Struct, tag="refused", kw_only=True):
     reason: str
 
 
-Reply = Joined | Parameters | OptimizerState | Reduced | Done | Refused
+Reply = Joined | Parameters | Blended | OptimizerState | Reduced | Done | Refused

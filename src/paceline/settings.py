@@ -11,7 +11,7 @@ from paceline.fusion import check_rule
 
 ModuleBuffers = Literal["rank0", "mean", "local"]
 CollectiveName = Literal["native", "parameter-server"]
-Sums = Literal["rank", "arrival"]
+Sums = Literal["rank", "arrival", "ring"]
 
 
 PLACES = ("auto", "embedded", "per-node", "dedicated")
@@ -28,7 +28,8 @@ class Settings:
     torch.distributed or by a parameter server. *servers*: where servers are: beside rank 0
     ("embedded"), one on each host ("per-node"), on hosts of their own ("dedicated"; "auto":
     where there are any, else embedded), or addresses HOST:PORT joined by "+". *sums*: whether a server adds up
-    in the order of ranks, so that bits repeat, or as gradients come, which holds less."""
+    in the order of ranks, so that bits repeat ("rank"), as gradients come, which holds less
+    ("arrival"), or as gloo's ring does, so that bits are those of a native average."""
 
     fusion: str = "optimal"
     buffers: ModuleBuffers = "rank0"

@@ -12,6 +12,7 @@ their step are dropped, and counted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,8 +39,8 @@ class Backup(PushPull):
             )
 
     @property
-    def needs_one_server(self) -> bool:
-        return self.wait_for > 0  # each would choose other workers, and other versions
+    def coordinates(self) -> bool:
+        return self.wait_for > 0  # each would choose other workers
 
     def server(self, workers: int) -> Discipline:
         if self.wait_for > workers:
@@ -51,13 +52,17 @@ class Backup(PushPull):
 
 class FastestOfAll:
     """The server's half. A worker counts for a step when its last bucket is in; where all
-    are waited for, each bucket is updated as soon as all have sent it."""
+    are waited for, each bucket is updated as soon as all have sent it. Of several servers
+    the first decides who counts, and the others wait to be told."""
 
     def __init__(self, wait_for: int) -> None:
         self._wait_for = wait_for
         self._rounds: dict[tuple[int, int], list[HeldPush]] = {}
         self._complete: dict[int, list[int]] = {}
         """By open step: whose gradients are in as a whole, as they came."""
+        self._follows = False
+        self._counted: dict[int, list[int]] = {}
+        """By step: who was decided to count, for steps that some worker may yet ask of."""
         self._closed = 0
         """Steps below this one have ended."""
         self._late: dict[int, list[HeldPush]] = {}
@@ -74,6 +79,14 @@ class FastestOfAll:
                 self._complete.setdefault(push.step, []).append(push.worker)
         self.changed(shard)
 
+    def follow(self) -> None:
+        self._follows = True
+
+    def decided(self, shard: Shard, step: int, workers: Sequence[int]) -> None:
+        if step >= self._closed:
+            self._counted.setdefault(step, list(workers))
+            self.changed(shard)
+
     def changed(self, shard: Shard) -> None:
         while self._closed < shard.fastest() and self._close(shard, self._closed):
             self._closed += 1
@@ -88,18 +101,24 @@ class FastestOfAll:
                 del self._late[worker]
                 shard.move_on(worker, self._closed)
                 for push in pushes:
-                    shard.answer(push)
+                    shard.answer(push, self._counted.get(push.step, ()))
+        for step in [s for s in self._counted if s < shard.slowest() - 1]:
+            del self._counted[step]
 
     def _close(self, shard: Shard, step: int) -> bool:
         """End *step* where that can be; returns whether it has ended as a whole."""
         expected = shard.expected(step)
         open_buckets = [b for b in shard.buckets if shard.version(b) <= step]
         complete = self._complete.get(step, [])
-        if self._wait_for < len({*expected, *complete}):
-            if len(complete) < self._wait_for:
+        if self._wait_for < len({*expected, *complete}) or step in self._counted:
+            counting = self._choice(step, complete)
+            if counting is None:
                 return False
             for bucket in open_buckets:
-                self._end(shard, step, bucket, complete[: self._wait_for])
+                pushes = self._rounds.get((step, bucket), [])
+                needed = set(counting).intersection(expected)
+                if needed.issubset(push.worker for push in pushes):
+                    self._end(shard, step, bucket, counting)
         else:
             for bucket in open_buckets:
                 pushes = self._rounds.get((step, bucket), [])
@@ -111,13 +130,21 @@ class FastestOfAll:
         self._complete.pop(step, None)
         return True
 
+    def _choice(self, step: int, complete: list[int]) -> list[int] | None:
+        """Who counts for a step, once that is decided."""
+        if step not in self._counted:
+            if self._follows or len(complete) < self._wait_for:
+                return None
+            self._counted[step] = complete[: self._wait_for]
+        return self._counted[step]
+
     def _end(self, shard: Shard, step: int, bucket: int, counting: list[int]) -> None:
         pushes = self._rounds.pop((step, bucket), [])
         pushes.sort(key=lambda push: push.worker)
         shard.apply_mean(bucket, [p for p in pushes if p.worker in counting])
         for push in pushes:
             if push.worker in counting:
-                shard.answer(push)
+                shard.answer(push, self._counted.get(step, ()))
             else:
                 self._drop(push)
                 shard.count("gradients dropped")

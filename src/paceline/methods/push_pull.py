@@ -29,8 +29,8 @@ class PushPull:
     overlap: bool = True
 
     @property
-    def needs_one_server(self) -> bool:
-        """Whether several servers, which do not ask each other, would not do."""
+    def coordinates(self) -> bool:
+        """Whether server 0 decides for all: workers tell the others (`Coordinated`)."""
         return False
 
     def init(self, run: Run) -> PushPullState:

@@ -12,6 +12,9 @@ join       the worker takes part: from step 0, or where   `Joined`; `Refused` wh
 load       the bucket's parameters                        `Done`; pulls that waited
 pull       -                                              `Parameters`, once loaded and
                                                           once the discipline allows
+decide     server 0's choice of who counts for a step,    `Done`
+           passed on by a worker
+blend      the model's buffers are mixed                  `Blended`
 push       once per (worker, incarnation, step, stage,    `Parameters`, when the
            bucket): handed to the discipline; with the    discipline says so; `Refused`
            step's last bucket the worker's clock moves;   if it is of a step before, or
@@ -48,8 +51,18 @@ import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Discipline, HeldPush, Sender, Work
+from paceline.interfaces import (
+    Answer,
+    Coordinated,
+    Discipline,
+    HeldPush,
+    Sender,
+    Work,
+)
 from paceline.messages import (
+    Blend,
+    Blended,
+    Decide,
     Done,
     Join,
     Joined,
@@ -137,8 +150,9 @@ class ParameterServer:
         self._restored = False
         self._fault = ""
         """Why training cannot go on: every push is refused with it."""
-        self._pulls: list[tuple[Sender, int]] = []
+        self._pulls: list[tuple[Sender, int, int]] = []
         self._leaves: list[Sender] = []
+        self._blended: torch.Tensor | None = None
         self._reductions: dict[tuple[str, int], Reduction] = {}
         self._out: list[Answer] = []
         self._work = Work()
@@ -152,6 +166,8 @@ class ParameterServer:
             Reduce: self._reduce,
             Leave: self._leave,
             Note: self._note,
+            Decide: self._decide,
+            Blend: self._blend,
         }
 
     # ---- the `Server` ----
@@ -291,10 +307,10 @@ class ParameterServer:
             added=store.bytes[bucket] * (len(pushes) - 1), stepped=store.bytes[bucket]
         )
 
-    def answer(self, push: HeldPush) -> None:
+    def answer(self, push: HeldPush, counted: Sequence[int] = ()) -> None:
         sender = self._asked.pop(push.stamp, None)
         if sender is not None:  # it was not refused, and its worker is not lost
-            self._give_parameters(sender, push.bucket)
+            self._give_parameters(sender, push.bucket, counted)
 
     def count(self, what: str) -> None:
         self.counts[what] += 1
@@ -310,6 +326,8 @@ class ParameterServer:
             discipline = self._discipline
             if self._make is not None and join.method:
                 discipline = self._make(join.method, self.workers)
+            if join.shard and isinstance(discipline, Coordinated):
+                discipline.follow()
             if discipline is not None:
                 self._store = Store(join)
                 self.buckets = [b for b, units in enumerate(join.units) if units]
@@ -335,23 +353,54 @@ class ParameterServer:
 
     def _pull(self, sender: Sender, pull: Pull, _: object) -> None:
         self._check_bucket(pull.bucket)
-        self._pulls.append((sender, pull.bucket))
+        step = max(pull.step, self._members[sender.worker].first_step)
+        self._pulls.append((sender, pull.bucket, step))
         self._give_pulls()
+
+    def _decide(self, sender: Sender, decide: Decide, _: object) -> None:
+        self._stored()
+        if not isinstance(self._discipline, Coordinated):
+            raise UsageError("decide: nothing is decided under this method")
+        self._discipline.decided(self, decide.step, decide.workers)
+        self._send(sender, Done())
+        self._give_pulls()
+
+    def _blend(
+        self, sender: Sender, blend: Blend, payload: torch.Tensor | None
+    ) -> None:
+        mine = self._blended
+        if payload is None or payload.dtype != torch.float64:
+            raise UsageError("blend: expected a payload in double precision")
+        if not 0 <= blend.floats <= payload.numel() or not 0 <= blend.weight <= 1:
+            raise UsageError(f"blend: {blend.floats} floats, weight {blend.weight}")
+        if mine is None:
+            mine = payload
+        elif mine.numel() != payload.numel():
+            raise UsageError(
+                f"blend: expected {mine.numel()} values, got {payload.numel()}"
+            )
+        else:
+            mine = mine.clone()  # an answer may be on its way
+            cut = blend.floats
+            mine[:cut].lerp_(payload[:cut], blend.weight)
+            torch.maximum(mine[cut:], payload[cut:], out=mine[cut:])
+        self._blended = mine
+        self._send(sender, Blended(), mine)
 
     def _give_pulls(self) -> None:
         waiting, self._pulls = self._pulls, []
-        for sender, bucket in waiting:
+        for sender, bucket, step in waiting:
             member = self._members[sender.worker]
             assert self._discipline is not None
             if member.leaving or (
                 self._stored().loaded[bucket]
-                and self._discipline.may_pull(self, member.first_step, bucket)
+                and self._discipline.may_pull(self, step, bucket)
             ):
                 self._give_parameters(sender, bucket)
             elif self._fault:
                 self._refuse(sender, self._fault)
             else:
-                self._pulls.append((sender, bucket))
+                self._pulls.append((sender, bucket, step))
 
     def _push(self, sender: Sender, push: Push, payload: torch.Tensor | None) -> None:
         store = self._stored()
@@ -526,7 +575,7 @@ class ParameterServer:
         self._members[worker].lost = True
         self._awaited.discard(worker)
         self._asked = {n: s for n, s in self._asked.items() if s.worker != worker}
-        self._pulls = [(s, b) for s, b in self._pulls if s.worker != worker]
+        self._pulls = [pull for pull in self._pulls if pull[0].worker != worker]
         self._leaves = [s for s in self._leaves if s.worker != worker]
         self.counts["workers lost"] += 1
         self._changed()
@@ -544,13 +593,20 @@ class ParameterServer:
 
     # ---- answers ----
 
-    def _give_parameters(self, to: Sender, bucket: int) -> None:
+    def _give_parameters(
+        self, to: Sender, bucket: int, counted: Sequence[int] = ()
+    ) -> None:
         store = self._stored()
         payload, copied = store.snapshot(bucket)
         if copied:
             self._add_work(added=store.bytes[bucket])
         step = self._members[to.worker].clock
-        message = Parameters(bucket=bucket, version=store.versions[bucket], step=step)
+        message = Parameters(
+            bucket=bucket,
+            version=store.versions[bucket],
+            step=step,
+            counted=list(counted),
+        )
         self._send(to, message, payload)
 
     def _send(

@@ -11,6 +11,8 @@ from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Reception, ServerJob
 from paceline.messages import (
     DTYPES,
+    Blend,
+    Decide,
     Hyperparameters,
     Join,
     Joined,
@@ -53,6 +55,7 @@ class RemoteParameters:
         job: ServerJob,
         options: str,
         weight: Callable[[], float],
+        model_buffers: Sequence[torch.Tensor] = (),
     ) -> None:
         check_applicable(optimizer)
         self._rank, self._buckets, self._endpoints = rank, list(buckets), endpoints
@@ -63,6 +66,13 @@ class RemoteParameters:
         self._under_way: list[tuple[int, list[Reception]]] = []
         self._versions: list[list[int]] = []
         self.first_step = 0
+        self._pushed_step = 0
+        floats = [b for b in model_buffers if b.is_floating_point() and b.numel()]
+        counters = [b for b in model_buffers if not b.dtype.is_complex and b.numel()]
+        self._floats = floats
+        self._counters = [b for b in counters if not b.is_floating_point()]
+        self._blending: Reception | None = None
+        self._blended = torch.empty(0, dtype=torch.float64)
         self._noted = -NOTE_SECONDS
         self._owner = dict(self._numbered())
 
@@ -75,6 +85,7 @@ class RemoteParameters:
                 options=self._options,
                 method=self._job.spec,
                 sums=self._job.sums,
+                shard=shard,
                 units=[
                     [
                         unit
@@ -102,6 +113,9 @@ class RemoteParameters:
 
     def push(self, bucket: Bucket, step: int, stage: int = 0) -> None:
         hyperparameters, weight = self._hyperparameters(), self._weight()
+        self._pushed_step = step
+        if bucket.last:
+            self._blend(weight)
         landing, receptions = self._landing[bucket.index], []
         for part in self._plan[bucket.index]:
             message = Push(
@@ -120,16 +134,53 @@ class RemoteParameters:
         self._under_way.append((bucket.index, receptions))
 
     def wait(self) -> int:
-        step = 0
+        told = self._pass_on_decision()
+        steps: dict[tuple[int, Part], int] = {}
         for number, receptions in self._under_way:
-            for reception in receptions:
+            for part, reception in zip(self._plan[number], receptions, strict=True):
                 answer = reception.wait()
                 assert isinstance(answer, Parameters), answer
-                step = max(step, answer.step)
+                steps[number, part] = answer.step
+        for reception in told:
+            reception.wait()
+        step = max(steps.values())
+        behind = []
+        if step > self._pushed_step + 1:
+            # This step came too late, and servers may have gone on to different ones.
+            behind = [place for place, its in steps.items() if its < step]
+        for reception in [self._ask_for(*place, step) for place in behind]:
+            reception.wait()
+        if self._blending is not None:
+            self._blending.wait()
+            self._blending = None
+            self._put_buffers()
+        for number, _ in self._under_way:
             self._put(number)
         self._under_way.clear()
         self._remember_versions()
         return step
+
+    def _pass_on_decision(self) -> list[Reception]:
+        """Where server 0 decides who counts, tell the others."""
+        coordinates = getattr(self._job.method, "coordinates", False)
+        if len(self._endpoints) == 1 or not coordinates:
+            return []
+        counted: list[int] = []
+        for number, receptions in self._under_way:
+            for part, reception in zip(self._plan[number], receptions, strict=True):
+                if part.shard == 0:
+                    answer = reception.wait()
+                    assert isinstance(answer, Parameters), answer
+                    counted = counted or answer.counted
+        if not counted:
+            return []  # all were waited for
+        decide = Decide(step=self._pushed_step, workers=counted)
+        return [endpoint.request(decide) for endpoint in self._endpoints[1:]]
+
+    def _ask_for(self, number: int, part: Part, step: int) -> Reception:
+        landing = _cut(self._landing[number], part)
+        pull = Pull(bucket=number, step=step)
+        return self._endpoints[part.shard].request(pull, into=landing)
 
     def note(self, now: float) -> None:
         """Let the servers know that this worker is alive; more than once a second changes
@@ -144,6 +195,10 @@ class RemoteParameters:
         for reception in [e.request(Leave()) for e in self._endpoints]:
             reception.wait()
         self._pull()
+        self._blend(0.0)  # adds nothing: all end with the same
+        if self._blending is not None:
+            self._blending.wait()
+            self._put_buffers()
 
     def consolidate(self) -> Callable[[], None]:
         before = [[p.detach().clone() for p in b.parameters] for b in self._buckets]
@@ -157,6 +212,27 @@ class RemoteParameters:
             self._remember_versions()
 
         return undo
+
+    # ---- the model's buffers ----
+
+    def _blend(self, weight: float) -> None:
+        """Send BatchNorm's statistics, to be mixed with everybody's, and ask for them."""
+        tensors = [*self._floats, *self._counters]
+        if not tensors:
+            return
+        flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+        self._blended = flat.cpu()
+        message = Blend(weight=weight, floats=sum(b.numel() for b in self._floats))
+        self._blending = self._endpoints[0].request(
+            message, self._blended, self._blended
+        )
+
+    def _put_buffers(self) -> None:
+        tensors = [*self._floats, *self._counters]
+        parts = self._blended.split([tensor.numel() for tensor in tensors])
+        with torch.no_grad():
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
     # ---- what the script changes by itself ----
 

@@ -7,9 +7,10 @@ from typing import Literal
 
 import torch
 
+from paceline.ring_sum import ring_sum
 from paceline.tensors import stand_in_for, wire_bytes
 
-Order = Literal["rank", "arrival"]
+Order = Literal["rank", "arrival", "ring"]
 
 
 class Sum:
@@ -17,7 +18,8 @@ class Sum:
 
     ``order="rank"``: in the order of ranks, so that the bits are the same in all worlds;
     a tensor that is early is held until those before it have come. ``"arrival"``: as they
-    come; holds one tensor, and bits depend on time. *operation* ``"max"`` takes the
+    come; holds one tensor, and bits depend on time. ``"ring"``: as gloo's ring adds, when
+    all are in, so that the bits are those of a native all-reduce. *operation* ``"max"`` takes the
     element-wise maximum instead.
     """
 
@@ -38,6 +40,10 @@ class Sum:
     def settle(self, expected: Sequence[int]) -> None:
         """Add what can be added, now that these are *expected*."""
         missing = [rank for rank in expected if rank not in self.ranks]
+        if self._order == "ring" and self._operation != "max":
+            if not missing and self._early:
+                self._add_as_a_ring()
+            return
         first = min(missing, default=None)
         for rank in sorted(self._early):
             if first is not None and rank > first and self._order == "rank":
@@ -53,6 +59,14 @@ class Sum:
         assert self._total is not None, "nothing was added"
         assert not self._early, "the sum is not complete"
         return self._total
+
+    def _add_as_a_ring(self) -> None:
+        tensors = [self._early[rank] for rank in sorted(self._early)]
+        self._early.clear()
+        self.added_bytes += wire_bytes(tensors[0]) * (len(tensors) - 1)
+        self._total = ring_sum(tensors)
+        if hasattr(tensors[0], "stands_for_bytes"):
+            stand_in_for(wire_bytes(tensors[0]), self._total)
 
     def _put(self, tensor: torch.Tensor) -> None:
         if self._total is None:

@@ -55,6 +55,9 @@ from paceline.worlds.servers import (
 END_SECONDS = 30.0
 """What workers have to end after their server has, or after they were evicted."""
 TERMINATE_SECONDS = 5.0
+REST_SECONDS = 1.0
+"""After a training has ended well, so long before a server is started for another one: most
+scripts have none, and end."""
 MOST_RESTARTS = 100
 """Of one worker: a script that cannot run at all must not be started for ever."""
 MOST_IN_VAIN = 3
@@ -128,6 +131,7 @@ class Supervisor:
         self._server: ServerProcess | None = None
         self._server_in_vain = 0
         self._trained = False
+        self._rested: float | None = None
         self._scratch = ""
         self._failed = False
 
@@ -232,7 +236,8 @@ class Supervisor:
                     descriptors.append(os.pidfd_open(process.pid))
                     watch.register(descriptors[-1], select.POLLIN)
             assert self._server.process.stdout is not None
-            watch.register(self._server.process.stdout, select.POLLIN)
+            if self._server.process.poll() is None:
+                watch.register(self._server.process.stdout, select.POLLIN)
             watch.poll(1000)
         finally:
             for descriptor in descriptors:
@@ -304,13 +309,11 @@ class Supervisor:
         status = server.process.poll()
         if status is None or all(worker.done for worker in self._workers):
             return
+        if status == 0:
+            self._begin_another(server)
+            return
         port = server.port
         server.close()
-        if status == 0:  # one training is over, the next may begin
-            self._trained = True
-            self._remove_snapshot()
-            self._start_server(port)
-            return
         how = _describe(status)
         for worker in self._workers:
             worker.reached = max(worker.reached, self._steps_of(worker))
@@ -347,6 +350,17 @@ class Supervisor:
             if not worker.done:
                 worker.incarnation += 1
                 self._start(worker)
+
+    def _begin_another(self, server: ServerProcess) -> None:
+        """One training is over: the next may begin."""
+        if self._rested is None:
+            self._trained = True
+            self._remove_snapshot()
+            self._rested = time.monotonic() + REST_SECONDS
+        elif time.monotonic() > self._rested:
+            self._rested = None
+            server.close()
+            self._start_server(server.port)
 
     def _let_workers_end(self) -> None:
         deadline = time.monotonic() + END_SECONDS

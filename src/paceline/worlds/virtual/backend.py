@@ -23,12 +23,12 @@ from paceline.collectives.schedule import (
     barrier,
 )
 from paceline.errors import UsageError
+from paceline.ring_sum import ring_sum
 from paceline.tensors import wire_bytes
 from paceline.torch_private import ProcessGroupBase, WorkBase, reduce_operation_name
 from paceline.worlds.virtual.clock import Clock, Completion
 from paceline.worlds.virtual.communicator import Communicator, Deliver, Operation
 from paceline.worlds.virtual.mailbox import Mailbox
-from paceline.worlds.virtual.sums import ring_sum
 
 BACKEND = "paceline_virtual"
 
