@@ -152,11 +152,9 @@ def distribute(
         world, model, parameters, chosen, settings, comm, sampler, remote
     )
     world.journal.begin(full_spec)
-    wrapped = DistributedOptimizer._wrap(optimizer, training, world)
+    wrapped = DistributedOptimizer._wrap(optimizer, training, world, endpoints)
     world.trained.append((model, wrapped))
     world.at_exit(wrapped.finish)
-    for endpoint in endpoints:
-        world.at_exit(endpoint.close)
     world.at_exit(comm.close)
     return wrapped
 
@@ -191,14 +189,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _inner: torch.optim.Optimizer
     _training: Training
     _world: World
+    _endpoints: Sequence[Endpoint]
     _finished: bool
 
     @classmethod
     def _wrap(
-        cls, inner: torch.optim.Optimizer, training: Training, world: World
+        cls,
+        inner: torch.optim.Optimizer,
+        training: Training,
+        world: World,
+        endpoints: Sequence[Endpoint],
     ) -> DistributedOptimizer:
         self = cls.__new__(cls)
         self._inner, self._training, self._world = inner, training, world
+        self._endpoints = endpoints
         self._finished = False
         # Not __init__: it would copy the groups. What unpickling does sets up the rest.
         self.__setstate__({})
@@ -321,11 +325,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """This worker is out of data: keep the others company until all are.
 
         Afterwards all models are equal; the optimizer's state is that of this worker's own
-        last step. Called at exit if the script does not; again is harmless.
+        last step, or, where servers update, theirs. Called at exit if the script does not; again is harmless.
         """
         if not self._finished:
             self._finished = True
             self._training.finish()
+            for endpoint in self._endpoints:
+                endpoint.close()
 
     @contextmanager
     def join(self) -> Iterator[None]:

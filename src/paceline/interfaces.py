@@ -275,9 +275,10 @@ class Discipline(Protocol):
         """Whether a worker that begins with *step* may have *bucket* as it is."""
         ...
 
-    def ended(self, shard: Shard) -> int:
-        """All steps before this one have ended: who goes on from a snapshot of this moment
-        begins with it."""
+    def ended(self, shard: Shard) -> int | None:
+        """All steps before this one have ended, and nothing of a later one that its workers
+        will do again: who goes on from a snapshot of this moment begins with it. None
+        while a step has ended for some buckets only: no snapshot then."""
         ...
 
     def resume(self, shard: Shard, step: int) -> None:

@@ -214,6 +214,8 @@ class Training:
         self.active = False
         if not self._broken:
             self._moment("finish")
+            if self._remote is not None:
+                self._remote.keep_state()
         self.detach()
 
     def detach(self) -> None:

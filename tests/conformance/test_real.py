@@ -17,6 +17,9 @@ from paceline.worlds.virtual import Simulation
 ROWS = [(case, rule) for case in CASES for rule in RULES]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module", params=[1, 3], ids=["1 process", "3 processes"])
 def job(request):
     """One job runs the whole table: a launch costs more than all its checks."""
@@ -27,7 +30,7 @@ def job(request):
         [sys.executable, "-m", *launcher, "paceline.testing"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -279,6 +279,22 @@ def test_without_a_quiet_moment_it_is_taken_as_things_are():
     assert talk.server.next_deadline() == 60.0
 
 
+@pytest.mark.parametrize("method", ["ssp:staleness=0", "backup"])
+def test_no_snapshot_is_taken_in_the_middle_of_a_step(method):
+    """Bucket 0 is a step ahead of bucket 1: nobody could go on from that."""
+    talk, taken = keeping(method)
+    talk.step(0)
+    for worker in range(WORKERS):
+        talk.push(worker, 1, 0)
+    talk.server.on_timer(20.0)
+    assert taken == []
+    assert talk.server.next_deadline() == 30.0
+    talk.now = 21.0
+    for worker in range(WORKERS):
+        talk.push(worker, 1, 1)
+    assert taken == [2]
+
+
 def test_a_disk_that_is_full_does_not_end_the_training(capsys):
     def keep(path, saved):
         raise OSError("no space left")
@@ -586,7 +602,7 @@ def test_a_silent_worker_is_evicted_and_one_that_evaluates_is_not(start):
     os.kill(process, signal.SIGSTOP)
     wait_in(
         job,
-        lambda: f"nothing was heard of worker 2 for {SILENT_SECONDS} s" in job.stderr,
+        lambda: "nothing was heard of worker 2 for" in job.stderr,
         "the eviction",
     )
     os.kill(process, signal.SIGCONT)
@@ -638,7 +654,7 @@ BAD_INPUT = {
         "there are only 2 workers",
     ),
     "folder": (["--survive", "--snapshot=nowhere/FILE"], "there is no folder"),
-    "there": (["--survive", "--snapshot=there"], "remove it to begin anew, or set"),
+    "there": (["--survive", "--snapshot=there"], "remove it to begin anew"),
 }
 
 

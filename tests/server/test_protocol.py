@@ -220,8 +220,8 @@ def test_backup_divides_by_who_counts() -> None:
     answers = case.whole_step(1, 0, value=3.0, weight=1 / 3)
     assert sorted(a.to.worker for a in answers) == [0, 0, 1, 1]
     (late, also) = case.push(2, 0, 1, value=50.0, weight=1 / 3)
-    assert late.message == Parameters(bucket=0, version=1, step=1)
-    assert also.message == Parameters(bucket=1, version=1, step=1)
+    assert late.message == Parameters(bucket=0, version=1, step=1, counted=[0, 1])
+    assert also.message == Parameters(bucket=1, version=1, step=1, counted=[0, 1])
     assert late.payload is not None
     assert late.payload.tolist() == pytest.approx([-2, -2])
     assert case.server.counts["gradients dropped"] == 2
@@ -233,8 +233,8 @@ def test_who_is_late_goes_on_where_the_others_are() -> None:
         case.whole_step(0, step)
     answers = case.whole_step(1, 0)
     assert [a.message for a in answers] == [
-        Parameters(bucket=0, version=3, step=3),
-        Parameters(bucket=1, version=3, step=3),
+        Parameters(bucket=0, version=3, step=3, counted=[0]),
+        Parameters(bucket=1, version=3, step=3, counted=[0]),
     ]
     assert len(case.whole_step(1, 3)) == 2  # and counts again
 

@@ -128,9 +128,9 @@ def test_what_the_server_refuses_is_a_usage_error():
         for _ in range(2):
             with pytest.raises(UsageError, match=r"server 0 at .*: this server only"):
                 refused.wait()
-        assert server.request(Load(bucket=0), torch.ones(1)).wait() == Done()
-        with pytest.raises(UsageError, match=r"has 1 elements of float32, .* 2 of"):
-            server.request(Pull(bucket=0), into=torch.zeros(2)).wait()
+        assert server.request(Load(bucket=0), torch.ones(2)).wait() == Done()
+        with pytest.raises(UsageError, match=r"has 2 elements of float32, .* 1 of"):
+            server.request(Pull(bucket=0), into=torch.zeros(1)).wait()
         assert server.request(Pull(bucket=0)).wait() == Parameters(bucket=0, version=0)
         with pytest.raises(UsageError, match="flat contiguous"):
             server.request(Load(bucket=0), torch.ones(2, 2))

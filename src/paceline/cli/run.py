@@ -55,6 +55,12 @@ def run(
             "when it dies."
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="With --snapshot: go on from the file that is there."
+        ),
+    ] = False,
     json: o.Json = False,
 ) -> None:
     """Run a script in real processes: paceline run --workers 2 SCRIPT -- SCRIPT-ARGS.
@@ -87,10 +93,15 @@ def run(
                     f"{' '.join(torchrun_options)}"
                 )
             status = Supervisor(
-                workers or 2, script, script_arguments, options, snapshot
+                2 if workers is None else workers,
+                script,
+                script_arguments,
+                options,
+                snapshot,
+                resume=resume,
             ).run()
-        elif snapshot is not None:
-            raise UsageError("--snapshot means nothing without --survive")
+        elif snapshot is not None or resume:
+            raise UsageError("--snapshot and --resume mean nothing without --survive")
         else:
             status = launch(
                 workers, torchrun_options, script, script_arguments, options

@@ -47,7 +47,7 @@ class ApplyOnArrival:
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return True
 
-    def ended(self, shard: Shard) -> int:
+    def ended(self, shard: Shard) -> int | None:
         return shard.slowest()
 
     def resume(self, shard: Shard, step: int) -> None:

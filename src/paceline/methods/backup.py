@@ -159,8 +159,9 @@ class FastestOfAll:
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return shard.version(bucket) >= step
 
-    def ended(self, shard: Shard) -> int:
-        return self._closed
+    def ended(self, shard: Shard) -> int | None:
+        whole = all(shard.version(bucket) == self._closed for bucket in shard.buckets)
+        return self._closed if whole else None
 
     def resume(self, shard: Shard, step: int) -> None:
         self._closed = step

@@ -79,7 +79,7 @@ class BoundedStaleness:
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return True
 
-    def ended(self, shard: Shard) -> int:
+    def ended(self, shard: Shard) -> int | None:
         return shard.slowest()
 
     def resume(self, shard: Shard, step: int) -> None:
@@ -123,8 +123,9 @@ class InRankOrder:
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return self._ended[bucket] >= step
 
-    def ended(self, shard: Shard) -> int:
-        return min((self._ended[bucket] for bucket in shard.buckets), default=0)
+    def ended(self, shard: Shard) -> int | None:
+        steps = {self._ended[bucket] for bucket in shard.buckets}
+        return steps.pop() if len(steps) == 1 else None
 
     def resume(self, shard: Shard, step: int) -> None:
         self._ended = Counter(dict.fromkeys(shard.buckets, step))

@@ -208,15 +208,18 @@ class ParameterServer:
 
     def snapshot(self) -> dict[str, Any]:
         """What `restore` goes on from: copied tensors, and plain values. Empty while
-        there is nothing to go on from."""
+        there is nothing to go on from, or a step has ended for some buckets only."""
         store, discipline = self._store, self._discipline
         if store is None or discipline is None or not all(store.loaded) or self._fault:
+            return {}
+        step = discipline.ended(self)
+        if step is None:
             return {}
         join = bytearray(msgspec.msgpack.encode(self._description))
         return {
             "workers": self.workers,
             "join": torch.frombuffer(join, dtype=torch.uint8).clone(),
-            "step": discipline.ended(self),
+            "step": step,
             "counts": dict(self.counts),
             "store": store.saved(),
         }

@@ -273,6 +273,10 @@ class RemoteParameters:
             for number, entries in found.items()
         }
 
+    def keep_state(self) -> None:
+        """Training is over: the optimizer takes over its state from the servers."""
+        self._optimizer.state.update(self.state())
+
     def load_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Rank 0's *state*, by parameter, becomes the servers'."""
         if self._rank != 0:

@@ -255,7 +255,10 @@ class Shell:
             return
         newest = self._newest.get(hello.worker, -1)
         if hello.incarnation <= newest:
-            reason = f"incarnation {hello.incarnation} of worker {hello.worker}, which has been here as {newest}; come back with a larger one"
+            reason = (
+                f"incarnation {hello.incarnation} of worker {hello.worker}, "
+                f"{wire.HAS_BEEN_HERE} {newest}; come back with a larger one"
+            )
             raise RefusalError("incarnation", reason)
         before = self._pending.pop(hello.worker, None)
         if before is not None:

@@ -113,7 +113,7 @@ class Snapshots:
     its pushes. Where all wait for all, each step has such a moment. Where none has come for
     twice the interval, as it may be under asp, it takes one as things are: then, of workers
     that were ahead of the slowest, steps are in the parameters that are done again after
-    a restart.
+    a restart. (Never while a step has ended for some buckets only: then at its end.)
 
     While it writes the server does nothing else, and workers wait for their answers; so
     it writes no more often than that this takes a tenth of the time. A snapshot that cannot be
@@ -137,6 +137,7 @@ class Snapshots:
         self._keep = keep
         self._clock = clock
         self._due: float | None = None  # from here on, at the next quiet moment
+        self._latest = 0.0  # from here on, at any moment
         self._versions: list[int] = []
 
     def on_message(
@@ -144,7 +145,7 @@ class Snapshots:
     ) -> list[Answer]:
         answers = self._server.on_message(sender, message, payload, now)
         if self._due is None:
-            self._due = now + self._seconds
+            self._wait_until(now + self._seconds)
         elif now >= self._due and self._server.is_quiet():
             self._take(now)
         return answers
@@ -153,7 +154,8 @@ class Snapshots:
         return self._server.on_lost(worker, incarnation, now)
 
     def next_deadline(self) -> float | None:
-        deadlines = [self._server.next_deadline(), self._latest()]
+        deadlines = [self._server.next_deadline()]
+        deadlines += [] if self._due is None else [self._latest]
         return min((d for d in deadlines if d is not None), default=None)
 
     def on_timer(self, now: float) -> list[Answer]:
@@ -161,21 +163,23 @@ class Snapshots:
         deadline = self._server.next_deadline()
         if deadline is not None and now >= deadline:
             answers = self._server.on_timer(now)
-        latest = self._latest()
-        if latest is not None and now >= latest:
+        if self._due is not None and now >= self._latest:
+            self._latest = now + self._seconds  # where nothing can be taken now
             self._take(now)
         return answers
 
     def take_work(self) -> Work:
         return self._server.take_work()
 
-    def _latest(self) -> float | None:
-        return None if self._due is None else self._due + self._seconds
+    def _wait_until(self, due: float) -> None:
+        self._due, self._latest = due, due + self._seconds
 
     def _take(self, now: float) -> None:
         start = self._clock()
         saved = self._server.snapshot()
-        if saved and saved["store"]["versions"] != self._versions:
+        if not saved:
+            return  # at the next quiet moment
+        if saved["store"]["versions"] != self._versions:
             try:
                 self._keep(self._path, saved)
                 self._versions = saved["store"]["versions"]
@@ -187,4 +191,4 @@ class Snapshots:
                     flush=True,
                 )
         took = self._clock() - start
-        self._due = now + took + max(self._seconds, (SHARE - 1) * took)
+        self._wait_until(now + took + max(self._seconds, (SHARE - 1) * took))

@@ -37,6 +37,8 @@ CHUNK_BYTES = 2 << 20
 FRAME_BYTES = 4 << 20
 """No frame is larger: neither a chunk nor a header, which may describe a whole model."""
 HELLO_BYTES = 1024
+HAS_BEEN_HERE = "which has been here as"
+"""In the refusal of a worker that has left: a later training may be about to begin."""
 CREDITS = 1024
 CREDIT_BYTES = 256 << 20
 CHANNELS = 16

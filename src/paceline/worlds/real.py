@@ -154,7 +154,7 @@ class RealWorld:
 
     def _close(self) -> None:
         """Do what was put off until the end."""
-        if dist.is_initialized():
+        if dist.is_initialized() or self.alone:
             for action in self._exit_actions:
                 action()
         self._exit_actions.clear()

@@ -14,16 +14,19 @@ import select
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Protocol
 
 import msgspec
 
-from paceline.errors import UsageError
+from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
 from paceline.interfaces import ServerJob
 from paceline.server.client import RemoteServer
 from paceline.server.orders import Order, Place
+from paceline.server.wire import HAS_BEEN_HERE
 
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 """Where dedicated servers are, HOST:PORT joined by "+"."""
@@ -37,6 +40,8 @@ DEDICATED_TOKEN = "dedicated"
 """The token of servers that no job started: what protects them is PACELINE_SECRET."""
 START_SECONDS = 60.0
 END_SECONDS = 10.0
+BETWEEN_SECONDS = 15.0
+"""How long a server may take from the end of one training to the next."""
 
 
 class Store(Protocol):
@@ -159,17 +164,34 @@ class RealServers:
         else:
             addresses = _dedicated(place, environment)
         return [
-            RemoteServer(
-                f"server {number}",
-                address.host,
-                address.port,
-                worker=self._rank,
-                incarnation=int(environment.get(INCARNATION_VARIABLE, "0")),
-                token=address.token,
-                journal=self._journal,
-            )
+            self._connect(number, address, environment)
             for number, address in enumerate(addresses)
         ]
+
+    def _connect(
+        self, number: int, address: Address, environment: Mapping[str, str]
+    ) -> RemoteServer:
+        deadline = time.monotonic() + BETWEEN_SECONDS
+        while True:
+            try:
+                return RemoteServer(
+                    f"server {number}",
+                    address.host,
+                    address.port,
+                    worker=self._rank,
+                    incarnation=int(environment.get(INCARNATION_VARIABLE, "0")),
+                    token=address.token,
+                    journal=self._journal,
+                )
+            except (UsageError, PeerLostError) as error:
+                # A dedicated server still serves the last training, which this worker has
+                # left and others have not, or ends it just now; then comes the next one.
+                between = isinstance(error, PeerLostError) or HAS_BEEN_HERE in str(
+                    error
+                )
+                if not between or time.monotonic() > deadline:
+                    raise
+            threading.Event().wait(0.05)
 
     def close(self) -> None:
         """All trainings are over: end this worker's child."""

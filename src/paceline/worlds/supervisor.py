@@ -421,7 +421,7 @@ def _check_snapshot(snapshot: Path, resume: bool) -> None:
     if snapshot.exists() and not resume:
         raise UsageError(
             f"--snapshot {snapshot}: the file exists, and may be what another job left; "
-            f"remove it to begin anew, or set {RESUME_VARIABLE}=1 to go on from it"
+            f"remove it to begin anew, or pass --resume to go on from it"
         )
 
 

@@ -1,0 +1,28 @@
+"""The same table on an emulated cluster."""
+
+import inspect
+
+import pytest
+
+import paceline.testing.__main__ as kit
+from paceline.network import uniform_cluster
+from paceline.options import RunOptions
+from paceline.worlds.emulated.fabric import Fabric
+from paceline.worlds.emulated.job import Job
+from tests.emulated.conftest import refusal
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(refusal()), reason=refusal() or "namespaces are permitted")
+@pytest.mark.parametrize("servers", [0, 1], ids=["beside rank 0", "on its own host"])
+def test_all_checks_hold_in_the_emulated_world(servers, capfd):
+    cluster = uniform_cluster(3, "1gbit", "0 s", servers)
+    with Fabric(cluster) as fabric:
+        status = Job(fabric, inspect.getfile(kit), [], RunOptions()).run()
+    said = capfd.readouterr()
+    assert status == 0, said.err
+    assert said.err.count(": ok") == kit_size()
+
+
+def kit_size():
+    return len(kit.CASES) * len(kit.RULES) * len(kit.CHECKS)
