@@ -644,7 +644,10 @@ def test_a_script_that_always_fails_is_given_up(tmp_path):
 
 
 BAD_INPUT = {
-    "without": (["--snapshot=FILE"], "--snapshot means nothing without --survive"),
+    "without": (
+        ["--snapshot=FILE"],
+        "--snapshot and --resume mean nothing without --survive",
+    ),
     "bsp": (["--survive", "--method=bsp"], "Use one whose server updates: asp, ssp or"),
     "torchrun": (["--survive", "--nnodes=2"], "leave out --nnodes=2"),
     "unknown": (["--survive", "--method=asq"], "unknown method 'asq'"),

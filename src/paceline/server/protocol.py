@@ -44,7 +44,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -81,8 +80,15 @@ from paceline.messages import (
     Reply,
     Request,
 )
+from paceline.server.buffers import blended
+from paceline.server.checks import (
+    different_hyperparameters,
+    require_same,
+    total_weight,
+)
+from paceline.server.reductions import Reductions
 from paceline.server.store import Store
-from paceline.server.sums import Order, Sum
+from paceline.server.sums import Order
 
 
 @dataclass
@@ -153,7 +159,7 @@ class ParameterServer:
         self._pulls: list[tuple[Sender, int, int]] = []
         self._leaves: list[Sender] = []
         self._blended: torch.Tensor | None = None
-        self._reductions: dict[tuple[str, int], Reduction] = {}
+        self._reductions = Reductions()
         self._out: list[Answer] = []
         self._work = Work()
         self._handlers: dict[type, Callable[[Sender, Any, Any], None]] = {
@@ -285,11 +291,11 @@ class ParameterServer:
         if self._fault:
             return
         store = self._stored()
-        different = _different_hyperparameters(pushes)
+        different = different_hyperparameters(pushes)
         if different:
             self._stop(different)
             return
-        whole = _total([push.weight for push in pushes])
+        whole = total_weight([push.weight for push in pushes])
         self.counts["gradients applied"] += len(pushes)
         if not whole:
             store.updated(bucket)  # nobody had a sample
@@ -337,7 +343,7 @@ class ParameterServer:
             self._discipline, self._sums = discipline, join.sums
             self._description = join
         else:
-            _require_same(first, join, sender.worker, self._restored)
+            require_same(first, join, sender.worker, self._restored)
         if sender.worker in self._awaited:
             # All have waited for it, at the first step.
             self._awaited.discard(sender.worker)
@@ -368,27 +374,9 @@ class ParameterServer:
         self._send(sender, Done())
         self._give_pulls()
 
-    def _blend(
-        self, sender: Sender, blend: Blend, payload: torch.Tensor | None
-    ) -> None:
-        mine = self._blended
-        if payload is None or payload.dtype != torch.float64:
-            raise UsageError("blend: expected a payload in double precision")
-        if not 0 <= blend.floats <= payload.numel() or not 0 <= blend.weight <= 1:
-            raise UsageError(f"blend: {blend.floats} floats, weight {blend.weight}")
-        if mine is None:
-            mine = payload
-        elif mine.numel() != payload.numel():
-            raise UsageError(
-                f"blend: expected {mine.numel()} values, got {payload.numel()}"
-            )
-        else:
-            mine = mine.clone()  # an answer may be on its way
-            cut = blend.floats
-            mine[:cut].lerp_(payload[:cut], blend.weight)
-            torch.maximum(mine[cut:], payload[cut:], out=mine[cut:])
-        self._blended = mine
-        self._send(sender, Blended(), mine)
+    def _blend(self, sender: Sender, blend: Blend, payload: Any) -> None:
+        self._blended = blended(self._blended, blend, payload)
+        self._send(sender, Blended(), self._blended)
 
     def _give_pulls(self) -> None:
         waiting, self._pulls = self._pulls, []
@@ -477,33 +465,13 @@ class ParameterServer:
         self._send(sender, Done())
 
     def _reduce(self, sender: Sender, reduce: Reduce, payload: Any) -> None:
-        if payload is None:
-            raise UsageError("reduce: expected a payload, got none")
-        _check_reducible(reduce, payload)
-        key = (reduce.channel, reduce.number)
-        reduction = self._reductions.get(key)
-        if reduction is None:
-            adds = "max" if reduce.operation == "max" else "sum"
-            reduction = Reduction(reduce.operation, payload, Sum(self._sums, adds))
-            self._reductions[key] = reduction
-        reduction.check(reduce, payload, sender.worker)
-        reduction.asked.append(sender)
-        reduction.sum.add(sender.worker, payload, self._everybody())
-        self._finish_reductions([key])
+        self._reductions.add(sender, reduce, payload, self._everybody(), self._sums)
+        self._end_reductions()
 
-    def _finish_reductions(self, keys: Sequence[tuple[str, int]]) -> None:
-        everybody = self._everybody()
-        for key in keys:
-            reduction = self._reductions[key]
-            reduction.sum.settle(everybody)
-            if not reduction.sum.is_complete(everybody):
-                continue
-            del self._reductions[key]
-            result = reduction.sum.result()
-            if reduction.operation == "mean":
-                result.div_(len(reduction.sum.ranks))
-            self._add_work(added=reduction.sum.added_bytes)
-            for sender in reduction.asked:
+    def _end_reductions(self) -> None:
+        for senders, result, added in self._reductions.ended(self._everybody()):
+            self._add_work(added=added)
+            for sender in senders:
                 self._send(sender, Reduced(), result)
 
     def _leave(self, sender: Sender, leave: Leave, _: object) -> None:
@@ -588,7 +556,7 @@ class ParameterServer:
         if self._discipline is not None and self._store is not None:
             self._discipline.changed(self)
             self._give_pulls()
-        self._finish_reductions(list(self._reductions))
+        self._end_reductions()
         if not self._training() and not self._awaited:
             leaves, self._leaves = self._leaves, []
             for sender in leaves:
@@ -675,76 +643,3 @@ class ParameterServer:
 
     def _add_work(self, added: int = 0, stepped: int = 0) -> None:
         self._work = Work(self._work.added + added, self._work.stepped + stepped)
-
-
-@dataclass
-class Reduction:
-    """One all-reduce under way."""
-
-    operation: str
-    like: torch.Tensor
-    sum: Sum
-    asked: list[Sender] = field(default_factory=list)
-
-    def check(self, reduce: Reduce, payload: torch.Tensor, worker: int) -> None:
-        """Raise `UsageError` unless a worker's part fits those that are in."""
-        same = payload.numel() == self.like.numel() and payload.dtype == self.like.dtype
-        if not same or reduce.operation != self.operation:
-            raise UsageError(
-                f"all-reduce {reduce.number} of channel {reduce.channel!r}: others sent "
-                f"{self.like.numel()} elements of {self.like.dtype} for their "
-                f"{self.operation}, worker {worker} sent {payload.numel()} of "
-                f"{payload.dtype} for their {reduce.operation}; every rank must issue "
-                "the same collectives in the same order"
-            )
-        if worker in self.sum.ranks:
-            raise UsageError(
-                f"all-reduce {reduce.number} of channel {reduce.channel!r}: worker "
-                f"{worker} has sent its part before"
-            )
-
-
-def _check_reducible(reduce: Reduce, payload: torch.Tensor) -> None:
-    whole = not (payload.is_floating_point() or payload.is_complex())
-    if (reduce.operation == "mean" and whole) or (
-        reduce.operation == "max" and payload.is_complex()
-    ):
-        raise UsageError(f"reduce: {payload.dtype} has no {reduce.operation}")
-
-
-def _require_same(first: Join, join: Join, worker: int, restored: bool) -> None:
-    for what in ("options", "method", "sums", "optimizer", "dtypes", "units"):
-        ours, theirs = getattr(first, what), getattr(join, what)
-        if ours != theirs:
-            if isinstance(ours, list):
-                pairs = zip(ours, theirs, strict=False)
-                ours, theirs = next((p for p in pairs if p[0] != p[1]), (ours, theirs))
-            if restored:
-                raise UsageError(
-                    f"the snapshot is of another training: {what} is {ours!r} there and "
-                    f"{theirs!r} for worker {worker}; give the script and the options that "
-                    "it was made with, or remove the file"
-                )
-            raise UsageError(
-                f"workers train different things: {what} is {ours!r} for who joined "
-                f"first and {theirs!r} for worker {worker}; build the same model, with "
-                "the same options, on every worker"
-            )
-
-
-def _different_hyperparameters(pushes: Sequence[HeldPush]) -> str:
-    """How the hyperparameters of one step's pushes differ; empty where they do not."""
-    for first, push in pairwise(pushes):
-        if push.hyperparameters != first.hyperparameters:
-            return (
-                f"step {first.step}: worker {first.worker} has hyperparameters "
-                f"{first.hyperparameters!r} and worker {push.worker} "
-                f"{push.hyperparameters!r}; one step's must be equal"
-            )
-    return ""
-
-
-def _total(weights: Sequence[float]) -> float:
-    """The sum of weights; 1 where only rounding keeps it from 1."""
-    total = sum(sorted(weights))
-    return 1.0 if abs(total - 1) < 1e-9 else total

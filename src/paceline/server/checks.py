@@ -1,0 +1,50 @@
+"""What workers must have in common, and what a step's gradients must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from paceline.errors import UsageError
+from paceline.interfaces import HeldPush
+from paceline.messages import Join
+
+
+def require_same(first: Join, join: Join, worker: int, restored: bool) -> None:
+    """Raise `UsageError` unless *worker* trains what the first one does; *restored*: what a
+    snapshot holds."""
+    for what in ("options", "method", "sums", "optimizer", "dtypes", "units"):
+        ours, theirs = getattr(first, what), getattr(join, what)
+        if ours != theirs:
+            if isinstance(ours, list):
+                pairs = zip(ours, theirs, strict=False)
+                ours, theirs = next((p for p in pairs if p[0] != p[1]), (ours, theirs))
+            if restored:
+                raise UsageError(
+                    f"the snapshot is of another training: {what} is {ours!r} there and "
+                    f"{theirs!r} for worker {worker}; give the script and the options that "
+                    "it was made with, or remove the file"
+                )
+            raise UsageError(
+                f"workers train different things: {what} is {ours!r} for who joined "
+                f"first and {theirs!r} for worker {worker}; build the same model, with "
+                "the same options, on every worker"
+            )
+
+
+def different_hyperparameters(pushes: Sequence[HeldPush]) -> str:
+    """How the hyperparameters of one step's pushes differ; empty where they do not."""
+    for first, push in pairwise(pushes):
+        if push.hyperparameters != first.hyperparameters:
+            return (
+                f"step {first.step}: worker {first.worker} has hyperparameters "
+                f"{first.hyperparameters!r} and worker {push.worker} "
+                f"{push.hyperparameters!r}; one step's must be equal"
+            )
+    return ""
+
+
+def total_weight(weights: Sequence[float]) -> float:
+    """The sum of weights; 1 where only rounding keeps it from 1."""
+    whole = sum(sorted(weights))
+    return 1.0 if abs(whole - 1) < 1e-9 else whole
