@@ -22,6 +22,7 @@ LEVELS = [
     {"report", "startup", "exchange"},
     {"worlds"},
     {"training", "checkpoint", "probe"},
+    {"optimizer"},
     {"distribute"},
     {"api"},
     {"testing", "cli"},

@@ -12,10 +12,11 @@ How the layers stack, top to bottom; each imports only what is below it:
 
 from paceline.api import init, log, now, pace, rank, world_name, world_size
 from paceline.checkpoint import load, save
-from paceline.distribute import DistributedOptimizer, distribute
+from paceline.distribute import distribute
 from paceline.errors import PacelineError
 from paceline.methods.bsp import BSP
 from paceline.network.workload import Workload
+from paceline.optimizer import DistributedOptimizer
 from paceline.sampler import Sampler
 from paceline.stand_in import StandIn, stand_in
 

@@ -49,13 +49,13 @@ class RemoteParameters:
     def __init__(
         self,
         rank: int,
-        buckets: Sequence[Bucket],
         optimizer: torch.optim.Optimizer,
         endpoints: Sequence[Endpoint],
         job: ServerJob,
         options: str,
+        model_buffers: Sequence[torch.Tensor],
+        buckets: Sequence[Bucket],
         weight: Callable[[], float],
-        model_buffers: Sequence[torch.Tensor] = (),
     ) -> None:
         check_applicable(optimizer)
         self._rank, self._buckets, self._endpoints = rank, list(buckets), endpoints

@@ -16,9 +16,10 @@ import torch.distributed as dist
 import paceline
 from paceline import fusion
 from paceline.collectives.comm import TorchComm
-from paceline.distribute import DistributedOptimizer, distribute
+from paceline.distribute import distribute
 from paceline.errors import PacelineError
 from paceline.network import uniform_cluster
+from paceline.optimizer import DistributedOptimizer
 from paceline.testing.cases import Case
 from paceline.testing.task import Quadratic, centers_of, flat_parameters
 from paceline.worlds.join import join_world

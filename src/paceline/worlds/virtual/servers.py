@@ -20,6 +20,7 @@ from paceline.instruments import Journal
 from paceline.interfaces import Answer, Sender, Server, ServerJob
 from paceline.messages import Refused, Reply, Request
 from paceline.network.cluster import Cluster
+from paceline.network.workload import Workload
 from paceline.server.protocol import ParameterServer
 from paceline.tensors import stand_in_for, wire_bytes
 from paceline.worlds.virtual.clock import Clock, Completion
@@ -35,6 +36,13 @@ class ServerRates:
 
     added: float = float("inf")
     stepped: float = float("inf")
+
+
+def rates_of(workload: Workload | None) -> ServerRates:
+    """A server's optimizer is as fast as a worker's, where the workload tells that."""
+    if workload is None or not workload.update:
+        return ServerRates()
+    return ServerRates(stepped=sum(workload.sizes) / workload.update)
 
 
 class VirtualServer:

@@ -45,10 +45,10 @@ from paceline.worlds.virtual.process_state import (
     thread_count_kept,
 )
 from paceline.worlds.virtual.servers import (
-    ServerRates,
     VirtualEndpoint,
     VirtualServer,
     make_servers,
+    rates_of,
 )
 from paceline.worlds.virtual.watchdog import Watchdog
 
@@ -213,7 +213,7 @@ class Simulation:
         self._made: dict[tuple[int, str, tuple[int, ...]], int] = {}
         self._store = local_store()
         self._servers: dict[int, list[VirtualServer]] = {}
-        self.server_rates = ServerRates()
+        self.server_rates = rates_of(self.compute_model.workload)
 
     def servers_of(self, job: ServerJob) -> list[VirtualServer]:
         """The servers of one training: made when its first worker asks."""

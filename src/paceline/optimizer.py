@@ -1,0 +1,198 @@
+"""What `distribute` gives back: the user's optimizer, in step with all other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Endpoint, World
+from paceline.training import Training
+
+
+class TrainingEnded(SystemExit):
+    """Ends the script after ``--steps N``: exit status 0, wherever the script loops."""
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """The user's optimizer, in step with all other workers.
+
+    It is a `torch.optim.Optimizer` whose groups, state and defaults are those of the one
+    that was wrapped, so schedulers, scalers and checkpoints work as they did. Made by
+    `distribute`, not by hand.
+    """
+
+    _inner: torch.optim.Optimizer
+    _training: Training
+    _world: World
+    _endpoints: Sequence[Endpoint]
+    _finished: bool
+
+    @classmethod
+    def _wrap(
+        cls,
+        inner: torch.optim.Optimizer,
+        training: Training,
+        world: World,
+        endpoints: Sequence[Endpoint],
+    ) -> DistributedOptimizer:
+        self = cls.__new__(cls)
+        self._inner, self._training, self._world = inner, training, world
+        self._endpoints = endpoints
+        self._finished = False
+        # Not __init__: it would copy the groups. What unpickling does sets up the rest.
+        self.__setstate__({})
+        return self
+
+    # ---- the wrapped optimizer's own ----
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self._inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._inner.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, as torch's optimizers do."""
+        self._inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, in torch's own form; asked of the servers, where these
+        update."""
+        if not self._training.updates_on_server or self._finished:
+            return self._inner.state_dict()
+        self._inner.state.update(self._training.remote.state())
+        state: dict[str, Any] = self._inner.state_dict()
+        self._inner.state.clear()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict`, or the unwrapped optimizer's, gave. Where servers update,
+        they take rank 0's; every rank calls this, between steps."""
+        self._inner.load_state_dict(state_dict)
+        if self._training.updates_on_server:
+            self._training.remote.load_state(dict(self._inner.state))
+            self._inner.state.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the parameters' buckets are made when training begins."""
+        raise UsageError(
+            "add_param_group after distribute: gradients of new parameters would not be "
+            "averaged. Add the group first, then call distribute"
+        )
+
+    def __repr__(self) -> str:
+        return f"Distributed[{self._world.journal.method}]({self._inner!r})"
+
+    # ---- training ----
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, loss: Any = None
+    ) -> float | None:
+        """Update the parameters.
+
+        *loss* is this worker's loss, where a method wants to see it (none does yet); it
+        is logged as ``loss``. Raises `UsageError` after `finish`.
+        """
+        if self._finished:
+            raise UsageError(
+                "step() after finish(): the other workers no longer wait for this one"
+            )
+        if loss is not None:
+            self._world.journal.log({"loss": loss})
+        result: float | None = None
+        if self._training.updates_on_server:
+            if closure is not None:
+                raise UsageError(
+                    "step(closure): the server updates; call backward(), then step()"
+                )
+            self._training.before_update()
+        elif closure is None:
+            self._training.before_update()
+            result = self._inner.step()
+        else:
+            result = self._inner.step(closure)
+        self._training.after_update()
+        if not self._sets_the_pace():
+            return result
+        self._world.journal.step()
+        done = self.first_step + len(self._world.journal.steps)
+        if self._world.options.steps and done >= self._world.options.steps:
+            self.finish()
+            raise TrainingEnded(0)
+        return result
+
+    @property
+    def first_step(self) -> int:
+        """How many steps the job had done when this worker joined it: 0, but for a worker
+        that was started again (``paceline run --survive``)."""
+        return self._training.first_step
+
+    def _sets_the_pace(self) -> bool:
+        """Of several optimizers the first one's steps are counted and measured: the others
+        step within them."""
+        for _, other in self._world.trained:
+            if not is_finished(other):
+                return other is self
+        return True
+
+    def no_sync(self) -> Any:
+        """``with optimizer.no_sync():`` backward passes only accumulate, nothing is sent.
+
+        The first backward pass outside it averages what was accumulated.
+        """
+        return self._training.no_sync()
+
+    def finish(self) -> None:
+        """This worker is out of data: keep the others company until all are.
+
+        Afterwards all models are equal; the optimizer's state is that of this worker's own
+        last step, or, where servers update, theirs. Called at exit if the script does not; again is harmless.
+        """
+        if not self._finished:
+            self._finished = True
+            self._training.finish()
+            for endpoint in self._endpoints:
+                endpoint.close()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """``with optimizer.join():`` around a loop that is shorter on some workers."""
+        yield
+        self.finish()
+
+    @contextmanager
+    def consolidated(self) -> Iterator[None]:
+        """Within it the model holds the method's documented result, to evaluate or save.
+
+        For bsp that is what it holds anyway; buffers are this rank's own, and rank 0's
+        are the ones that training goes on from.
+        """
+        undo = self._training.consolidate()
+        try:
+            yield
+        finally:
+            undo()
+
+
+def is_finished(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `DistributedOptimizer.finish` was called."""
+    assert isinstance(optimizer, DistributedOptimizer)
+    return optimizer._finished
