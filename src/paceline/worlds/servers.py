@@ -40,6 +40,13 @@ DEDICATED_TOKEN = "dedicated"
 """The token of servers that no job started: what protects them is PACELINE_SECRET."""
 START_SECONDS = 60.0
 END_SECONDS = 10.0
+SERVER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # Keep the memory of received chunks, instead of giving it back to the kernel and having
+    # it zeroed again for the next: a tenth of the processor time of moving a gradient.
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+}
 BETWEEN_SECONDS = 15.0
 """How long a server may take from the end of one training to the next."""
 
@@ -86,7 +93,7 @@ class ServerProcess:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | SERVER_ENVIRONMENT,
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -117,7 +124,7 @@ class ServerPool:
             [sys.executable, "-m", "paceline.server.pool"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | SERVER_ENVIRONMENT,
         )
 
     def start(self, name: str, workers: int, host: str) -> Address:
