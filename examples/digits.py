@@ -49,7 +49,9 @@ def main():
     torch.manual_seed(0)
     (images, labels), (test_images, test_labels) = load_data()
     dataset = TensorDataset(images, labels)
-    sampler = DistributedSampler(dataset, seed=0)
+    sampler = DistributedSampler(
+        dataset, paceline.world_size(), paceline.rank(), seed=0
+    )
     batch = max(1, args.batch // paceline.world_size())
     loader = DataLoader(dataset, batch_size=batch, sampler=sampler)
 
