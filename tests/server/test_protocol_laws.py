@@ -227,7 +227,7 @@ class Training:
             self.to_all(life, lambda b: Load(bucket=b), self.zeros())
         elif life.phase in ("join", "load"):
             life.phase = "pull"
-            self.to_all(life, lambda b: Pull(bucket=b), None)
+            self.to_all(life, lambda b: Pull(bucket=b, step=life.next_step), None)
         elif life.phase in ("pull", "train") and life.done < life.data:
             life.step = life.next_step
             life.phase = "train"
@@ -539,7 +539,7 @@ def check_laws(case: Case, choices: bytes) -> None:
 QUICK = settings(
     max_examples=200, deadline=None, suppress_health_check=list(HealthCheck)
 )
-DEEP = settings(QUICK, max_examples=3000)
+DEEP = settings(QUICK, max_examples=800)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -91,6 +91,10 @@ from paceline.server.store import Store
 from paceline.server.sums import Order
 
 
+MOST_STEPS_AHEAD = 100_000
+"""Of the other workers: by more a step is a mistake, and not taken."""
+
+
 @dataclass
 class Channel:
     """What was seen of one worker's requests on one channel."""
@@ -152,7 +156,7 @@ class ParameterServer:
         self._begin = 0
         """The step at which training begins: later than 0 after `restore`."""
         self._furthest = 0
-        """No gradient has come of this step, nor of a later one."""
+        """Nobody has begun this step, nor a later one."""
         self._restored = False
         self._fault = ""
         """Why training cannot go on: every push is refused with it."""
@@ -362,7 +366,16 @@ class ParameterServer:
 
     def _pull(self, sender: Sender, pull: Pull, _: object) -> None:
         self._check_bucket(pull.bucket)
-        step = max(pull.step, self._members[sender.worker].first_step)
+        member = self._members[sender.worker]
+        if pull.step > member.clock and self._is_idle(sender.worker):
+            # It joined where servers were at different steps, or came too late for its own,
+            # and goes on with the latest: do not wait for it before that.
+            self._check_step("pull", pull.step)
+            member.first_step = member.clock = pull.step
+            self._furthest = max(self._furthest, pull.step)
+            if self._discipline is not None:
+                self._discipline.changed(self)
+        step = max(pull.step, member.first_step)
         self._pulls.append((sender, pull.bucket, step))
         self._give_pulls()
 
@@ -419,8 +432,8 @@ class ParameterServer:
                 f"{push.step} before"
             )
         if push.step > member.clock:
-            asks = any(asked.worker == sender.worker for asked in self._asked.values())
-            if member.begun or asks:
+            self._check_step("push", push.step)
+            if not self._is_idle(sender.worker):
                 raise UsageError(
                     f"push: expected step {member.clock} of worker {sender.worker}, whose "
                     "earlier pushes are not all in, or not all answered, got step "
@@ -451,6 +464,17 @@ class ParameterServer:
             self._discipline.changed(self)
         if self._pulls:
             self._give_pulls()
+
+    def _check_step(self, what: str, step: int) -> None:
+        if step > self._furthest + MOST_STEPS_AHEAD:
+            raise UsageError(
+                f"{what}: step {step}, where nobody is beyond step {self._furthest}"
+            )
+
+    def _is_idle(self, worker: int) -> bool:
+        """Whether all of a worker's steps are in as a whole, and answered."""
+        asks = any(asked.worker == worker for asked in self._asked.values())
+        return not (asks or self._members[worker].begun)
 
     def _pull_state(self, sender: Sender, pull: PullState, _: object) -> None:
         self._check_bucket(pull.bucket)

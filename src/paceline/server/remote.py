@@ -107,7 +107,7 @@ class RemoteParameters:
             step, loaded = max(step, answer.step), loaded and answer.loaded
         if not loaded and self._rank == 0:
             self._load()
-        self._pull()
+        self._pull(step)  # servers may be at different steps: all are told the latest
         self.first_step = step
         return step
 
@@ -329,11 +329,11 @@ class RemoteParameters:
         for reception in waiting:
             reception.wait()
 
-    def _pull(self) -> None:
-        """The servers' parameters become the model's."""
+    def _pull(self, step: int = 0) -> None:
+        """The servers' parameters become the model's; those of *step*, or newer ones."""
         waiting = [
             self._endpoints[part.shard].request(
-                Pull(bucket=number), into=_cut(self._landing[number], part)
+                Pull(bucket=number, step=step), into=_cut(self._landing[number], part)
             )
             for number, parts in enumerate(self._plan)
             for part in parts
