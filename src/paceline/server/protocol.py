@@ -90,7 +90,6 @@ from paceline.server.reductions import Reductions
 from paceline.server.store import Store
 from paceline.server.sums import Order
 
-
 MOST_STEPS_AHEAD = 100_000
 """Of the other workers: by more a step is a mistake, and not taken."""
 
