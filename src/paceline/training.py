@@ -227,8 +227,8 @@ class Training:
 
     def consolidate(self) -> Callable[[], None]:
         """Put the method's documented result into the model; returns what undoes it."""
-        if not hasattr(self._method, "consolidate"):
-            return lambda: None
+        if not self.active or not hasattr(self._method, "consolidate"):
+            return lambda: None  # the result is in the model
         undo: Callable[[], None] = self._method.consolidate(self._state, self)
         return undo
 
