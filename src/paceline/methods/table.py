@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
+from typing import Any
 
 from paceline.interfaces import Method
 from paceline.methods import METHODS
-from paceline.spec import spec_of
 
 _HEAD = """# Methods
 
@@ -25,8 +26,9 @@ def methods_page() -> str:
     for name, cls in sorted(METHODS.items()):
         page = inspect.getdoc(sys.modules[cls.__module__]) or ""
         method: Method = cls()
+        shape: Any = cls
         keys = ", ".join(
-            f"`{key}={value}`" for key, value in spec_of(name, method).values.items()
+            f"`{f.name}={str(f.default).lower()}`" for f in dataclasses.fields(shape)
         )
         cells = [
             f"`{name}`",
