@@ -550,6 +550,7 @@ def test_the_server_is_killed_and_there_is_no_snapshot(start):
     job.check_nothing_left()
 
 
+@pytest.mark.slow
 def test_the_server_is_killed_and_goes_on_with_the_same_bits(start, tmp_path):
     path = tmp_path / "snapshot"
     undisturbed, elsewhere = start("backup", "steps:40", "undisturbed")
@@ -576,6 +577,7 @@ def test_the_server_is_killed_and_goes_on_with_the_same_bits(start, tmp_path):
         assert torch.equal(mine, torch.load(elsewhere / f"result-{rank}"))
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_from_the_snapshot_of_one_that_was_ended(start, tmp_path):
     path = tmp_path / "snapshot"
     options = [f"--snapshot={path}"]
@@ -594,6 +596,7 @@ def test_a_job_goes_on_from_the_snapshot_of_one_that_was_ended(start, tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_silent_worker_is_evicted_and_one_that_evaluates_is_not(start):
     job, folder = start("asp", "evaluate", PACELINE_SILENT_SECONDS=str(SILENT_SECONDS))
     wait_for_steps(job, folder, 2, 0, 5)

@@ -129,6 +129,8 @@ class Supervisor:
             os.environ.get(SNAPSHOT_VARIABLE, SNAPSHOT_SECONDS)
         )
         self._server: ServerProcess | None = None
+        self._heard = b""
+        """What the server said, beyond its last whole line."""
         self._server_in_vain = 0
         self._trained = False
         self._rested: float | None = None
@@ -191,6 +193,7 @@ class Supervisor:
         gone = [str(worker.rank) for worker in self._workers if worker.done]
         if gone:
             extra += ["--without", *gone]
+        self._heard = b""
         self._server = ServerProcess(
             "server 0",
             len(self._workers),
@@ -250,9 +253,10 @@ class Supervisor:
         assert stream is not None
         news = select.poll()
         news.register(stream, select.POLLIN)
-        # Lines this short come whole.
-        said = os.read(stream.fileno(), 65536) if news.poll(0) else b""
-        for words in map(json.loads, said.splitlines()):
+        if news.poll(0):
+            self._heard += os.read(stream.fileno(), 65536)
+        *lines, self._heard = self._heard.split(b"\n")  # the last may be incomplete
+        for words in map(json.loads, filter(None, lines)):
             worker = self._workers[words["evicted"]]
             if worker.incarnation == words["incarnation"]:
                 worker.evicted = time.monotonic()

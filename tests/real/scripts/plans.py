@@ -80,4 +80,4 @@ for number, end in enumerate(ENDS):
     assert same_everywhere(flat(model).tolist()), end
     common = [g for step in groups[:end] for g in step]
     assert same_everywhere(common), end
-print(f"checked {paceline.rank()}")
+sys.stdout.write(f"checked {paceline.rank()}\n")  # in one piece
