@@ -526,7 +526,10 @@ def check_kills(start, method, kills, seed=0):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [METHODS[0], *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS[1:])],
+)
 def test_a_worker_is_killed(start, method):
     check_kills(start, method, kills=1)
 
