@@ -298,6 +298,12 @@ class Training:
                     "whose end cannot be told from the end of the pass; use "
                     "checkpoint(..., use_reentrant=False)"
                 )
+            if self._delivered and self._method.gradient_seen_by_user == "local-sent":
+                raise self._refused(
+                    f"a second backward pass before step(): under {self._method.name} the "
+                    "gradients of the first are on their way to the server. Run all passes "
+                    "but the last under optimizer.no_sync()"
+                )
             self._in_backward = True
             self._seen = [False] * len(self._parameters)
             self._reset_buckets()

@@ -255,6 +255,38 @@ def test_changing_a_gradient_that_was_sent_is_an_error(change):
     Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
 
 
+def test_a_second_backward_pass_before_the_step_is_an_error():
+    def train(rank):
+        model = Quadratic()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(model, plain, method="asp")
+        with optimizer.no_sync():
+            model(centers_of(rank)).backward()
+        model(centers_of(rank)).backward()
+        with pytest.raises(GradientError, match="no_sync"):
+            model(centers_of(rank)).backward()
+
+    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_state_of_a_tensor_without_dimensions_keeps_its_type(dtype):
+    def train(rank):
+        model = torch.nn.Module()
+        model.register_parameter("one", torch.nn.Parameter(torch.ones((), dtype=dtype)))
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = paceline.distribute(model, plain, method="asp")
+        value = torch.tensor(1 / 3, dtype=dtype)
+        state = optimizer.state_dict()
+        state["state"] = {0: {"momentum_buffer": value}}
+        optimizer.load_state_dict(state)
+        back = optimizer.state_dict()["state"][0]["momentum_buffer"]
+        assert back.dtype == dtype
+        assert torch.equal(back, value)
+
+    Simulation(uniform_cluster(1, "1gbit", "50us")).run(train)
+
+
 def test_steps_of_one_round_need_equal_hyperparameters():
     def train(rank):
         model = Quadratic()

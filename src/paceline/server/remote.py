@@ -27,6 +27,7 @@ from paceline.messages import (
     Push,
 )
 from paceline.server.shards import Part, split
+from paceline.server.store import is_per_element
 from paceline.tensors import Bucket, stand_in_for
 from paceline.torch_private import version_of
 from paceline.updater import check_applicable
@@ -287,13 +288,12 @@ class RemoteParameters:
                 parts, offset = [bucket.buffer.new_empty(0)], 0
                 for unit in part.units:
                     mine: list[tuple[str, int | float]] = []
-                    for name, value in state.get(
-                        self._owner[unit.parameter], {}
-                    ).items():
-                        if isinstance(value, torch.Tensor) and value.dim():
+                    owner = self._owner[unit.parameter]
+                    for name, value in state.get(owner, {}).items():
+                        if is_per_element(value, owner):
                             mine.append((name, offset))
-                            flat = value.detach().reshape(-1)[unit.start : unit.stop]
-                            parts.append(flat.to(bucket.buffer.dtype))
+                            flat = value.detach().reshape(-1)
+                            parts.append(flat[unit.start : unit.stop])
                             offset += unit.elements
                         elif value is not None:
                             mine.append((name, float(value)))
