@@ -66,7 +66,7 @@ def test_imports_point_downwards(path):
         )
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "methods").glob("*.py")), ids=str)
+@pytest.mark.parametrize("path", sorted((SOURCE / "methods").rglob("*.py")), ids=str)
 def test_methods_see_their_comm_and_nothing_else(path):
     assert set(paceline_parts(path)) <= METHODS_MAY_IMPORT
     forbidden = {"torch.distributed", "socket", "time", "os", "random", "threading"}

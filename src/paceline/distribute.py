@@ -120,7 +120,7 @@ def distribute(
         for reception in [endpoint.request(join) for endpoint in endpoints]:
             reception.wait()
     training = Training(
-        world, model, parameters, chosen, settings, comm, sampler, remote
+        world, model, parameters, chosen, settings, comm, sampler, remote, optimizer
     )
     world.journal.begin(full_spec)
     wrapped = DistributedOptimizer._wrap(optimizer, training, world, endpoints)
@@ -212,11 +212,6 @@ def _resolve(
     """The method object and the settings, the command line's before the script's."""
     override = world.options.method
     if override is None and method is not None and not isinstance(method, str):
-        if method.updates_on == "method":
-            raise UsageError(
-                f"method {method.name!r} updates piece by piece on its worker: not yet "
-                "supported"
-            )
         return method, settings
     text = override or method or "bsp"
     assert isinstance(text, str)

@@ -379,8 +379,27 @@ class Run(Protocol):
         ...
 
     @property
-    def share(self) -> float:
-        """This worker's weight in the mean: what its gradients were multiplied by."""
+    def weight(self) -> float:
+        """This worker's part in the mean: 1/n, or its part of the samples."""
+        ...
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """What times this training's work."""
+        ...
+
+    @property
+    def loss(self) -> float | None:
+        """What the script last reported as its loss, if it did."""
+        ...
+
+    def take_over(self, most_bytes: int) -> Updater:
+        """The optimizer, in pieces of at most so many bytes each: from now on the method
+        applies it. Only for methods with ``updates_on="method"``; once."""
+        ...
+
+    def say(self, sentence: str) -> None:
+        """Tell people something, once for all workers."""
         ...
 
     participants: list[int]
@@ -411,7 +430,7 @@ class Method(Protocol):
     1. ``step_begins(state, run)``: the first forward with gradients after a backward
        that ended.
     2. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer
-       (times `Run.share` where the user is to see the mean, so that their sum is the mean);
+       (times `Run.weight` where the user is to see the mean, so that their sum is the mean);
        backward still runs. Always in plan order, on every rank.
     3. ``backward_ended(state, run)``: all buckets were delivered. A tensor that took no
        part on this rank is zero in its buffer and False in ``bucket.used``.
@@ -486,6 +505,23 @@ class Updater(Protocol):
         the optimizer's state change, and the values that they would have got are
         returned, one new tensor of the piece's shape for each piece.
         """
+        ...
+
+    def pieces_of(self, parameter: torch.nn.Parameter) -> Sequence[Piece]:
+        """The pieces of one parameter, in order; none if the optimizer does not have it."""
+        ...
+
+    def group_of(self, piece: Piece) -> int:
+        """The number of the parameter group that a piece is in."""
+        ...
+
+    def values(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Each piece's elements of its parameter: views, to read and to write."""
+        ...
+
+    def stamps(self, pieces: Sequence[Piece]) -> list[int]:
+        """A number for each piece that becomes another one when anybody writes into its
+        parameter (through ``.data`` nobody notices)."""
         ...
 
     def hyperparameters(self) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +50,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ---- the wrapped optimizer's own ----
 
     @property
+    def unwrapped(self) -> torch.optim.Optimizer:
+        """The optimizer that was given to `distribute`. Its state is in its `state_dict`
+        and, after `finish`, in itself; its ``step()`` is not to be called before."""
+        return self._inner
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._inner.param_groups
 
@@ -77,7 +83,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The optimizer's state, in torch's own form; asked of the servers, where these
         update."""
         if not self._training.updates_on_server or self._finished:
-            return self._inner.state_dict()
+            with self._settled():
+                return self._inner.state_dict()
         self._inner.state.update(self._training.remote.state())
         state: dict[str, Any] = self._inner.state_dict()
         self._inner.state.clear()
@@ -86,10 +93,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict`, or the unwrapped optimizer's, gave. Where servers update,
         they take rank 0's; every rank calls this, between steps."""
-        self._inner.load_state_dict(state_dict)
+        with self._settled():
+            self._inner.load_state_dict(state_dict)
         if self._training.updates_on_server:
             self._training.remote.load_state(dict(self._inner.state))
             self._inner.state.clear()
+
+    def _settled(self) -> AbstractContextManager[None]:
+        """Within it the state here is that of all steps until now."""
+        return (
+            nullcontext() if self._training.updates_on_server else self.consolidated()
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the parameters' buckets are made when training begins."""
@@ -108,8 +122,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> float | None:
         """Update the parameters.
 
-        *loss* is this worker's loss, where a method wants to see it (none does yet); it
-        is logged as ``loss``. Raises `UsageError` after `finish`.
+        *loss* is this worker's loss, where a method wants to see it (osp does); it is
+        logged as ``loss``. Raises `UsageError` after `finish`.
         """
         if self._finished:
             raise UsageError(
@@ -118,10 +132,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if loss is not None:
             self._world.journal.log({"loss": loss})
         result: float | None = None
-        if self._training.updates_on_server:
+        if not self._training.optimizer_steps:
             if closure is not None:
                 raise UsageError(
-                    "step(closure): the server updates; call backward(), then step()"
+                    "step(closure): the method updates, not the optimizer by itself; call "
+                    "backward(), then step()"
                 )
             self._training.before_update()
         elif closure is None:

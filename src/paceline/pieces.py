@@ -13,6 +13,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Piece
+from paceline.tensors import wire_bytes
 
 _t = torch.optim
 ELEMENTWISE = {
@@ -91,7 +92,7 @@ def split_pieces(optimizer: torch.optim.Optimizer, most_bytes: int) -> list[Piec
     for whole in whole_pieces(optimizer):
         (parameter, group), size = parameters[whole.parameter], whole.stop
         unit, _ = cut_every(optimizer, parameter, group)
-        unit_bytes = unit * parameter.element_size()
+        unit_bytes = unit * max(1, wire_bytes(parameter) // size)
         if most_bytes < unit_bytes and unit < size:
             raise UsageError(
                 f"split_pieces(..., most_bytes={most_bytes}): expected {unit_bytes} bytes "

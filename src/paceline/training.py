@@ -18,6 +18,7 @@ changed its mind, and buckets are made anew.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,7 @@ from paceline.torch_private import (
     queue_callback,
     version_of,
 )
+from paceline.updater import TorchUpdater, split_pieces
 from paceline.weights import Weights
 
 MakeRemote = Callable[[list[Bucket], Callable[[], float]], RemoteParameters]
@@ -66,8 +68,11 @@ class Training:
         comm: TorchComm | AloneComm,
         sampler: Sampler | None = None,
         remote: MakeRemote | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.comm = comm
+        self._optimizer = optimizer
+        self._updater: TorchUpdater | None = None
         self.active = True
         self.participants = list(range(comm.size))
         self.buckets: list[Bucket] = []
@@ -101,13 +106,14 @@ class Training:
         self._broken = False
         self._steps = 0
         device = parameters[0][1].device
+        self.stopwatch = world.stopwatch(device)
         self._planner = Planner(
             comm,
             settings.fusion,
             [wire_bytes(parameter) for _, parameter in parameters],
             [kind_of(parameter) for _, parameter in parameters],
             device,
-            world.stopwatch(device),
+            self.stopwatch,
             world.blank,
             world.journal.planned,
             lock_step=method.updates_on != "server",
@@ -139,6 +145,21 @@ class Training:
         assert self._remote is not None, "this method's worker updates"
         return self._remote
 
+    def take_over(self, most_bytes: int) -> TorchUpdater:
+        assert self._method.updates_on == "method", "the user's step() updates"
+        assert self._optimizer is not None
+        pieces = split_pieces(self._optimizer, most_bytes)
+        self._updater = TorchUpdater(self._optimizer, pieces)
+        return self._updater
+
+    @property
+    def loss(self) -> float | None:
+        return self._world.journal.metrics.get("loss")
+
+    def say(self, sentence: str) -> None:
+        if self.comm.rank == 0:
+            print(f"paceline: {sentence}", file=sys.stderr)
+
     @property
     def first_step(self) -> int:
         """How many steps the job had done when this worker joined it."""
@@ -146,8 +167,13 @@ class Training:
 
     @property
     def updates_on_server(self) -> bool:
-        """Whether the user's optimizer never steps here."""
+        """Whether the optimizer's state is on servers."""
         return self._remote is not None
+
+    @property
+    def optimizer_steps(self) -> bool:
+        """Whether the user's optimizer steps, and not the method or a server."""
+        return bool(self._method.updates_on == "worker")
 
     # ---- what the wrapped optimizer calls ----
 
@@ -197,7 +223,7 @@ class Training:
             raise self._refused(
                 f"the gradient of {name!r} (or of a tensor sent with it) was changed "
                 f"between backward() and step(): under {self._method.name} it is on its "
-                "way to the server by then, and a change reaches nobody. Leave out "
+                "way to the others by then, and a change reaches nobody. Leave out "
                 "clipping and GradScaler, or use bsp, whose .grad holds the mean"
             )
 
@@ -216,6 +242,8 @@ class Training:
             self._moment("finish")
             if self._remote is not None:
                 self._remote.keep_state()
+            if self._updater is not None:
+                self._updater.close()
         self.detach()
 
     def detach(self) -> None:
@@ -301,7 +329,7 @@ class Training:
             if self._delivered and self._method.gradient_seen_by_user == "local-sent":
                 raise self._refused(
                     f"a second backward pass before step(): under {self._method.name} the "
-                    "gradients of the first are on their way to the server. Run all passes "
+                    "gradients of the first are on their way to the others. Run all passes "
                     "but the last under optimizer.no_sync()"
                 )
             self._in_backward = True
@@ -365,13 +393,13 @@ class Training:
         self._moment("backward_ended")
         if not all_used:
             self._show_gradients()
-        if self._method.gradient_seen_by_user == "local-sent":
-            self._sent_versions = {b.index: version_of(b.buffer) for b in self.buckets}
         if self._settings.check_finite:
             self._require_finite()
         self._delivered = True
         self._step_may_begin = True
         self._plan_anew()
+        if self._method.gradient_seen_by_user == "local-sent":
+            self._sent_versions = {b.index: version_of(b.buffer) for b in self.buckets}
 
     # ---- buckets ----
 

@@ -37,6 +37,7 @@ from paceline.pieces import (
     split_pieces,
     whole_pieces,
 )
+from paceline.torch_private import version_of
 
 __all__ = [
     "Piece",
@@ -76,6 +77,7 @@ class TorchUpdater:
             raise UsageError("another TorchUpdater applies this optimizer: close() it")
         self._optimizer = optimizer
         self._parameters = parameters_of(optimizer)
+        self._numbers = {id(p): n for n, (p, _) in enumerate(self._parameters)}
         self._pieces_of: dict[int, list[Piece]] = defaultdict(list)
         for piece in sorted(pieces):
             self._pieces_of[piece.parameter].append(piece)
@@ -151,6 +153,23 @@ class TorchUpdater:
             for target in targets:
                 target.grad = None
         return [] if commit else [target.detach() for target in targets]
+
+    def pieces_of(self, parameter: torch.nn.Parameter) -> list[Piece]:
+        """The pieces of one parameter, in order: see `Updater.pieces_of`."""
+        number = self._numbers.get(id(parameter))
+        return [] if number is None else self._pieces_of[number]
+
+    def group_of(self, piece: Piece) -> int:
+        """See `Updater.group_of`."""
+        return self._parameters[piece.parameter][1]
+
+    def values(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Views of the pieces' elements: see `Updater.values`."""
+        return [self._target(piece).detach() for piece in pieces]
+
+    def stamps(self, pieces: Sequence[Piece]) -> list[int]:
+        """What changes with every write: see `Updater.stamps`."""
+        return [version_of(self._parameters[p.parameter][0]) for p in pieces]
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """A copy of what each of ``param_groups`` holds as of now, in their order.

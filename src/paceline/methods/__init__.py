@@ -10,6 +10,7 @@ from paceline.interfaces import Method
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
+from paceline.methods.osp import OSP
 from paceline.methods.ssp import SSP
 from paceline.spec import Spec, convert_fields, field_types
 
@@ -17,6 +18,7 @@ METHODS: dict[str, type[Method]] = {
     ASP.name: ASP,
     Backup.name: Backup,
     BSP.name: BSP,
+    OSP.name: OSP,
     SSP.name: SSP,
 }
 

@@ -50,7 +50,7 @@ class BSP:
 
     def bucket_ready(self, state: BSPState, run: Run, bucket: Bucket) -> None:
         if bucket.last:
-            state.own_element = ask_for_roll_call(run)
+            state.own_element = ask_for_roll_call(run, bucket.buffer)
         if self.overlap:
             state.pending.append(run.comm.all_reduce(bucket.buffer, "sum"))
 
@@ -61,8 +61,11 @@ class BSP:
             pending.wait()
         state.pending.clear()
         assert state.own_element is not None, "the last bucket was not delivered"
-        answer_roll_call(run, state.own_element)
+        factor = answer_roll_call(run, run.buckets[-1].buffer, state.own_element)
         state.own_element = None
+        if factor != 1.0:
+            for bucket in run.buckets:
+                bucket.buffer.mul_(factor)
 
     def finish(self, state: BSPState, run: Run) -> None:
         # The others may still train: contribute nothing, in step with them, until all

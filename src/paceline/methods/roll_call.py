@@ -18,32 +18,34 @@ import torch
 from paceline.interfaces import Run
 
 
-def ask_for_roll_call(run: Run) -> torch.Tensor:
-    """Ask, if this rank has something to tell. Call before the last bucket is sent.
+def ask_for_roll_call(run: Run, carrier: torch.Tensor) -> torch.Tensor:
+    """Ask, if this rank has something to tell. *carrier* is the flat tensor that is sent
+    last; call before that.
 
     Returns this rank's own value of the element that carries the request.
     """
-    element = _last_element(run.buckets[-1].buffer)
+    element = _last_element(carrier)
     own = element.clone()
     if not run.active or not all(all(bucket.used) for bucket in run.buckets):
         element.fill_(math.nan)
     return own
 
 
-def answer_roll_call(run: Run, own: torch.Tensor) -> None:
-    """Hold the second round if anybody asked. Call when all means are in.
+def answer_roll_call(run: Run, carrier: torch.Tensor, own: torch.Tensor) -> float:
+    """Hold the second round if anybody asked. Call when all sums are in.
 
-    Afterwards a mean is over the ranks that still train, ``bucket.used`` says which
-    tensors were used on any rank, and `Run.participants` is up to date.
+    Afterwards ``bucket.used`` says which tensors were used on any rank, and
+    `Run.participants` is up to date. Returns what sums are to be multiplied with: not 1
+    where some ranks no longer train, since a mean is over those that do.
     """
-    element = _last_element(run.buckets[-1].buffer)
+    element = _last_element(carrier)
     if not math.isnan(element.item()):
-        return
+        return 1.0
     n = run.comm.size
     used = [float(flag) for bucket in run.buckets for flag in bucket.used]
     ballot = torch.zeros(n + len(used) + 1, dtype=torch.float64, device=own.device)
     if run.active:
-        ballot[run.comm.rank] = run.share
+        ballot[run.comm.rank] = run.weight
         ballot[n:-1] = torch.tensor(used, dtype=torch.float64)
         ballot[-1:] = own
     run.comm.all_reduce(ballot, "sum").wait()
@@ -54,8 +56,7 @@ def answer_roll_call(run: Run, own: torch.Tensor) -> None:
     flags = iter(votes[n:-1])
     for bucket in run.buckets:
         bucket.used[:] = [next(flags) > 0 for _ in bucket.used]
-        if 0 < len(run.participants) < n:
-            bucket.buffer.mul_(1 / math.fsum(votes[:n]))
+    return 1 / math.fsum(votes[:n]) if 0 < len(run.participants) < n else 1.0
 
 
 def _last_element(buffer: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,9 @@ from paceline.worlds.virtual.servers import (
 from paceline.worlds.virtual.watchdog import Watchdog
 
 FEW_ELEMENTS = 2
+BYTES_AN_ELEMENT = 1024 * 1024
+"""Of a tensor that stands for a large one: methods that cut tensors can cut it too."""
+
 """What a tensor has that stands for a larger one."""
 
 
@@ -136,7 +139,8 @@ class VirtualWorld:
         return HostStopwatch(self.now)
 
     def blank(self, size: int, device: torch.device) -> torch.Tensor:
-        return stand_in_for(size, torch.zeros(FEW_ELEMENTS, device=device))
+        elements = max(FEW_ELEMENTS, size // BYTES_AN_ELEMENT)
+        return stand_in_for(size, torch.zeros(elements, device=device))
 
     @property
     def paced_by_script(self) -> bool:

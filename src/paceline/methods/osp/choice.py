@@ -1,0 +1,147 @@
+"""Which tensors can wait: the least important ones, as many as hide behind computing.
+
+A step as its network sees it: what was deferred begins to travel when the step begins,
+each bucket's rest when its gradients are ready, and all of it must be there at the step's
+end. The network is one queue here: two streams that share it end when one after the
+other would, since both are waited for. A message takes a start-up, and a time per byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+VISIBLE = 0.01
+"""Waiting for less than this part of a step is none."""
+
+WORTH_IT = 0.02
+"""Deferring must shorten a step by this part of it."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds since the last update ended: *ready*, per bucket, until its gradients are
+    there; *end*, until backward has ended."""
+
+    ready: Sequence[float]
+    end: float
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a message costs: *start_up* seconds, and *per_byte*."""
+
+    start_up: float
+    per_byte: float
+
+    def seconds(self, size: float) -> float:
+        """Of one message; nothing if it is empty."""
+        return self.start_up + size * self.per_byte if size > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The pieces of a model: *sizes* in bytes, and the bucket that each is in."""
+
+    sizes: Sequence[int]
+    buckets: Sequence[int]
+    count: int
+    """How many buckets there are."""
+
+    def total(self, pieces: Iterable[int]) -> int:
+        """Bytes of some pieces."""
+        return sum(self.sizes[piece] for piece in pieces)
+
+    def left(self, deferred: Iterable[int]) -> list[int]:
+        """Bytes of each bucket that are not deferred."""
+        out = set(deferred)
+        left = [0] * self.count
+        for piece, (size, bucket) in enumerate(
+            zip(self.sizes, self.buckets, strict=True)
+        ):
+            left[bucket] += 0 if piece in out else size
+        return left
+
+
+def step_seconds(
+    times: StepTimes, deferred: float, left: Sequence[float], rate: Rate
+) -> float:
+    """Until everything has arrived: *deferred* bytes of the step before, and what is
+    *left* of each bucket of this one. The last bucket always sends a message: workers
+    meet there."""
+    free = rate.seconds(deferred)
+    for ready, size in zip(times.ready, left, strict=True):
+        if size > 0:
+            free = max(free, ready) + rate.seconds(size)
+    if not left[-1] > 0:
+        free = max(free, times.ready[-1]) + rate.start_up
+    return max(free, times.end)
+
+
+def measured_rate(
+    times: StepTimes,
+    deferred: float,
+    left: Sequence[float],
+    start_up: float,
+    observed: float,
+) -> float | None:
+    """Seconds per byte with which a step takes what it was *observed* to take; None if
+    start-ups explain it, which says only that the network is fast enough."""
+
+    def takes(per_byte: float) -> float:
+        return step_seconds(times, deferred, left, Rate(start_up, per_byte))
+
+    if observed <= takes(0.0) * (1 + VISIBLE):
+        return None
+    low, high = 0.0, observed / max(1.0, deferred + sum(left))
+    while takes(high) < observed:
+        low, high = high, 2 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if takes(middle) < observed else (low, middle)
+    return high
+
+
+def choose(
+    parts: Parts,
+    ranking: Sequence[int],
+    times: StepTimes,
+    rate: Rate,
+    budget: float,
+    update_seconds_per_byte: float = 0.0,
+) -> list[int]:
+    """The pieces to defer, of *ranking*, least important first: at most *budget* bytes.
+
+    What backward hides is not deferred, and nothing is where that would not pay: deferring
+    a byte costs a worker *update_seconds_per_byte* for its tentative step.
+    """
+    plain = step_seconds(times, 0.0, parts.left(()), rate)
+    if plain <= times.end * (1 + WORTH_IT):
+        return []
+    if rate.per_byte > 0:
+        budget = min(budget, times.end / rate.per_byte)  # what one computation covers
+    deferred = fill(parts, ranking, budget)
+    left, size = parts.left(deferred), parts.total(deferred)
+    enough = step_seconds(times, size, left, rate) * (1 + VISIBLE / 2)
+    kept = []
+    for piece in reversed(deferred):  # the most important first
+        bucket = parts.buckets[piece]
+        left[bucket] += parts.sizes[piece]
+        size -= parts.sizes[piece]
+        if step_seconds(times, size, left, rate) > enough:
+            left[bucket] -= parts.sizes[piece]
+            size += parts.sizes[piece]
+            kept.append(piece)
+    takes = step_seconds(times, size, left, rate) + size * update_seconds_per_byte
+    return sorted(kept) if takes < plain * (1 - WORTH_IT) else []
+
+
+def fill(parts: Parts, ranking: Sequence[int], budget: float) -> list[int]:
+    """The first pieces of *ranking* that fit into *budget* bytes; one that does not is
+    skipped, and smaller ones behind it are taken."""
+    taken = []
+    for piece in ranking:
+        if parts.sizes[piece] <= budget:
+            budget -= parts.sizes[piece]
+            taken.append(piece)
+    return taken

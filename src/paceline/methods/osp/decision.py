@@ -1,0 +1,230 @@
+"""What is deferred, decided every few steps by one worker for all.
+
+Every rank tells when its gradients were ready; the first one that still trains, which also
+knows how important each piece is, decides. Its decision is made of its own arithmetic and
+clock, and travels: workers that each decided for themselves could disagree in a last bit,
+and then wait for messages that never come. The exchange is one small all-reduce beside
+stage 2, so nobody waits for it either.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.interfaces import Comm, Pending, Piece, Run, Updater
+from paceline.methods.osp.budget import Growth
+from paceline.methods.osp.choice import Rate, StepTimes, choose, fill, measured_rate
+from paceline.methods.osp.importance import product, ranking
+from paceline.methods.osp.layout import Layout
+from paceline.methods.osp.options import OSPOptions
+
+INTERVAL = 20
+"""Steps from one decision to the next."""
+
+FADES = 0.98
+"""While nothing is seen of the network it is taken for a little faster each time: conditions
+may have improved, and then less needs to be deferred."""
+
+UPDATES = 3.0
+"""Deferring costs a worker about so many updates of the same bytes: the tentative step, and
+keeping and restoring exact values."""
+
+
+TRIES = 5
+"""Of the smallest all-reduce; the first makes connections."""
+
+
+class _Step(NamedTuple):
+    """Marks of one step, from the end of the last."""
+
+    start: Any
+    ready: Sequence[Any]
+    end: Any
+    arrived: Any
+
+
+class Decider:
+    """Observes steps, and makes ``layout.deferred``. Collective, step by step."""
+
+    def __init__(
+        self, options: OSPOptions, run: Run, layout: Layout, channel: Comm | None
+    ) -> None:
+        self._options, self._layout, self._channel = options, layout, channel
+        self._growth = Growth(options.budget, options.ramp, run.say)
+        self._round = 0
+        self._leads = run.comm.rank == 0
+        self._values = [0.0] * len(layout.pieces)
+        self._numbers = {piece: n for n, piece in enumerate(layout.pieces)}
+        self._device = run.buckets[0].buffer.device
+        self._start_up = 0.0
+        if channel is not None and options.defer == "measured":
+            self._start_up = _start_up(run, self._device)
+        self._per_byte = 0.0
+        self._exchange: torch.Tensor | None = None
+        self._agreed: StepTimes | None = None
+        # What the step under way has shown, and the steps since the layout's last change.
+        self._origin: Any = None
+        self._ready: list[Any] = []
+        self._end: Any = None
+        self._arrived: Any = None
+        self._seen: list[_Step] = []
+        self._changes = -1
+        self._updates: list[tuple[Any, Any, int]] = []
+
+    # ---- moments ----
+
+    def bucket_ready(self, run: Run) -> None:
+        self._ready.append(run.stopwatch.mark())
+
+    def backward_ended(self, run: Run) -> None:
+        self._end = run.stopwatch.mark()
+
+    def all_arrived(self, run: Run) -> None:
+        self._arrived = run.stopwatch.mark()
+
+    def rate(
+        self,
+        updater: Updater,
+        pieces: Sequence[Piece],
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
+        """These mean *gradients* belong to the parameters as they are."""
+        if (
+            not self._leads
+            or not self._is_due()
+            or self._options.importance == "random"
+        ):
+            return
+        values = updater.values(pieces)
+        for piece, value, gradient in zip(pieces, values, gradients, strict=True):
+            self._values[self._numbers[piece]] = product(value, gradient)
+
+    def updated(self, start: Any, end: Any, size: int) -> None:
+        """The optimizer took from *start* to *end* for so many bytes."""
+        self._updates.append((start, end, size))
+
+    def step_ended(self, run: Run, pending: list[Pending]) -> None:
+        """All that this step sends is under way; what else is sent goes to *pending*, which
+        is waited for before the next step ends."""
+        if self._channel is None:
+            return
+        self._growth.step(run.loss)
+        self._keep_marks()
+        if self._exchange is not None:
+            self._adopt(run)
+        if self._is_due() and run.participants:
+            self._leads = run.comm.rank == run.participants[0]
+            self._exchange = self._notes(run)
+            pending.append(self._channel.all_reduce(self._exchange, "max"))
+        self._round += 1
+        self._ready, self._origin = [], run.stopwatch.mark()
+
+    # ---- the exchange ----
+
+    def _is_due(self) -> bool:
+        return self._round % INTERVAL == 0
+
+    def _notes(self, run: Run) -> torch.Tensor:
+        """What this rank tells: when its gradients were ready and, if it leads, what is to
+        be deferred."""
+        times = self._own_times(run)
+        chosen = [0.0] * len(self._layout.pieces)
+        if self._leads:
+            for number in self._choose(run, times):
+                chosen[number] = 1.0
+        ready = [0.0] * (len(run.buckets) + 1)
+        if times is not None:
+            ready = [*times.ready, times.end]
+        return torch.tensor([*chosen, *ready], dtype=torch.float64, device=self._device)
+
+    def _adopt(self, run: Run) -> None:
+        assert self._exchange is not None
+        values, self._exchange = self._exchange.tolist(), None
+        count = len(self._layout.pieces)
+        self._layout.defer([n for n in range(count) if values[n] > 0])
+        *ready, end = values[count:]
+        fits = len(ready) == len(run.buckets) and all(ready)
+        self._agreed = StepTimes(ready, end) if fits else None
+
+    # ---- the decision ----
+
+    def _choose(self, run: Run, own: StepTimes | None) -> list[int]:
+        options, parts = self._options, self._layout.parts()
+        order = ranking(options.importance, self._values, self._round)
+        budget = options.most * sum(parts.sizes) * self._growth.part
+        if options.defer == "most":
+            return sorted(fill(parts, order, budget))
+        if own is None:
+            return self._layout.deferred  # nothing was seen yet
+        times = own
+        if self._agreed is not None and len(self._agreed.ready) == len(own.ready):
+            times = self._agreed
+        self._measure(run, times)
+        if not self._per_byte:
+            return []
+        rate = Rate(self._start_up, self._per_byte)
+        return choose(
+            parts, order, times, rate, budget, UPDATES * self._update_cost(run)
+        )
+
+    def _measure(self, run: Run, times: StepTimes) -> None:
+        """The network, from how long steps took."""
+        parts, deferred = self._layout.parts(), self._layout.deferred
+        observed = statistics.median(
+            run.stopwatch.seconds(step.start, [step.arrived])[0] for step in self._seen
+        )
+        measured = measured_rate(
+            times,
+            parts.total(deferred),
+            parts.left(deferred),
+            self._start_up,
+            observed,
+        )
+        self._per_byte = FADES * self._per_byte if measured is None else measured
+
+    def _update_cost(self, run: Run) -> float:
+        """Seconds per byte of the optimizer's own step."""
+        costs = [
+            run.stopwatch.seconds(start, [end])[0] / size
+            for start, end, size in self._updates
+            if size
+        ]
+        self._updates.clear()
+        return statistics.median(costs) if costs else 0.0
+
+    # ---- what steps show ----
+
+    def _keep_marks(self) -> None:
+        if self._changes != self._layout.changes:
+            self._changes = self._layout.changes
+            self._seen.clear()  # the step that is over had another layout
+        elif self._origin is not None and self._ready:
+            self._seen.append(
+                _Step(self._origin, self._ready, self._end, self._arrived)
+            )
+
+    def _own_times(self, run: Run) -> StepTimes | None:
+        """Medians over the steps since the layout's last change."""
+        if not self._seen:
+            return None
+        times = [
+            run.stopwatch.seconds(step.start, [*step.ready, step.end])
+            for step in self._seen
+        ]
+        *ready, end = (statistics.median(one) for one in zip(*times, strict=True))
+        return StepTimes(ready, end)
+
+
+def _start_up(run: Run, device: torch.device) -> float:
+    """Seconds that the smallest all-reduce takes. Collective."""
+    times = []
+    for _ in range(TRIES):
+        one = torch.zeros(1, device=device)
+        start = run.stopwatch.mark()
+        run.comm.all_reduce(one, "sum").wait()
+        times.append(run.stopwatch.seconds(start, [run.stopwatch.mark()])[0])
+    return statistics.median(times)

@@ -1,0 +1,44 @@
+"""OSP's hyperparameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import UsageError
+from paceline.methods.osp.budget import GrowthKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class OSPOptions:
+    """*overlap*: stage 1 while backward still runs; without, after it (the paper's form).
+    *defer*: ``"measured"``, what fits behind one computation, beyond what backward hides
+    anyway; ``"nothing"``: stage 1 only, which is bsp; ``"most"``: always as much as *most*
+    allows (with ``most=1`` everything: delayed synchronous training with local prediction).
+    *most*: the largest part of the model that may be deferred. *budget*: how it grows, with
+    the fall of the loss, linearly in *ramp* steps, or not at all.
+    *importance*: of a tensor, Σ|parameter x mean gradient| (``"product"``), or that
+    reversed, or ``"random"``, for comparison. *correction*: what a worker does to deferred tensors until
+    their mean arrives: a step of the optimizer with its own gradient (``"local"``), with the mean of that
+    and an average of past mean gradients (``"average"``), with its own gradient times the
+    learning rate alone (``"plain"``), or nothing (``"none"``).
+    *chunk*: larger tensors are cut into pieces of at most so many bytes."""
+
+    overlap: bool = True
+    defer: Literal["measured", "nothing", "most"] = "measured"
+    most: float = 0.8
+    budget: GrowthKind = "loss"
+    ramp: int = 500
+    importance: Literal["product", "inverse", "random"] = "product"
+    correction: Literal["local", "average", "plain", "none"] = "local"
+    chunk: int = 4 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.most <= 1:
+            raise UsageError(
+                f"osp:most={self.most}: expected a part of the model, between 0 and 1"
+            )
+        if self.ramp < 1:
+            raise UsageError(f"osp:ramp={self.ramp}: expected 1 or more steps")
+        if self.chunk < 1:
+            raise UsageError(f"osp:chunk={self.chunk}: expected 1 or more bytes")
