@@ -21,7 +21,9 @@ from paceline.messages import (
     Reduce,
     Unit,
 )
+from paceline.methods.backup import Backup
 from paceline.server import wire
+from paceline.server.protocol import ParameterServer
 from tests.server import TOKEN, Adder, Peer, connect, running, time_limit
 
 HONEST = 2
@@ -124,26 +126,86 @@ def resident_bytes():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def reduce_once(servers, number):
-    """The honest workers' result."""
-    parts = [torch.full((1000,), rank + number % 7 + 0.5) for rank in range(HONEST)]
-    expected = sum(part.clone() for part in parts)
-    receptions = [
-        server.request(Reduce(channel="", number=number, operation="sum"), part, part)
-        for server, part in zip(servers, parts, strict=True)
-    ]
-    for reception, part in zip(receptions, parts, strict=True):
-        reception.wait()
-        assert torch.equal(part, expected)
+class AddingJob:
+    """Two workers that add up what they know."""
+
+    def __init__(self):
+        self.machine = Adder(HONEST)
+
+    def join(self, servers):
+        self.servers = servers
+
+    def step(self, number):
+        parts = [torch.full((1000,), rank + number % 7 + 0.5) for rank in range(HONEST)]
+        expected = sum(part.clone() for part in parts)
+        message = Reduce(channel="", number=number, operation="sum")
+        receptions = [
+            server.request(message, part, part)
+            for server, part in zip(self.servers, parts, strict=True)
+        ]
+        for reception, part in zip(receptions, parts, strict=True):
+            reception.wait()
+            assert torch.equal(part, expected)
+
+    def end(self):
+        assert {worker for worker, _ in self.machine.lost} <= {ROGUE}
 
 
-def fuzz(count, seed):
+class TrainingJob:
+    """Two workers that train a model on the server, beside one that does it alone."""
+
+    def __init__(self):
+        self.machine = ParameterServer(HONEST, Backup().server(HONEST))
+        self.rng = torch.Generator().manual_seed(0)
+        self.model = torch.nn.Parameter(torch.randn(1000, generator=self.rng))
+        self.sgd = torch.optim.SGD([self.model], lr=0.1, momentum=0.9)
+        skip = ("params", "foreach", "fused", "differentiable")
+        group = self.sgd.param_groups[0]
+        self.how = [{key: group[key] for key in group if key not in skip}]
+
+    def join(self, servers):
+        self.servers = servers
+        join = Join(
+            options="",
+            units=[[Unit(0, 0, 1000, 0, (1000,))]],
+            dtypes=["float32"],
+            optimizer="SGD",
+            hyperparameters=self.how,
+        )
+        for server in servers:
+            server.request(join).wait()
+        servers[0].request(Load(bucket=0), self.model.detach()).wait()
+
+    def step(self, number):
+        gradients = [torch.randn(1000, generator=self.rng) for _ in self.servers]
+        self.model.grad = gradients[0] * 0.5 + gradients[1] * 0.5
+        self.sgd.step()
+        push = Push(
+            step=number,
+            bucket=0,
+            weight=0.5,
+            used=[True],
+            hyperparameters=self.how,
+        )
+        receptions = [
+            server.request(push, gradient, gradient)
+            for server, gradient in zip(self.servers, gradients, strict=True)
+        ]
+        for reception, gradient in zip(receptions, gradients, strict=True):
+            reception.wait()
+            assert torch.equal(gradient, self.model.detach())
+
+    def end(self):
+        assert self.machine.counts["pushes that came again"] == 0
+
+
+def fuzz(job, count, seed):
     rng = random.Random(seed)
-    adder = Adder(HONEST)
-    with running(adder, HONEST + 1) as shell, contextlib.ExitStack() as stack:
+    with running(job.machine, HONEST + 1) as shell, contextlib.ExitStack() as stack:
         servers = [connect(shell, rank) for rank in range(HONEST)]
         peer = None
-        reduce_once(servers, 0)
+        job.join(servers)
+        job.step(0)
         before = None
         for batch in range(1, count // BATCH + 1):
             if batch % 4 == 0:
@@ -155,20 +217,21 @@ def fuzz(count, seed):
             if not strangers(rng, shell, peer):
                 peer.close()
                 peer = None
-            reduce_once(servers, batch)
+            job.step(batch)
             if batch == 8:
                 before = resident_bytes()
         assert resident_bytes() - before < MEMORY_BYTES
-        assert {worker for worker, _ in adder.lost} <= {ROGUE}
+        job.end()
         for server in servers:
             server.close()
     for kind in ("stranger", "undecodable", "liveness", "order"):
         assert shell.refused[kind], kind
 
 
-def test_a_few_thousand_messages(capfd):
+@pytest.mark.parametrize("job", [AddingJob, TrainingJob])
+def test_a_few_thousand_messages(job, capfd):
     with time_limit(60):
-        fuzz(4000, seed=1)
+        fuzz(job(), 4000, seed=1)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 10
     assert lines[-1].endswith("more are only counted")
@@ -176,9 +239,10 @@ def test_a_few_thousand_messages(capfd):
 
 
 @pytest.mark.slow
-def test_a_million_messages():
+@pytest.mark.parametrize("job", [AddingJob, TrainingJob])
+def test_a_million_messages(job):
     with time_limit(1800):
-        fuzz(1_000_000, seed=2)
+        fuzz(job(), 1_000_000, seed=2)
 
 
 def test_messages_of_many_and_of_large_frames():
