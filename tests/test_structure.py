@@ -28,7 +28,9 @@ LEVELS = [
     {"testing", "cli"},
 ]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
-METHODS_MAY_IMPORT = {"errors", "spec", "interfaces", "tensors", "fusion", "methods"}
+METHODS_MAY_IMPORT = {
+    *("errors", "spec", "messages", "interfaces", "tensors", "fusion", "methods"),
+}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

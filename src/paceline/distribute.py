@@ -22,6 +22,7 @@ from paceline.messages import Join
 from paceline.optimizer import DistributedOptimizer, is_finished
 from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
+from paceline.server.staged import StagedParameters
 from paceline.settings import CollectiveName, ModuleBuffers, Settings, Sums
 from paceline.startup import check_same_everywhere, describe
 from paceline.torch_private import is_compiled_whole
@@ -77,6 +78,8 @@ def distribute(
         sums=sums,
     )
     chosen, settings = _resolve(world, method, settings)
+    if hasattr(chosen, "collective"):
+        settings = replace(settings, collective="native")  # the method itself says how
     parameters = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -105,14 +108,16 @@ def distribute(
     remote: MakeRemote | None = None
     if chosen.updates_on == "server":
         kept = settings.buffers == "local"
+        chunk = getattr(chosen, "chunk", None)
         remote = partial(
-            RemoteParameters,
+            RemoteParameters if chunk is None else StagedParameters,
             world.rank,
             optimizer,
             endpoints,
             job,
             options,
             () if kept else tuple(model.buffers()),
+            most_bytes=chunk,
         )
     elif endpoints and isinstance(comm, TorchComm):
         comm = ServerComm(world, comm.name, endpoints, comm.process_group)

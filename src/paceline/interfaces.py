@@ -14,14 +14,14 @@ undefined and the communicator must not be used again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from paceline.instruments import Journal
-from paceline.messages import Reply, Request
+from paceline.messages import FIRST, Measured, Reply, Request
 from paceline.options import RunOptions
 from paceline.tensors import Bucket
 
@@ -186,7 +186,8 @@ class Work(NamedTuple):
 
 
 class HeldPush(NamedTuple):
-    """A worker's gradient of one bucket, on a server. *stamp* counts pushes as they came."""
+    """A worker's gradient of one bucket, or of some *units* of it, on a server. *stamp*
+    counts pushes as they came."""
 
     worker: int
     step: int
@@ -196,10 +197,18 @@ class HeldPush(NamedTuple):
     hyperparameters: Hyperparameters
     gradient: torch.Tensor
     stamp: int
+    stage: int = FIRST
+    units: Sequence[int] | None = None
+    measured: Measured | None = None
 
 
 class Shard(Protocol):
     """One server's parameters and clocks, as a discipline sees them."""
+
+    @property
+    def now(self) -> float:
+        """Seconds on the server's clock, when what is being handled came."""
+        ...
 
     def expected(self, step: int) -> Sequence[int]:
         """The workers, in rank order, whose gradients of *step* have come or will come."""
@@ -234,6 +243,14 @@ class Shard(Protocol):
         """How many times *bucket* was updated."""
         ...
 
+    def unit_bytes(self, bucket: int) -> Sequence[int]:
+        """What each unit of *bucket* is on the network."""
+        ...
+
+    def values(self, bucket: int, units: Sequence[int]) -> list[torch.Tensor]:
+        """The parameters of some units as they are, each flat: to read."""
+        ...
+
     def apply(self, push: HeldPush) -> None:
         """Update by one push alone. Its *weight* scales the learning rate: decay follows
         by itself, and Adam, whose step does not depend on a gradient's size, moves as far
@@ -242,8 +259,9 @@ class Shard(Protocol):
 
     def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
         """Update by the mean of pushes, weighted by their weights and divided by the sum of
-        them, added up in the order given. Their gradients are used up. Counts as an update
-        also where there are none."""
+        them, added up in the order given. All are of the same units. Their gradients are
+        used up: the first one then holds the mean. Counts as an update also where there are
+        none."""
         ...
 
     def answer(self, push: HeldPush, counted: Sequence[int] = ()) -> None:
@@ -288,13 +306,45 @@ class Discipline(Protocol):
 
 
 @runtime_checkable
-class Coordinated(Discipline, Protocol):
-    """A discipline that has to decide what other servers would decide otherwise: server 0
-    decides, and says so in its answers; workers tell the others."""
+class Timed(Discipline, Protocol):
+    """A discipline that acts at a time, and not only when something comes."""
+
+    def next_deadline(self) -> float | None:
+        """When, on the clock of `Shard.now`, `timer` is to be called; None: not at all. May
+        become another one with every call of this discipline."""
+        ...
+
+    def timer(self, shard: Shard) -> None:
+        """`Shard.now` has reached the deadline."""
+        ...
+
+
+@runtime_checkable
+class Led(Discipline, Protocol):
+    """A discipline that decides what other servers would decide otherwise: it does so on
+    server 0 alone."""
 
     def follow(self) -> None:
         """This is not server 0: do not decide. Called before anything else."""
         ...
+
+
+@runtime_checkable
+class Deferring(Discipline, Protocol):
+    """A discipline that takes a part of each step in its second stage."""
+
+    def deferred(self, bucket: int) -> Sequence[int]:
+        """The bucket's units that workers are to defer in their next step."""
+        ...
+
+    def has(self, shard: Shard, step: int, bucket: int, units: Sequence[int]) -> bool:
+        """Whether all updates before *step* are in these units."""
+        ...
+
+
+@runtime_checkable
+class Coordinated(Led, Protocol):
+    """The others have to know: server 0 says it in its answers, and workers tell them."""
 
     def decided(self, shard: Shard, step: int, workers: Sequence[int]) -> None:
         """Server 0 has decided that *workers* count for *step*. Comes from each worker."""
@@ -341,7 +391,7 @@ class Remote(Protocol):
         this worker's first step: 0, unless it was restarted. Collective at the start."""
         ...
 
-    def push(self, bucket: Bucket, step: int, stage: int = 0) -> None:
+    def push(self, bucket: Bucket, step: int, stage: int = FIRST) -> None:
         """Send a bucket's gradient, and ask for its parameters."""
         ...
 
@@ -357,6 +407,69 @@ class Remote(Protocol):
 
     def consolidate(self) -> Callable[[], None]:
         """Put the servers' present parameters into the model; returns what undoes it."""
+        ...
+
+
+class UnitPlace(NamedTuple):
+    """A part of the model that travels by itself: elements [*start*, *stop*) of its
+    bucket's buffer."""
+
+    piece: Piece
+    start: int
+    stop: int
+
+
+class StagedRemote(Remote, Protocol):
+    """A `Remote` whose servers take a step in two stages, bucket by bucket in units."""
+
+    units: list[list[UnitPlace]]
+    """Per bucket, in the order of its buffer."""
+
+    deferred: list[list[int]]
+    """Per bucket, the numbers of its units that the next step leaves to its second stage, as
+    servers have said (GIB)."""
+
+    def unit_bytes(self, bucket: int) -> list[int]:
+        """What each unit of a bucket is on the network."""
+        ...
+
+    def mirror(self) -> Updater:
+        """The optimizer on this worker, for tentative steps: its pieces are the units, and
+        its state is its own."""
+        ...
+
+    def push_units(
+        self,
+        bucket: Bucket,
+        step: int,
+        stage: int,
+        numbers: Collection[int],
+        measured: Measured | None = None,
+    ) -> None:
+        """Send some units' gradients, and ask for their parameters."""
+        ...
+
+    def arrived(self, stage: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Wait for the answers to all that was pushed in *stage*: bucket, number and
+        parameters of each unit."""
+        ...
+
+    def ask_states(self, units: Sequence[tuple[int, int]], step: int) -> None:
+        """Ask for the optimizer's state of some units (bucket and number), with all updates
+        before *step* in it."""
+        ...
+
+    def states(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Wait for all states that were asked for: bucket, number, and the entries by
+        name; tensors are flat."""
+        ...
+
+    def buffers_arrived(self) -> None:
+        """Wait for the model's buffers, if any are under way, and put them in."""
+        ...
+
+    def written(self, under_way: bool) -> None:
+        """The method has written into the model; *under_way*: some of it is tentative."""
         ...
 
 
@@ -410,6 +523,11 @@ class Run(Protocol):
         """The parameters on their servers. Only for methods with ``updates_on="server"``."""
         ...
 
+    @property
+    def staged(self) -> StagedRemote:
+        """The same, for a method that takes its steps in two stages."""
+        ...
+
     def keep_company(self) -> None:
         """Go through one step's moments without data: zeros in every bucket."""
         ...
@@ -430,7 +548,7 @@ class Method(Protocol):
     1. ``step_begins(state, run)``: the first forward with gradients after a backward
        that ended.
     2. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer
-       (times `Run.weight` where the user is to see the mean, so that their sum is the mean);
+       (times `Run.weight` where workers form the mean, so that their sum is the mean);
        backward still runs. Always in plan order, on every rank.
     3. ``backward_ended(state, run)``: all buckets were delivered. A tensor that took no
        part on this rank is zero in its buffer and False in ``bucket.used``.

@@ -72,18 +72,39 @@ class Load(msgspec.Struct, tag="load", kw_only=True):
     bucket: int
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker has seen of its steps. *ready*, per bucket, and *end* of backward:
+    seconds since the last step; *start_up* of a message, and *per_byte* of the bucket's
+    *bytes*; *part*: how much of the budget may be used."""
+
+    ready: list[float]
+    end: float
+    start_up: float
+    per_byte: float
+    bytes: list[int]
+    part: float
+
+
+FIRST, SECOND = 1, 2
+"""The stages of a step: what the step waits for, and what may come during the next one."""
+
+
 class Push(msgspec.Struct, tag="push", kw_only=True):
-    """The payload is this worker's gradient of *bucket* in *step*. *weight*: its part in
+    """The payload is this worker's gradient of *bucket* in *step*: of all its units, or of
+    these *units*, one after the other. In the first *stage* of a step every bucket is pushed,
+    though maybe none of its units. *weight*: its part in
     the mean (1/n, or its part of the samples); *used*: per unit, whether it took part in
     the backward pass; *hyperparameters*: of this step. Answer: `Parameters`, when the
     discipline allows it."""
 
     step: int
     bucket: int
-    stage: int = 0
+    stage: int = FIRST
+    units: list[int] | None = None
     weight: float = 1.0
     used: list[bool] = []
     hyperparameters: Hyperparameters = []
+    measured: Measured | None = None
 
 
 class Decide(msgspec.Struct, tag="decide", kw_only=True):
@@ -111,9 +132,12 @@ class Pull(msgspec.Struct, tag="pull", kw_only=True):
 
 
 class PullState(msgspec.Struct, tag="pull-state", kw_only=True):
-    """Answer: `OptimizerState` of *bucket*."""
+    """Answer: `OptimizerState` of *bucket*; or of some *units* of it, once all updates before
+    *step* are in them."""
 
     bucket: int
+    units: list[int] | None = None
+    step: int = 0
 
 
 class LoadState(msgspec.Struct, tag="load-state", kw_only=True):
@@ -168,14 +192,17 @@ class Joined(msgspec.Struct, tag="joined", kw_only=True):
 
 
 class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
-    """The payload is *bucket* at *version*: the number of steps, or of pushes, that are
+    """The payload is *bucket*, or of it the units that were pushed, at *version*: the number
+    of steps, or of pushes, that are
     in it. *step*: the one that its receiver is to do next. *counted*: the workers that
-    counted for the step that was pushed, where server 0 decides."""
+    counted for the step that was pushed, where server 0 decides. *deferred*: the bucket's
+    units that the next step leaves to its second stage (GIB)."""
 
     bucket: int
     version: int
     step: int = 0
     counted: list[int] = []
+    deferred: list[int] = []
 
 
 class Blended(msgspec.Struct, tag="blended", kw_only=True):

@@ -34,6 +34,7 @@ from paceline.interfaces import Method, World
 from paceline.planning import Planner
 from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
+from paceline.server.staged import StagedParameters
 from paceline.settings import Settings
 from paceline.tensors import Bucket, kind_of, make_buckets, wire_bytes
 from paceline.torch_private import (
@@ -90,9 +91,11 @@ class Training:
         ]
 
         self._place: list[tuple[Bucket, int]] = []
-        # A bucket holds this rank's share of the mean, where the method wants a mean:
+        # A bucket holds this rank's share of the mean, where workers form the mean:
         # the division costs nothing beside the copy that has to be made anyway.
-        averages = method.gradient_seen_by_user == "mean"
+        averages = (
+            method.gradient_seen_by_user == "mean" or method.updates_on == "method"
+        )
         self.weight = 1.0 / comm.size
         self._averages = averages
         self.share = self.weight if averages else 1.0
@@ -159,6 +162,11 @@ class Training:
     def say(self, sentence: str) -> None:
         if self.comm.rank == 0:
             print(f"paceline: {sentence}", file=sys.stderr)
+
+    @property
+    def staged(self) -> StagedParameters:
+        assert isinstance(self._remote, StagedParameters), "a method of one stage"
+        return self._remote
 
     @property
     def first_step(self) -> int:

@@ -41,7 +41,8 @@ from tests.real.helpers import (
     wait_until,
 )
 
-METHODS = ["asp", "ssp", "ssp:staleness=0", "backup", "backup:wait_for=2"]
+METHODS = ["asp", "r2sp", "ssp", "ssp:staleness=0", "backup", "backup:wait_for=2"]
+ASYNCHRONOUS = ("asp", "r2sp", "ssp")
 WORKERS = 3
 BUCKETS = 3
 START_SECONDS = 300
@@ -256,7 +257,7 @@ def test_a_snapshot_is_taken_at_the_end_of_a_step(method):
     assert taken == []  # it is too early
     talk.now = 11.0
     talk.step(1)
-    assert taken[-1] == 2 or "wait_for" in method or method in ("asp", "ssp")
+    assert taken[-1] == 2 or "wait_for" in method or method in ASYNCHRONOUS
     assert len(taken) == 1
     assert talk.server.next_deadline() > 21.0
 

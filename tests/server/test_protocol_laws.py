@@ -36,6 +36,7 @@ from paceline.messages import (
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.push_pull import PushPull
+from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
 from paceline.server.protocol import ParameterServer
 
@@ -435,7 +436,7 @@ class Training:
             assert taken == counted + server.counts["gradients dropped"]
             if not isinstance(self.case.method, Backup):
                 assert server.counts["gradients dropped"] == 0
-        if not isinstance(self.case.method, ASP):
+        if not isinstance(self.case.method, ASP | R2SP):
             self.check_answers(final)
 
     def final(self) -> dict[tuple[int, int], torch.Tensor]:
@@ -518,6 +519,8 @@ def cases(draw: st.DrawFn, name: str) -> Case:
     method: PushPull
     if name == "asp":
         method = ASP()
+    elif name == "r2sp":
+        method = R2SP(warm_up=2)
     elif name.startswith("ssp"):
         method = SSP(staleness=int(name[-1]))
     else:
@@ -526,7 +529,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
     return Case(method, workers, layout, data, shards, draw(st.integers(0, 4)))
 
 
-NAMES = ["asp", "ssp 0", "ssp 1", "ssp 3", "backup, all", "backup, some"]
+NAMES = ["asp", "r2sp", "ssp 0", "ssp 1", "ssp 3", "backup, all", "backup, some"]
 
 
 def check_laws(case: Case, choices: bytes) -> None:

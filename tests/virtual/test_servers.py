@@ -249,7 +249,7 @@ def test_changing_a_gradient_that_was_sent_is_an_error(change):
         optimizer = paceline.distribute(model, plain, method="asp")
         model(centers_of(rank)).backward()
         change(model)
-        with pytest.raises(GradientError, match="on its way to the server"):
+        with pytest.raises(GradientError, match="on its way to the others"):
             optimizer.step()
 
     Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)

@@ -11,6 +11,7 @@ from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
 from paceline.methods.osp import OSP
+from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
 from paceline.spec import Spec, convert_fields, field_types
 
@@ -19,6 +20,7 @@ METHODS: dict[str, type[Method]] = {
     Backup.name: Backup,
     BSP.name: BSP,
     OSP.name: OSP,
+    R2SP.name: R2SP,
     SSP.name: SSP,
 }
 

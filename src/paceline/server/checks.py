@@ -44,6 +44,18 @@ def different_hyperparameters(pushes: Sequence[HeldPush]) -> str:
     return ""
 
 
+def different_units(pushes: Sequence[HeldPush]) -> str:
+    """How the units of one round's pushes differ; empty where they do not."""
+    for first, push in pairwise(pushes):
+        if push.units != first.units:
+            return (
+                f"step {first.step}, bucket {first.bucket}: worker {first.worker} has sent "
+                f"units {first.units} and worker {push.worker} {push.units}; one step's "
+                "must be equal"
+            )
+    return ""
+
+
 def total_weight(weights: Sequence[float]) -> float:
     """The sum of weights; 1 where only rounding keeps it from 1."""
     whole = sum(sorted(weights))

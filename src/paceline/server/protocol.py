@@ -28,6 +28,7 @@ note       -                                              `Done`
 leave      nobody waits for the worker's gradients        `Done`, once nobody trains
 lost       the same, and it gets no more answers; what    -
            it had pushed still counts
+timer      what the discipline does at a time of its own  `Parameters`, as it says
 ========== ============================================== ==============================
 
 Law: a request that comes again is not done again, and is answered again if it had been
@@ -53,12 +54,17 @@ from paceline.errors import UsageError
 from paceline.interfaces import (
     Answer,
     Coordinated,
+    Deferring,
     Discipline,
     HeldPush,
+    Led,
     Sender,
+    Timed,
     Work,
 )
 from paceline.messages import (
+    FIRST,
+    SECOND,
     Blend,
     Blended,
     Decide,
@@ -83,12 +89,14 @@ from paceline.messages import (
 from paceline.server.buffers import blended
 from paceline.server.checks import (
     different_hyperparameters,
+    different_units,
     require_same,
     total_weight,
 )
 from paceline.server.reductions import Reductions
 from paceline.server.store import Store
 from paceline.server.sums import Order
+from paceline.tensors import wire_bytes
 
 MOST_STEPS_AHEAD = 100_000
 """Of the other workers: by more a step is a mistake, and not taken."""
@@ -114,8 +122,10 @@ class Member:
     first_step: int = 0
     clock: int = 0
     """Steps that are in as a whole: the number of the next."""
-    begun: set[tuple[int, int]] = field(default_factory=set)
-    """(stage, bucket) that are in of the step under way."""
+    begun: set[int] = field(default_factory=set)
+    """Buckets that are in of the step under way, in its first stage."""
+    second: dict[int, set[int]] = field(default_factory=dict)
+    """By step: buckets that are in of its second stage."""
     leaving: bool = False
     channels: dict[str, Channel] = field(default_factory=dict)
 
@@ -138,9 +148,10 @@ class ParameterServer:
         remembers: bool = True,
     ) -> None:
         self.workers = workers
+        self.now = 0.0
         self.counts: Counter[str] = Counter()
         self._name = name
-        self._discipline = discipline
+        self._take_on(discipline)
         self._sums: Order = "rank"
         self._make = make
         self._remembers = remembers
@@ -160,6 +171,7 @@ class ParameterServer:
         self._fault = ""
         """Why training cannot go on: every push is refused with it."""
         self._pulls: list[tuple[Sender, int, int]] = []
+        self._state_pulls: list[tuple[Sender, PullState]] = []
         self._leaves: list[Sender] = []
         self._blended: torch.Tensor | None = None
         self._reductions = Reductions()
@@ -184,6 +196,7 @@ class ParameterServer:
     def on_message(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
     ) -> list[Answer]:
+        self.now = now
         if not self._is_new(sender, message):
             return self._taken_out()
         try:
@@ -193,6 +206,7 @@ class ParameterServer:
         return self._taken_out()
 
     def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
+        self.now = now
         if 0 <= worker < self.workers:
             member = self._heard_of(worker, incarnation)
             if member.incarnation == incarnation and not member.lost:
@@ -200,10 +214,14 @@ class ParameterServer:
         return self._taken_out()
 
     def next_deadline(self) -> float | None:
-        return None
+        return None if self._timed is None else self._timed.next_deadline()
 
     def on_timer(self, now: float) -> list[Answer]:
-        return []
+        self.now = now
+        deadline = self.next_deadline()
+        if self._timed is not None and deadline is not None and now >= deadline:
+            self._timed.timer(self)
+        return self._taken_out()
 
     def take_work(self) -> Work:
         work, self._work = self._work, Work()
@@ -244,7 +262,7 @@ class ParameterServer:
         data = saved["join"].numpy().tobytes()
         join = msgspec.msgpack.decode(data, type=Join)
         if self._make is not None:
-            self._discipline = self._make(join.method, self.workers)
+            self._take_on(self._make(join.method, self.workers))
         assert self._discipline is not None
         self._description, self._sums, self._restored = join, join.sums, True
         self._store = Store(join)
@@ -280,21 +298,34 @@ class ParameterServer:
     def version(self, bucket: int) -> int:
         return self._stored().versions[bucket]
 
+    def unit_bytes(self, bucket: int) -> list[int]:
+        store = self._stored()
+        units = range(len(self._units_of(bucket)))
+        return [store.size(bucket, [unit]) for unit in units]
+
+    def values(self, bucket: int, units: Sequence[int]) -> list[torch.Tensor]:
+        return self._stored().values(bucket, units)
+
     def apply(self, push: HeldPush) -> None:
         if self._fault:
             return
         store = self._stored()
         store.apply(
-            push.bucket, push.gradient, push.used, push.hyperparameters, push.weight
+            push.bucket,
+            push.gradient,
+            push.used,
+            push.hyperparameters,
+            push.weight,
+            push.units,
         )
-        self._add_work(stepped=store.bytes[push.bucket])
+        self._add_work(stepped=store.size(push.bucket, push.units))
         self.counts["gradients applied"] += 1
 
     def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
         if self._fault:
             return
         store = self._stored()
-        different = different_hyperparameters(pushes)
+        different = different_hyperparameters(pushes) or different_units(pushes)
         if different:
             self._stop(different)
             return
@@ -314,20 +345,25 @@ class ParameterServer:
         if whole != 1.0:
             total.mul_(1 / whole)
         used = [any(flags) for flags in zip(*(p.used for p in pushes), strict=True)]
-        store.apply(bucket, total, used, first.hyperparameters)
-        self._add_work(
-            added=store.bytes[bucket] * (len(pushes) - 1), stepped=store.bytes[bucket]
-        )
+        store.apply(bucket, total, used, first.hyperparameters, units=first.units)
+        size = store.size(bucket, first.units)
+        self._add_work(added=size * (len(pushes) - 1), stepped=size)
 
     def answer(self, push: HeldPush, counted: Sequence[int] = ()) -> None:
         sender = self._asked.pop(push.stamp, None)
         if sender is not None:  # it was not refused, and its worker is not lost
-            self._give_parameters(sender, push.bucket, counted)
+            self._give_parameters(sender, push.bucket, counted, push.units)
 
     def count(self, what: str) -> None:
         self.counts[what] += 1
 
     # ---- requests ----
+
+    def _take_on(self, discipline: Discipline | None) -> None:
+        self._discipline = discipline
+        # Looked up once: to ask whether an object fits a protocol takes 16 us.
+        self._timed = discipline if isinstance(discipline, Timed) else None
+        self._deferring = discipline if isinstance(discipline, Deferring) else None
 
     def _join(self, sender: Sender, join: Join, _: object) -> None:
         member = self._members[sender.worker]
@@ -338,12 +374,13 @@ class ParameterServer:
             discipline = self._discipline
             if self._make is not None and join.method:
                 discipline = self._make(join.method, self.workers)
-            if join.shard and isinstance(discipline, Coordinated):
+            if join.shard and isinstance(discipline, Led):
                 discipline.follow()
             if discipline is not None:
                 self._store = Store(join)
                 self.buckets = [b for b, units in enumerate(join.units) if units]
-            self._discipline, self._sums = discipline, join.sums
+            self._take_on(discipline)
+            self._sums = join.sums
             self._description = join
         else:
             require_same(first, join, sender.worker, self._restored)
@@ -409,9 +446,9 @@ class ParameterServer:
         store = self._stored()
         if self._fault:
             raise UsageError(self._fault)
-        gradient = self._checked("push", push.bucket, payload)
+        gradient = self._checked("push", push.bucket, payload, push.units)
         member = self._members[sender.worker]
-        units = len(self._units_of(push.bucket))
+        units = len(self._units_of(push.bucket) if push.units is None else push.units)
         if not store.loaded[push.bucket]:
             raise UsageError("push: no parameters were loaded yet")
         if member.leaving:
@@ -421,24 +458,10 @@ class ParameterServer:
         if not 0 <= push.weight < math.inf:
             raise UsageError(f"push: expected a weight of 0 or more, got {push.weight}")
         store.check_hyperparameters(push.hyperparameters)
-        key = (push.stage, push.bucket)
-        if push.step < member.clock or (
-            push.step == member.clock and key in member.begun
-        ):
-            self.counts["pushes that came again"] += 1
-            raise UsageError(
-                f"push: worker {sender.worker} has pushed bucket {push.bucket} of step "
-                f"{push.step} before"
-            )
-        if push.step > member.clock:
-            self._check_step("push", push.step)
-            if not self._is_idle(sender.worker):
-                raise UsageError(
-                    f"push: expected step {member.clock} of worker {sender.worker}, whose "
-                    "earlier pushes are not all in, or not all answered, got step "
-                    f"{push.step}"
-                )
-            member.first_step = member.clock = push.step
+        if push.stage == FIRST:
+            self._check_order(sender.worker, push, member)
+        else:
+            self._check_second(sender.worker, push, member)
         held = HeldPush(
             worker=sender.worker,
             step=push.step,
@@ -448,12 +471,17 @@ class ParameterServer:
             hyperparameters=push.hyperparameters,
             gradient=gradient,
             stamp=self._stamp,
+            stage=push.stage,
+            units=push.units,
+            measured=push.measured,
         )
         self._asked[self._stamp] = sender
         self._stamp += 1
-        self._furthest = max(self._furthest, push.step + 1)
-        member.begun.add(key)
-        complete = len(member.begun) == len(self.buckets)
+        complete = False
+        if push.stage == FIRST:
+            self._furthest = max(self._furthest, push.step + 1)
+            member.begun.add(push.bucket)
+            complete = len(member.begun) == len(self.buckets)
         if complete:
             member.clock += 1
             member.begun.clear()
@@ -463,6 +491,49 @@ class ParameterServer:
             self._discipline.changed(self)
         if self._pulls:
             self._give_pulls()
+        if self._state_pulls:
+            self._give_states()
+
+    def _check_order(self, worker: int, push: Push, member: Member) -> None:
+        if push.step < member.clock or (
+            push.step == member.clock and push.bucket in member.begun
+        ):
+            self.counts["pushes that came again"] += 1
+            raise UsageError(
+                f"push: worker {worker} has pushed bucket {push.bucket} of step "
+                f"{push.step} before"
+            )
+        if push.step > member.clock:
+            self._check_step("push", push.step)
+            if not self._is_idle(worker):
+                raise UsageError(
+                    f"push: expected step {member.clock} of worker {worker}, whose "
+                    "earlier pushes are not all in, or not all answered, got step "
+                    f"{push.step}"
+                )
+            member.first_step = member.clock = push.step
+
+    def _check_second(self, worker: int, push: Push, member: Member) -> None:
+        """The second stage of a step comes after all of its first was answered, and before
+        that of the next is over."""
+        if self._deferring is None or push.stage != SECOND:
+            raise UsageError(f"push: this method has no stage {push.stage}")
+        known = push.step >= member.first_step
+        if not known or not member.clock - 2 <= push.step < member.clock:
+            raise UsageError(
+                f"push: stage 2 of step {push.step} of worker {worker}, whose next step is "
+                f"{member.clock}"
+            )
+        for step in [s for s in member.second if s < member.clock - 2]:
+            del member.second[step]
+        seen = member.second.setdefault(push.step, set())
+        if push.bucket in seen:
+            self.counts["pushes that came again"] += 1
+            raise UsageError(
+                f"push: worker {worker} has pushed bucket {push.bucket} of step "
+                f"{push.step}, stage 2, before"
+            )
+        seen.add(push.bucket)
 
     def _check_step(self, what: str, step: int) -> None:
         if step > self._furthest + MOST_STEPS_AHEAD:
@@ -477,8 +548,24 @@ class ParameterServer:
 
     def _pull_state(self, sender: Sender, pull: PullState, _: object) -> None:
         self._check_bucket(pull.bucket)
-        entries, payload = self._stored().state(pull.bucket)
-        self._send(sender, OptimizerState(entries=entries), payload)
+        self._stored().elements(pull.bucket, pull.units)
+        self._state_pulls.append((sender, pull))
+        self._give_states()
+
+    def _give_states(self) -> None:
+        waiting, self._state_pulls = self._state_pulls, []
+        for sender, pull in waiting:
+            units, deferring = pull.units, self._deferring
+            if units is not None and deferring is not None:
+                if self._fault:
+                    self._refuse(sender, self._fault)
+                    continue
+                if not deferring.has(self, pull.step, pull.bucket, units):
+                    self._state_pulls.append((sender, pull))
+                    continue
+            entries, payload = self._stored().state(pull.bucket, units)
+            self._add_work(added=wire_bytes(payload))
+            self._send(sender, OptimizerState(entries=entries), payload)
 
     def _load_state(self, sender: Sender, load: LoadState, payload: Any) -> None:
         store = self._stored()
@@ -570,6 +657,7 @@ class ParameterServer:
         self._awaited.discard(worker)
         self._asked = {n: s for n, s in self._asked.items() if s.worker != worker}
         self._pulls = [pull for pull in self._pulls if pull[0].worker != worker]
+        self._state_pulls = [p for p in self._state_pulls if p[0].worker != worker]
         self._leaves = [s for s in self._leaves if s.worker != worker]
         self.counts["workers lost"] += 1
         self._changed()
@@ -579,6 +667,7 @@ class ParameterServer:
         if self._discipline is not None and self._store is not None:
             self._discipline.changed(self)
             self._give_pulls()
+            self._give_states()
         self._end_reductions()
         if not self._training() and not self._awaited:
             leaves, self._leaves = self._leaves, []
@@ -588,18 +677,26 @@ class ParameterServer:
     # ---- answers ----
 
     def _give_parameters(
-        self, to: Sender, bucket: int, counted: Sequence[int] = ()
+        self,
+        to: Sender,
+        bucket: int,
+        counted: Sequence[int] = (),
+        units: Sequence[int] | None = None,
     ) -> None:
         store = self._stored()
-        payload, copied = store.snapshot(bucket)
+        payload, copied = store.snapshot(bucket, units)
         if copied:
-            self._add_work(added=store.bytes[bucket])
+            self._add_work(added=store.size(bucket, units))
+        deferred: Sequence[int] = ()
+        if self._deferring is not None:
+            deferred = self._deferring.deferred(bucket)
         step = self._members[to.worker].clock
         message = Parameters(
             bucket=bucket,
             version=store.versions[bucket],
             step=step,
             counted=list(counted),
+            deferred=list(deferred),
         )
         self._send(to, message, payload)
 
@@ -650,16 +747,23 @@ class ParameterServer:
             raise UsageError(f"expected a bucket of {self.buckets}, got {bucket}")
 
     def _checked(
-        self, what: str, bucket: int, payload: torch.Tensor | None
+        self,
+        what: str,
+        bucket: int,
+        payload: torch.Tensor | None,
+        units: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """The payload, which fits the bucket."""
+        """The payload, which fits the bucket, or these units of it."""
         self._check_bucket(bucket)
-        flat = self._stored().flats[bucket]
+        store = self._stored()
+        flat, elements = store.flats[bucket], store.elements(bucket, units)
+        if payload is None and not elements:
+            payload = flat.new_empty(0)
         if payload is None:
             raise UsageError(f"{what}: expected a payload, got none")
-        if payload.numel() != flat.numel() or payload.dtype != flat.dtype:
+        if payload.numel() != elements or payload.dtype != flat.dtype:
             raise UsageError(
-                f"bucket {bucket}: expected {flat.numel()} elements of {flat.dtype}, got "
+                f"bucket {bucket}: expected {elements} elements of {flat.dtype}, got "
                 f"{payload.numel()} of {payload.dtype}"
             )
         return payload

@@ -11,6 +11,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Reception, ServerJob
 from paceline.messages import (
     DTYPES,
+    FIRST,
     Blend,
     Decide,
     Hyperparameters,
@@ -42,7 +43,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class RemoteParameters:
-    """Buckets, spread over *endpoints*; *weight* gives this worker's part in the mean.
+    """Buckets, spread over *endpoints*; *weight* gives this worker's part in the mean;
+    *most_bytes* is what a unit may have, where the method wants small ones.
 
     Raises `UsageError` for an optimizer that cannot live on a server.
     """
@@ -57,12 +59,13 @@ class RemoteParameters:
         model_buffers: Sequence[torch.Tensor],
         buckets: Sequence[Bucket],
         weight: Callable[[], float],
+        most_bytes: int | None = None,
     ) -> None:
         check_applicable(optimizer)
         self._rank, self._buckets, self._endpoints = rank, list(buckets), endpoints
         self._optimizer, self._weight = optimizer, weight
         self._job, self._options = job, options
-        self._plan = split(buckets, optimizer, len(endpoints))
+        self._plan = split(buckets, optimizer, len(endpoints), most_bytes)
         self._landing = [_like(bucket.buffer) for bucket in buckets]
         self._under_way: list[tuple[int, list[Reception]]] = []
         self._versions: list[list[int]] = []
@@ -107,12 +110,16 @@ class RemoteParameters:
             assert isinstance(answer, Joined), answer
             step, loaded = max(step, answer.step), loaded and answer.loaded
         if not loaded and self._rank == 0:
+            # Before the parameters: nobody's gradient may come in between.
+            if self._optimizer.state:
+                self.load_state(dict(self._optimizer.state))
             self._load()
+        self._optimizer.state.clear()
         self._pull(step)  # servers may be at different steps: all are told the latest
         self.first_step = step
         return step
 
-    def push(self, bucket: Bucket, step: int, stage: int = 0) -> None:
+    def push(self, bucket: Bucket, step: int, stage: int = FIRST) -> None:
         hyperparameters, weight = self._hyperparameters(), self._weight()
         self._pushed_step = step
         if bucket.last:

@@ -10,7 +10,7 @@ import torch
 
 from paceline.messages import Unit
 from paceline.pieces import cut_every, parameters_of
-from paceline.tensors import Bucket
+from paceline.tensors import Bucket, wire_bytes
 
 SMALL_BYTES = 64 * 1024
 """A part smaller than this is not worth a message of its own."""
@@ -28,9 +28,13 @@ class Part:
 
 
 def split(
-    buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer, shards: int
+    buckets: Sequence[Bucket],
+    optimizer: torch.optim.Optimizer,
+    shards: int,
+    most_bytes: int | None = None,
 ) -> list[list[Part]]:
-    """Per bucket its parts, so that all servers hold about as many bytes.
+    """Per bucket its parts, so that all servers hold about as many bytes; no unit has more
+    than *most_bytes*, where the optimizer can be applied to less.
 
     Cuts go where *optimizer* may be applied to both sides alone (see `paceline.pieces`);
     a small bucket goes whole to the server that has least. The same on every rank.
@@ -48,6 +52,15 @@ def split(
             shard = held.index(min(held)) if len(cuts) == 2 else position
             held[shard] += bucket.bytes * (stop - start) // cuts[-1]
             units = _units(bucket, start, stop, numbers, groups)
+            if most_bytes is not None:
+                owners = {numbers[id(p)]: p for p in bucket.parameters}
+                units = [
+                    smaller
+                    for unit in units
+                    for smaller in _smaller(
+                        unit, owners[unit.parameter], optimizer, most_bytes
+                    )
+                ]
             parts.append(Part(shard, start, stop, tuple(units)))
         plan.append(parts)
     return plan
@@ -102,3 +115,28 @@ def _units(
             )
         position = end
     return units
+
+
+def _smaller(
+    unit: Unit,
+    parameter: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    most_bytes: int,
+) -> list[Unit]:
+    """A unit in parts of at most so many bytes, as far as the optimizer allows."""
+    step, _ = cut_every(optimizer, parameter, unit.group)
+    step_bytes = step * max(1, wire_bytes(parameter) // parameter.numel())
+    steps = -(-unit.elements // step)
+    count = -(-steps // max(1, most_bytes // step_bytes))
+    if count <= 1:
+        return [unit]
+    cuts = [min(unit.elements, step * (steps * i // count)) for i in range(count + 1)]
+    return [
+        Unit(
+            parameter=unit.parameter,
+            start=unit.start + first,
+            stop=unit.start + last,
+            group=unit.group,
+        )
+        for first, last in pairwise(cuts)
+    ]

@@ -41,7 +41,9 @@ class Store:
         self.versions = [0] * len(self.flats)
         self.bytes = [wire_bytes(flat) for flat in self.flats]
         """What each bucket is on the network."""
-        self._snapshots: list[torch.Tensor | None] = [None] * len(self.flats)
+        self._snapshots: list[dict[tuple[int, ...] | None, torch.Tensor]] = [
+            {} for _ in self.flats
+        ]
         self._units = join.units
         self._bounds = [_bounds(units) for units in join.units]
         self._optimizer, self._pieces = self._build(join)
@@ -86,7 +88,7 @@ class Store:
         self.flats[bucket].copy_(parameters)
         self.bytes[bucket] = wire_bytes(parameters)
         self.loaded[bucket] = True
-        self._snapshots[bucket] = None
+        self._snapshots[bucket].clear()
 
     def apply(
         self,
@@ -95,32 +97,70 @@ class Store:
         used: Sequence[bool],
         hyperparameters: Hyperparameters,
         factor: float = 1.0,
+        units: Sequence[int] | None = None,
     ) -> None:
-        """One step of the optimizer with *factor* times the learning rate."""
+        """One step of the optimizer with *factor* times the learning rate, on all units or
+        on these, whose gradients follow each other."""
         if factor != 1.0:
             hyperparameters = [{**h, "lr": h["lr"] * factor} for h in hyperparameters]
         pieces, gradients = [], []
-        bounds = self._bounds[bucket]
-        for number, piece in enumerate(self._pieces[bucket]):
-            if used[number]:
-                pieces.append(piece)
-                gradients.append(gradient[slice(*bounds[number])])
+        start = 0
+        for position, number in enumerate(self._numbers(bucket, units)):
+            stop = start + self._units[bucket][number].elements
+            if used[position]:
+                pieces.append(self._pieces[bucket][number])
+                gradients.append(gradient[start:stop])
+            start = stop
         self._updater.apply(pieces, gradients, hyperparameters)
         self.updated(bucket)
 
     def updated(self, bucket: int) -> None:
         """*bucket* has another version."""
         self.versions[bucket] += 1
-        self._snapshots[bucket] = None
+        self._snapshots[bucket].clear()
 
-    def snapshot(self, bucket: int) -> tuple[torch.Tensor, bool]:
-        """A bucket as it is, in a tensor that nobody writes again; and whether it had to
-        be copied for that."""
-        kept = self._snapshots[bucket]
+    def snapshot(
+        self, bucket: int, units: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, bool]:
+        """A bucket, or some units of it, as they are, in a tensor that nobody writes again;
+        and whether they had to be copied for that."""
+        key = None if units is None else tuple(units)
+        kept = self._snapshots[bucket].get(key)
         if kept is not None:
             return kept, False
-        kept = self._snapshots[bucket] = self.flats[bucket].clone()
+        parts = self.values(bucket, key) if key else []
+        if key is None:
+            kept = self.flats[bucket].clone()
+        else:
+            kept = torch.cat(parts) if parts else self.flats[bucket].new_empty(0)
+        self._snapshots[bucket][key] = kept
         return kept, True
+
+    def values(self, bucket: int, units: Sequence[int]) -> list[torch.Tensor]:
+        """Some units' parameters, each flat."""
+        bounds = self._bounds[bucket]
+        return [self.flats[bucket][slice(*bounds[unit])] for unit in units]
+
+    def elements(self, bucket: int, units: Sequence[int] | None) -> int:
+        """Of a bucket, or of some units of it. Raises `UsageError` for units that are none."""
+        if units is None:
+            return self.flats[bucket].numel()
+        count = len(self._units[bucket])
+        if list(units) != sorted(set(units)) or not all(0 <= u < count for u in units):
+            raise UsageError(
+                f"bucket {bucket}: expected units of its {count}, in order, got {units}"
+            )
+        return sum(self._units[bucket][unit].elements for unit in units)
+
+    def size(self, bucket: int, units: Sequence[int] | None) -> int:
+        """Bytes on the network of a bucket, or of some units of it."""
+        if units is None:
+            return self.bytes[bucket]
+        elements = self.elements(bucket, units)
+        return self.bytes[bucket] * elements // max(1, self.flats[bucket].numel())
+
+    def _numbers(self, bucket: int, units: Sequence[int] | None) -> Sequence[int]:
+        return range(len(self._pieces[bucket])) if units is None else units
 
     # ---- all of it, for a snapshot ----
 
@@ -167,15 +207,17 @@ class Store:
     # ---- the optimizer's state ----
 
     def state(
-        self, bucket: int
+        self, bucket: int, units: Sequence[int] | None = None
     ) -> tuple[list[list[tuple[str, int | float]]], torch.Tensor]:
-        """Per unit, its entries as `messages.OptimizerState` has them; and the payload.
-        Raises `UsageError` for state that cannot be said so."""
+        """Per unit (all, or these), its entries as `messages.OptimizerState` has them; and
+        the payload. Raises `UsageError` for state that cannot be said so."""
         flat = self.flats[bucket]
         entries: list[list[tuple[str, int | float]]] = []
         parts: list[torch.Tensor] = []
         offset = 0
-        for number, state in enumerate(self._updater.state(self._pieces[bucket])):
+        numbers = self._numbers(bucket, units)
+        pieces = [self._pieces[bucket][number] for number in numbers]
+        for number, state in zip(numbers, self._updater.state(pieces), strict=True):
             like = self._part(bucket, number)
             mine: list[tuple[str, int | float]] = []
             for name, value in state.items():

@@ -17,7 +17,8 @@ class Case:
     *method*: a spec or a method object. *timing_free*: its result depends on the data and
     not on who is fast, so all worlds end with the same parameters. *learning_rate* and
     *steps*: enough to solve the kit's quadratic. *under_way*: between steps a part of an
-    update is on its way, so a restart is not quite the same as no restart. *reference*: the step that one worker
+    update is on its way, so a restart is not quite the same as no restart. *rounding*: how
+    far one worker alone may be from its reference, where something is derived and not sent. *reference*: the step that one worker
     alone takes, if it is not plain ``optimizer.step()``.
     """
 
@@ -26,6 +27,7 @@ class Case:
     learning_rate: float = 0.6
     steps: int = 60
     under_way: bool = False
+    rounding: float = 0.0
     reference: Callable[[torch.optim.Optimizer], None] | None = None
 
     @property
@@ -34,9 +36,13 @@ class Case:
         return self.method if isinstance(self.method, str) else self.method.name
 
 
-def _deferring(method: str) -> Case:
+def _deferring(method: str, rounding: float = 0.0) -> Case:
     """A part of each gradient is a step late."""
-    return Case(method=method, under_way=True, steps=100)
+    return Case(method=method, under_way=True, steps=100, rounding=rounding)
+
+
+_ROUNDED = 2.0**-22
+"""A few units in the last place: servers keep the momentum, workers derive it."""
 
 
 def _asynchronous(method: str) -> Case:
@@ -48,12 +54,18 @@ CASES: tuple[Case, ...] = (
     Case(method="bsp"),
     Case(method="bsp:overlap=false"),
     Case(method="bsp:collective=parameter-server"),
+    Case(method="osp:collective=native"),
+    Case(method="osp:collective=native,overlap=false,defer=nothing"),
+    _deferring("osp:collective=native,defer=most,budget=constant,most=0.5,chunk=16"),
+    _deferring("osp:collective=native,defer=most,budget=constant,most=1,chunk=16"),
     Case(method="osp"),
     Case(method="osp:overlap=false,defer=nothing"),
-    _deferring("osp:defer=most,budget=constant,most=0.5,chunk=16"),
-    _deferring("osp:defer=most,budget=constant,most=1,chunk=16"),
+    _deferring("osp:defer=most,budget=constant,most=0.5,chunk=16", _ROUNDED),
+    _deferring("osp:defer=most,budget=constant,most=1,chunk=16", _ROUNDED),
     _asynchronous("asp"),
     _asynchronous("ssp"),
+    _asynchronous("r2sp"),
+    _asynchronous("r2sp:warm_up=2,overlap=false"),
     Case(method="ssp:staleness=0"),
     Case(method="backup"),
     Case(method="backup:overlap=false"),

@@ -65,7 +65,12 @@ def one_worker_is_the_reference(case: Case, rule: str) -> None:
             else:
                 case.reference(plain)
         optimizer.finish()
-        _require_equal(model, plain_model, "one worker differs from the reference")
+        _require_equal(
+            model,
+            plain_model,
+            "one worker differs from the reference",
+            case.rounding,
+        )
 
 
 def types_and_shapes_are_kept(case: Case, rule: str) -> None:
@@ -283,9 +288,11 @@ def _require(holds: bool, otherwise: str) -> None:
         raise CheckFailedError(otherwise)
 
 
-def _require_equal(a: torch.nn.Module, b: torch.nn.Module, otherwise: str) -> None:
+def _require_equal(
+    a: torch.nn.Module, b: torch.nn.Module, otherwise: str, rounding: float = 0.0
+) -> None:
     difference = (flat_parameters(a) - flat_parameters(b)).abs().max().item()
-    _require(difference == 0.0, f"{otherwise}: by {difference:.2g}")
+    _require(difference <= rounding, f"{otherwise}: by {difference:.2g}")
 
 
 @contextmanager

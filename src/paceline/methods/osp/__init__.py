@@ -21,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from paceline.interfaces import GradientSeen, Run, UpdatesOn
-from paceline.methods.osp import native
-from paceline.methods.osp.native import NativeState
+from paceline.errors import UsageError
+from paceline.interfaces import Discipline, GradientSeen, Run, UpdatesOn
+from paceline.methods.osp import native, worker
+from paceline.methods.osp.discipline import TwoStages
 from paceline.methods.osp.options import OSPOptions
 from paceline.tensors import Bucket
 
@@ -37,27 +38,43 @@ class OSP(OSPOptions):
     name: ClassVar[str] = "osp"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
 
-    collective: Literal["native"] = "native"
-    """By all-reduce among the workers."""
+    collective: Literal["parameter-server", "native"] = "parameter-server"
+    """Parameters on servers, which update them; or by all-reduce among workers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.correction == "average" and self.collective != "native":
+            raise UsageError(
+                "osp:correction=average: workers see mean gradients only under "
+                "collective=native; add that, or take correction=local"
+            )
 
     @property
     def updates_on(self) -> UpdatesOn:
-        return "method"
+        return "method" if self.collective == "native" else "server"
 
-    def init(self, run: Run) -> NativeState:
-        return native.begin(self, run)
+    @property
+    def _form(self) -> Any:
+        return native if self.collective == "native" else worker
 
-    def bucket_ready(self, state: NativeState, run: Run, bucket: Bucket) -> None:
-        native.bucket_ready(state, run, bucket)
+    def server(self, workers: int) -> Discipline:
+        return TwoStages(self)
 
-    def backward_ended(self, state: NativeState, run: Run) -> None:
-        native.backward_ended(state, run)
+    def init(self, run: Run) -> Any:
+        return self._form.begin(self, run)
 
-    def after_update(self, state: NativeState, run: Run) -> None:
-        native.after_update(state, run)
+    def bucket_ready(self, state: Any, run: Run, bucket: Bucket) -> None:
+        self._form.bucket_ready(state, run, bucket)
 
-    def finish(self, state: NativeState, run: Run) -> None:
-        native.finish(state, run)
+    def backward_ended(self, state: Any, run: Run) -> None:
+        self._form.backward_ended(state, run)
 
-    def consolidate(self, state: NativeState, run: Run) -> Callable[[], None]:
-        return native.consolidate(state, run)
+    def after_update(self, state: Any, run: Run) -> None:
+        self._form.after_update(state, run)
+
+    def finish(self, state: Any, run: Run) -> None:
+        self._form.finish(state, run)
+
+    def consolidate(self, state: Any, run: Run) -> Callable[[], None]:
+        undo: Callable[[], None] = self._form.consolidate(state, run)
+        return undo

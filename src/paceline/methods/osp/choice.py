@@ -14,6 +14,9 @@ from dataclasses import dataclass
 VISIBLE = 0.01
 """Waiting for less than this part of a step is none."""
 
+PIPELINED = 4 * 1024 * 1024
+"""What is deferred comes back in pieces, so that only the last one's way back is seen."""
+
 WORTH_IT = 0.02
 """Deferring must shorten a step by this part of it."""
 
@@ -29,10 +32,12 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Rate:
-    """What a message costs: *start_up* seconds, and *per_byte*."""
+    """What a message costs: *start_up* seconds, and *per_byte*. *pulls*: what was pushed
+    comes back the other way, while the next message is pushed."""
 
     start_up: float
     per_byte: float
+    pulls: bool = False
 
     def seconds(self, size: float) -> float:
         """Of one message; nothing if it is empty."""
@@ -70,12 +75,14 @@ def step_seconds(
     *left* of each bucket of this one. The last bucket always sends a message: workers
     meet there."""
     free = rate.seconds(deferred)
+    back = free + min(deferred, PIPELINED) * rate.per_byte
     for ready, size in zip(times.ready, left, strict=True):
         if size > 0:
             free = max(free, ready) + rate.seconds(size)
+            back = max(back, free) + size * rate.per_byte
     if not left[-1] > 0:
         free = max(free, times.ready[-1]) + rate.start_up
-    return max(free, times.end)
+    return max(free, back if rate.pulls else 0.0, times.end)
 
 
 def measured_rate(
@@ -84,14 +91,15 @@ def measured_rate(
     left: Sequence[float],
     start_up: float,
     observed: float,
+    pulls: bool = False,
 ) -> float | None:
     """Seconds per byte with which a step takes what it was *observed* to take; None if
     start-ups explain it, which says only that the network is fast enough."""
 
     def takes(per_byte: float) -> float:
-        return step_seconds(times, deferred, left, Rate(start_up, per_byte))
+        return step_seconds(times, deferred, left, Rate(start_up, per_byte, pulls))
 
-    if observed <= takes(0.0) * (1 + VISIBLE):
+    if observed <= takes(0.0) * (1 + VISIBLE) or not deferred + sum(left) > 0:
         return None
     low, high = 0.0, observed / max(1.0, deferred + sum(left))
     while takes(high) < observed:

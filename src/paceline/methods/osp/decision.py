@@ -10,8 +10,9 @@ stage 2, so nobody waits for it either.
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,14 +21,8 @@ from paceline.methods.osp.budget import Growth
 from paceline.methods.osp.choice import Rate, StepTimes, choose, fill, measured_rate
 from paceline.methods.osp.importance import product, ranking
 from paceline.methods.osp.layout import Layout
-from paceline.methods.osp.options import OSPOptions
-
-INTERVAL = 20
-"""Steps from one decision to the next."""
-
-FADES = 0.98
-"""While nothing is seen of the network it is taken for a little faster each time: conditions
-may have improved, and then less needs to be deferred."""
+from paceline.methods.osp.options import FADES, INTERVAL, OSPOptions
+from paceline.methods.osp.watch import StepWatch
 
 UPDATES = 3.0
 """Deferring costs a worker about so many updates of the same bytes: the tentative step, and
@@ -36,15 +31,6 @@ keeping and restoring exact values."""
 
 TRIES = 5
 """Of the smallest all-reduce; the first makes connections."""
-
-
-class _Step(NamedTuple):
-    """Marks of one step, from the end of the last."""
-
-    start: Any
-    ready: Sequence[Any]
-    end: Any
-    arrived: Any
 
 
 class Decider:
@@ -66,25 +52,10 @@ class Decider:
         self._per_byte = 0.0
         self._exchange: torch.Tensor | None = None
         self._agreed: StepTimes | None = None
-        # What the step under way has shown, and the steps since the layout's last change.
-        self._origin: Any = None
-        self._ready: list[Any] = []
-        self._end: Any = None
-        self._arrived: Any = None
-        self._seen: list[_Step] = []
-        self._changes = -1
-        self._updates: list[tuple[Any, Any, int]] = []
+        self.watch = StepWatch(run.stopwatch, options.overlap)
+        self._updates: deque[tuple[Any, Any, int]] = deque(maxlen=INTERVAL)
 
     # ---- moments ----
-
-    def bucket_ready(self, run: Run) -> None:
-        self._ready.append(run.stopwatch.mark())
-
-    def backward_ended(self, run: Run) -> None:
-        self._end = run.stopwatch.mark()
-
-    def all_arrived(self, run: Run) -> None:
-        self._arrived = run.stopwatch.mark()
 
     def rate(
         self,
@@ -111,9 +82,10 @@ class Decider:
         """All that this step sends is under way; what else is sent goes to *pending*, which
         is waited for before the next step ends."""
         if self._channel is None:
+            self.watch.step_begins()
             return
         self._growth.step(run.loss)
-        self._keep_marks()
+        self.watch.step_ended(self._layout.changes)
         if self._exchange is not None:
             self._adopt(run)
         if self._is_due() and run.participants:
@@ -121,7 +93,7 @@ class Decider:
             self._exchange = self._notes(run)
             pending.append(self._channel.all_reduce(self._exchange, "max"))
         self._round += 1
-        self._ready, self._origin = [], run.stopwatch.mark()
+        self.watch.step_begins()
 
     # ---- the exchange ----
 
@@ -131,12 +103,14 @@ class Decider:
     def _notes(self, run: Run) -> torch.Tensor:
         """What this rank tells: when its gradients were ready and, if it leads, what is to
         be deferred."""
-        times = self._own_times(run)
+        times = self.watch.times()
         chosen = [0.0] * len(self._layout.pieces)
         if self._leads:
             for number in self._choose(run, times):
                 chosen[number] = 1.0
-        ready = [0.0] * (len(run.buckets) + 1)
+        # As many as were delivered: a rank without data is here before the planner was,
+        # which may make other buckets, and the others after it.
+        ready = [0.0] * (self.watch.delivered + 1)
         if times is not None:
             ready = [*times.ready, times.end]
         return torch.tensor([*chosen, *ready], dtype=torch.float64, device=self._device)
@@ -174,9 +148,7 @@ class Decider:
     def _measure(self, run: Run, times: StepTimes) -> None:
         """The network, from how long steps took."""
         parts, deferred = self._layout.parts(), self._layout.deferred
-        observed = statistics.median(
-            run.stopwatch.seconds(step.start, [step.arrived])[0] for step in self._seen
-        )
+        observed = self.watch.arrived()
         measured = measured_rate(
             times,
             parts.total(deferred),
@@ -195,28 +167,6 @@ class Decider:
         ]
         self._updates.clear()
         return statistics.median(costs) if costs else 0.0
-
-    # ---- what steps show ----
-
-    def _keep_marks(self) -> None:
-        if self._changes != self._layout.changes:
-            self._changes = self._layout.changes
-            self._seen.clear()  # the step that is over had another layout
-        elif self._origin is not None and self._ready:
-            self._seen.append(
-                _Step(self._origin, self._ready, self._end, self._arrived)
-            )
-
-    def _own_times(self, run: Run) -> StepTimes | None:
-        """Medians over the steps since the layout's last change."""
-        if not self._seen:
-            return None
-        times = [
-            run.stopwatch.seconds(step.start, [*step.ready, step.end])
-            for step in self._seen
-        ]
-        *ready, end = (statistics.median(one) for one in zip(*times, strict=True))
-        return StepTimes(ready, end)
 
 
 def _start_up(run: Run, device: torch.device) -> float:

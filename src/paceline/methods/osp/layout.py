@@ -55,6 +55,12 @@ class Layout:
         self.pieces: list[Piece] = [piece for piece, _ in pairs]
         self._owners = [owner for _, owner in pairs]
         self._numbers = {piece: number for number, piece in enumerate(self.pieces)}
+        names = {
+            id(parameter): name
+            for bucket in run.buckets
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
+        }
+        self._names = [names[id(owner)] for owner in self._owners]
         self.sizes = [
             wire_bytes(owner) * (piece.stop - piece.start) // owner.numel()
             for piece, owner in pairs
@@ -73,6 +79,10 @@ class Layout:
     def owner_of(self, number: int) -> int:
         """The id of the parameter that a piece is of."""
         return id(self._owners[number])
+
+    def name_of(self, piece: Piece) -> str:
+        """The model's name of the parameter that a piece is of."""
+        return self._names[self._numbers[piece]]
 
     def follow(self, run: Run) -> None:
         """Notice where the planner has made new buckets."""
@@ -113,28 +123,30 @@ class Layout:
             kinds.setdefault(kind_of(self._owners[number]), []).append(number)
         return kinds
 
-    def message(self, bucket: Bucket, weight: float) -> Message:
-        """A copy of what is not deferred of a bucket, times *weight*."""
+    def message(self, bucket: Bucket) -> Message:
+        """What is not deferred of a bucket: a copy, unless that is all of it."""
+        copies = self._first[bucket.index]
+        if copies.elements == bucket.buffer.numel():
+            return Message(bucket.buffer, copies.numbers, copies.stops)
         room = self._room.get(bucket.index)
         if room is None:
             room = self._room[bucket.index] = torch.empty_like(bucket.buffer)
-        copies = self._first[bucket.index]
         flat = room[: copies.elements]
         for source, target in copies.runs:
-            _weigh(bucket.buffer[source], weight, flat[target])
+            flat[target].copy_(bucket.buffer[source])
         if hasattr(bucket.buffer, "stands_for_bytes"):
             stand_in_for(copies.bytes, flat)
         return Message(flat, copies.numbers, copies.stops)
 
-    def pack(self, numbers: Sequence[int], room: Room, weight: float) -> Message:
-        """A copy of some pieces' gradients, of one kind, times *weight*."""
+    def pack(self, numbers: Sequence[int], room: Room, factor: float) -> Message:
+        """A copy of some pieces' gradients, of one kind, times *factor*."""
         own = [self.gradient(number) for number in numbers]
         flat = room(sum(part.numel() for part in own), own[0])
         stops: list[int] = []
         start = 0
         for part in own:
             stops.append(start + part.numel())
-            _weigh(part, weight, flat[start : stops[-1]])
+            torch.mul(part, factor, out=flat[start : stops[-1]])
             start = stops[-1]
         if any(hasattr(self._owners[n], "stands_for_bytes") for n in numbers):
             stand_in_for(sum(self.sizes[n] for n in numbers), flat)
@@ -194,10 +206,3 @@ class _Copies:
             ],
             bytes=sum(sizes[place.number] for place in places),
         )
-
-
-def _weigh(source: torch.Tensor, weight: float, target: torch.Tensor) -> None:
-    if weight == 1.0:
-        target.copy_(source)
-    else:
-        torch.mul(source, weight, out=target)

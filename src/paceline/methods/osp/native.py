@@ -53,7 +53,8 @@ class NativeState:
     carrier: torch.Tensor | None = None
     own_element: torch.Tensor | None = None
     unused: set[int] = field(default_factory=set)
-    factor: float = 1.0
+    weight: float = 1.0  # of this worker's gradients in the mean
+    factor: float = 1.0  # of sums, where some workers train no longer
     deferral: Deferral | None = None
     predicted: dict[Piece, torch.Tensor] = field(default_factory=dict)
     room: dict[Any, torch.Tensor] = field(default_factory=dict)
@@ -75,13 +76,13 @@ def begin(options: OSPOptions, run: Run) -> NativeState:
 
 def bucket_ready(state: NativeState, run: Run, bucket: Bucket) -> None:
     state.layout.follow(run)
-    state.decider.bucket_ready(run)
+    state.decider.watch.bucket_ready()
     if state.options.overlap:
         _send(state, run, bucket)
 
 
 def backward_ended(state: NativeState, run: Run) -> None:
-    state.decider.backward_ended(run)
+    state.decider.watch.backward_ended()
     if not state.options.overlap:
         for bucket in run.buckets:
             _send(state, run, bucket)
@@ -89,11 +90,13 @@ def backward_ended(state: NativeState, run: Run) -> None:
         pending.wait()
     state.pending_second.clear()
     state.pending_first.clear()
-    state.decider.all_arrived(run)
+    state.decider.watch.all_arrived()
     assert state.carrier is not None, "the last bucket was not delivered"
     assert state.own_element is not None
     state.factor = answer_roll_call(run, state.carrier, state.own_element)
     state.carrier = state.own_element = None
+    # Kept, since a forward pass before step() would make it the next batch's.
+    state.weight = run.weight
     if state.factor != 1.0:
         for message in state.messages:
             message.flat.mul_(state.factor)
@@ -108,7 +111,7 @@ def backward_ended(state: NativeState, run: Run) -> None:
         _settle(state, run)
         state.messages.clear()
         if run.participants:
-            _send_second(state, run, zeros=True)
+            _send_second(state, zeros=True)
         state.decider.step_ended(run, state.pending_second)
 
 
@@ -172,7 +175,7 @@ def consolidate(state: NativeState, run: Run) -> Callable[[], None]:
 
 def _send(state: NativeState, run: Run, bucket: Bucket) -> None:
     """A bucket's important part leaves; with the last one the request for a roll call."""
-    message = state.layout.message(bucket, run.weight)
+    message = state.layout.message(bucket)
     flat = message.flat
     if bucket.last:
         if not flat.numel():
@@ -202,13 +205,19 @@ def _defer(state: NativeState, run: Run, hyperparameters: Hyperparameters) -> No
         _room(state, ("exact", piece), value).copy_(value)
         for piece, value in zip(pieces, values, strict=True)
     ]
-    sums = _send_second(state, run)
+    sums = _send_second(state)
+    # Buckets hold this worker's share of the mean; its own gradient is the whole of that.
+    whole = 1 / state.weight if state.weight else 0.0
+    if whole != 1.0:
+        for gradient in own:
+            gradient.mul_(whole)
     # p~_k(i+1) = P(i) - eta g_k(i), by the optimizer's own rule and with its state
     guess = _guess(state, pieces, own)
     if guess is not None and pieces:
         if state.options.correction == "plain":
             for piece, value, gradient in zip(pieces, values, guess, strict=True):
-                rate = hyperparameters[updater.group_of(piece)]["lr"]
+                group = hyperparameters[updater.group_of(piece)]
+                rate = -group["lr"] if group.get("maximize") else group["lr"]
                 value.sub_(gradient.view_as(value) * rate)
         else:
             tentative = updater.apply(pieces, guess, hyperparameters, commit=False)
@@ -222,15 +231,13 @@ def _defer(state: NativeState, run: Run, hyperparameters: Hyperparameters) -> No
     )
 
 
-def _send_second(
-    state: NativeState, run: Run, zeros: bool = False
-) -> dict[int, torch.Tensor]:
+def _send_second(state: NativeState, zeros: bool = False) -> dict[int, torch.Tensor]:
     """Start the all-reduce of everything deferred; returns where each piece's mean will
     be. All ranks send as much, used or not."""
     places: dict[int, torch.Tensor] = {}
     for kind, numbers in state.layout.deferred_by_kind().items():
         message = state.layout.pack(
-            numbers, _room(state, ("second", kind)), run.weight * state.factor
+            numbers, _room(state, ("second", kind)), state.factor
         )
         if zeros:
             message.flat.zero_()
@@ -281,10 +288,10 @@ def _require_untouched(deferral: Deferral, state: NativeState) -> None:
     for piece, before, after in zip(deferral.pieces, deferral.stamps, now, strict=True):
         if before != after:
             raise UsageError(
-                f"parameter {piece.parameter} was written to since step(), while a part "
-                "of its update was under way (osp, stage 2): what was written would be "
-                "lost. Load and change parameters before training, or call finish(), "
-                "change them, and distribute again"
+                f"parameter {state.layout.name_of(piece)!r} was written to since step(), "
+                "while a part of its update was under way (osp, stage 2): what was "
+                "written would be lost. Load and change parameters before training, or "
+                "call finish(), change them, and distribute again"
             )
 
 

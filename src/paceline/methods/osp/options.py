@@ -8,6 +8,13 @@ from typing import Literal
 from paceline.errors import UsageError
 from paceline.methods.osp.budget import GrowthKind
 
+INTERVAL = 20
+"""Steps from one decision to the next."""
+
+FADES = 0.98
+"""While nothing is seen of the network it is taken for a little faster each time: conditions
+may have improved, and then less needs to be deferred."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OSPOptions:
@@ -22,6 +29,10 @@ class OSPOptions:
     their mean arrives: a step of the optimizer with its own gradient (``"local"``), with the mean of that
     and an average of past mean gradients (``"average"``), with its own gradient times the
     learning rate alone (``"plain"``), or nothing (``"none"``).
+    *state*: of an optimizer whose state servers have, and which cannot be
+    mirrored from how parameters move (all but SGD): ``"pull"`` it for what is deferred, so that
+    the tentative step is that optimizer's own, or ``"predict"``: repeat the last step. Does not
+    matter to collective=native.
     *chunk*: larger tensors are cut into pieces of at most so many bytes."""
 
     overlap: bool = True
@@ -31,6 +42,7 @@ class OSPOptions:
     ramp: int = 500
     importance: Literal["product", "inverse", "random"] = "product"
     correction: Literal["local", "average", "plain", "none"] = "local"
+    state: Literal["pull", "predict"] = "pull"
     chunk: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:

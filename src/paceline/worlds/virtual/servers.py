@@ -3,7 +3,7 @@
 A request travels over the links like any message, on a connection of its own per (worker,
 server, channel): first in, first out, so incast falls out of the link model. The server's
 processor takes requests first come, first served, and what a transition adds up and steps
-keeps it busy; answers leave when it is done.
+keeps it busy; answers leave when it is done. So it is with a server's own deadlines.
 """
 
 from __future__ import annotations
@@ -61,8 +61,11 @@ class VirtualServer:
         self.clock, self.links = clock, links
         self._rates = rates
         self._waiting: dict[tuple[int, str, int], VirtualReception] = {}
-        self._queue: deque[tuple[Sender, Request, torch.Tensor | None]] = deque()
+        self._queue: deque[Callable[[float], Sequence[Answer]]] = deque()
+        """What is to be handled, each at an instant that it is told."""
         self._busy = False
+        self._alarm: float | None = None
+        """When the next event is that looks whether a deadline has passed."""
 
     def expect(self, sender: Sender, reception: VirtualReception) -> None:
         """*reception* takes the answer to a request that is on its way."""
@@ -72,20 +75,42 @@ class VirtualServer:
         self, sender: Sender, message: Request, payload: torch.Tensor | None
     ) -> None:
         """A request's last byte is here."""
-        self._queue.append((sender, message, payload))
+        self._enter(partial(self.server.on_message, sender, message, payload))
+
+    def _enter(self, event: Callable[[float], Sequence[Answer]]) -> None:
+        self._queue.append(event)
         if not self._busy:
             self._serve()
 
     def _serve(self) -> None:
-        """Handle the oldest request; its answers leave when the processor is done."""
+        """Handle what came first; its answers leave when the processor is done."""
         if not self._queue:
             self._busy = False
             return
         self._busy = True
-        answers = self.server.on_message(*self._queue.popleft(), self.clock.now)
+        answers = self._queue.popleft()(self.clock.now)
+        self._set_alarm()
         added, stepped = self.server.take_work()
         seconds = added / self._rates.added + stepped / self._rates.stepped
         self.clock.at(self.clock.now + seconds, partial(self._done, answers))
+
+    def _set_alarm(self) -> None:
+        """An event cannot be taken back: one that comes before the deadline, which has
+        moved, sets the next."""
+        deadline = self.server.next_deadline()
+        if deadline is not None and (self._alarm is None or deadline < self._alarm):
+            self._alarm = max(deadline, self.clock.now)
+            self.clock.at(self._alarm, partial(self._ring, self._alarm))
+
+    def _ring(self, alarm: float) -> None:
+        if alarm != self._alarm:
+            return  # an earlier one was set since
+        self._alarm = None
+        deadline = self.server.next_deadline()
+        if deadline is not None and deadline <= self.clock.now:
+            self._enter(self.server.on_timer)
+        else:
+            self._set_alarm()
 
     def _done(self, answers: Sequence[Answer]) -> None:
         for answer in answers:

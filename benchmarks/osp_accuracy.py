@@ -1,0 +1,501 @@
+"""Does OSP lose accuracy? The same number of steps as bsp, seed by seed.
+
+    python benchmarks/osp_accuracy.py                   # digits and bytes_lm
+    python benchmarks/osp_accuracy.py --only digits --seeds 10
+    python benchmarks/osp_accuracy.py --only ablations  # digits: what to defer, and when
+    python benchmarks/osp_accuracy.py --only rates      # digits at higher learning rates
+    python benchmarks/osp_accuracy.py --quick           # 2 seeds, a quarter of the steps
+    python benchmarks/osp_accuracy.py --only plot --plot docs/osp_accuracy.png
+
+8 virtual workers (and a server on a host of its own) train in virtual time. Of each seed all
+methods have the same initial model and the same batches.
+
+*digits*: the CNN of examples/digits.py, batches of 64, 150 steps of SGD with momentum 0.9,
+the learning rate falling linearly from 0.05 to 0. The figure is test accuracy in per cent,
+a mean over the last 5 evaluations, 5 steps apart: one of the 360 test images is 0.28
+points. The test loss of the same evaluations stands beside it.
+*bytes_lm*: the byte model of examples/bytes_lm.py with one layer of width 32, batches of
+32, 100 steps of AdamW, one cycle up to 0.01; bits per byte of test text at the end.
+
+A method is inside if its mean paired difference to bsp is within 2 standard errors of 0,
+and within 0.3 points, or 0.5 % of bsp's bits per byte. Two standard errors of 5 seeds
+are passed by chance in one row of nine. The control has to be outside: everything
+deferred and no correction, so that each step works with what is one step old.
+
+Everything is one bucket, sent after backward, over links on which sending takes as long as
+computing: "deferred" is the part of all gradient bytes that travelled in stage 2. Pieces are
+of 128 KiB, or digits' one large tensor could not be deferred below most=1.
+"""
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DistributedSampler
+
+import paceline
+from paceline import methods, spec
+from paceline.methods.osp import OSP
+from paceline.network import Cluster, Rack, ServerHost
+from paceline.worlds.virtual import ComputeModel, Simulation
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import bytes_lm
+import digits
+
+WORKERS = 8
+SEEDS = 5
+FORWARD, BACKWARD = 0.1, 0.2
+LATENCY = 50e-6
+EVALUATIONS, APART = 5, 5
+CHUNK = "chunk=131072"
+ALL = f"defer=most,most=1,budget=constant,{CHUNK}"
+MOST = f"defer=most,most=0.8,budget=constant,{CHUNK}"
+NATIVE = "osp:collective=native,"
+BASE = "bsp"
+CONTROL = f"{NATIVE}{ALL},correction=none"
+MAIN = {
+    "default, native": f"{NATIVE}{CHUNK}",
+    "everything deferred, native": f"{NATIVE}{ALL}",
+    "80 % deferred, native": f"{NATIVE}{MOST}",
+    "default, server": f"osp:{CHUNK}",
+    "everything deferred, server": f"osp:{ALL}",
+    "80 % deferred, server": f"osp:{MOST}",
+    "everything, correction=average": f"{NATIVE}{ALL},correction=average",
+    "everything, correction=plain": f"{NATIVE}{ALL},correction=plain",
+    "everything, correction=none (control)": CONTROL,
+}
+ABLATIONS = {
+    "80 %, importance=random": f"{NATIVE}{MOST},importance=random",
+    "80 %, importance=inverse": f"{NATIVE}{MOST},importance=inverse",
+    "up to everything, budget=linear, ramp=100": (
+        f"{NATIVE}defer=most,most=1,budget=linear,ramp=100,{CHUNK}"
+    ),
+    "up to everything, budget=loss, ramp=100": (
+        f"{NATIVE}defer=most,most=1,budget=loss,ramp=100,{CHUNK}"
+    ),
+}
+RATES = (0.1, 0.2)
+"""Learning rates: twice and four times that of digits."""
+
+
+# ---- what is trained ----
+
+
+@dataclass(frozen=True)
+class Task:
+    """*evaluate* gives figures of a model; the first one is judged, by *bound*, relative to
+    bsp's in per cent if *relative*."""
+
+    name: str
+    steps: int
+    model: Callable[[], torch.nn.Module]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    schedule: Callable[..., Any]
+    batches: Callable[[int, int], Any]
+    loss: Callable[..., torch.Tensor]
+    evaluate: Callable[[torch.nn.Module], dict[str, float]]
+    bound: float
+    relative: bool
+    rate: float
+
+
+@cache
+def digits_data():
+    return digits.load_data()
+
+
+@cache
+def bytes_data():
+    return bytes_lm.load_data(1.0)
+
+
+def digits_batches(seed, rank):
+    (images, labels), _ = digits_data()
+    sampler = DistributedSampler(range(len(images)), WORKERS, rank, seed=seed)
+    share = 64 // WORKERS
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        own = torch.tensor(list(sampler))
+        for batch in own[: len(own) // share * share].split(share):
+            yield images[batch], labels[batch]
+        epoch += 1
+
+
+def bytes_batches(seed, rank):
+    own = torch.Generator().manual_seed(seed * WORKERS + rank)
+    return bytes_lm.batches(bytes_data()[0], 32 // WORKERS, own)
+
+
+def evaluate_digits(model):
+    _, (images, labels) = digits_data()
+    with torch.no_grad():
+        out = model(images)
+    right = (out.argmax(1) == labels).float().mean()
+    return {
+        "accuracy": 100 * right.item(),
+        "test loss": F.cross_entropy(out, labels).item(),
+    }
+
+
+def falling(optimizer, steps, rate):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+
+
+def one_cycle(optimizer, steps, rate):
+    cycle = torch.optim.lr_scheduler.OneCycleLR
+    return cycle(optimizer, max_lr=rate, total_steps=steps + 1)
+
+
+DIGITS = Task(
+    name="digits",
+    steps=150,
+    model=digits.make_model,
+    optimizer=lambda p, rate: torch.optim.SGD(p, lr=rate, momentum=0.9),
+    schedule=falling,
+    batches=digits_batches,
+    loss=F.cross_entropy,
+    evaluate=evaluate_digits,
+    bound=0.3,
+    relative=False,
+    rate=0.05,
+)
+BYTES = Task(
+    name="bytes_lm",
+    steps=100,
+    model=lambda: bytes_lm.ByteModel(width=32, layers=1),
+    optimizer=lambda p, rate: torch.optim.AdamW(p, lr=rate),
+    schedule=one_cycle,
+    batches=bytes_batches,
+    loss=lambda out, y: F.cross_entropy(out.transpose(1, 2), y),
+    evaluate=lambda m: {"bits per byte": bytes_lm.bits_per_byte(m, bytes_data()[1])},
+    bound=0.5,
+    relative=True,
+    rate=1e-2,
+)
+
+
+# ---- one training ----
+
+
+@dataclass
+class Trained:
+    """*figures*: rank 0's evaluations by step; *ends*: of its steps, in virtual seconds;
+    *deferred*: the part of each step's gradient bytes that is sent in stage 2."""
+
+    figures: dict[int, dict[str, float]] = field(default_factory=dict)
+    ends: list[float] = field(default_factory=list)
+    deferred: list[float] = field(default_factory=list)
+
+    def figure(self, name):
+        """The mean over all evaluations: as it diverged, if one is not a number."""
+        return statistics.fmean(f[name] for f in self.figures.values())
+
+
+class Watched(OSP):
+    """OSP, which notes what it defers."""
+
+    def after_update(self, state, run):
+        super().after_update(state, run)
+        if run.comm.rank:
+            return
+        if self.collective == "native":
+            late, every = state.layout.deferred, state.layout.sizes
+            late = [every[number] for number in late]
+        else:
+            sizes = [run.staged.unit_bytes(bucket.index) for bucket in run.buckets]
+            late = [sizes[bucket][unit] for bucket, unit in state.deferred]
+            every = [size for units in sizes for size in units]
+        NOTED.append(sum(late) / sum(every))
+
+
+NOTED: list[float] = []
+
+
+def method_of(text):
+    """A method object, watched if it is osp; and what else the spec says."""
+    method, rest = methods.make(spec.parse(text), {"collective"})
+    if isinstance(method, OSP):
+        method = Watched(**{f.name: getattr(method, f.name) for f in fields(method)})
+    return method, rest
+
+
+def link_of(task, text):
+    """Bytes a second at which a step's traffic takes as long as its computing: to a server
+    and back for all workers, or around a ring."""
+    size = 4 * sum(p.numel() for p in task.model().parameters())
+    ring = text == BASE or "collective=native" in text
+    moved = 2 * (WORKERS - 1) / WORKERS * size if ring else 2 * WORKERS * size
+    return moved / (FORWARD + BACKWARD)
+
+
+def train(task, text, seed, evaluations, rate=None, jitter=0.0):
+    """Train *task* with the method of a spec; evaluate after the steps *evaluations*."""
+    trained = Trained()
+    method, rest = method_of(text)
+    rate = task.rate if rate is None else rate
+    NOTED.clear()
+
+    def body(rank):
+        torch.manual_seed(seed)
+        model = task.model()
+        # Computing with another model takes no virtual time.
+        to_evaluate = copy.deepcopy(model)
+        optimizer = paceline.distribute(
+            model,
+            task.optimizer(model.parameters(), rate),
+            method=method,
+            fusion="single",
+            **rest,
+        )
+        schedule = task.schedule(optimizer, task.steps, rate)
+        batches = task.batches(seed, rank)
+        for step in range(1, task.steps + 1):
+            x, y = next(batches)
+            optimizer.zero_grad()
+            loss = task.loss(model(x), y)
+            loss.backward()
+            optimizer.step(loss=loss)
+            schedule.step()
+            if rank:
+                continue
+            trained.ends.append(paceline.now())
+            if step in evaluations:
+                with optimizer.consolidated():
+                    to_evaluate.load_state_dict(model.state_dict())
+                trained.figures[step] = task.evaluate(to_evaluate)
+        optimizer.finish()
+
+    rack = Rack(workers=WORKERS, link=link_of(task, text), latency=LATENCY)
+    compute = ComputeModel(forward=FORWARD, backward=BACKWARD, jitter=jitter)
+    cluster = Cluster((rack,), servers=(ServerHost(),))
+    Simulation(cluster, compute=compute).run(body)
+    trained.deferred = list(NOTED)
+    return trained
+
+
+# ---- tables ----
+
+
+def last_steps(task):
+    if task.name == "bytes_lm":
+        return {task.steps}
+    return {task.steps - APART * n for n in range(EVALUATIONS)}
+
+
+@cache
+def baseline(task, seed, rate):
+    return train(task, BASE, seed, last_steps(task), rate)
+
+
+def compared(task, named, seeds, rate=None):
+    """A row for bsp, and one per method of *named* with its paired difference."""
+    steps = last_steps(task)
+    base = [baseline(task, seed, rate) for seed in range(seeds)]
+    yield row_of(task, BASE, BASE, base, base)
+    for name, text in named.items():
+        mine = [train(task, text, seed, steps, rate) for seed in range(seeds)]
+        yield row_of(task, name, text, mine, base)
+
+
+def row_of(task, name, text, mine, base):
+    figures = list(next(iter(base[0].figures.values())))
+    row = {"task": task.name, "method": name, "spec": text, "seeds": len(mine)}
+    row["deferred"] = statistics.fmean(
+        statistics.fmean(one.deferred or [0.0]) for one in mine
+    )
+    for number, figure in enumerate(figures):
+        ours = [one.figure(figure) for one in mine]
+        theirs = [one.figure(figure) for one in base]
+        differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+        if task.relative:
+            mean = statistics.fmean(theirs)
+            differences = [100 * d / mean for d in differences]
+        row[figure] = statistics.fmean(ours)
+        row[f"{figure}, difference"] = statistics.fmean(differences)
+        row[f"{figure}, standard error"] = error = standard_error(differences)
+        row[f"{figure}, by seed"] = ours
+        if number == 0 and text != BASE:
+            row["verdict"] = verdict(task, statistics.fmean(differences), error)
+    return row
+
+
+def standard_error(values):
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def verdict(task, difference, error):
+    if abs(difference) <= min(2 * error, task.bound):
+        return "inside"
+    if (difference < 0) == task.relative and difference:
+        return "outside, better"
+    return "outside, below the bound" if abs(difference) <= task.bound else "outside"
+
+
+def show(row, first):
+    judged = "bits per byte" if row["task"] == "bytes_lm" else "accuracy"
+    unit = "%" if row["task"] == "bytes_lm" else "points"
+    extra = "test loss" in row
+    if first:
+        head = ["method", "deferred", judged, f"difference, {unit}"]
+        head += ["test loss, difference"] if extra else []
+        print(f"\n| {' | '.join([*head, 'verdict'])} |\n|{'---|' * (len(head) + 1)}")
+    digits_of = 3 if judged == "bits per byte" else 2
+    cells = [row["method"], f"{row['deferred']:.0%}", f"{row[judged]:.{digits_of}f}"]
+    bare = row["spec"] == BASE
+    for figure in (judged, "test loss") if extra else (judged,):
+        places = 3 if figure == "test loss" else 2
+        off, error = row[f"{figure}, difference"], row[f"{figure}, standard error"]
+        text = f"{row[figure]:.3f}" if bare and figure == "test loss" else ""
+        cells.append(text if bare else f"{off:+.{places}f} ± {error:.{places}f}")
+    print(f"| {' | '.join(cells)} | {row.get('verdict', '')} |", flush=True)
+
+
+def rates(task, seeds):
+    """At which learning rates OSP, and what is stale without it, hold out."""
+    chosen = ("everything deferred, native", "everything, correction=none (control)")
+    for rate in RATES:
+        for row in compared(task, {name: MAIN[name] for name in chosen}, seeds, rate):
+            row["method"] += f" at {rate:g}"
+            yield row
+
+
+# ---- the picture ----
+
+PANELS = {
+    "over a server": {
+        "bsp": "bsp:collective=parameter-server",
+        "asp": "asp",
+        "ssp": "ssp",
+        "r2sp": "r2sp",
+        "osp": f"osp:{CHUNK}",
+        "osp, budget=constant": f"osp:{CHUNK},budget=constant",
+    },
+    "by all-reduce": {
+        "bsp": "bsp",
+        "osp": f"{NATIVE}{CHUNK}",
+        "osp, budget=constant": f"{NATIVE}{CHUNK},budget=constant",
+    },
+}
+STYLES = {
+    "bsp": ("#24292f", "-", "o"),
+    "asp": ("#cc79a7", "-", "^"),
+    "ssp": ("#e69f00", "-", "v"),
+    "r2sp": ("#56b4e9", "-", "D"),
+    "osp": ("#d55e00", "--", "s"),
+    "osp, budget=constant": ("#d55e00", "-", "s"),
+}
+JITTER = 0.05
+
+
+def curves(task, seeds, every=10):
+    """Times are of a run without evaluations, which make osp wait for its stage 2."""
+    for panel, named in PANELS.items():
+        for name, text in named.items():
+            if text not in methods.METHODS and ":" not in text:
+                continue
+            times = train(task, text, 0, (), jitter=JITTER).ends
+            steps = range(every, task.steps + 1, every)
+            runs = [train(task, text, s, steps, jitter=JITTER) for s in range(seeds)]
+            figures = {
+                figure: [
+                    statistics.fmean(run.figures[step][figure] for run in runs)
+                    for step in steps
+                ]
+                for figure in next(iter(runs[0].figures.values()))
+            }
+            seconds = [times[step - 1] for step in steps]
+            yield {"panel": panel, "method": name, "seconds": seconds, **figures}
+
+
+def draw(found, task, path):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    both = figure.subplots(1, 2, sharey=True)
+    for axes, panel in zip(both, PANELS, strict=True):
+        for curve in found:
+            if curve["panel"] != panel:
+                continue
+            colour, dash, marker = STYLES[curve["method"]]
+            axes.plot(
+                curve["seconds"],
+                curve["test loss"],
+                label=curve["method"],
+                color=colour,
+                linestyle=dash,
+                marker=marker,
+                markersize=3.5,
+                linewidth=1.6,
+            )
+        text = next(iter(PANELS[panel].values()))
+        link = link_of(task, text) * 8 / 1e6
+        axes.set_title(f"{panel}, links of {link:.0f} Mbit/s", fontsize=11)
+        axes.set_yscale("log")
+        axes.set_xlim(left=0)
+        axes.set_xlabel("virtual seconds")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=9)
+    both[0].set_ylabel("test loss")
+    figure.suptitle(
+        f"digits' CNN, 8 workers, {task.steps} steps each; sending costs what computing does"
+    )
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parts = ("digits", "bytes_lm", "ablations", "rates", "plot")
+    parser.add_argument("--only", choices=parts)
+    parser.add_argument("--seeds", type=int, default=None, help=f"default: {SEEDS}")
+    parser.add_argument("--quick", action="store_true", help="2 seeds, fewer steps")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", type=Path, help="draw test loss against time here")
+    arguments = parser.parse_args()
+    if arguments.only == "plot" and not arguments.plot:
+        parser.error("--only plot: say where, with --plot FILE.png")
+    seeds = arguments.seeds or (2 if arguments.quick else SEEDS)
+    if seeds < 2:
+        parser.error("--seeds: a standard error needs 2 or more")
+    images, text = DIGITS, BYTES
+    if arguments.quick:
+        images, text = (replace(t, steps=t.steps // 4) for t in (DIGITS, BYTES))
+    tables = {
+        "digits": lambda: compared(images, MAIN, seeds),
+        "bytes_lm": lambda: compared(text, MAIN, seeds),
+        "ablations": lambda: compared(images, ABLATIONS, seeds),
+        "rates": lambda: rates(images, seeds),
+    }
+    wanted = (arguments.only,) if arguments.only else ("digits", "bytes_lm")
+    tables = {name: rows for name, rows in tables.items() if name in wanted}
+    found = {}
+    for name, rows in tables.items():
+        found[name] = []
+        for row in rows():
+            if not arguments.json:
+                show(row, first=not found[name])
+            found[name].append(row)
+    if arguments.plot:
+        found["plot"] = list(curves(images, min(seeds, 2)))
+        draw(found["plot"], images, arguments.plot)
+    if arguments.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""R2SP: round-robin synchronous parallel training over a parameter server.
+
+Chen, Wang and Li, "Round-robin synchronization: mitigating communication bottlenecks in
+parameter servers" (INFOCOM 2019). A gradient is applied when it comes, as under asp; but
+workers go on in a fixed order with even gaps, so that only about one at a time uses the server's link.
+
+Waits for: its turn, the workers in rank order, one each gap. Sends: the whole gradient, and
+receives all parameters. Guarantees: every gradient is applied once, at a learning rate of
+its weight (1/n) times the script's; between two turns of a worker each other one that
+takes part has had one turn.
+
+After a warm-up, in which nobody waits, worker j goes on when it is its turn, its step is in,
+and a gap has passed since the turn before:
+
+    gap = T / (slack * N)
+
+N workers take part; T is what a step of worker 0 takes without waiting for its turn. With
+slack above 1 a round of N gaps is shorter than a step: turns wait for workers rather than
+workers for turns. `slack=1.2` is the authors' (but for VGG, where theirs is 1.25).
+
+It is for workers that take equally long. Where they do not, all go at the slowest one's pace:
+give each a share of the batch in proportion to its speed (`paceline.Sampler(...,
+shares="speed")`), and pushes weigh by samples.
+
+T is a mean over all steps since the warm-up's first half, as in the authors' code: an
+evaluation between two steps of worker 0 counts as part of one.
+
+Differs from the authors' code, whose ring would wait for ever for a worker that is gone: who
+has left or died has no turn, and if worker 0 goes, the next one's steps are measured. The
+last turn of the warm-up is also the first of the ring. Parameters are those of the moment at which
+a worker goes on, all buckets of a step together. Of several servers the first keeps the order; the others
+answer at once, and a worker waits for the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Discipline, HeldPush, Shard
+from paceline.methods.push_pull import PushPull
+
+
+@dataclass(frozen=True, kw_only=True)
+class R2SP(PushPull):
+    """Let workers go on in rank order, a gap apart. *slack*: how many times longer a step
+    is than a round of gaps; *warm_up*: worker 0's steps in which nobody waits, and of which
+    the second half is measured."""
+
+    name: ClassVar[str] = "r2sp"
+
+    slack: float = 1.2
+    warm_up: int = 10
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slack < math.inf:
+            raise UsageError(
+                f"r2sp:slack={self.slack}: expected a number from 1 on; with less, a round "
+                "takes longer than a step, and every worker idles in each"
+            )
+        if self.warm_up < 2:
+            raise UsageError(
+                f"r2sp:warm_up={self.warm_up}: expected 2 or more steps; the first alone "
+                "does not tell how long a step takes"
+            )
+
+    def server(self, workers: int) -> Discipline:
+        return RoundRobin(self.slack, self.warm_up)
+
+
+_NOTHING = torch.empty(0)
+"""Instead of a gradient that was applied, so that its memory can go."""
+
+
+class StepTimes:
+    """How long steps of each worker take, from one turn to when the next step is in: what
+    it waits for its turn is not in it. The first *unmeasured* ones do not count."""
+
+    def __init__(self, unmeasured: int) -> None:
+        self._unmeasured = unmeasured
+        self._began: dict[int, float] = {}
+        self._seconds: defaultdict[int, float] = defaultdict(float)
+        self._measured: Counter[int] = Counter()
+        self.done: Counter[int] = Counter()
+        """By worker: its steps, over all its lives."""
+
+    def step_is_in(self, worker: int, now: float) -> None:
+        began = self._began.pop(worker, None)
+        if began is not None and self.done[worker] >= self._unmeasured:
+            self._seconds[worker] += now - began
+            self._measured[worker] += 1
+        self.done[worker] += 1
+
+    def goes_on(self, worker: int, now: float) -> None:
+        self._began[worker] = now
+
+    def only(self, here: Set[int]) -> None:
+        """The others have left, or are gone: what they do until they come back is no step."""
+        self._began = {w: began for w, began in self._began.items() if w in here}
+
+    def mean(self, worker: int) -> float | None:
+        """The paper's T; None while no step was measured."""
+        measured = self._measured[worker]
+        return self._seconds[worker] / measured if measured else None
+
+
+class RoundRobin:
+    """The server's half: w <- w - lr/n g_i when it comes; who sent it gets w in its turn."""
+
+    def __init__(self, slack: float, warm_up: int) -> None:
+        self._slack = slack
+        self._warm_up = warm_up
+        self._is_warm = False
+        self._follows = False
+        self._times = StepTimes(unmeasured=warm_up // 2)
+        self._held: dict[int, list[HeldPush]] = {}
+        """By worker: what is to be answered when it has its turn."""
+        self._step_seconds = 0.0  # T
+        self._next = 0  # next_id: whose turn it is, or the next one's that takes part
+        self._next_time = 0.0
+        self._deadline: float | None = None
+
+    def pushed(self, shard: Shard, push: HeldPush) -> None:
+        shard.apply(push)
+        if self._follows:
+            shard.answer(push)
+            return
+        held = self._held.setdefault(push.worker, [])
+        held.append(push._replace(gradient=_NOTHING))
+        if shard.clock(push.worker) > push.step:
+            self._times.step_is_in(push.worker, shard.now)
+
+    def follow(self) -> None:
+        self._follows = True
+
+    def changed(self, shard: Shard) -> None:
+        here = shard.expected(shard.fastest())
+        self._times.only(set(here))
+        for worker in sorted(self._held.keys() - here):
+            self._answer(shard, worker)
+        self._let_go(shard, here)
+
+    def next_deadline(self) -> float | None:
+        return self._deadline
+
+    def timer(self, shard: Shard) -> None:
+        self._let_go(shard, shard.expected(shard.fastest()))
+
+    def _let_go(self, shard: Shard, here: Sequence[int]) -> None:
+        self._deadline = None
+        while (worker := self._whose_turn(shard, here)) is not None:
+            if self._is_warm and shard.now < self._next_time:
+                self._deadline = self._next_time
+                return
+            self._go_on(shard, worker, here)
+
+    def _whose_turn(self, shard: Shard, here: Sequence[int]) -> int | None:
+        """Who goes on next, if its step is in as a whole."""
+        whole = [w for w, p in self._held.items() if shard.clock(w) > p[0].step]
+        if not whole or not self._is_warm:
+            return whole[0] if whole else None
+        turn = min(here, key=lambda worker: (worker < self._next, worker))
+        return turn if turn in whole else None
+
+    def _go_on(self, shard: Shard, worker: int, here: Sequence[int]) -> None:
+        self._answer(shard, worker)
+        self._times.goes_on(worker, shard.now)
+        if worker == here[0]:
+            mean = self._times.mean(worker)
+            if mean is not None:
+                self._step_seconds = mean
+                warm = self._times.done[worker] >= self._warm_up
+                self._is_warm = self._is_warm or warm
+        # gap = T / (1.2 N); next_time = now + gap; next_id = (j + 1) mod N
+        gap = self._step_seconds / (self._slack * len(here))
+        self._next_time = shard.now + gap
+        self._next = worker + 1
+
+    def _answer(self, shard: Shard, worker: int) -> None:
+        for push in self._held.pop(worker):
+            shard.answer(push)
+
+    def first_step(self, shard: Shard) -> int:
+        return shard.slowest()
+
+    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
+        return True
+
+    def ended(self, shard: Shard) -> int | None:
+        return shard.slowest()
+
+    def resume(self, shard: Shard, step: int) -> None:
+        pass  # times of before are not known: the ring warms up again

@@ -1,0 +1,41 @@
+"""Real processes over gloo end with the bits of the virtual world."""
+
+import pytest
+import torch
+
+from tests.real.helpers import simulate, torchrun
+
+METHODS = [
+    "osp:collective=native,defer=most,most=1,budget=constant,chunk=256",
+    "osp:collective=native,defer=most,most=0.5,budget=linear,ramp=30,chunk=256",
+    "osp:collective=native",
+]
+"""The last one measures a network that is fast enough for so small a model, or is not:
+what it defers is not the same in both worlds, and it must end well."""
+
+
+@pytest.mark.slow
+def test_virtual_equals_real(tmp_path):
+    """Two workers, uneven data, looks at the exact parameters in between."""
+    folders = [tmp_path / "real", tmp_path / "virtual"]
+    for folder, launch in zip(folders, (torchrun, simulate), strict=True):
+        folder.mkdir()
+        launch(2, "osp.py", folder, *METHODS, folder=folder).wait(
+            120
+        ).check_ended_well()
+    for number, method in enumerate(METHODS):
+        for rank in range(2):
+            real, virtual = (
+                torch.load(folder / f"{number}-{rank}.pt", weights_only=True)
+                for folder in folders
+            )
+            assert real.keys() == virtual.keys()
+            for name, tensor in real.items():
+                assert torch.isfinite(tensor).all()
+                if number < 2:
+                    assert torch.equal(tensor, virtual[name]), f"{method}: {name}"
+        ends = [
+            torch.load(folders[0] / f"{number}-{rank}.pt", weights_only=True)
+            for rank in range(2)
+        ]
+        assert torch.equal(ends[0]["0.weight"], ends[1]["0.weight"])
