@@ -63,6 +63,7 @@ class Cell:
 
 
 LAYERS = ("layers", ())
+LONGER = ("--train-steps", "80")
 CELLS = [
     *(
         Cell(f"layers-8-{mbit}", *LAYERS, equal(8, mbit), f"bsp:fusion={rule}")
@@ -90,6 +91,28 @@ CELLS = [
             "bsp:collective=parameter-server,overlap=false,fusion=ddp",
             "asp:fusion=ddp",
             "ssp:fusion=ddp",
+        )
+    ),
+    # Budgets have settled after two decisions, of which one comes every 20 steps.
+    *(
+        Cell(f"osp-8-{mbit}", "layers", LONGER, equal(8, mbit), method, steps=60)
+        for mbit in (200, 1000)
+        for method in ("osp:collective=native,budget=constant,fusion=ddp",)
+    ),
+    *(
+        Cell(
+            f"osp-server-{mbit}",
+            "layers",
+            LONGER,
+            with_server(8, mbit),
+            method,
+            steps=60,
+        )
+        for mbit in (200, 1000)
+        for method in (
+            "bsp:collective=parameter-server,fusion=ddp",
+            "osp:budget=constant,fusion=ddp",
+            "r2sp:fusion=ddp",
         )
     ),
     *(

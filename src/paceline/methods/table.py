@@ -25,19 +25,23 @@ def methods_page() -> str:
     rows = []
     for name, cls in sorted(METHODS.items()):
         page = inspect.getdoc(sys.modules[cls.__module__]) or ""
-        method: Method = cls()
         shape: Any = cls
         keys = ", ".join(
             f"`{f.name}={str(f.default).lower()}`" for f in dataclasses.fields(shape)
         )
-        cells = [
-            f"`{name}`",
-            keys or "-",
-            method.updates_on,
-            method.gradient_seen_by_user,
-            *(_sentence(page, word) for word in ("Waits for", "Sends", "Guarantees")),
-        ]
-        rows.append("| " + " | ".join(cells) + " |")
+        words = [_sentence(page, word) for word in ("Waits for", "Sends", "Guarantees")]
+        # A method whose properties depend on a key has a row for each of its forms.
+        for form in ({}, *getattr(cls, "forms", ())):
+            method: Method = cls(**form)
+            written = ",".join(f"{key}={value}" for key, value in form.items())
+            cells = [
+                f"`{name}:{written}`" if form else f"`{name}`",
+                "as above" if form else keys or "-",
+                method.updates_on,
+                method.gradient_seen_by_user,
+                *words,
+            ]
+            rows.append("| " + " | ".join(cells) + " |")
     return _HEAD + "\n".join(rows) + "\n"
 
 

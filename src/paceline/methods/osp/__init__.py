@@ -19,7 +19,7 @@ be read beyond its abstract: mechanisms and names follow a reconstruction, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -37,6 +37,9 @@ class OSP(OSPOptions):
 
     name: ClassVar[str] = "osp"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
+
+    forms: ClassVar[Sequence[Mapping[str, str]]] = ({"collective": "native"},)
+    """What else there is a row for in docs/methods.md."""
 
     collective: Literal["parameter-server", "native"] = "parameter-server"
     """Parameters on servers, which update them; or by all-reduce among workers."""

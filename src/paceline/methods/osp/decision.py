@@ -64,11 +64,9 @@ class Decider:
         gradients: Sequence[torch.Tensor],
     ) -> None:
         """These mean *gradients* belong to the parameters as they are."""
-        if (
-            not self._leads
-            or not self._is_due()
-            or self._options.importance == "random"
-        ):
+        if self._channel is None or self._options.importance == "random":
+            return
+        if not self._leads or not self._is_due():
             return
         values = updater.values(pieces)
         for piece, value, gradient in zip(pieces, values, gradients, strict=True):

@@ -13,7 +13,7 @@ Importance = Literal["product", "inverse", "random"]
 def product(parameter: torch.Tensor, gradient: torch.Tensor) -> float:
     """PGP: I = sum of |p g|, by how much the loss would change without the tensor."""
     pair = parameter.detach().reshape(-1) * gradient.reshape(-1)
-    return float(pair.abs().sum())
+    return float(torch.linalg.vector_norm(pair, 1))
 
 
 def ranking(kind: Importance, values: Sequence[float], seed: int) -> list[int]:

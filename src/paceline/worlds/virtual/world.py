@@ -293,7 +293,9 @@ class Simulation:
         self._made[rank, group_id, members] = times + 1
         key = (group_id, members, times)
         if key not in self._communicators:
-            name = "world" if len(members) == len(self._worlds) else group_id
+            # paceline's own groups have names that tell more than "all workers".
+            whole = len(members) == len(self._worlds) and "channel" not in group_id
+            name = "world" if whole else group_id
             if any(c.name == name for c, _ in self._communicators.values()):
                 name = f"{name} {len(self._communicators)}"
             communicator = Communicator(
