@@ -67,7 +67,7 @@ def seconds(method, workload, link, fusion, servers=1, steps=STEPS, last=LAST):
         model = paceline.stand_in(workload)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = paceline.distribute(model, sgd, method=method, fusion=fusion)
-        x = torch.ones(1)
+        x = torch.ones(int(workload.batch or 1))
         ends = []
         for _ in range(steps):
             optimizer.zero_grad()
@@ -97,8 +97,15 @@ def one_message_link(r):
 
 
 def ring_link(r):
-    moved = 2 * (WORKERS - 1) / WORKERS * sum(EQUAL.sizes)
-    return moved / (r * COMPUTE)
+    return ring_seconds(EQUAL, 1.0) / (r * COMPUTE)
+
+
+def ring_seconds(workload, link):
+    return 2 * (WORKERS - 1) / WORKERS * sum(workload.sizes) / link
+
+
+def compute(workload):
+    return workload.forward_seconds + workload.backward_seconds
 
 
 def model(r, u):
@@ -157,6 +164,7 @@ def workloads():
             yield {
                 "workload": name,
                 "Gbit/s": gbit,
+                "r": ring_seconds(workload, link) / compute(workload),
                 "bsp seconds": ring,
                 "osp:collective=native": ring / ours,
                 "server-bsp seconds": push,

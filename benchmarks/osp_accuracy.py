@@ -66,6 +66,7 @@ BASE = "bsp"
 CONTROL = f"{NATIVE}{ALL},correction=none"
 MAIN = {
     "default, native": f"{NATIVE}{CHUNK}",
+    "default with ramp=50, native": f"{NATIVE}ramp=50,{CHUNK}",
     "everything deferred, native": f"{NATIVE}{ALL}",
     "80 % deferred, native": f"{NATIVE}{MOST}",
     "default, server": f"osp:{CHUNK}",
@@ -391,14 +392,15 @@ PANELS = {
     },
 }
 STYLES = {
-    "bsp": ("#24292f", "-", "o"),
-    "asp": ("#cc79a7", "-", "^"),
-    "ssp": ("#e69f00", "-", "v"),
-    "r2sp": ("#56b4e9", "-", "D"),
-    "osp": ("#d55e00", "--", "s"),
-    "osp, budget=constant": ("#d55e00", "-", "s"),
+    "bsp": ("#24292f", "-", 1.6, "bsp"),
+    "asp": ("#cc79a7", "-", 4.5, "asp"),  # wide: ssp lies on it
+    "ssp": ("#8a4a74", "--", 1.3, "ssp"),
+    "r2sp": ("#56b4e9", "-", 1.6, "r2sp"),
+    "osp": ("#d55e00", (0, (3, 2)), 2.2, "osp, default: deferring grows"),
+    "osp, budget=constant": ("#d55e00", "-", 2.2, "osp, budget=constant"),
 }
 JITTER = 0.05
+LOSSES = (0.1, 0.2, 0.5, 1, 2)
 
 
 def curves(task, seeds, every=10):
@@ -432,28 +434,33 @@ def draw(found, task, path):
         for curve in found:
             if curve["panel"] != panel:
                 continue
-            colour, dash, marker = STYLES[curve["method"]]
+            colour, dash, width, label = STYLES[curve["method"]]
             axes.plot(
                 curve["seconds"],
                 curve["test loss"],
-                label=curve["method"],
+                label=label,
                 color=colour,
                 linestyle=dash,
-                marker=marker,
-                markersize=3.5,
-                linewidth=1.6,
+                linewidth=width,
+                marker="o",
+                markevery=[-1],
+                markersize=6,
             )
         text = next(iter(PANELS[panel].values()))
         link = link_of(task, text) * 8 / 1e6
         axes.set_title(f"{panel}, links of {link:.0f} Mbit/s", fontsize=11)
         axes.set_yscale("log")
+        axes.set_yticks(LOSSES, [f"{loss:g}" for loss in LOSSES])
+        axes.yaxis.minorticks_off()
         axes.set_xlim(left=0)
         axes.set_xlabel("virtual seconds")
-        axes.grid(alpha=0.3, which="both")
+        axes.grid(alpha=0.3)
         axes.legend(fontsize=9)
     both[0].set_ylabel("test loss")
     figure.suptitle(
-        f"digits' CNN, 8 workers, {task.steps} steps each; sending costs what computing does"
+        f"digits' CNN, 8 workers, {task.steps} steps of each method; "
+        "sending takes as long as computing",
+        fontsize=12,
     )
     figure.savefig(path, dpi=150)
 

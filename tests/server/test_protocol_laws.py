@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.interfaces import Answer, Sender
+from paceline.interfaces import Answer, Sender, UpdatesOnServer
 from paceline.messages import (
     Done,
     Join,
@@ -153,19 +153,20 @@ class Life:
     to_send: list[tuple[int, Request, torch.Tensor | None]] = field(
         default_factory=list
     )
-    unanswered: set[tuple[int, int]] = field(default_factory=set)
-    numbers: Counter[int] = field(default_factory=Counter)
+    unanswered: set[tuple[int, str, int]] = field(default_factory=set)
+    """Shard, channel and number."""
+    numbers: Counter[tuple[int, str]] = field(default_factory=Counter)
     loaded: bool = True
     next_step: int = 0
 
-    def received(self, shard: int) -> int:
-        mine = [number for where, number in self.unanswered if where == shard]
-        return min(mine, default=self.numbers[shard])
+    def received(self, shard: int, channel: str) -> int:
+        mine = [n for s, c, n in self.unanswered if (s, c) == (shard, channel)]
+        return min(mine, default=self.numbers[shard, channel])
 
 
 @dataclass
 class Case:
-    method: PushPull
+    method: UpdatesOnServer
     workers: int
     layout: list[list[int]]
     """Per bucket, the shards that hold a part of it."""
@@ -186,7 +187,7 @@ class Training:
                 for _ in range(case.shards)
             ]
         )
-        self.lives = [Life(w, 0, case.data[w]) for w in range(case.workers)]
+        self.lives = [self.born(w, 0) for w in range(case.workers)]
         self.deaths = case.deaths
         self.pushed: dict[int, tuple[int, int]] = {}
         """By element: the step whose gradient it is, and the weight."""
@@ -197,6 +198,9 @@ class Training:
             self.enter(life)
 
     # ---- a worker ----
+
+    def born(self, worker: int, incarnation: int) -> Life:
+        return Life(worker, incarnation, self.case.data[worker])
 
     def enter(self, life: Life) -> None:
         life.phase = "join"
@@ -274,11 +278,21 @@ class Training:
             if not life.unanswered and life.phase != "end":
                 self.advance(life)
             return
-        shard, message, payload = life.to_send.pop(index % len(life.to_send))
-        number = life.numbers[shard]
-        life.numbers[shard] += 1
-        life.unanswered.add((shard, number))
-        sender = Sender(life.worker, life.incarnation, "", number, life.received(shard))
+        self.send(life, *life.to_send.pop(index % len(life.to_send)))
+
+    def send(
+        self,
+        life: Life,
+        shard: int,
+        message: Request,
+        payload: torch.Tensor | None,
+        channel: str = "",
+    ) -> None:
+        number = life.numbers[shard, channel]
+        life.numbers[shard, channel] += 1
+        life.unanswered.add((shard, channel, number))
+        received = life.received(shard, channel)
+        sender = Sender(life.worker, life.incarnation, channel, number, received)
         self.network.send(Letter(shard, sender, message, payload))
 
     def deliver(self, index: int) -> None:
@@ -308,9 +322,10 @@ class Training:
             return
         message = answer.message
         assert not isinstance(message, Refused), f"{life}: {message.reason}"
-        if (shard, answer.to.number) not in life.unanswered:
+        place = (shard, answer.to.channel, answer.to.number)
+        if place not in life.unanswered:
             return  # it is here already
-        life.unanswered.discard((shard, answer.to.number))
+        life.unanswered.discard(place)
         if isinstance(message, Joined):
             life.next_step = max(life.next_step, message.step)
             life.loaded = life.loaded and message.loaded
@@ -334,7 +349,7 @@ class Training:
     def come_back(self, worker: int) -> None:
         life = self.lives[worker]
         if life.dead and life.incarnation + 1 < LIVES:
-            new = self.lives[worker] = Life(worker, life.incarnation + 1, life.data)
+            new = self.lives[worker] = self.born(worker, life.incarnation + 1)
             self.enter(new)
 
     # ---- running ----

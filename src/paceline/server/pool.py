@@ -11,26 +11,33 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import msgspec
 import torch
 
 from paceline.errors import UsageError
 from paceline.server.orders import Order, Place
-from paceline.server.process import make_shell
+from paceline.server.process import make_machine, make_shell
+from paceline.server.protocol import ParameterServer
+
+
+LAST_SECONDS = 5.0
 
 
 class Pool:
     """Servers on threads of this process."""
 
     def __init__(self) -> None:
-        self._stops: list[int] = []
-        self._threads: list[threading.Thread] = []
+        self._servers: list[tuple[ParameterServer, threading.Thread, int]] = []
 
     def start(self, order: Order) -> Place:
         """One more, which ends with its training."""
         try:
-            shell = make_shell(order.workers, order.name, order.bind, 0, order.token)
+            machine = make_machine(order.workers, order.name)
+            shell = make_shell(
+                order.workers, order.name, order.bind, 0, order.token, machine
+            )
         except UsageError as error:
             return Place(fault=str(error))
         stopped, stop = os.pipe()
@@ -42,16 +49,20 @@ class Pool:
                 shell.close()
                 os.close(stopped)
 
-        self._stops.append(stop)
-        self._threads.append(threading.Thread(target=serve, name=order.name))
-        self._threads[-1].start()
+        thread = threading.Thread(target=serve, name=order.name)
+        self._servers.append((machine, thread, stop))
+        thread.start()
         return Place(port=shell.port)
 
     def close(self) -> None:
-        """End all of them."""
-        for stop in self._stops:
+        """End all of them. One whose training is over has up to `LAST_SECONDS`: a worker that
+        was done first ends its process, and others still take the final state."""
+        deadline = time.monotonic() + LAST_SECONDS
+        for machine, thread, stop in self._servers:
+            if machine.is_over():
+                thread.join(max(0.0, deadline - time.monotonic()))
             os.close(stop)
-        for thread in self._threads:
+        for _, thread, _ in self._servers:
             thread.join()
 
 

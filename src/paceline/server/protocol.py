@@ -229,6 +229,10 @@ class ParameterServer:
 
     # ---- snapshots ----
 
+    def is_over(self) -> bool:
+        """Workers were here, and nobody trains any more, or is to come."""
+        return bool(self._members) and not self._awaited and not self._training()
+
     def is_quiet(self) -> bool:
         """No push is unanswered, and no worker in the middle of its pushes."""
         return not self._asked and not any(m.begun for _, m in self._training())

@@ -36,10 +36,15 @@ class TwoStages:
         self._measured: dict[int, Measured] = {}
         """By worker: what it has told last."""
         self._unrated: list[tuple[int, Sequence[int], HeldPush]] = []
+        self._due: int | None = None
+        """The step after whose first stage it is to be decided what is deferred."""
 
     # ---- the `Discipline` ----
 
     def pushed(self, shard: Shard, push: HeldPush) -> None:
+        if self._due is not None and (push.step, push.stage) > (self._due, FIRST):
+            # It comes before the timer did: what is decided may not depend on that.
+            self.timer(shard)
         key = (push.step, push.stage, push.bucket)
         self._rounds.setdefault(key, []).append(push)
         if push.measured is not None:
@@ -73,16 +78,19 @@ class TwoStages:
     # ---- the `Timed` part: what nobody waits for ----
 
     def next_deadline(self) -> float | None:
-        return 0.0 if self._unrated else None
+        return 0.0 if self._unrated or self._due is not None else None
 
     def timer(self, shard: Shard) -> None:
-        """Rank what was updated last: the answers have left."""
+        """Rank what was updated last, and decide: the answers have left."""
         unrated, self._unrated = self._unrated, []
         for bucket, units, push in unrated:
             values = shard.values(bucket, units)
             parts = push.gradient.split([value.numel() for value in values])
             for unit, value, part in zip(units, values, parts, strict=True):
                 self._importance[bucket, unit] = product(value, part)
+        step, self._due = self._due, None
+        if step is not None:
+            self._decide(shard, step)
 
     # ---- rounds ----
 
@@ -121,7 +129,7 @@ class TwoStages:
             if units and self._options.importance != "random":
                 self._unrated.append((bucket, units, pushes[0]))
             if stage == FIRST and bucket == max(shard.buckets):
-                self._decide(shard, step)
+                self._due = step
 
     def _skip(self, shard: Shard) -> None:
         """Where everybody who was to send a step is gone, go on without it."""
