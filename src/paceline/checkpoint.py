@@ -8,6 +8,8 @@ pickle: load checkpoints from people you trust.)
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,8 +52,13 @@ def save(path: str | Path, **others: Stateful) -> None:
     partial, old = (folder.with_name(folder.name + x) for x in (".partial", ".old"))
     tensors: dict[str, torch.Tensor] = {}
     if world.rank == 0:
-        for name, state in _shared_states(world, others):
-            _pack(name, state.state_dict(), tensors)
+        with contextlib.ExitStack() as stack:
+            for _, optimizer in world.trained:
+                # The method's result: a worker's own parameters may be tentative.
+                stack.enter_context(optimizer.consolidated())  # type: ignore[attr-defined]
+            for name, state in _shared_states(world, others):
+                # A copy: what a model holds now is taken out again below.
+                _pack(name, copy.deepcopy(state.state_dict()), tensors)
     own = {"random": random_states(), "buffers": _buffers(world)}
     _pack(f"worker{world.rank}", own, tensors)
     save_tensors(tensors, storage_writer=FileSystemWriter(partial, thread_count=1))
