@@ -95,25 +95,23 @@ CELLS = [
     ),
     # Budgets have settled after two decisions, of which one comes every 20 steps.
     *(
-        Cell(f"osp-8-{mbit}", "layers", LONGER, equal(8, mbit), method, steps=60)
+        Cell(
+            f"osp-8-{mbit}",
+            *("layers", LONGER, equal(8, mbit)),
+            method="osp:collective=native,budget=constant,fusion=ddp",
+            steps=60,
+        )
         for mbit in (200, 1000)
-        for method in ("osp:collective=native,budget=constant,fusion=ddp",)
     ),
     *(
         Cell(
             f"osp-server-{mbit}",
-            "layers",
-            LONGER,
-            with_server(8, mbit),
-            method,
+            *("layers", (*LONGER, "--megabytes", size), with_server(8, mbit)),
+            method=method,
             steps=60,
         )
-        for mbit in (200, 1000)
-        for method in (
-            "bsp:collective=parameter-server,fusion=ddp",
-            "osp:budget=constant,fusion=ddp",
-            "r2sp:fusion=ddp",
-        )
+        for mbit, size in ((200, "2"), (1000, "8"))
+        for method in ("osp:budget=constant,fusion=ddp", "r2sp:fusion=ddp")
     ),
     *(
         Cell("layers-8-racks", *LAYERS, two_racks(8, 1000, 400), f"bsp:fusion={rule}")
@@ -156,7 +154,8 @@ class Bench:
             self.networks[key] = described, probed
         described, probed = self.networks[key]
         workers = cell.cluster.workers
-        profile = self.folder / f"{cell.script}-{workers}.json"
+        name = "".join([f"{cell.script}-{workers}", *cell.arguments])
+        profile = self.folder / f"{name}.json"
         script = EXAMPLES / f"{cell.script}.py"
         if not profile.exists():
             paceline(
@@ -165,7 +164,7 @@ class Bench:
             )
         if cell.pace is None:
             return described, probed, profile
-        paced = self.folder / f"{cell.script}-{workers}-x{cell.pace}.json"
+        paced = self.folder / f"{name}-x{cell.pace}.json"
         if not paced.exists():
             slower(Workload.load(profile), cell.pace).save(paced)
         return described, probed, paced
