@@ -25,6 +25,7 @@ from paceline.server.remote import RemoteParameters
 from paceline.server.staged import StagedParameters
 from paceline.settings import CollectiveName, ModuleBuffers, Settings, Sums
 from paceline.startup import check_same_everywhere, describe
+from paceline.tensors import wire_bytes
 from paceline.torch_private import is_compiled_whole
 from paceline.training import MakeRemote, Training
 from paceline.worlds.join import join_world
@@ -108,16 +109,17 @@ def distribute(
     remote: MakeRemote | None = None
     if chosen.updates_on == "server":
         kept = settings.buffers == "local"
-        chunk = getattr(chosen, "chunk", None)
+        piece_bytes = getattr(chosen, "piece_bytes", None)
+        total = sum(wire_bytes(parameter) for _, parameter in parameters)
         remote = partial(
-            RemoteParameters if chunk is None else StagedParameters,
+            RemoteParameters if piece_bytes is None else StagedParameters,
             world.rank,
             optimizer,
             endpoints,
             job,
             options,
             () if kept else tuple(model.buffers()),
-            most_bytes=chunk,
+            most_bytes=None if piece_bytes is None else piece_bytes(total),
         )
     elif endpoints and isinstance(comm, TorchComm):
         comm = ServerComm(world, comm.name, endpoints, comm.process_group)

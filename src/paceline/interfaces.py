@@ -30,7 +30,8 @@ UpdatesOn = Literal["worker", "method", "server"]
 
 GradientSeen = Literal["mean", "local-kept", "local-sent"]
 """What ``.grad`` holds between ``backward()`` and ``step()``: the mean over workers; the
-worker's own, still to be used; the worker's own, already sent (changing it is useless)."""
+worker's own, still to be used; what was sent already, of no use to the script: changing it
+is an error."""
 
 ReduceOperation = Literal["mean", "sum", "max"]
 

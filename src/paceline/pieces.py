@@ -93,7 +93,8 @@ def split_pieces(optimizer: torch.optim.Optimizer, most_bytes: int) -> list[Piec
         (parameter, group), size = parameters[whole.parameter], whole.stop
         unit, _ = cut_every(optimizer, parameter, group)
         unit_bytes = unit * max(1, wire_bytes(parameter) // size)
-        if most_bytes < unit_bytes and unit < size:
+        stands_in = hasattr(parameter, "stands_for_bytes")  # has few elements to cut
+        if most_bytes < unit_bytes and unit < size and not stands_in:
             raise UsageError(
                 f"split_pieces(..., most_bytes={most_bytes}): expected {unit_bytes} bytes "
                 f"or more, the least part of parameter {whole.parameter} "

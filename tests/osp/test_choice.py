@@ -347,3 +347,14 @@ def test_bad_options_are_refused(spec, words):
         read_spec(spec)
     with pytest.raises(UsageError, match=words):
         read_spec(spec.replace("osp:", "osp:collective=native,"))
+
+
+@pytest.mark.parametrize("loss", [0.0, -3.0])
+def test_a_first_loss_that_cannot_fall_grows_the_budget_linearly(loss):
+    said = []
+    growth = Growth("loss", 20, said.append)
+    for _ in range(10):
+        growth.step(loss)
+    assert growth.part == 0.5
+    assert len(said) == 1
+    assert f"the first losses' mean is {loss:.3g}" in said[0]

@@ -74,6 +74,7 @@ from paceline.messages import (
     Leave,
     Load,
     LoadState,
+    Measured,
     Note,
     OptimizerState,
     Parameters,
@@ -462,6 +463,13 @@ class ParameterServer:
         if not 0 <= push.weight < math.inf:
             raise UsageError(f"push: expected a weight of 0 or more, got {push.weight}")
         store.check_hyperparameters(push.hyperparameters)
+        if push.measured is not None:
+            self._check_measured(push.measured)
+        if push.units is not None and self._deferring is None:
+            raise UsageError(
+                f"push: this method takes whole buckets, got units {push.units} of bucket "
+                f"{push.bucket}"
+            )
         if push.stage == FIRST:
             self._check_order(sender.worker, push, member)
         else:
@@ -538,6 +546,19 @@ class ParameterServer:
                 f"{push.step}, stage 2, before"
             )
         seen.add(push.bucket)
+
+    def _check_measured(self, measured: Measured) -> None:
+        assert self._description is not None
+        numbers = [*measured.ready, measured.end, measured.start_up, measured.per_byte]
+        if (
+            len(measured.ready) not in (0, len(self._description.units))
+            or not all(0 <= number < math.inf for number in numbers)
+            or not all(size >= 0 for size in measured.bytes)
+            or not 0 <= measured.part <= 1
+        ):
+            raise UsageError(
+                f"push: measured times, bytes or parts that make no sense: {measured}"
+            )
 
     def _check_step(self, what: str, step: int) -> None:
         if step > self._furthest + MOST_STEPS_AHEAD:

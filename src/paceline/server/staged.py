@@ -118,11 +118,7 @@ class StagedParameters(RemoteParameters):
             answer = sent.reception.wait()
             assert isinstance(answer, Parameters), answer
             if stage == FIRST:
-                count = self._count(sent)
-                theirs = range(sent.first, sent.first + count)
-                kept = [n for n in self.deferred[sent.bucket] if n not in theirs]
-                told = [sent.first + number for number in answer.deferred]
-                self.deferred[sent.bucket] = sorted(kept + told)
+                self._defer(sent.bucket, sent.first, answer.deferred)
             start = 0
             for number in sent.units:
                 place = self.units[sent.bucket][sent.first + number]
@@ -189,11 +185,28 @@ class StagedParameters(RemoteParameters):
             )
         super().take_changes()
 
-    def _count(self, sent: _Sent) -> int:
-        firsts = self._firsts[sent.bucket]
-        where = firsts.index(sent.first)
-        ends = [*firsts[1:], len(self.units[sent.bucket])]
-        return ends[where] - sent.first
+    def _pull(self, step: int = 0) -> None:
+        """As every `RemoteParameters`; who joins is told by it what its first step defers."""
+        waiting = [
+            (number, first, self._ask_for(number, part, step))
+            for number, parts in enumerate(self._plan)
+            for part, first in zip(parts, self._firsts[number], strict=True)
+        ]
+        for number, first, reception in waiting:
+            answer = reception.wait()
+            assert isinstance(answer, Parameters), answer
+            self._defer(number, first, answer.deferred)
+        for number in range(len(self._buckets)):
+            self._put(number)
+        self._remember_versions()
+
+    def _defer(self, bucket: int, first: int, told: Sequence[int]) -> None:
+        """What a server has *told* of the part of a bucket whose first unit is *first*."""
+        firsts = self._firsts[bucket]
+        ends = [*firsts[1:], len(self.units[bucket])]
+        theirs = range(first, ends[firsts.index(first)])
+        kept = [n for n in self.deferred[bucket] if n not in theirs]
+        self.deferred[bucket] = sorted(kept + [first + number for number in told])
 
     def _memory(
         self, bucket: Bucket, part: Part, places: Sequence[UnitPlace], stage: int

@@ -39,7 +39,7 @@ class Growth:
             return
         if not self._losses and math.isnan(self._first):
             self._say(
-                "osp: budget=loss, and no step has told its loss: step(loss=loss) or "
+                "osp: budget=loss, and no step has told a finite loss: step(loss=loss) or "
                 f"paceline.log(loss=loss). The budget grows over {self._ramp} steps instead"
             )
             self._kind = "linear"
@@ -48,6 +48,13 @@ class Growth:
             self._losses.clear()
             if math.isnan(self._first):
                 self._first = self._least = mean
+                if mean <= 0:
+                    self._say(
+                        f"osp: budget=loss, and the first losses' mean is {mean:.3g}: how "
+                        "far it has fallen cannot be told. The budget grows over "
+                        f"{self._ramp} steps instead"
+                    )
+                    self._kind = "linear"
             self._least = min(self._least, mean)
 
     @property

@@ -53,7 +53,8 @@ class TwoStages:
 
     def changed(self, shard: Shard) -> None:
         self._close(shard)
-        self._skip(shard)
+        while self._skip(shard):  # what is skipped may be what a round waits for
+            self._close(shard)
 
     def first_step(self, shard: Shard) -> int:
         return shard.fastest()
@@ -131,8 +132,10 @@ class TwoStages:
             if stage == FIRST and bucket == max(shard.buckets):
                 self._due = step
 
-    def _skip(self, shard: Shard) -> None:
-        """Where everybody who was to send a step is gone, go on without it."""
+    def _skip(self, shard: Shard) -> bool:
+        """Where everybody who was to send a step is gone, go on without it; returns whether
+        there was one."""
+        skipped = False
         for bucket in shard.buckets:
             versions = self._of(shard, bucket)
             for unit, version in enumerate(versions):
@@ -140,8 +143,10 @@ class TwoStages:
                     shard, version, bucket
                 ):
                     version += 1
+                    skipped = True
                     shard.count("deferred gradients that nobody sent")
                 versions[unit] = version
+        return skipped
 
     def _comes(self, shard: Shard, step: int, bucket: int) -> bool:
         """Whether somebody has sent, or will send, a gradient of this step."""
@@ -164,7 +169,8 @@ class TwoStages:
     def _decide(self, shard: Shard, step: int) -> None:
         """Choose what every bucket defers. It goes out with the answers to each bucket's next
         first stage, so that all workers begin with it in the same step."""
-        told = [self._measured[worker] for worker in sorted(self._measured)]
+        here = shard.expected(step)
+        told = [self._measured[worker] for worker in here if worker in self._measured]
         if self._options.defer == "nothing" or not told:
             return
         places = [(b, u) for b in shard.buckets for u in range(len(self._of(shard, b)))]
@@ -198,7 +204,8 @@ class TwoStages:
         """By the slowest worker's times. A server that holds a part of the model has a part of
         what a worker's messages cost per byte."""
         counts = Counter(len(one.ready) for one in told)
-        if len(counts) > 1 or not max(one.per_byte for one in told):
+        timed = len(counts) == 1 and told[0].ready
+        if not timed or not max(one.per_byte for one in told):
             return []
         times = StepTimes(
             [max(ready) for ready in zip(*(one.ready for one in told), strict=True)],

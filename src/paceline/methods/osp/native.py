@@ -62,7 +62,8 @@ class NativeState:
 
 def begin(options: OSPOptions, run: Run) -> NativeState:
     """Collective."""
-    updater = run.take_over(options.chunk)
+    total = sum(bucket.bytes for bucket in run.buckets)
+    updater = run.take_over(options.piece_bytes(total))
     layout = Layout(run, updater)
     second = run.comm.channel("stage 2") if options.defer != "nothing" else None
     return NativeState(

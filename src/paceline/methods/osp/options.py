@@ -15,6 +15,10 @@ FADES = 0.98
 """While nothing is seen of the network it is taken for a little faster each time: conditions
 may have improved, and then less needs to be deferred."""
 
+FINEST = 16
+SMALLEST_BYTES = 64 * 1024
+"""Smaller pieces are made only if *chunk* says so."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OSPOptions:
@@ -33,7 +37,8 @@ class OSPOptions:
     mirrored from how parameters move (all but SGD): ``"pull"`` it for what is deferred, so that
     the tentative step is that optimizer's own, or ``"predict"``: repeat the last step. Does not
     matter to collective=native.
-    *chunk*: larger tensors are cut into pieces of at most so many bytes."""
+    *chunk*: larger tensors are cut into pieces of at most so many bytes; of a small model, into
+    pieces of at most a part in `FINEST` of it, so that no tensor is too large to be deferred."""
 
     overlap: bool = True
     defer: Literal["measured", "nothing", "most"] = "measured"
@@ -44,6 +49,10 @@ class OSPOptions:
     correction: Literal["local", "average", "plain", "none"] = "local"
     state: Literal["pull", "predict"] = "pull"
     chunk: int = 4 * 1024 * 1024
+
+    def piece_bytes(self, total: int) -> int:
+        """The most that a piece of a model of *total* bytes has."""
+        return min(self.chunk, max(SMALLEST_BYTES, total // FINEST))
 
     def __post_init__(self) -> None:
         if not 0 <= self.most <= 1:
