@@ -10,9 +10,17 @@ from paceline.testing.checks import RULES
 from paceline.worlds.virtual import Simulation
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+def setting(rule, workers):
+    """The whole table takes minutes: most of it is for the slow tests."""
+    fast = rule == "ddp" or (rule == "optimal" and workers == 3)
+    marks = () if fast else (pytest.mark.slow,)
+    return pytest.param(rule, workers, marks=marks, id=f"{rule}-{workers}")
+
+
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "workers"), [setting(rule, n) for rule in RULES for n in (1, 2, 3)]
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_row(case, rule, check, workers):
     simulation = Simulation(uniform_cluster(workers, "1gbit", "50us"))
