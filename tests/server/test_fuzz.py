@@ -11,10 +11,12 @@ import zmq
 
 from paceline.messages import (
     PROTOCOL,
+    SECOND,
     Join,
     Leave,
     Load,
     LoadState,
+    Measured,
     Pull,
     PullState,
     Push,
@@ -35,8 +37,20 @@ MESSAGES = [
     Join(options="x", units=[[Unit(0, 0, 4, 0)]], dtypes=["float32"], optimizer="SGD"),
     Load(bucket=0),
     Push(step=0, bucket=0, used=[True], hyperparameters=[{"lr": 0.1, "betas": [1, 2]}]),
+    Push(
+        step=0,
+        bucket=0,
+        stage=SECOND,
+        units=[0],
+        used=[True],
+        hyperparameters=[{"lr": 0.1}],
+        measured=Measured(
+            ready=[0.1], end=0.2, start_up=0.0, per_byte=1e-9, bytes=[16], part=0.5
+        ),
+    ),
     Pull(bucket=0),
     PullState(bucket=0),
+    PullState(bucket=0, units=[0], step=1),
     LoadState(bucket=0, entries=[[("momentum_buffer", 0)]]),
     Leave(),
     Reduce(channel="", number=0, operation="sum"),

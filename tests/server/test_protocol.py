@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Discipline, Sender, Work
+from paceline.interfaces import Answer, Discipline, Sender, UpdatesOnServer, Work
 from paceline.messages import (
     Done,
     Join,
@@ -32,7 +32,6 @@ from paceline.messages import (
 )
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
-from paceline.methods.push_pull import PushPull
 from paceline.methods.ssp import SSP
 from paceline.server.protocol import ParameterServer
 
@@ -59,7 +58,7 @@ SIZES = [2, 3]
 class Case:
     """A server, and workers' requests to it, numbered as they should be."""
 
-    def __init__(self, method: PushPull | None = None, workers: int = 2) -> None:
+    def __init__(self, method: UpdatesOnServer | None = None, workers: int = 2) -> None:
         discipline: Discipline | None = None
         if method is not None:
             discipline = method.server(workers)
@@ -138,7 +137,7 @@ def test_who_is_waited_for_joins_at_step_0_however_late() -> None:
 
 @pytest.mark.parametrize("method", [SSP(staleness=0), Backup()])
 def test_under_rounds_who_comes_back_begins_after_what_has_begun(
-    method: PushPull,
+    method: UpdatesOnServer,
 ) -> None:
     case = Case(method).begin(0, 1)
     case.server.on_lost(1, 0, 0.0)
@@ -152,7 +151,7 @@ def test_under_rounds_who_comes_back_begins_after_what_has_begun(
 
 
 @pytest.mark.parametrize("method", [ASP(), SSP(staleness=2)])
-def test_others_begin_with_the_slowest(method: PushPull) -> None:
+def test_others_begin_with_the_slowest(method: UpdatesOnServer) -> None:
     case = Case(method, 3).begin(0, 1, 2)
     case.server.on_lost(2, 0, 0.0)
     for step in range(2):
@@ -270,7 +269,7 @@ def test_a_later_step_that_another_server_named() -> None:
 
 
 @pytest.mark.parametrize("method", [SSP(staleness=0), Backup()])
-def test_a_step_that_the_dead_had_begun_ends(method: PushPull) -> None:
+def test_a_step_that_the_dead_had_begun_ends(method: UpdatesOnServer) -> None:
     case = Case(method, 1).begin(0)
     assert len(case.push(0, 0, 0)) == 1
     case.server.on_lost(0, 0, 0.0)
@@ -477,7 +476,7 @@ BAD_PUSHES: list[tuple[Push, torch.Tensor | None, str]] = [
 @pytest.mark.parametrize(("push", "payload", "words"), BAD_PUSHES)
 @pytest.mark.parametrize("method", [ASP(), SSP(staleness=0), Backup()])
 def test_a_push_that_is_refused_changes_nothing(
-    method: PushPull, push: Push, payload: torch.Tensor | None, words: str
+    method: UpdatesOnServer, push: Push, payload: torch.Tensor | None, words: str
 ) -> None:
     case = Case(method).begin(0, 1)
     assert words in case.refusal(0, push, payload)

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.interfaces import Answer, Deferring, Timed, Work
+from paceline.interfaces import (
+    Answer,
+    Deferring,
+    Sender,
+    ServerJob,
+    Timed,
+    UpdatesOnServer,
+    Work,
+)
 from paceline.messages import (
     FIRST,
     SECOND,
@@ -24,6 +32,8 @@ from paceline.messages import (
     PullState,
     Push,
     Refused,
+    Reply,
+    Request,
     Unit,
 )
 from paceline.methods.asp import ASP
@@ -32,6 +42,8 @@ from paceline.methods.osp import OSP, discipline
 from paceline.methods.osp.discipline import TwoStages
 from paceline.methods.ssp import SSP
 from paceline.server.protocol import ParameterServer
+from paceline.server.staged import StagedParameters
+from paceline.tensors import make_buckets
 from tests.server.test_protocol import HOW, Case
 
 UNITS = [[2, 3, 1], [4, 2]]
@@ -54,7 +66,7 @@ NAMED = Measured(
 class Talk(Case):
     """A server under osp, and workers' requests to it."""
 
-    def __init__(self, method: Any = None, workers: int = 2) -> None:
+    def __init__(self, method: UpdatesOnServer | None = None, workers: int = 2) -> None:
         super().__init__(method or OSP(defer="nothing"), workers)
 
     @property
@@ -655,3 +667,76 @@ def test_a_snapshot_waits_for_the_second_stage() -> None:
     assert other.parameters(0, 0) == [-1] * 6
     assert len(other.first(0, 1, [0, 1], None)) == 2
     assert heard(other.second(0, 1, 0, 2)) == [(0, 0, [-2.0])]
+
+
+# ---- the worker's end ----
+
+
+class Direct:
+    """An `Endpoint` of a server that has only this worker, which answers at once."""
+
+    name = "server"
+
+    def __init__(self, server: ParameterServer, life: int) -> None:
+        self.server, self.life, self.number = server, life, 0
+
+    def request(
+        self,
+        message: Request,
+        payload: torch.Tensor | None = None,
+        into: torch.Tensor | None = None,
+        channel: str = "",
+    ) -> Received:
+        sender = Sender(0, self.life, channel, self.number)
+        self.number += 1
+        sent = None if payload is None else payload.clone()
+        (answer,) = self.server.on_message(sender, message, sent, 0.0)
+        if into is not None and answer.payload is not None:
+            into[: answer.payload.numel()] = answer.payload
+        return Received(answer.message)
+
+    def close(self) -> None:
+        pass
+
+
+class Received:
+    def __init__(self, message: Reply) -> None:
+        self.message = message
+
+    def wait(self) -> Reply:
+        return self.message
+
+
+def test_who_joins_defers_what_servers_say() -> None:
+    """Of two servers, each with a half of the first bucket, whose second has the other."""
+    sizes = [[40_000, 1000, 30_000], [10, 20]]
+    parameters = [torch.nn.Parameter(torch.ones(n)) for group in sizes for n in group]
+    named = [(str(n), parameter) for n, parameter in enumerate(parameters)]
+    buckets = make_buckets(named, [[0, 1, 2], [3, 4]])
+    method = OSP()
+    servers = [ParameterServer(1, method.server(1)) for _ in range(2)]
+
+    def joined(life: int) -> StagedParameters:
+        remote = StagedParameters(
+            0,
+            torch.optim.SGD(parameters, lr=0.1),
+            [Direct(server, life) for server in servers],
+            ServerJob(0, method, "osp", "auto", "rank"),
+            "",
+            [],
+            buckets,
+            lambda: 1.0,
+        )
+        remote.join()
+        return remote
+
+    first = joined(0)
+    assert first.deferred == [[], []]
+    assert [len(places) for places in first.units] == [4, 2]
+    masks: list[dict[int, list[int]]] = [{0: [0]}, {0: [0, 2], 1: [1]}]
+    if len(servers[0].buckets) == 2:  # the second bucket went there
+        masks = [{0: [0], 1: [1]}, {0: [0, 2]}]
+    for server, mask in zip(servers, masks, strict=True):
+        assert isinstance(server._discipline, TwoStages)
+        server._discipline._deferred = mask
+    assert joined(1).deferred == [[0, 1, 3], [1]]

@@ -21,7 +21,6 @@ from paceline.server.orders import Order, Place
 from paceline.server.process import make_machine, make_shell
 from paceline.server.protocol import ParameterServer
 
-
 LAST_SECONDS = 5.0
 
 
