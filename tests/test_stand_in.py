@@ -156,5 +156,5 @@ def test_sizes_in_the_virtual_world_need_no_memory():
     model_elements = run(
         1, lambda rank: sum(p.numel() for p in paceline.stand_in(huge).parameters())
     )
-    assert model_elements[0] <= 4
+    assert model_elements[0] <= 1024
     assert math.isfinite(huge.forward_seconds)

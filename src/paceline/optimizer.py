@@ -30,6 +30,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _world: World
     _endpoints: Sequence[Endpoint]
     _finished: bool
+    _looking: bool  # inside `consolidated`
 
     @classmethod
     def _wrap(
@@ -42,7 +43,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self = cls.__new__(cls)
         self._inner, self._training, self._world = inner, training, world
         self._endpoints = endpoints
-        self._finished = False
+        self._finished = self._looking = False
         # Not __init__: it would copy the groups. What unpickling does sets up the rest.
         self.__setstate__({})
         return self
@@ -101,9 +102,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _settled(self) -> AbstractContextManager[None]:
         """Within it the state here is that of all steps until now."""
-        return (
-            nullcontext() if self._training.updates_on_server else self.consolidated()
-        )
+        training = self._training
+        elsewhere = training.optimizer_steps or training.updates_on_server
+        return nullcontext() if elsewhere else self.consolidated()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the parameters' buckets are made when training begins."""
@@ -128,6 +129,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._finished:
             raise UsageError(
                 "step() after finish(): the other workers no longer wait for this one"
+            )
+        if self._looking and not self._training.optimizer_steps:
+            raise UsageError(
+                "step() inside consolidated(): what it changed would be taken back; train "
+                "outside, evaluate and save inside"
             )
         if loss is not None:
             self._world.journal.log({"loss": loss})
@@ -201,9 +207,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         are the ones that training goes on from.
         """
         undo = self._training.consolidate()
+        before, self._looking = self._looking, True
         try:
             yield
         finally:
+            self._looking = before
             undo()
 
 

@@ -197,6 +197,21 @@ def test_closures_are_refused():
     simulate(2, body)
 
 
+def test_a_step_while_the_exact_parameters_are_looked_at_is_refused():
+    def body(rank):
+        model = network()
+        optimizer = paceline.distribute(
+            model, sgd(model.parameters()), method=ALL, fusion="wfbp"
+        )
+        with (
+            optimizer.consolidated(),
+            pytest.raises(UsageError, match=r"step\(\) inside consolidated"),
+        ):
+            optimizer.step()
+
+    simulate(2, body)
+
+
 def test_an_optimizer_that_cannot_be_applied_in_pieces_is_refused():
     with pytest.raises(WorkerFailedError, match=r"LBFGS.*piece by piece"):
         train(ALL, 1, optimizer=torch.optim.LBFGS)

@@ -55,6 +55,7 @@ from paceline.worlds.virtual.watchdog import Watchdog
 FEW_ELEMENTS = 2
 BYTES_AN_ELEMENT = 1024 * 1024
 """Of a tensor that stands for a large one: methods that cut tensors can cut it too."""
+MOST_ELEMENTS = 1024
 
 """What a tensor has that stands for a larger one."""
 
@@ -139,7 +140,7 @@ class VirtualWorld:
         return HostStopwatch(self.now)
 
     def blank(self, size: int, device: torch.device) -> torch.Tensor:
-        elements = max(FEW_ELEMENTS, size // BYTES_AN_ELEMENT)
+        elements = max(FEW_ELEMENTS, min(size // BYTES_AN_ELEMENT, MOST_ELEMENTS))
         return stand_in_for(size, torch.zeros(elements, device=device))
 
     @property
