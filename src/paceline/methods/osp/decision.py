@@ -18,7 +18,14 @@ import torch
 
 from paceline.interfaces import Comm, Pending, Piece, Run, Updater
 from paceline.methods.osp.budget import Growth
-from paceline.methods.osp.choice import Rate, StepTimes, choose, fill, measured_rate
+from paceline.methods.osp.choice import (
+    VISIBLE,
+    Rate,
+    StepTimes,
+    choose,
+    fill,
+    measured_rate,
+)
 from paceline.methods.osp.importance import product, ranking
 from paceline.methods.osp.layout import Layout
 from paceline.methods.osp.options import FADES, INTERVAL, OSPOptions
@@ -28,6 +35,9 @@ UPDATES = 3.0
 """Deferring costs a worker about so many updates of the same bytes: the tentative step, and
 keeping and restoring exact values."""
 
+
+OTHER = 2.0
+"""By this factor the network must have changed for steps of before to tell nothing."""
 
 TRIES = 5
 """Of the smallest all-reduce; the first makes connections."""
@@ -50,6 +60,8 @@ class Decider:
         if channel is not None and options.defer == "measured":
             self._start_up = _start_up(run, self._device)
         self._per_byte = 0.0
+        self._plain = (0.0, 0.0)  # a step with nothing deferred, and `_per_byte` then
+        self._rest, self._patience = 0, 10
         self._exchange: torch.Tensor | None = None
         self._agreed: StepTimes | None = None
         self.watch = StepWatch(run.stopwatch, options.overlap)
@@ -136,12 +148,29 @@ class Decider:
         if self._agreed is not None and len(self._agreed.ready) == len(own.ready):
             times = self._agreed
         self._measure(run, times)
+        if self._rests():
+            return []
         if not self._per_byte:
             return []
         rate = Rate(self._start_up, self._per_byte)
         return choose(
             parts, order, times, rate, budget, UPDATES * self._update_cost(run)
         )
+
+    def _rests(self) -> bool:
+        """Whether nothing is to be deferred because it did not pay: steps were no shorter with
+        it than without. Where processors carry the messages, as between processes of one
+        machine, nothing hides behind computing, whatever the times say."""
+        if not self._layout.deferred:
+            self._plain = self.watch.whole(), self._per_byte
+            self._rest = max(0, self._rest - 1)
+            return self._rest > 0
+        before, per_byte = self._plain
+        same = per_byte / OTHER < self._per_byte < per_byte * OTHER
+        if same and self.watch.whole() > before * (1 - VISIBLE):
+            self._rest, self._patience = self._patience, 2 * self._patience
+            return True
+        return False
 
     def _measure(self, run: Run, times: StepTimes) -> None:
         """The network, from how long steps took."""

@@ -19,6 +19,7 @@ class _Step(NamedTuple):
     ready: Sequence[Any]
     end: Any
     arrived: Any
+    over: Any
 
 
 class StepWatch:
@@ -56,7 +57,13 @@ class StepWatch:
             self._steps.clear()
         elif self._origin is not None and self._ready:
             self._steps.append(
-                _Step(self._origin, self._ready, self._end, self._arrived)
+                _Step(
+                    self._origin,
+                    self._ready,
+                    self._end,
+                    self._arrived,
+                    self._stopwatch.mark(),
+                )
             )
 
     @property
@@ -82,4 +89,10 @@ class StepWatch:
         return statistics.median(
             self._stopwatch.seconds(step.start, [step.arrived])[0]
             for step in self._steps
+        )
+
+    def whole(self) -> float:
+        """Seconds of a step, its update included: the median."""
+        return statistics.median(
+            self._stopwatch.seconds(step.start, [step.over])[0] for step in self._steps
         )
