@@ -143,7 +143,7 @@ def _comm(world: World, method: Method) -> TorchComm | AloneComm:
         if method.updates_on != "server":
             raise UsageError(
                 f"method {method.name!r} under --survive: its workers meet in collectives, "
-                "which a death stops. Use one whose server updates: asp, ssp or backup"
+                "which a death stops. Use one whose server updates: asp, ssp, r2sp or backup"
             )
         return AloneComm(world)
     comm = TorchComm(world, f"training {world.journal.trainings}")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.interfaces import Discipline, HeldPush, Shard
-from paceline.methods.push_pull import PushPull
+from paceline.methods.push_pull import AppliesOnArrival, PushPull
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ASP(PushPull):
         return ApplyOnArrival()
 
 
-class ApplyOnArrival:
+class ApplyOnArrival(AppliesOnArrival):
     """The server's half: w <- w - lr/n g_i."""
 
     def pushed(self, shard: Shard, push: HeldPush) -> None:
@@ -39,16 +39,4 @@ class ApplyOnArrival:
         shard.answer(push)
 
     def changed(self, shard: Shard) -> None:
-        pass
-
-    def first_step(self, shard: Shard) -> int:
-        return shard.slowest()
-
-    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
-        return True
-
-    def ended(self, shard: Shard) -> int | None:
-        return shard.slowest()
-
-    def resume(self, shard: Shard, step: int) -> None:
         pass

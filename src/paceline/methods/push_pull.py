@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.interfaces import GradientSeen, Run, UpdatesOn
+from paceline.interfaces import GradientSeen, Run, Shard, UpdatesOn
 from paceline.tensors import Bucket
 
 
@@ -53,3 +53,20 @@ class PushPull:
 
     def consolidate(self, state: PushPullState, run: Run) -> Callable[[], None]:
         return run.remote.consolidate()
+
+
+class AppliesOnArrival:
+    """What disciplines share that apply each gradient when it comes: there are no rounds to
+    be in the middle of, so whoever joins may have the parameters as they are."""
+
+    def first_step(self, shard: Shard) -> int:
+        return shard.slowest()
+
+    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
+        return True
+
+    def ended(self, shard: Shard) -> int | None:
+        return shard.slowest()
+
+    def resume(self, shard: Shard, step: int) -> None:
+        """Nothing is kept that a snapshot would have to hold."""

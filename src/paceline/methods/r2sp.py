@@ -44,7 +44,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Discipline, HeldPush, Shard
-from paceline.methods.push_pull import PushPull
+from paceline.methods.push_pull import AppliesOnArrival, PushPull
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +110,9 @@ class StepTimes:
         return self._seconds[worker] / measured if measured else None
 
 
-class RoundRobin:
-    """The server's half: w <- w - lr/n g_i when it comes; who sent it gets w in its turn."""
+class RoundRobin(AppliesOnArrival):
+    """The server's half: w <- w - lr/n g_i when it comes; who sent it gets w in its turn.
+    Restored from a snapshot the ring warms up again."""
 
     def __init__(self, slack: float, warm_up: int) -> None:
         self._slack = slack
@@ -185,15 +186,3 @@ class RoundRobin:
     def _answer(self, shard: Shard, worker: int) -> None:
         for push in self._held.pop(worker):
             shard.answer(push)
-
-    def first_step(self, shard: Shard) -> int:
-        return shard.slowest()
-
-    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
-        return True
-
-    def ended(self, shard: Shard) -> int | None:
-        return shard.slowest()
-
-    def resume(self, shard: Shard, step: int) -> None:
-        pass  # times of before are not known: the ring warms up again

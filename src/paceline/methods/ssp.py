@@ -23,7 +23,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Discipline, HeldPush, Shard
-from paceline.methods.push_pull import PushPull
+from paceline.methods.push_pull import AppliesOnArrival, PushPull
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ _NOTHING = torch.empty(0)
 """Instead of a gradient that was applied, so that its memory can go."""
 
 
-class BoundedStaleness:
+class BoundedStaleness(AppliesOnArrival):
     """The server's half, for a bound s of at least 1."""
 
     def __init__(self, staleness: int) -> None:
@@ -72,18 +72,6 @@ class BoundedStaleness:
                 shard.answer(push)
             else:
                 self._waiting.append(push)
-
-    def first_step(self, shard: Shard) -> int:
-        return shard.slowest()
-
-    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
-        return True
-
-    def ended(self, shard: Shard) -> int | None:
-        return shard.slowest()
-
-    def resume(self, shard: Shard, step: int) -> None:
-        pass
 
 
 class InRankOrder:
