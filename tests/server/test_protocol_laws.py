@@ -460,7 +460,7 @@ class Training:
         for bucket, where in enumerate(self.case.layout):
             for shard in where:
                 server = self.network.servers[shard]
-                final[shard, bucket] = server._stored().flats[bucket].clone()
+                final[shard, bucket] = server._model.store.flats[bucket].clone()
         return final
 
     def check_ledger(self, place: tuple[int, int], parameters: torch.Tensor) -> None:

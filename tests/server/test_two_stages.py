@@ -71,8 +71,8 @@ class Talk(Case):
 
     @property
     def stages(self) -> TwoStages:
-        assert isinstance(self.server._discipline, TwoStages)
-        return self.server._discipline
+        assert isinstance(self.server._discipline.discipline, TwoStages)
+        return self.server._discipline.discipline
 
     def begin(self, *workers: int) -> Talk:
         for worker in workers:
@@ -340,7 +340,7 @@ def test_state_of_some_units_waits_for_their_updates() -> None:
     assert len(case.ask(0, PullState(bucket=0, step=9))) == 1
     # Who is lost is told nothing.
     case.server.on_lost(1, 0, 0.0)
-    assert case.server._state_pulls == []
+    assert case.server._pulls._states == []
 
 
 def test_state_of_units_that_are_none() -> None:
@@ -348,7 +348,62 @@ def test_state_of_units_that_are_none() -> None:
     for units in ([3], [-1], [1, 0], [1, 1]):
         words = f"bucket 0: expected units of its 3, in order, got {units}"
         assert case.refusal(0, PullState(bucket=0, units=units)) == words
-    assert case.server._state_pulls == []
+    assert case.server._pulls._states == []
+
+
+def test_state_of_a_step_that_does_not_come_while_its_worker_waits() -> None:
+    case = Talk().begin(0, 1)
+    for worker in (0, 1):
+        case.first(worker, 0)
+    assert case.ask(0, PullState(bucket=0, units=[1], step=2)) == []
+    for step in (3, 10**9):
+        words = (
+            "pull-state: expected a step up to 2 of worker 0, whose next step is 1, got "
+            f"step {step}"
+        )
+        assert case.refusal(0, PullState(bucket=0, units=[1], step=step)) == words
+    case.first(0, 1)
+    answers = case.first(1, 1)
+    assert [a.to.worker for a in answers if isinstance(a.message, OptimizerState)] == [
+        0
+    ]
+    # Who goes on with the step that another server named asks as of then.
+    case.server.on_lost(1, 0, 0.0)
+    case.ask(1, JOIN, life=1)
+    assert len(case.ask(1, Pull(bucket=0, step=7), life=1)) == 0
+    assert case.ask(1, PullState(bucket=0, units=[1], step=8), life=1) == []
+    late = PullState(bucket=0, units=[1], step=9)
+    assert "up to 8 of worker 1, whose next step is 7" in case.refusal(1, late, life=1)
+
+
+def test_state_that_cannot_leave_is_refused_to_who_asked() -> None:
+    """Although it is another worker's push that makes it."""
+    how: list[dict[str, Any]] = [
+        {"lr": 1e-2, "beta2_decay": -0.8, "eps": (None, 1e-3), "d": 1.0}
+        | {"weight_decay": 0.0, "maximize": False}
+    ]
+    join = Join(
+        options="",
+        units=[[Unit(0, 0, 6, 0, shape=(2, 3))]],
+        dtypes=["float64"],
+        optimizer="Adafactor",
+        hyperparameters=how,
+    )
+    case = Talk()
+    for worker in (0, 1):
+        assert case.ask(worker, join)[0].message == Joined(step=0, loaded=False)
+    case.ask(0, Load(bucket=0), torch.zeros(6, dtype=torch.float64))
+    assert case.ask(0, PullState(bucket=0, units=[0], step=1)) == []
+    push = Push(step=0, bucket=0, used=[True], hyperparameters=how)
+    assert case.ask(0, push, torch.ones(6, dtype=torch.float64)) == []
+    answers = case.ask(1, push, torch.ones(6, dtype=torch.float64))
+    *pushed, refused = answers
+    assert [(w, b) for w, b, _ in heard(pushed)] == [(0, 0), (1, 0)]
+    assert refused.to.worker == 0
+    assert isinstance(refused.message, Refused)
+    assert (
+        "Adafactor's state 'row_var' cannot leave the server" in refused.message.reason
+    )
 
 
 # ---- refusals ----
@@ -424,6 +479,46 @@ def test_the_second_stage_comes_after_the_first() -> None:
     assert case.refusal(0, second, payload(second)) == words
     case.push(0, 0, 1)
     assert case.second(0, 0, 0, 1) == []  # that is all of its first stage
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [([0, 2], [0, 1]), ([0, 2], None), (None, [1]), (None, None)]
+)
+def test_units_come_in_one_stage_of_a_step_only(
+    first: list[int] | None, second: list[int] | None
+) -> None:
+    """What came in the first stage would wait for ever for its update of this step."""
+    case = Talk().begin(0, 1)
+    assert case.first(0, 0, first, None) == []
+    push = a_push(0, 0, stage=SECOND, units=second)
+    left, got = [] if first is None else [1], [0, 1, 2] if second is None else second
+    words = (
+        "push: stage 2 of step 0, bucket 0: expected only units that worker 0 has not "
+        f"pushed in stage 1, of {left}, got {got}"
+    )
+    assert case.refusal(0, push, payload(push)) == words  # whoever else is in by then
+    assert len(case.first(1, 0, first, None)) == 4
+    assert case.refusal(0, push, payload(push)) == words
+    # Nothing of it was done: what the first stage left out may still come.
+    if left:
+        assert case.second(0, 0, 0, *left) == []
+        assert len(case.second(1, 0, 0, *left)) == 2
+    for worker in (0, 1):
+        answers = case.first(worker, 1)
+    assert len(answers) == 4
+    assert case.parameters(0, 0) == [-2] * 6
+
+
+def test_units_of_the_step_before_may_come_again_in_this_one() -> None:
+    case = Talk(workers=1).begin(0)
+    case.first(0, 0, [0, 1], None)
+    case.first(
+        0, 1, [0], None
+    )  # unit 2 is not in: step 0 leaves it to its second stage
+    push = a_push(0, 0, stage=SECOND, units=[1, 2])
+    assert "got [1, 2]" in case.refusal(0, push, payload(push))
+    assert heard(case.second(0, 0, 0, 2)) == [(0, 0, [-1.0])]
+    assert heard(case.second(0, 1, 0, 1, 2)) == [(0, 0, [-2.0] * 4)]
 
 
 def test_the_second_stage_does_not_come_too_late() -> None:
@@ -737,6 +832,6 @@ def test_who_joins_defers_what_servers_say() -> None:
     if len(servers[0].buckets) == 2:  # the second bucket went there
         masks = [{0: [0], 1: [1]}, {0: [0, 2]}]
     for server, mask in zip(servers, masks, strict=True):
-        assert isinstance(server._discipline, TwoStages)
-        server._discipline._deferred = mask
+        assert isinstance(server._discipline.discipline, TwoStages)
+        server._discipline.discipline._deferred = mask
     assert joined(1).deferred == [[0, 1, 3], [1]]

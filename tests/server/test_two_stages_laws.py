@@ -325,7 +325,10 @@ class StagedTraining(Training):
 
     def defer(self, shard: int, seed: int, now: bool = False) -> None:
         """A server decides something else, whatever it has measured."""
-        stages, method = self.network.servers[shard]._discipline, self.case.method
+        stages, method = (
+            self.network.servers[shard]._discipline.discipline,
+            self.case.method,
+        )
         if not isinstance(method, OSP) or method.defer == "nothing":
             return
         assert isinstance(stages, TwoStages)
@@ -414,10 +417,10 @@ class StagedTraining(Training):
             assert life.dead or life.phase == "end", f"waits for ever: {life}"
         self.network.check_answers_were_left_alone()
         for server in self.network.servers:
-            assert not server._asked
-            assert not server._state_pulls
-            if isinstance(server._discipline, TwoStages):
-                assert not server._discipline._rounds
+            assert server._pushes.are_all_answered()
+            assert not server._pulls._states
+            if isinstance(server._discipline.discipline, TwoStages):
+                assert not server._discipline.discipline._rounds
         counts = [server.counts["gradients applied"] for server in self.network.servers]
         assert sum(counts) == self.pushes
         if not self.deaths_happened():

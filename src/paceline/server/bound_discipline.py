@@ -1,0 +1,84 @@
+"""A server's discipline, together with the shard that it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.errors import UsageError
+from paceline.interfaces import (
+    Coordinated,
+    Deferring,
+    Discipline,
+    HeldPush,
+    Shard,
+    Timed,
+)
+
+
+class BoundDiscipline:
+    """What `Discipline` and its extensions ask, about *shard*. Where a server only reduces
+    there is no discipline: nothing changes then, and all begin with step 0."""
+
+    def __init__(self, shard: Shard, discipline: Discipline | None) -> None:
+        self._shard = shard
+        self.bind(discipline)
+
+    def bind(self, discipline: Discipline | None) -> None:
+        self.discipline = discipline
+        # Looked up once: to ask whether an object fits a protocol takes 16 us.
+        self._timed = discipline if isinstance(discipline, Timed) else None
+        self._deferring = discipline if isinstance(discipline, Deferring) else None
+
+    @property
+    def _present(self) -> Discipline:
+        assert self.discipline is not None
+        return self.discipline
+
+    # ---- the `Discipline` ----
+
+    def pushed(self, push: HeldPush) -> None:
+        self._present.pushed(self._shard, push)
+
+    def changed(self) -> None:
+        if self.discipline is not None:
+            self.discipline.changed(self._shard)
+
+    def first_step(self) -> int:
+        return 0 if self.discipline is None else self.discipline.first_step(self._shard)
+
+    def may_pull(self, step: int, bucket: int) -> bool:
+        return self._present.may_pull(self._shard, step, bucket)
+
+    def ended(self) -> int | None:
+        return self._present.ended(self._shard)
+
+    def resume(self, step: int) -> None:
+        self._present.resume(self._shard, step)
+
+    # ---- what only some can ----
+
+    def next_deadline(self) -> float | None:
+        return None if self._timed is None else self._timed.next_deadline()
+
+    def timer(self, now: float) -> None:
+        """Call the discipline's, if its deadline is reached."""
+        deadline = self.next_deadline()
+        if self._timed is not None and deadline is not None and now >= deadline:
+            self._timed.timer(self._shard)
+
+    def decided(self, step: int, workers: Sequence[int]) -> None:
+        if not isinstance(self.discipline, Coordinated):
+            raise UsageError("decide: nothing is decided under this method")
+        self.discipline.decided(self._shard, step, workers)
+
+    @property
+    def defers(self) -> bool:
+        """Whether a part of each step comes in its second stage."""
+        return self._deferring is not None
+
+    def deferred(self, bucket: int) -> Sequence[int]:
+        return () if self._deferring is None else self._deferring.deferred(bucket)
+
+    def has(self, step: int, bucket: int, units: Sequence[int]) -> bool:
+        deferring = self._deferring
+        return deferring is None or deferring.has(self._shard, step, bucket, units)

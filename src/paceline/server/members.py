@@ -1,0 +1,200 @@
+"""Who takes part in a training, in which life, what each has asked, and how far each is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.errors import UsageError
+from paceline.interfaces import Answer, Sender
+
+MOST_STEPS_AHEAD = 100_000
+"""Of the other workers: by more a step is a mistake, and not taken."""
+WHOLE_STEPS_KEPT = 2
+"""Of so many steps whose first stage is in the second one may still come: channels are not
+ordered, so it may come after the whole first stage of the next step."""
+
+
+@dataclass
+class Channel:
+    """What was seen of one worker's requests on one channel."""
+
+    forgotten: int = 0
+    """Numbers below this one were answered, and their worker has the answers."""
+    answers: dict[int, Answer | None] = field(default_factory=dict)
+    """By number; None while it is not answered."""
+
+    def has_seen(self, number: int) -> bool:
+        return number < self.forgotten or number in self.answers
+
+    def forget(self, received: int) -> None:
+        """The worker has the answers to all requests below this number."""
+        for number in range(self.forgotten, received):
+            self.answers.pop(number, None)
+        self.forgotten = max(self.forgotten, received)
+
+
+@dataclass
+class WholeStep:
+    """A step of a worker, of which the first stage is in as a whole."""
+
+    first: dict[int, Sequence[int]]
+    """By bucket: the units that came in the first stage."""
+    second: set[int] = field(default_factory=set)
+    """Buckets that are in of the second stage."""
+
+
+@dataclass
+class Member:
+    """A worker, as the server knows it."""
+
+    incarnation: int
+    joined: bool = False
+    lost: bool = False
+    leaving: bool = False
+    first_step: int = 0
+    clock: int = 0
+    """Steps that are in as a whole: the number of the next."""
+    begun: dict[int, Sequence[int]] = field(default_factory=dict)
+    """By bucket: the units that are in of the step under way, in its first stage."""
+    whole: dict[int, WholeStep] = field(default_factory=dict)
+    """The last steps before that, by number: their second stage may still come."""
+    channels: dict[str, Channel] = field(default_factory=dict)
+
+    def begins_with(self, step: int) -> None:
+        """*step* is its next one, whatever it has done before."""
+        self.first_step = self.clock = step
+        self.whole.clear()
+
+    def step_is_whole(self) -> None:
+        """All buckets of the step under way are in."""
+        self.whole[self.clock] = WholeStep(self.begun)
+        self.begun = {}
+        self.clock += 1
+        for step in [s for s in self.whole if s < self.clock - WHOLE_STEPS_KEPT]:
+            del self.whole[step]
+
+
+class Members:
+    """The workers of a job: those that are to come, that train, that have left, or are lost.
+
+    A worker that was restarted has another *incarnation*; one before it is lost.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._known: dict[int, Member] = {}
+        self._awaited = set(range(workers))
+        """Workers that have not joined yet: they will, at the first step."""
+        self.begin = 0
+        """The step with which training begins: later than 0 where a snapshot was restored."""
+        self.furthest = 0
+        """Nobody has begun this step, nor a later one."""
+
+    def __getitem__(self, worker: int) -> Member:
+        return self._known[worker]
+
+    # ---- who is here ----
+
+    def is_one(self, worker: int) -> bool:
+        """Whether the job has such a worker."""
+        return 0 <= worker < self._workers
+
+    def is_alive(self, worker: int, incarnation: int) -> bool:
+        member = self._known.get(worker)
+        return (
+            member is not None and member.incarnation == incarnation and not member.lost
+        )
+
+    def has_older(self, worker: int, incarnation: int) -> bool:
+        """Whether an incarnation before this one is here, and not lost."""
+        member = self._known.get(worker)
+        return (
+            member is not None and member.incarnation < incarnation and not member.lost
+        )
+
+    def hear_of(self, worker: int, incarnation: int) -> None:
+        """This incarnation is the worker from now on, unless there was a later one."""
+        member = self._known.get(worker)
+        if member is None or incarnation > member.incarnation:
+            self._known[worker] = Member(incarnation)
+
+    def stranger(self, sender: Sender, joins: bool) -> str:
+        """Why a request is none of a worker that is here; empty where it is. *joins*: it
+        asks to be."""
+        if not self.is_one(sender.worker):
+            return f"worker {sender.worker}: there are only {self._workers} workers"
+        member = self._known.get(sender.worker)
+        if member is None or sender.incarnation > member.incarnation:
+            return "join first"
+        if member.lost or sender.incarnation < member.incarnation:
+            return "taken for lost: join with another life"
+        return "" if joins or member.joined else "join first"
+
+    def is_awaited(self, worker: int) -> bool:
+        """Whether all wait for it, at the first step."""
+        return worker in self._awaited
+
+    def join(self, worker: int, step: int) -> None:
+        """A worker takes part from *step* on."""
+        self._awaited.discard(worker)
+        self._known[worker].joined = True
+        self._known[worker].begins_with(step)
+
+    def lose(self, worker: int) -> None:
+        self._known[worker].lost = True
+        self._awaited.discard(worker)
+
+    def everybody(self) -> list[int]:
+        """Who is to take part in a reduction: also who is out of data keeps company."""
+        return sorted(self._present().keys() | self._awaited)
+
+    def nobody_trains(self) -> bool:
+        """Nor is anybody to come."""
+        return not self._training() and not self._awaited
+
+    def is_over(self) -> bool:
+        """Workers were here, and nobody trains any more."""
+        return bool(self._known) and self.nobody_trains()
+
+    def is_between_steps(self) -> bool:
+        """Nobody who trains is in the middle of its pushes."""
+        return not any(member.begun for _, member in self._training())
+
+    def _present(self) -> dict[int, Member]:
+        return {w: m for w, m in self._known.items() if m.joined and not m.lost}
+
+    def _training(self) -> list[tuple[int, Member]]:
+        return [(w, m) for w, m in self._present().items() if not m.leaving]
+
+    # ---- how far they are ----
+
+    def begin_with(self, step: int) -> None:
+        """Nobody has joined yet, and training is to begin with *step*."""
+        self.begin = self.furthest = step
+
+    def expected(self, step: int) -> list[int]:
+        mine = {w for w, m in self._training() if m.first_step <= step}
+        return sorted(mine | self._awaited)
+
+    def slowest(self) -> int:
+        clocks = [member.clock for _, member in self._training()]
+        return min(
+            [*clocks, *(self.begin for _ in self._awaited)], default=self.furthest
+        )
+
+    def has_begun(self, step: int) -> None:
+        """Somebody has sent something of *step*."""
+        self.furthest = max(self.furthest, step + 1)
+
+    def goes_on_with(self, worker: int, step: int) -> None:
+        """A worker leaves out its steps before this one, which it has not begun yet."""
+        self._known[worker].begins_with(step)
+        self.furthest = max(self.furthest, step)
+
+    def check_step(self, what: str, step: int) -> None:
+        """Raise `UsageError` for a step that is too far from those of all workers."""
+        if step > self.furthest + MOST_STEPS_AHEAD:
+            raise UsageError(
+                f"{what}: step {step}, where nobody is beyond step {self.furthest}"
+            )
