@@ -47,7 +47,7 @@ Parts
 - `answers`: what was asked before, and what is to leave.
 - `held_model`: the parameters, and their updates.
 - `bound_discipline`: the method's discipline, which decides when somebody is answered.
-- `pushes`, `pulls`, `reducing`: what is asked for, and waits.
+- `pushes`, `pulls`, `reductions`: what is asked for, and waits.
 - here: what each event does with these.
 """
 
@@ -88,7 +88,7 @@ from paceline.server.held_model import HeldModel
 from paceline.server.members import Members
 from paceline.server.pulls import Pulls
 from paceline.server.pushes import Pushes
-from paceline.server.reducing import Reducing
+from paceline.server.reductions import Reductions
 
 
 class ParameterServer:
@@ -123,7 +123,7 @@ class ParameterServer:
         self._pulls = Pulls(
             self._members, self._model, self._discipline, self._pushes, self._answers
         )
-        self._reducing = Reducing(self._members, self._answers)
+        self._reductions = Reductions(self._members, self._answers)
         self._leaves: list[Sender] = []
         self._blended: torch.Tensor | None = None
         self._handlers: dict[type, Callable[[Sender, Any, Any], None]] = {
@@ -176,7 +176,7 @@ class ParameterServer:
 
     def take_work(self) -> Work:
         work = self._model.take_work()
-        return Work(work.added + self._reducing.take_added(), work.stepped)
+        return Work(work.added + self._reductions.take_added(), work.stepped)
 
     # ---- snapshots ----
 
@@ -218,7 +218,7 @@ class ParameterServer:
         if self._make is not None:
             self._discipline.bind(self._make(join.method, self.workers))
         self._description, self._restored = join, True
-        self._reducing.order = join.sums
+        self._reductions.order = join.sums
         self._model.hold(join)
         self._model.store.restore(saved["store"])
         self.counts.update(saved["counts"])
@@ -309,7 +309,7 @@ class ParameterServer:
             self._model.hold(join)
         self._discipline.bind(discipline)
         self._description = join
-        self._reducing.order = join.sums
+        self._reductions.order = join.sums
 
     def _leave(self, sender: Sender, leave: Leave, _: object) -> None:
         member = self._members[sender.worker]
@@ -333,7 +333,7 @@ class ParameterServer:
         if self._model.is_held:
             self._discipline.changed()
             self._pulls.let_go()
-        self._reducing.let_go()
+        self._reductions.answer_ended()
         if self._members.nobody_trains():
             leaves, self._leaves = self._leaves, []
             for sender in leaves:
@@ -382,7 +382,7 @@ class ParameterServer:
     def _reduce(
         self, sender: Sender, reduce: Reduce, payload: torch.Tensor | None
     ) -> None:
-        self._reducing.ask(sender, reduce, payload)
+        self._reductions.add(sender, reduce, payload)
 
     def _note(self, sender: Sender, note: Note, _: object) -> None:
         self._answers.send(sender, Done())

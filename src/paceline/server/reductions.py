@@ -1,15 +1,16 @@
-"""All-reduces under way on a server."""
+"""All-reduces over the workers of a job, under way on a server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Sender
-from paceline.messages import Reduce
+from paceline.messages import Reduce, Reduced
+from paceline.server.answers import Answers
+from paceline.server.members import Members
 from paceline.server.sums import Order, Sum
 
 
@@ -41,19 +42,18 @@ class Reduction:
 
 
 class Reductions:
-    """By channel and number. A reduction has ended when everybody's part is in."""
+    """All take part that are here, or are to come; a reduction has ended, and is answered,
+    when everybody's part is in."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: Members, answers: Answers) -> None:
+        self.order: Order = "rank"
+        self._members = members
+        self._answers = answers
         self._open: dict[tuple[str, int], Reduction] = {}
+        """By channel and number."""
+        self._added = 0
 
-    def add(
-        self,
-        sender: Sender,
-        reduce: Reduce,
-        payload: torch.Tensor | None,
-        everybody: Sequence[int],
-        order: Order,
-    ) -> None:
+    def add(self, sender: Sender, reduce: Reduce, payload: torch.Tensor | None) -> None:
         """A worker's part has come; it is used up. Raises `UsageError`, with nothing
         changed, where it does not fit."""
         if payload is None:
@@ -63,25 +63,33 @@ class Reductions:
         reduction = self._open.get(key)
         if reduction is None:
             adds = "max" if reduce.operation == "max" else "sum"
-            reduction = Reduction(reduce.operation, payload, Sum(order, adds))
+            reduction = Reduction(reduce.operation, payload, Sum(self.order, adds))
             self._open[key] = reduction
         reduction.check(reduce, payload, sender.worker)
         reduction.asked.append(sender)
-        reduction.sum.add(sender.worker, payload, everybody)
+        reduction.sum.add(sender.worker, payload, self._members.everybody())
+        self.answer_ended()
 
-    def ended(
-        self, everybody: Sequence[int]
-    ) -> Iterator[tuple[list[Sender], torch.Tensor, int]]:
-        """Those that have ended, each once: who asked, the result, bytes added up."""
+    def answer_ended(self) -> None:
+        """Answer all to which nobody's part is missing by now."""
+        everybody = self._members.everybody()
         for key in list(self._open):
             reduction = self._open[key]
             reduction.sum.settle(everybody)
-            if reduction.sum.is_complete(everybody):
-                del self._open[key]
-                result = reduction.sum.result()
-                if reduction.operation == "mean":
-                    result.div_(len(reduction.sum.ranks))
-                yield reduction.asked, result, reduction.sum.added_bytes
+            if not reduction.sum.is_complete(everybody):
+                continue
+            del self._open[key]
+            result = reduction.sum.result()
+            if reduction.operation == "mean":
+                result.div_(len(reduction.sum.ranks))
+            self._added += reduction.sum.added_bytes
+            for sender in reduction.asked:
+                self._answers.send(sender, Reduced(), result)
+
+    def take_added(self) -> int:
+        """Bytes that were added up since this was last called."""
+        added, self._added = self._added, 0
+        return added
 
 
 def _check_reducible(reduce: Reduce, payload: torch.Tensor) -> None:
