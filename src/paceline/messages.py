@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Both ends must speak the same version."""
 
 DTYPES: dict[str, torch.dtype] = {
@@ -75,7 +75,8 @@ class Load(msgspec.Struct, tag="load", kw_only=True):
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker has seen of its steps. *ready*, per bucket, and *end* of backward:
     seconds since the last step; *start_up* of a message, and *per_byte* of the bucket's
-    *bytes*; *part*: how much of the budget may be used."""
+    *bytes*; *part*: how much of the budget may be used; *whole*: seconds of a step, or 0 if
+    there were too few to tell."""
 
     ready: list[float]
     end: float
@@ -83,6 +84,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     per_byte: float
     bytes: list[int]
     part: float
+    whole: float = 0.0
 
 
 FIRST, SECOND = 1, 2

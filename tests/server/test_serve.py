@@ -24,9 +24,19 @@ from paceline.messages import (
     Reduce,
     Refused,
 )
-from paceline.server import client, wire
+from paceline.server import client, payloads, wire
 from paceline.server.security import PLAIN, from_secret
-from tests.server import TOKEN, Adder, Peer, child, connect, ended, running, time_limit
+from tests.server import (
+    SECONDS,
+    TOKEN,
+    Adder,
+    Peer,
+    child,
+    connect,
+    ended,
+    running,
+    time_limit,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -109,12 +119,20 @@ def test_more_requests_than_credits_wait_their_turn():
 
 def test_bytes_beyond_the_credits_wait_their_turn(monkeypatch):
     monkeypatch.setattr(wire, "CREDIT_BYTES", 3 * CHUNK)
-    with running(Adder(1), 1) as shell:
+    may_go_on = threading.Event()
+
+    class Busy(Adder):
+        def on_message(self, *arguments):
+            assert may_go_on.wait(SECONDS)
+            return super().on_message(*arguments)
+
+    with running(Busy(1), 1) as shell:
         server = connect(shell)
         receptions = [
             server.request(Load(bucket=i), torch.ones(CHUNK // 2)) for i in range(8)
         ]
-        assert server._channels[""].queue
+        assert len(server._channels[""].queue) == 7
+        may_go_on.set()
         for reception in receptions:
             assert reception.wait() == Done()
         server.close()
@@ -419,7 +437,7 @@ def test_a_worker_that_does_not_take_its_answers_is_dropped():
     adder = Adder(1)
     with running(adder, 1) as shell, Peer(shell.port, queue=1) as peer:
         adder.buckets[0] = torch.zeros(256 << 10, dtype=torch.uint8)
-        for i in range(3 * wire.most_messages(wire.LARGEST_PAYLOAD_BYTES)):
+        for i in range(3 * payloads.most_messages(wire.LARGEST_PAYLOAD_BYTES)):
             peer.say(wire.Begin(i, i, Pull(bucket=0)))
         assert adder.news.wait(20)
         assert shell.refused["unread"] == 1

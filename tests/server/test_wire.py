@@ -9,7 +9,7 @@ import zmq
 
 from paceline.errors import UsageError
 from paceline.messages import DTYPES, Done, Join, Load, Push, Refused, Unit
-from paceline.server import wire
+from paceline.server import payloads, wire
 from paceline.server.wire import RefusalError
 
 CHUNK = wire.CHUNK_BYTES
@@ -27,14 +27,14 @@ def pair():
         context.destroy(0)
 
 
-def send(socket, number, header, payload):
-    for words, chunk in wire.messages(number, header, payload):
+def send(socket, first, payload):
+    for words, chunk in payloads.messages(first, payload, None):
         socket.send_multipart([words] if chunk is None else [words, chunk], copy=False)
 
 
 def take(inbox, socket):
     words = wire.decode_from_worker(socket.recv())
-    return inbox.take(words, socket)
+    return inbox.take(words, payloads.Chunk(socket))
 
 
 UNITS = [[Unit(0, 0, 4, 0, (2, 2)), Unit(1, 0, 3, 0)], []]
@@ -46,6 +46,8 @@ UNITS = [[Unit(0, 0, 4, 0, (2, 2)), Unit(1, 0, 3, 0)], []]
         (wire.decode_hello, wire.Hello(1, "token", 2, 3, "channel")),
         (wire.decode_from_worker, wire.Bye()),
         (wire.decode_from_worker, wire.More(7)),
+        (wire.decode_from_worker, wire.More(7, 3)),
+        (wire.decode_from_worker, wire.Share(1, 2, b"nonce")),
         (wire.decode_from_worker, wire.Begin(7, 3, Load(bucket=2), "float32", 9)),
         (
             wire.decode_from_worker,
@@ -62,6 +64,7 @@ UNITS = [[Unit(0, 0, 4, 0, (2, 2)), Unit(1, 0, 3, 0)], []]
         (wire.decode_from_server, wire.Welcome(1, "ticket")),
         (wire.decode_from_server, wire.Answered(1, Refused(reason="no"))),
         (wire.decode_from_server, wire.Answered(1, Done(), "int64", 2)),
+        (wire.decode_from_server, wire.Shared(True)),
         (wire.decode_from_server, wire.Farewell()),
         (wire.decode_from_server, wire.Rejected("no")),
     ],
@@ -78,7 +81,8 @@ def test_what_nobody_says_is_not_read():
     for wrong in (
         ["shout", 1],
         ["more", "one"],
-        ["more", 1, 2],
+        ["more", 1, "two"],
+        ["more", 1, 2, 3],
         ["begin", 0, 0, {"type": "shout"}],
         ["begin", 0, 0, {"type": "load", "bucket": "one"}],
         {"type": "more", "number": 1},
@@ -94,10 +98,10 @@ def test_what_nobody_says_is_not_read():
 @pytest.mark.parametrize("size", [0, 16, CHUNK, CHUNK + 16, 3 * CHUNK - 16])
 def test_payloads_travel_in_chunks(dtype, size):
     sent = (torch.arange(size // dtype.itemsize) % 97).to(dtype)
-    begin = wire.Begin(0, 0, Load(bucket=0), *wire.described(sent))
-    inbox = wire.Inbox(size)
+    begin = wire.Begin(0, 0, Load(bucket=0), *payloads.described(sent))
+    inbox = payloads.Inbox(size)
     with pair() as (one, other):
-        send(one, 0, wire.encode(begin), sent)
+        send(one, begin, sent)
         complete = None
         for _ in range(max(1, -(-size // CHUNK))):
             assert complete is None
@@ -111,16 +115,18 @@ def test_payloads_travel_in_chunks(dtype, size):
 
 def test_chunks_are_views_of_the_tensors_own_memory():
     tensor = torch.zeros(CHUNK, requires_grad=True)
-    (_, first), (_, second), *_ = wire.messages(0, b"header", tensor)
+    begin = wire.Begin(0, 0, Load(bucket=0), *payloads.described(tensor))
+    (_, first), (_, second), *_ = payloads.messages(begin, tensor, None)
     with torch.no_grad():
         tensor.fill_(1.0)
-    assert bytes(first[:4]) == bytes(second[:4]) == bytes(wire.bytes_of(torch.ones(1)))
+    assert bytes(first[:4]) == bytes(second[:4]) == torch.ones(1).numpy().tobytes()
 
 
 def test_a_message_without_payload_is_one_frame():
-    assert list(wire.messages(0, b"header", None)) == [(b"header", None)]
-    assert wire.described(None) == (None, 0)
-    assert wire.payload_bytes(None, 0, 0) == 0
+    begin = wire.Begin(0, 0, Load(bucket=0))
+    assert list(payloads.messages(begin, None, None)) == [(wire.encode(begin), None)]
+    assert payloads.described(None) == (None, 0)
+    assert payloads.payload_bytes(None, 0, 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -134,38 +140,42 @@ def test_a_message_without_payload_is_one_frame():
     ],
 )
 def test_payloads_that_cannot_be(kind, dtype, elements):
-    assert wire.payload_bytes("float32", 25, 100) == 100
+    assert payloads.payload_bytes("float32", 25, 100) == 100
     with pytest.raises(RefusalError) as caught:
-        wire.payload_bytes(dtype, elements, 100)
+        payloads.payload_bytes(dtype, elements, 100)
     assert caught.value.kind == kind
 
 
 def test_credits_are_given_back_with_the_answer():
-    inbox = wire.Inbox(1 << 30)
+    inbox = payloads.Inbox(1 << 30)
     with pair() as (_, socket):
         for number in range(wire.CREDITS):
-            inbox.take(wire.Begin(number, 0, Load(bucket=0)), socket)
+            inbox.take(wire.Begin(number, 0, Load(bucket=0)), payloads.Chunk(socket))
         inbox.answered(0)
         inbox.answered(0)
-        inbox.take(wire.Begin(wire.CREDITS, 1, Load(bucket=0)), socket)
+        inbox.take(wire.Begin(wire.CREDITS, 1, Load(bucket=0)), payloads.Chunk(socket))
         with pytest.raises(RefusalError) as caught:
-            inbox.take(wire.Begin(wire.CREDITS + 1, 1, Load(bucket=0)), socket)
+            inbox.take(
+                wire.Begin(wire.CREDITS + 1, 1, Load(bucket=0)), payloads.Chunk(socket)
+            )
     assert caught.value.kind == "credits"
     assert caught.value.fatal
 
 
 def test_credits_in_bytes_let_one_large_request_pass_alone():
     size = wire.CREDIT_BYTES + 1
-    inbox = wire.Inbox(size)
+    inbox = payloads.Inbox(size)
     with pair() as (_, socket):
         begin = wire.Begin(0, 0, Load(bucket=0), "uint8", size)
         with pytest.raises(RefusalError, match="missing"):
-            inbox.take(begin, socket)
+            inbox.take(begin, payloads.Chunk(socket))
         assert inbox.abandon() == 0
-        assert inbox.take(wire.More(0), socket) is None  # thrown away
-        inbox.take(wire.Begin(1, 0, Load(bucket=0)), socket)
+        assert inbox.take(wire.More(0), payloads.Chunk(socket)) is None  # thrown away
+        inbox.take(wire.Begin(1, 0, Load(bucket=0)), payloads.Chunk(socket))
         with pytest.raises(RefusalError) as caught:
-            inbox.take(wire.Begin(2, 0, Load(bucket=0), "uint8", size), socket)
+            inbox.take(
+                wire.Begin(2, 0, Load(bucket=0), "uint8", size), payloads.Chunk(socket)
+            )
     assert caught.value.kind == "credits"
 
 
@@ -175,9 +185,9 @@ def test_credits_in_bytes_let_one_large_request_pass_alone():
     ids=["not flat", "not contiguous", "bool"],
 )
 def test_tensors_that_cannot_travel(tensor):
-    wire.check_flat("payload", torch.ones(2))
+    payloads.check_flat("payload", torch.ones(2))
     with pytest.raises(UsageError, match="payload: expected"):
-        wire.check_flat("payload", tensor)
+        payloads.check_flat("payload", tensor)
 
 
 def test_addresses():

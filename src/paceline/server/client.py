@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 One DEALER socket per channel, opened when it is first used; ZeroMQ's own threads move the
 bytes while this process computes. `request` hands everything to them at once, from the
-tensor's own memory; what exceeds the credits (see `wire`) is kept here, and sent as answers
+tensor's own memory (or, on one machine, puts it into `shared_memory`); what exceeds the credits (see `wire`) is kept here, and sent as answers
 come in. `wait` serves all channels of this endpoint until its own answer is there, and
 copies each chunk straight into the tensor that was handed over. What is kept here moves
 only inside calls of this endpoint: whoever waits on several servers should wait in the
@@ -26,19 +26,18 @@ import os
 import socket
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
-from paceline.messages import PROTOCOL, Refused, Reply, Request
-from paceline.server import wire
+from paceline.messages import PROTOCOL, Request
+from paceline.server import payloads, shared_memory, wire
+from paceline.server.channel import Channel, Reception
 from paceline.server.security import SECRET, Security, choose
 from paceline.server.wire import RefusalError
 
@@ -46,189 +45,6 @@ CONNECT_SECONDS = 30.0
 """How long a server may take to answer the first time."""
 CLOSE_SECONDS = 5.0
 """How long a goodbye may take."""
-
-_BROKEN = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
-
-
-class _Reception:
-    """A `Reception` over one channel."""
-
-    def __init__(
-        self,
-        channel: _Channel,
-        message: Request,
-        payload: torch.Tensor | None,
-        into: torch.Tensor | None,
-    ) -> None:
-        self.channel = channel
-        self.message = message
-        self.payload = payload
-        self.into = into
-        self.cost = max(wire.size_of(payload), wire.size_of(into))
-        self.reply: Reply | None = None
-        self.failure: str | None = None
-
-    def wait(self) -> Reply:
-        if self.reply is None:
-            self.channel.server._wait_for(self)
-        assert self.reply is not None
-        if isinstance(self.reply, Refused):
-            raise UsageError(f"{self.channel.server.name}: {self.reply.reason}")
-        return self.reply
-
-    def take(self, reply: Reply) -> None:
-        """The answer is here, payload and all."""
-        self.reply = reply
-        self.payload = self.into = None
-
-
-class _Channel:
-    """One connection: what was sent and is unanswered, and what is to be sent yet."""
-
-    def __init__(self, server: RemoteServer, name: str) -> None:
-        self.server = server
-        self.name = name
-        self.next = 0
-        self.unanswered: dict[int, _Reception] = {}  # in the order they were sent
-        self.unanswered_bytes = 0
-        self.queue: deque[_Reception] = deque()
-        self.welcome: wire.Welcome | None = None
-        self.farewell = False
-        self._begun: wire.Answered | None = None
-        self._assembly: wire.Assembly | None = None
-        self._host: torch.Tensor | None = None
-        self.socket = server._context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, int(1000 * CLOSE_SECONDS))
-        self.socket.setsockopt(
-            zmq.SNDHWM, 0
-        )  # credits are the limit, in both directions
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_BYTES)
-        self.socket.setsockopt(zmq.IPV6, ":" in server._host)
-        wire.keep_alive(self.socket)
-        server._security.protect_worker(self.socket, server._token)
-        self.monitor = self.socket.get_monitor_socket(_BROKEN)
-        self.socket.connect(wire.endpoint(server._host, server._port))
-        self.say(
-            wire.Hello(
-                PROTOCOL, server._token, server._worker, server._incarnation, name
-            )
-        )
-
-    def say(self, words: msgspec.Struct) -> None:
-        self.socket.send(wire.encode(words), zmq.NOBLOCK)
-
-    def submit(self, reception: _Reception) -> None:
-        """Send at once, or as soon as credits allow."""
-        self.queue.append(reception)
-        if not self._may_send():
-            self.read()  # there may be answers already
-        self._send_what_may_be_sent()
-
-    def _may_send(self) -> bool:
-        if not self.queue:
-            return False
-        if not self.unanswered:
-            return True
-        count = self.next - next(iter(self.unanswered)) + 1
-        total = self.unanswered_bytes + self.queue[0].cost
-        return count <= wire.CREDITS and total <= wire.CREDIT_BYTES
-
-    def _send_what_may_be_sent(self) -> None:
-        while self._may_send():
-            reception = self.queue.popleft()
-            number, self.next = self.next, self.next + 1
-            received = next(iter(self.unanswered), number)
-            self.unanswered[number] = reception
-            self.unanswered_bytes += reception.cost
-            payload = reception.payload
-            begin = wire.Begin(
-                number, received, reception.message, *wire.described(payload)
-            )
-            for header, chunk in wire.messages(number, wire.encode(begin), payload):
-                if chunk is None:
-                    self.socket.send(header, zmq.NOBLOCK)
-                else:
-                    self.socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
-                    self.socket.send(chunk, zmq.NOBLOCK, copy=False)
-
-    def read(self) -> None:
-        """Take all that has come in. Raises `RefusalError` for what no server says."""
-        while True:
-            try:
-                header = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._hear(wire.decode_from_server(header))
-            finally:
-                wire.finish_message(self.socket)
-
-    def _hear(self, words: wire.FromServer) -> None:
-        if isinstance(words, wire.Answered):
-            self._begin(words)
-        elif isinstance(words, wire.More):
-            if self._begun is not None and self._begun.number == words.number:
-                self._continue()
-        elif isinstance(words, wire.Welcome):
-            self.welcome = words
-        elif isinstance(words, wire.Farewell):
-            self.farewell = True
-        else:
-            self.server._give_up(f"refused this worker: {words.reason}", UsageError)
-
-    def _begin(self, words: wire.Answered) -> None:
-        reception = self.unanswered.get(words.number)
-        if reception is None or self._begun is not None:
-            raise RefusalError("order", f"an answer to {words.number}, out of order")
-        self._begun = words
-        if words.dtype is not None and reception.into is not None:
-            into = reception.into
-            dtype, room = wire.described(into)
-            if dtype != words.dtype or room < words.elements:
-                size = f"{words.elements} elements of {words.dtype}"
-                got = f"{into.numel()} of {into.dtype}"
-                reason = f"the answer has {size}, the tensor handed over for it {got}"
-                self._begun = None  # its chunks are thrown away
-                self._finish(words.number, Refused(reason=reason))
-                return
-            into = into[: words.elements]
-            self._host = into if into.device.type == "cpu" else into.cpu()
-            self._assembly = wire.Assembly(self._host)
-        self._continue()
-
-    def _continue(self) -> None:
-        begun, assembly = self._begun, self._assembly
-        assert begun is not None
-        if assembly is not None:
-            assembly.receive(self.socket)
-            if not assembly.complete:
-                return
-            into = self.unanswered[begun.number].into
-            assert into is not None
-            if into.device.type != "cpu":
-                into[: begun.elements].copy_(assembly.tensor)
-        self._begun = self._assembly = self._host = None
-        self._finish(begun.number, begun.message)
-
-    def _finish(self, number: int, reply: Reply) -> None:
-        reception = self.unanswered.pop(number)
-        self.unanswered_bytes -= reception.cost
-        reception.take(reply)
-        self._send_what_may_be_sent()
-
-    def close(self, linger: float) -> None:
-        self.unanswered.clear()
-        self.queue.clear()
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(int(1000 * linger))
-
 
 _endpoints: weakref.WeakSet[RemoteServer] = weakref.WeakSet()
 
@@ -271,7 +87,8 @@ class RemoteServer:
         self._journal = journal
         self._failure: UsageError | PeerLostError | None = None
         self._closed = False
-        self._channels: dict[str, _Channel] = {}
+        self.shared: shared_memory.SharedMemory | None = None
+        self._channels: dict[str, Channel] = {}
         self._liveness: socket.socket | None = None
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
@@ -289,7 +106,7 @@ class RemoteServer:
         payload: torch.Tensor | None = None,
         into: torch.Tensor | None = None,
         channel: str = "",
-    ) -> _Reception:
+    ) -> Reception:
         """Send a request, and return at once; see `interfaces.Endpoint`.
 
         Raises `PeerLostError` if the server is known to be gone, `UsageError` for a tensor
@@ -297,14 +114,14 @@ class RemoteServer:
         """
         for what, tensor in (("payload", payload), ("into", into)):
             if tensor is not None:
-                wire.check_flat(what, tensor)
+                payloads.check_flat(what, tensor)
         self._check()
         if payload is not None and self._journal is not None:
-            self._journal.sent(wire.size_of(payload))
+            self._journal.sent(payloads.size_of(payload))
         there = self._channels.get(channel) or self._open(channel)
         if payload is not None and payload.device.type != "cpu":
             payload = payload.cpu()
-        reception = _Reception(there, message, payload, into)
+        reception = Reception(there, message, payload, into)
         with self._faults_of_the_server():
             there.submit(reception)
         return reception
@@ -334,14 +151,9 @@ class RemoteServer:
     # ---- connecting ----
 
     def _introduce(self, deadline: float) -> None:
-        """Get known to the server, and open the liveness connection."""
+        """Get known to the server, open the liveness connection, and share memory."""
         main = self._open("")
-        if not self._poll_until(lambda: main.welcome is not None, deadline):
-            self._check()
-            raise PeerLostError(
-                f"{self.name} did not answer within {CONNECT_SECONDS:.0f} s: is it running "
-                "there, and does a firewall let this machine through to it?"
-            )
+        self._await(lambda: main.welcome is not None, deadline)
         assert main.welcome is not None
         port, ticket = main.welcome.port, main.welcome.ticket
         try:
@@ -359,23 +171,61 @@ class RemoteServer:
         self._liveness.setblocking(False)
         self._poller.register(self._liveness, zmq.POLLIN)
         self._handlers[self._liveness.fileno()] = self._read_liveness
+        if self._liveness.getsockname()[0] == self._liveness.getpeername()[0]:
+            self._share_memory(main, deadline)
 
-    def _open(self, name: str) -> _Channel:
+    def _share_memory(self, main: Channel, deadline: float) -> None:
+        """The server is on this machine: see `shared_memory`."""
+        with shared_memory.offered() as offer:
+            if offer is None:
+                return
+            words, memory = offer
+            main.say(words)
+            self._await(lambda: main.accepted is not None, deadline)
+            self.shared = memory if main.accepted else None
+
+    def _await(self, done: Callable[[], bool], deadline: float) -> None:
+        """Raises `PeerLostError` if the server has not answered by then."""
+        if self._poll_until(done, deadline):
+            return
+        self._check()
+        raise PeerLostError(
+            f"{self.name} did not answer within {CONNECT_SECONDS:.0f} s: is it running "
+            "there, and does a firewall let this machine through to it?"
+        )
+
+    def _open(self, name: str) -> Channel:
         if len(name) > wire.CHANNEL_CHARACTERS or len(self._channels) >= wire.CHANNELS:
             raise UsageError(
                 f"channel {name!r}: expected at most {wire.CHANNELS} channels, with "
                 f"names of at most {wire.CHANNEL_CHARACTERS} characters"
             )
-        channel = self._channels[name] = _Channel(self, name)
+        channel = self._channels[name] = Channel(self, name, self._socket())
+        channel.socket.connect(wire.endpoint(self._host, self._port))
+        channel.say(
+            wire.Hello(PROTOCOL, self._token, self._worker, self._incarnation, name)
+        )
         self._poller.register(channel.socket, zmq.POLLIN)
         self._handlers[channel.socket] = channel.read
         self._poller.register(channel.monitor, zmq.POLLIN)
         self._handlers[channel.monitor] = lambda: self._read_monitor(channel)
         return channel
 
+    def _socket(self) -> zmq.Socket[Any]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, int(1000 * CLOSE_SECONDS))
+        # Credits are the limit, in both directions.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_BYTES)
+        socket.setsockopt(zmq.IPV6, ":" in self._host)
+        wire.keep_alive(socket)
+        self._security.protect_worker(socket, self._token)
+        return socket
+
     # ---- waiting ----
 
-    def _wait_for(self, reception: _Reception) -> None:
+    def wait_for(self, reception: Reception) -> None:
         start = time.perf_counter()
         self._poll_until(lambda: reception.reply is not None, None)
         if self._journal is not None:
@@ -400,19 +250,19 @@ class RemoteServer:
                     self._handlers[ready]()
         return True
 
-    def _read_monitor(self, channel: _Channel) -> None:
+    def _read_monitor(self, channel: Channel) -> None:
         event = recv_monitor_message(channel.monitor, zmq.NOBLOCK)["event"]
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._give_up(
+            self.give_up(
                 "does not know this worker: the job's token, or the value of "
                 f"{SECRET}, differs between the two",
                 UsageError,
             )
         elif event == zmq.EVENT_DISCONNECTED:
-            self._give_up(f"is lost: channel {channel.name!r} broke")
+            self.give_up(f"is lost: channel {channel.name!r} broke")
         else:
             mine = "encrypted" if self._security.encrypted else "plain"
-            self._give_up(
+            self.give_up(
                 f"closed a connection (here {mine}) before it stood: either it has just "
                 f"ended, or {SECRET} differs between the two"
             )
@@ -429,16 +279,16 @@ class RemoteServer:
             reason = str(error)
         for channel in self._channels.values():
             channel.read()  # what it said last
-        self._give_up(f"is lost: {reason}")
+        self.give_up(f"is lost: {reason}")
 
     @contextlib.contextmanager
     def _faults_of_the_server(self) -> Any:
         try:
             yield
         except RefusalError as error:
-            self._give_up(f"sent what is no answer: {error}")
+            self.give_up(f"sent what is no answer: {error}")
 
-    def _give_up(
+    def give_up(
         self, sentence: str, kind: type[UsageError | PeerLostError] = PeerLostError
     ) -> None:
         if self._failure is None:
@@ -452,6 +302,7 @@ class RemoteServer:
 
     def _let_go(self, linger: float) -> None:
         self._closed = True
+        self.shared = None
         self._handlers.clear()
         for channel in self._channels.values():
             channel.close(linger)

@@ -43,7 +43,7 @@ import zmq
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender, Server
 from paceline.messages import PROTOCOL, Refused
-from paceline.server import wire
+from paceline.server import payloads, shared_memory, wire
 from paceline.server.security import JUDGE_ADDRESS, Security, choose
 from paceline.server.wire import RefusalError
 
@@ -66,7 +66,7 @@ class _Connection:
         self.identity = identity
         self.presence = presence
         self.channel = channel
-        self.inbox = wire.Inbox(limit)
+        self.inbox = payloads.Inbox(limit)
 
 
 class _Presence:
@@ -77,6 +77,7 @@ class _Presence:
         self.incarnation = incarnation
         self.ticket = secrets.token_hex(16)
         self.liveness: socket.socket | None = None
+        self.shared: shared_memory.SharedMemory | None = None
         self.connections: dict[str, _Connection] = {}
         self.leaves_well = False
 
@@ -143,7 +144,7 @@ class Shell:
         router.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_BYTES)
         router.setsockopt(zmq.RCVHWM, QUEUED_IN)
         # ZeroMQ opens a full queue again when it is half empty: hence twice.
-        most = wire.most_messages(self._max_payload)
+        most = payloads.most_messages(self._max_payload)
         router.setsockopt(zmq.SNDHWM, 2 * most)
         router.setsockopt(zmq.LINGER, int(1000 * LINGER_SECONDS))
         router.setsockopt(zmq.BACKLOG, max(100, self._workers))
@@ -186,7 +187,9 @@ class Shell:
             self.close()
 
     def close(self) -> None:
-        """Let go of all sockets; the last answers have `LINGER_SECONDS` to leave."""
+        """Let go of all sockets and memory; the last answers have `LINGER_SECONDS` to leave."""
+        for presence in self._present.values():
+            presence.shared = None
         self._handlers.clear()
         for peer in self._visitors:
             peer.close()
@@ -238,7 +241,7 @@ class Shell:
             except RefusalError as refusal:
                 self._refuse(refusal, identity, connection)
             finally:
-                wire.finish_message(self._router)
+                payloads.finish_message(self._router)
 
     def _greet(self, identity: bytes, hello: wire.Hello) -> None:
         """A connection introduces itself."""
@@ -291,6 +294,8 @@ class Shell:
         """A known worker says something."""
         if isinstance(words, wire.Begin | wire.More):
             self._deliver(self._take(connection, words))
+        elif isinstance(words, wire.Share):
+            self._share_memory(connection, words)
         elif isinstance(words, wire.Bye):
             self._say(connection.identity, wire.Farewell())
             self._connections.pop(connection.identity)
@@ -308,7 +313,11 @@ class Shell:
         presence = connection.presence
         if presence.liveness is None:
             raise RefusalError("order", "a request before the ticket", fatal=True)
-        complete = connection.inbox.take(words, self._router)
+        chunk = payloads.Chunk(self._router, words.slot, presence.shared)
+        try:
+            complete = connection.inbox.take(words, chunk)
+        finally:
+            chunk.let_go()
         if complete is None:
             return []
         begun, payload = complete
@@ -320,6 +329,15 @@ class Shell:
             begun.received,
         )
         return self._server.on_message(sender, begun.message, payload, self._now())
+
+    def _share_memory(self, connection: _Connection, offer: wire.Share) -> None:
+        """A worker of this machine, as it seems, offers memory."""
+        presence = connection.presence
+        if presence.liveness is None or presence.shared is not None:
+            reason = "memory before the ticket, or a second time"
+            raise RefusalError("order", reason, fatal=True)
+        presence.shared = shared_memory.accepted(offer)
+        self._say(connection.identity, wire.Shared(presence.shared is not None))
 
     # ---- refusals ----
 
@@ -372,9 +390,10 @@ class Shell:
         if connection is None:
             return
         connection.inbox.answered(number)
-        dtype, elements = wire.described(answer.payload)
-        header = wire.encode(wire.Answered(number, answer.message, dtype, elements))
-        for words, chunk in wire.messages(number, header, answer.payload):
+        dtype, elements = payloads.described(answer.payload)
+        first = wire.Answered(number, answer.message, dtype, elements)
+        shared = presence.shared
+        for words, chunk in payloads.messages(first, answer.payload, shared):
             if not self._put(connection.identity, words, chunk):
                 self._count("unread", f"worker {worker} does not take its answers")
                 self._lose(presence)
@@ -476,6 +495,7 @@ class Shell:
         for connection in presence.connections.values():
             self._connections.pop(connection.identity, None)
         presence.connections.clear()
+        presence.shared = None
         for among in (self._pending, self._present):
             if among.get(presence.worker) is presence:
                 del among[presence.worker]

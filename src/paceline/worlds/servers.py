@@ -46,6 +46,8 @@ SERVER_ENVIRONMENT = {
     # it zeroed again for the next: a tenth of the processor time of moving a gradient.
     "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
+    # Servers run on threads, whose own heaps would be too small to keep it.
+    "MALLOC_ARENA_MAX": "1",
 }
 BETWEEN_SECONDS = 15.0
 """How long a server may take from the end of one training to the next."""
