@@ -290,6 +290,7 @@ class StagedTraining(Training):
             per_byte=choice.choice([0.0, 1e-5, 1e-3, 1e-2]),
             bytes=[choice.randrange(5000) for _ in range(count)],
             part=choice.choice([0.0, 0.5, 1.0, 1.0]),
+            whole=choice.choice([0.0, 1.0, 1.0, 1.0, 2.0]),
         )
 
     # ---- what can happen ----

@@ -5,6 +5,9 @@ knows how important each piece is, decides. Its decision is made of its own arit
 clock, and travels: workers that each decided for themselves could disagree in a last bit,
 and then wait for messages that never come. The exchange is one small all-reduce beside
 stage 2, so nobody waits for it either.
+
+When that exchange takes place is not told: every rank finds it from how many steps there
+were and from what is deferred, which are the same everywhere.
 """
 
 from __future__ import annotations
@@ -18,26 +21,16 @@ import torch
 
 from paceline.interfaces import Comm, Pending, Piece, Run, Updater
 from paceline.methods.osp.budget import Growth
-from paceline.methods.osp.choice import (
-    VISIBLE,
-    Rate,
-    StepTimes,
-    choose,
-    fill,
-    measured_rate,
-)
+from paceline.methods.osp.choice import Rate, StepTimes, choose, fill, measured_rate
 from paceline.methods.osp.importance import product, ranking
 from paceline.methods.osp.layout import Layout
 from paceline.methods.osp.options import FADES, INTERVAL, OSPOptions
+from paceline.methods.osp.trial import LOOK, Seen, Trial
 from paceline.methods.osp.watch import StepWatch
 
 UPDATES = 3.0
 """Deferring costs a worker about so many updates of the same bytes: the tentative step, and
 keeping and restoring exact values."""
-
-
-OTHER = 2.0
-"""By this factor the network must have changed for steps of before to tell nothing."""
 
 TRIES = 5
 """Of the smallest all-reduce; the first makes connections."""
@@ -60,8 +53,8 @@ class Decider:
         if channel is not None and options.defer == "measured":
             self._start_up = _start_up(run, self._device)
         self._per_byte = 0.0
-        self._plain = (0.0, 0.0)  # a step with nothing deferred, and `_per_byte` then
-        self._rest, self._patience = 0, 10
+        self._trial = Trial()
+        self._look: int | None = None  # the round of a decision out of turn
         self._exchange: torch.Tensor | None = None
         self._agreed: StepTimes | None = None
         self.watch = StepWatch(run.stopwatch, options.overlap)
@@ -78,7 +71,7 @@ class Decider:
         """These mean *gradients* belong to the parameters as they are."""
         if self._channel is None or self._options.importance == "random":
             return
-        if not self._leads or not self._is_due():
+        if not self._leads or not self._ends_interval():
             return
         values = updater.values(pieces)
         for piece, value, gradient in zip(pieces, values, gradients, strict=True):
@@ -98,7 +91,8 @@ class Decider:
         self.watch.step_ended(self._layout.changes)
         if self._exchange is not None:
             self._adopt(run)
-        if self._is_due() and run.participants:
+        due = self._ends_interval() or self._round == self._look
+        if due and run.participants:
             self._leads = run.comm.rank == run.participants[0]
             self._exchange = self._notes(run)
             pending.append(self._channel.all_reduce(self._exchange, "max"))
@@ -107,7 +101,7 @@ class Decider:
 
     # ---- the exchange ----
 
-    def _is_due(self) -> bool:
+    def _ends_interval(self) -> bool:
         return self._round % INTERVAL == 0
 
     def _notes(self, run: Run) -> torch.Tensor:
@@ -116,7 +110,8 @@ class Decider:
         times = self.watch.times()
         chosen = [0.0] * len(self._layout.pieces)
         if self._leads:
-            for number in self._choose(run, times):
+            decides = self._choose if self._ends_interval() else self._look_at
+            for number in decides(run, times):
                 chosen[number] = 1.0
         # As many as were delivered: a rank without data is here before the planner was,
         # which may make other buckets, and the others after it.
@@ -126,10 +121,16 @@ class Decider:
         return torch.tensor([*chosen, *ready], dtype=torch.float64, device=self._device)
 
     def _adopt(self, run: Run) -> None:
+        """All ranks do so at the end of the same step, and with the same values."""
         assert self._exchange is not None
         values, self._exchange = self._exchange.tolist(), None
         count = len(self._layout.pieces)
+        began = not self._layout.deferred
         self._layout.defer([n for n in range(count) if values[n] > 0])
+        self._look = None
+        if began and self._layout.deferred and self._options.defer == "measured":
+            # The next step, which still waits for what its predecessor sent, does not count.
+            self._look = self._round + 1 + LOOK
         *ready, end = values[count:]
         fits = len(ready) == len(run.buckets) and all(ready)
         self._agreed = StepTimes(ready, end) if fits else None
@@ -147,8 +148,9 @@ class Decider:
         times = own
         if self._agreed is not None and len(self._agreed.ready) == len(own.ready):
             times = self._agreed
-        self._measure(run, times)
-        if self._rests():
+        measured = self._measured(times)
+        self._per_byte = FADES * self._per_byte if measured is None else measured
+        if self._trial.rests(bool(self._layout.deferred), self._seen(run)):
             return []
         if not self._per_byte:
             return []
@@ -157,33 +159,30 @@ class Decider:
             parts, order, times, rate, budget, UPDATES * self._update_cost(run)
         )
 
-    def _rests(self) -> bool:
-        """Whether nothing is to be deferred because it did not pay: steps were no shorter with
-        it than without. Where processors carry the messages, as between processes of one
-        machine, nothing hides behind computing, whatever the times say."""
-        if not self._layout.deferred:
-            self._plain = self.watch.whole(), self._per_byte
-            self._rest = max(0, self._rest - 1)
-            return self._rest > 0
-        before, per_byte = self._plain
-        same = per_byte / OTHER < self._per_byte < per_byte * OTHER
-        if same and self.watch.whole() > before * (1 - VISIBLE):
-            self._rest, self._patience = self._patience, 2 * self._patience
-            return True
-        return False
+    def _look_at(self, run: Run, own: StepTimes | None) -> list[int]:
+        """A trial has begun: what is deferred stays so, unless that does not pay."""
+        deferred = self._layout.deferred
+        if own is None:
+            return deferred  # buckets have changed
+        measured = self._measured(own)
+        if measured is not None:
+            self._per_byte = measured
+        stops = self._trial.stops_early(bool(deferred), self._seen(run))
+        return [] if stops else deferred
 
-    def _measure(self, run: Run, times: StepTimes) -> None:
+    def _seen(self, run: Run) -> Seen:
+        return Seen(self.watch.whole(), self._per_byte, tuple(run.participants))
+
+    def _measured(self, times: StepTimes) -> float | None:
         """The network, from how long steps took."""
         parts, deferred = self._layout.parts(), self._layout.deferred
-        observed = self.watch.arrived()
-        measured = measured_rate(
+        return measured_rate(
             times,
             parts.total(deferred),
             parts.left(deferred),
             self._start_up,
-            observed,
+            self.watch.arrived(),
         )
-        self._per_byte = FADES * self._per_byte if measured is None else measured
 
     def _update_cost(self, run: Run) -> float:
         """Seconds per byte of the optimizer's own step."""

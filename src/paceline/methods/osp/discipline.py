@@ -7,6 +7,7 @@ are all in waits until its units are that far.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from paceline.messages import FIRST, Measured
 from paceline.methods.osp.choice import Parts, Rate, StepTimes, choose, fill
 from paceline.methods.osp.importance import product, ranking
 from paceline.methods.osp.options import INTERVAL, OSPOptions
+from paceline.methods.osp.trial import Seen, Trial, looks_in
 
 Key = tuple[int, int, int]
 """Step, stage and bucket of a round."""
@@ -36,6 +38,7 @@ class TwoStages:
         self._measured: dict[int, Measured] = {}
         """By worker: what it has told last."""
         self._unrated: list[tuple[int, Sequence[int], HeldPush]] = []
+        self._trial = Trial()
         self._due: int | None = None
         """The step after whose first stage it is to be decided what is deferred."""
 
@@ -126,11 +129,12 @@ class TwoStages:
             self._deferred[bucket] = self._decided.pop(bucket)
         for push in pushes:
             shard.answer(push)
-        if step % INTERVAL == 0:
-            if units and self._options.importance != "random":
-                self._unrated.append((bucket, units, pushes[0]))
-            if stage == FIRST and bucket == max(shard.buckets):
-                self._due = step
+        decides = step % INTERVAL == 0
+        if decides and units and self._options.importance != "random":
+            self._unrated.append((bucket, units, pushes[0]))
+        last = stage == FIRST and bucket == max(shard.buckets)
+        if last and (decides or self._looks(step)):
+            self._due = step
 
     def _skip(self, shard: Shard) -> bool:
         """Where everybody who was to send a step is gone, go on without it; returns whether
@@ -170,9 +174,18 @@ class TwoStages:
         """Choose what every bucket defers. It goes out with the answers to each bucket's next
         first stage, so that all workers begin with it in the same step."""
         here = shard.expected(step)
-        told = [self._measured[worker] for worker in here if worker in self._measured]
+        workers = tuple(worker for worker in here if worker in self._measured)
+        told = [self._measured[worker] for worker in workers]
         if self._options.defer == "nothing" or not told:
             return
+        rests = False
+        if self._options.defer == "measured":
+            seen = _seen(workers, told)
+            if step % INTERVAL:
+                if self._trial.stops_early(self._defers(), seen):
+                    self._decided = {bucket: [] for bucket in shard.buckets}
+                return
+            rests = self._trial.rests(self._defers(), seen)
         places = [(b, u) for b in shard.buckets for u in range(len(self._of(shard, b)))]
         sizes = {bucket: shard.unit_bytes(bucket) for bucket in shard.buckets}
         parts = Parts(
@@ -186,12 +199,22 @@ class TwoStages:
         budget = self._options.most * mine * min(one.part for one in told)
         if self._options.defer == "most":
             chosen = sorted(fill(parts, order, budget))
+        elif rests:
+            chosen = []
         else:
             chosen = self._measured_choice(parts, order, told, budget, mine)
         self._decided = {bucket: [] for bucket in shard.buckets}
         for number in chosen:
             bucket, unit = places[number]
             self._decided[bucket].append(unit)
+
+    def _looks(self, step: int) -> bool:
+        """Whether what is deferred is on trial, and workers have told how it goes."""
+        measured = self._options.defer == "measured"
+        return measured and looks_in(step) and self._defers()
+
+    def _defers(self) -> bool:
+        return any(self._deferred.values())
 
     def _measured_choice(
         self,
@@ -218,3 +241,10 @@ class TwoStages:
             pulls=True,
         )
         return choose(parts, order, times, rate, budget)
+
+
+def _seen(workers: tuple[int, ...], told: Sequence[Measured]) -> Seen:
+    """What *workers* have told, for a trial: a step is as long as the slowest one's."""
+    whole = max(one.whole for one in told)
+    known = all(0 < one.whole < math.inf for one in told)
+    return Seen(whole if known else 0.0, max(one.per_byte for one in told), workers)

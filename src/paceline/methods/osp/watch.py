@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from paceline.interfaces import Stopwatch
 from paceline.methods.osp.choice import StepTimes
 from paceline.methods.osp.options import INTERVAL
+from paceline.methods.osp.trial import LOOK
 
 
 class _Step(NamedTuple):
@@ -92,7 +93,10 @@ class StepWatch:
         )
 
     def whole(self) -> float:
-        """Seconds of a step, its update included: the median."""
+        """Seconds of a step, its update included: the median; 0 if there were fewer than
+        `LOOK`."""
+        if len(self._steps) < LOOK:
+            return 0.0
         return statistics.median(
             self._stopwatch.seconds(step.start, [step.over])[0] for step in self._steps
         )

@@ -20,6 +20,7 @@ from paceline.messages import FIRST, SECOND, Measured
 from paceline.methods.osp.budget import Growth
 from paceline.methods.osp.choice import measured_rate
 from paceline.methods.osp.options import FADES, INTERVAL, OSPOptions
+from paceline.methods.osp.trial import looks_in
 from paceline.methods.osp.watch import StepWatch
 from paceline.tensors import Bucket
 
@@ -143,7 +144,9 @@ def _push_first(state: WorkerState, run: Run, bucket: Bucket) -> None:
     important = set(range(count)).difference(deferred)
     measured = None
     if bucket.last and state.step % INTERVAL == 0:
-        measured = _measured(state, run)
+        measured = _measured(state, run, FADES)
+    elif bucket.last and looks_in(state.step) and any(state.this_step):
+        measured = _measured(state, run, fades=1.0)
     run.staged.push_units(bucket, state.step, FIRST, important, measured)
 
 
@@ -288,8 +291,9 @@ def _put(
 # ---- what is measured ----
 
 
-def _measured(state: WorkerState, run: Run) -> Measured:
-    """What this worker tells its servers, now and then."""
+def _measured(state: WorkerState, run: Run, fades: float) -> Measured:
+    """What this worker tells its servers, now and then; a network of which nothing was seen
+    is *fades* times as slow as before."""
     remote, times = run.staged, state.watch.times()
     sizes = [remote.unit_bytes(bucket.index) for bucket in run.buckets]
     if times is None:
@@ -311,7 +315,7 @@ def _measured(state: WorkerState, run: Run) -> Measured:
         for units, deferred in zip(sizes, state.this_step, strict=True)
     ]
     seen = measured_rate(times, late, left, 0.0, state.watch.arrived(), pulls=True)
-    state.per_byte = FADES * state.per_byte if seen is None else seen
+    state.per_byte = fades * state.per_byte if seen is None else seen
     return Measured(
         ready=list(times.ready),
         end=times.end,
@@ -319,4 +323,5 @@ def _measured(state: WorkerState, run: Run) -> Measured:
         per_byte=state.per_byte,
         bytes=[sum(units) for units in sizes],
         part=state.growth.part,
+        whole=state.watch.whole(),
     )
