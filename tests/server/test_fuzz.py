@@ -62,7 +62,8 @@ HEADERS = [
     wire.encode(wire.Hello(PROTOCOL, TOKEN, 0, 0, "")),
     wire.encode(wire.More(0)),
     wire.encode(wire.More(0, 3)),
-    wire.encode(wire.Share(1, 2, b"0123456789abcdef")),
+    wire.encode(wire.Reads()),
+    wire.encode(wire.Share(wire.Memory(1, 2, b"0123456789abcdef"))),
     wire.encode(wire.Bye()),
     wire.encode(wire.Welcome(1, "x")),
 ]

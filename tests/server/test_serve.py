@@ -435,11 +435,13 @@ def test_a_worker_that_breaks_the_protocol_is_dropped(kind):
 
 def test_a_worker_that_does_not_take_its_answers_is_dropped():
     adder = Adder(1)
-    with running(adder, 1) as shell, Peer(shell.port, queue=1) as peer:
-        adder.buckets[0] = torch.zeros(256 << 10, dtype=torch.uint8)
-        for i in range(3 * payloads.most_messages(wire.LARGEST_PAYLOAD_BYTES)):
+    largest = 256 << 10
+    running_shell = running(adder, 1, max_payload_bytes=largest)
+    with running_shell as shell, Peer(shell.port, queue=1) as peer:
+        adder.buckets[0] = torch.zeros(largest, dtype=torch.uint8)
+        for i in range(3 * payloads.most_messages(largest)):
             peer.say(wire.Begin(i, i, Pull(bucket=0)))
-        assert adder.news.wait(20)
+        assert adder.news.wait(SECONDS)
         assert shell.refused["unread"] == 1
         assert adder.lost == [(0, 0)]
 

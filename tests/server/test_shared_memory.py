@@ -9,9 +9,16 @@ import threading
 import pytest
 import torch
 
-from paceline.messages import Done, Load, Parameters, Pull
+from paceline.messages import Done, Load, Parameters, Pull, Reduce
 from paceline.server import payloads, shared_memory, wire
-from paceline.server.shared_memory import SLOTS, accepted, offered
+from paceline.server.shared_memory import (
+    ANSWERS,
+    PUSHES,
+    Answers,
+    Region,
+    ServerEnd,
+    WorkerEnd,
+)
 from paceline.server.wire import RefusalError
 from tests.server import SECONDS, Adder, Peer, connect, running, time_limit
 
@@ -24,12 +31,32 @@ def _limit():
         yield
 
 
+class Ends:
+    """Of a server, and of each of its workers, in one process."""
+
+    def __init__(self, workers=1):
+        self.region = Region.make(ANSWERS)
+        self.answers = Answers(self.region)
+        self.workers, self.servers = [], []
+        for _ in range(workers):
+            with contextlib.closing(Region.make(PUSHES)) as own:
+                theirs = Region.open(own.place, PUSHES)
+            self.servers.append(ServerEnd(theirs, self.answers))
+            self.answers.readers.append(self.servers[-1])
+            answers = Region.open(self.region.place, ANSWERS)
+            self.workers.append(WorkerEnd(own, answers))
+
+    def read(self):
+        for server in self.servers:
+            server.reads = True
+
+
 @pytest.fixture
 def ends():
-    with offered() as (offer, worker):
-        server = accepted(offer)
-    assert server is not None
-    return worker, server
+    ends = Ends()
+    with contextlib.closing(ends.region):
+        ends.read()
+        yield ends.workers[0], ends.servers[0]
 
 
 def values(size):
@@ -48,7 +75,7 @@ def descriptors_of_memory():
 def test_what_is_put_at_one_end_is_taken_at_the_other(ends):
     for sender, receiver in (ends, ends[::-1]):
         sent = [values(size) + size for size in (1, 4095, CHUNK)]
-        slots = [sender.put(chunk) for chunk in sent]
+        slots = [sender.put(chunk, 0, chunk) for chunk in sent]
         assert slots == [0, 1, 2]
         for slot, chunk in zip(slots, sent, strict=True):
             got = torch.zeros_like(chunk)
@@ -56,32 +83,97 @@ def test_what_is_put_at_one_end_is_taken_at_the_other(ends):
             assert torch.equal(got, chunk)
 
 
-def test_a_slot_is_used_again_when_it_was_freed_and_not_before(ends):
-    worker, server = ends
-    assert [worker.put(values(8)) for _ in range(SLOTS)] == list(range(SLOTS))
-    assert worker.put(values(8)) is None
-    assert server.put(values(8)) == 0  # the other direction is its own
-    server.free(SLOTS - 1)
-    server.free(2)
-    assert [worker.put(values(8)) for _ in range(3)] == [2, SLOTS - 1, None]
+@pytest.mark.parametrize("way", ["pushes", "answers"])
+def test_a_slot_is_used_again_when_it_was_freed_and_not_before(ends, way):
+    sender, receiver = ends if way == "pushes" else ends[::-1]
+    count = PUSHES if way == "pushes" else ANSWERS
+
+    def put():
+        return sender.put(values(8), 0, values(8))
+
+    assert [put() for _ in range(count)] == list(range(count))
+    assert put() is None
+    assert receiver.put(values(8), 0, values(8)) == 0  # the other way is its own
+    receiver.free(count - 1)
+    receiver.free(2)
+    assert sorted(put() for _ in range(2)) == [2, count - 1]
+    assert put() is None
 
 
-@pytest.mark.parametrize("slot", [-1, SLOTS, 1 << 40])
+@pytest.mark.parametrize("slot", [-1, PUSHES, 1 << 40])
 def test_slots_that_are_none(ends, slot):
     with pytest.raises(RefusalError, match="slot"):
         ends[1].take(slot, values(8))
     ends[1].free(slot)
 
 
-def test_the_memory_is_gone_with_its_ends():
+def test_what_several_are_answered_at_once_is_copied_once():
+    ends = Ends(workers=3)
+    ends.read()
+    payload = values(2 * CHUNK)
+    halves = {0: payload[:CHUNK], CHUNK: payload[CHUNK:]}
+    for server in ends.servers:
+        slots = [server.put(payload, start, half) for start, half in halves.items()]
+        assert slots == [0, 1]
+    got = torch.zeros(CHUNK, dtype=torch.uint8)
+    for n, worker in enumerate(ends.workers):
+        assert ends.servers[0].put(values(1), 0, values(1)) == 2 + n  # 0 is in use
+        worker.take(0, got)
+        assert torch.equal(got, halves[0])
+        worker.free(0)
+    assert ends.servers[0].put(values(1), 0, values(1)) == 5  # 0 is still of this batch
+    ends.answers.batch_ended()
+    payload.zero_()
+    assert ends.servers[0].put(payload, 0, payload[:CHUNK]) == 0  # copied again
+    ends.workers[0].take(0, got)
+    assert not got.any()
+    ends.region.close()
+
+
+def test_an_answer_that_one_has_twice_is_in_two_slots():
+    ends = Ends(workers=2)
+    ends.read()
+    payload = values(8)
+    first, second = (ends.servers[0].put(payload, 0, payload) for _ in range(2))
+    assert first != second
+    assert ends.servers[1].put(payload, 0, payload) == second
+    ends.region.close()
+
+
+def test_a_batch_larger_than_the_memory_uses_slots_that_were_read():
+    ends = Ends(workers=2)
+    ends.read()
+    (one, other), (reader, _) = ends.servers, ends.workers
+    payload = values(ANSWERS * 8)
+    for start in range(0, ANSWERS * 8, 8):
+        assert one.put(payload, start, payload[start : start + 8]) is not None
+    more = values(8) + 1
+    assert one.put(more, 0, more) is None
+    reader.free(3)
+    assert one.put(more, 0, more) == 3
+    # What was there for the other one has to be copied for it again, or travels.
+    assert other.put(payload, 24, payload[24:32]) is None
+    reader.free(0)
+    assert other.put(payload, 24, payload[24:32]) == 0
+    ends.region.close()
+
+
+def test_a_worker_that_could_not_open_it_gets_nothing_in_the_servers_memory():
+    ends = Ends()
+    assert ends.servers[0].put(values(8), 0, values(8)) is None
+    ends.read()
+    assert ends.servers[0].put(values(8), 0, values(8)) == 0
+    ends.region.close()
+
+
+def test_memory_is_gone_with_its_ends():
     before = descriptors_of_memory()
-    with offered() as (offer, worker):
-        server = accepted(offer)
-        assert descriptors_of_memory() != before
-    assert worker.put(values(8)) == 0
-    # Python's own copies of the descriptor, one at each end.
-    assert len(descriptors_of_memory()) == len(before) + 2
-    del worker, server
+    ends = Ends(workers=2)
+    # The server's own, and Python's copies: of two regions at either end of each worker.
+    assert len(descriptors_of_memory()) == len(before) + 1 + 1 + 3 * 2
+    ends.region.close()
+    ends.answers.readers.clear()  # as a shell does when a worker has left
+    del ends
     assert descriptors_of_memory() == before
 
 
@@ -95,12 +187,12 @@ def file(size, seals, nonce=b"n" * shared_memory.NONCE_BYTES):
         os.ftruncate(descriptor, size)
         os.pwrite(descriptor, nonce, 0)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        yield wire.Share(os.getpid(), descriptor, b"n" * shared_memory.NONCE_BYTES)
+        yield wire.Memory(os.getpid(), descriptor, b"n" * shared_memory.NONCE_BYTES)
     finally:
         os.close(descriptor)
 
 
-SIZE = shared_memory._BYTES
+SIZE = shared_memory._size(PUSHES)
 SEALS = shared_memory._seals()
 
 
@@ -114,10 +206,10 @@ SEALS = shared_memory._seals()
     ids=["another size", "could shrink", "another nonce"],
 )
 def test_memory_that_is_not_taken(size, seals, nonce):
-    with file(SIZE, SEALS) as offer:
-        assert accepted(offer) is not None
-    with file(size, seals, nonce) as offer:
-        assert accepted(offer) is None
+    with file(SIZE, SEALS) as place:
+        assert Region.open(place, PUSHES) is not None
+    with file(size, seals, nonce) as place:
+        assert Region.open(place, PUSHES) is None
 
 
 def test_descriptors_that_are_no_memory(tmp_path):
@@ -126,10 +218,10 @@ def test_descriptors_that_are_no_memory(tmp_path):
     os.ftruncate(plain, SIZE)
     with socket.socket() as peer, open("/dev/null", "r+b") as device:
         for number in (read, write, plain, peer.fileno(), device.fileno(), 1 << 20, -1):
-            offer = wire.Share(os.getpid(), number, bytes(16))
-            assert accepted(offer) is None, number
+            place = wire.Memory(os.getpid(), number, bytes(16))
+            assert Region.open(place, PUSHES) is None, number
     for process in (0, -1, 1 << 60):
-        assert accepted(wire.Share(process, 0, bytes(16))) is None
+        assert Region.open(wire.Memory(process, 0, bytes(16)), PUSHES) is None
     for descriptor in (read, write, plain):
         os.close(descriptor)
 
@@ -230,7 +322,7 @@ def test_more_chunks_than_slots(frames):
 
     with running(Busy(1), 1) as shell:
         server = connect(shell)
-        sent = torch.arange((SLOTS + 5) * CHUNK // 4).float()
+        sent = torch.arange((PUSHES + 5) * CHUNK // 4).float()
         server.request(Load(bucket=1), torch.ones(1))
         loading = server.request(Load(bucket=0), sent)
         may_go_on.set()
@@ -252,10 +344,11 @@ def test_slots_of_what_was_refused_are_free_again(frames):
         echo(server, 4 * CHUNK)
         with pytest.raises(Exception, match="handed over"):  # the other way
             server.request(Pull(bucket=0), into=torch.zeros(8)).wait()
-        for _ in range(SLOTS):
+        for _ in range(PUSHES):
             echo(server, 4 * CHUNK)
         memory = server.shared
-        assert list(memory._sent) == list(memory._received) == [0] * SLOTS
+        assert not any(memory._sent)
+        assert not any(memory._received)
         server.close()
 
 
@@ -264,10 +357,11 @@ def test_a_lost_worker_comes_back_with_memory_of_its_own(frames):
     with running(Adder(1), 1) as shell:
         first = connect(shell)
         echo(first, CHUNK)
+        with_one = len(descriptors_of_memory())
         first._let_go(0.0)
         second = connect(shell, incarnation=1)
         echo(second, CHUNK)
-        assert len(descriptors_of_memory()) == before + 2
+        assert len(descriptors_of_memory()) == with_one
         second.close()
     assert not frames
     assert len(descriptors_of_memory()) == before
@@ -275,8 +369,9 @@ def test_a_lost_worker_comes_back_with_memory_of_its_own(frames):
 
 def test_a_slot_without_memory_is_refused():
     with running(Adder(1), 1) as shell, Peer(shell.port) as peer:
-        peer.say(wire.Share(os.getpid(), 1 << 20, bytes(16)))
-        assert peer.hear() == wire.Shared(False)
+        peer.say(wire.Reads())  # what was not offered
+        peer.say(wire.Share(wire.Memory(os.getpid(), 1 << 20, bytes(16))))
+        assert peer.hear() == wire.Shared(None)
         peer.say(wire.Begin(0, 0, Load(bucket=0), "uint8", 1, slot=0))
         assert "no memory is shared" in peer.hear().message.reason
     assert shell.refused == {"payload": 1}
@@ -285,10 +380,32 @@ def test_a_slot_without_memory_is_refused():
 def test_memory_is_taken_once():
     adder = Adder(1)
     with running(adder, 1) as shell, Peer(shell.port) as peer:
-        with offered() as (offer, _):
-            peer.say(offer)
-            assert peer.hear() == wire.Shared(True)
-            peer.say(offer)
+        with contextlib.closing(Region.make(PUSHES)) as own:
+            peer.say(wire.Share(own.place))
+            assert Region.open(peer.hear().memory, ANSWERS) is not None
+            peer.say(wire.Share(own.place))
             assert isinstance(peer.hear(), wire.Rejected)
         assert adder.news.wait(SECONDS)  # it was taken for lost
     assert shell.refused == {"order": 1}
+
+
+def test_workers_of_one_machine_and_others_get_the_same_answers(frames, monkeypatch):
+    with running(Adder(3), 3) as shell:
+        near = [connect(shell, worker) for worker in range(2)]
+        monkeypatch.setenv(shared_memory.SWITCH, "0")
+        servers = [*near, connect(shell, 2)]
+        for number in range(3):
+            got = [torch.full((CHUNK,), float(number + rank)) for rank in range(3)]
+            receptions = [
+                server.request(
+                    Reduce(channel="", number=number, operation="sum"), own, into=own
+                )
+                for server, own in zip(servers, got, strict=True)
+            ]
+            for reception, own in zip(receptions, got, strict=True):
+                reception.wait()
+                assert torch.equal(own, torch.full((CHUNK,), 3.0 * number + 3))
+        for server in servers:
+            server.close()
+    assert frames == [CHUNK] * len(frames)  # the third one's, both ways
+    assert len(frames) >= 3 * 2 * 4

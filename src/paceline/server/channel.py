@@ -12,7 +12,7 @@ import zmq
 from paceline.errors import PeerLostError, UsageError
 from paceline.messages import Refused, Reply, Request
 from paceline.server import payloads, wire
-from paceline.server.shared_memory import SharedMemory
+from paceline.server.shared_memory import WorkerEnd
 from paceline.server.wire import RefusalError
 
 _BROKEN = (
@@ -27,7 +27,7 @@ class Owner(Protocol):
     """The endpoint that a channel belongs to."""
 
     name: str
-    shared: SharedMemory | None
+    shared: WorkerEnd | None
 
     def wait_for(self, reception: Reception) -> None:
         """Serve all channels until the answer is here, or never comes."""
@@ -82,8 +82,8 @@ class Channel:
         self.queue: deque[Reception] = deque()
         self.welcome: wire.Welcome | None = None
         self.farewell = False
-        self.accepted: bool | None = None
-        """Whether the server has taken the memory that was offered, once it has said."""
+        self.shared: wire.Shared | None = None
+        """What the server has said about memory, once it has."""
         self._begun: wire.Answered | None = None
         self._assembly: payloads.Assembly | None = None
         self._host: torch.Tensor | None = None
@@ -148,7 +148,7 @@ class Channel:
             finally:
                 chunk.let_go()
         elif isinstance(words, wire.Shared):
-            self.accepted = words.accepted
+            self.shared = words
         elif isinstance(words, wire.Welcome):
             self.welcome = words
         elif isinstance(words, wire.Farewell):

@@ -36,9 +36,10 @@ from zmq.utils.monitor import recv_monitor_message
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
 from paceline.messages import PROTOCOL, Request
-from paceline.server import payloads, shared_memory, wire
+from paceline.server import payloads, wire
 from paceline.server.channel import Channel, Reception
 from paceline.server.security import SECRET, Security, choose
+from paceline.server.shared_memory import ANSWERS, PUSHES, Region, WorkerEnd
 from paceline.server.wire import RefusalError
 
 CONNECT_SECONDS = 30.0
@@ -87,7 +88,7 @@ class RemoteServer:
         self._journal = journal
         self._failure: UsageError | PeerLostError | None = None
         self._closed = False
-        self.shared: shared_memory.SharedMemory | None = None
+        self.shared: WorkerEnd | None = None
         self._channels: dict[str, Channel] = {}
         self._liveness: socket.socket | None = None
         self._poller = zmq.Poller()
@@ -176,13 +177,18 @@ class RemoteServer:
 
     def _share_memory(self, main: Channel, deadline: float) -> None:
         """The server is on this machine: see `shared_memory`."""
-        with shared_memory.offered() as offer:
-            if offer is None:
-                return
-            words, memory = offer
-            main.say(words)
-            self._await(lambda: main.accepted is not None, deadline)
-            self.shared = memory if main.accepted else None
+        own = Region.make(PUSHES)
+        if own is None:
+            return
+        with contextlib.closing(own):
+            main.say(wire.Share(own.place))
+            self._await(lambda: main.shared is not None, deadline)
+        assert main.shared is not None
+        place = main.shared.memory
+        answers = None if place is None else Region.open(place, ANSWERS)
+        if answers is not None:
+            main.say(wire.Reads())
+            self.shared = WorkerEnd(own, answers)
 
     def _await(self, done: Callable[[], bool], deadline: float) -> None:
         """Raises `PeerLostError` if the server has not answered by then."""

@@ -12,7 +12,7 @@ import zmq
 from paceline.errors import UsageError
 from paceline.messages import DTYPES
 from paceline.server import wire
-from paceline.server.shared_memory import SharedMemory
+from paceline.server.shared_memory import ServerEnd, WorkerEnd
 from paceline.server.wire import Answered, Begin, More, RefusalError, encode
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -68,7 +68,7 @@ def payload_bytes(dtype: str | None, elements: int, limit: int) -> int:
 def messages(
     first: Begin | Answered,
     payload: torch.Tensor | None,
-    shared: SharedMemory | None,
+    shared: ServerEnd | WorkerEnd | None,
 ) -> Iterator[tuple[bytes, memoryview | None]]:
     """The ZeroMQ messages of one request or answer: headers, and each one's chunk, unless it
     was put into memory that is *shared*."""
@@ -79,7 +79,7 @@ def messages(
     for start in range(0, len(memory), wire.CHUNK_BYTES):
         chunk = memory[start : start + wire.CHUNK_BYTES]
         words = More(first.number) if start else first
-        words.slot = None if shared is None else shared.put(chunk)
+        words.slot = None if shared is None else shared.put(payload, start, chunk)
         yield encode(words), chunk.numpy().data if words.slot is None else None
 
 
@@ -95,7 +95,7 @@ class Chunk:
 
     socket: zmq.Socket[Any]
     slot: int | None = None
-    shared: SharedMemory | None = None
+    shared: ServerEnd | WorkerEnd | None = None
 
     def copy_to(self, place: torch.Tensor) -> None:
         """The only copy: from ZeroMQ's buffer, which is not aligned, or from the slot, to

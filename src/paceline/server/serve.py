@@ -43,8 +43,9 @@ import zmq
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender, Server
 from paceline.messages import PROTOCOL, Refused
-from paceline.server import payloads, shared_memory, wire
+from paceline.server import payloads, wire
 from paceline.server.security import JUDGE_ADDRESS, Security, choose
+from paceline.server.shared_memory import ANSWERS, PUSHES, Answers, Region, ServerEnd
 from paceline.server.wire import RefusalError
 
 LINGER_SECONDS = 2.0
@@ -77,7 +78,7 @@ class _Presence:
         self.incarnation = incarnation
         self.ticket = secrets.token_hex(16)
         self.liveness: socket.socket | None = None
-        self.shared: shared_memory.SharedMemory | None = None
+        self.shared: ServerEnd | None = None
         self.connections: dict[str, _Connection] = {}
         self.leaves_well = False
 
@@ -122,6 +123,8 @@ class Shell:
         self._visitors: dict[socket.socket, bytes] = {}  # what they have said so far
         self._owners: dict[socket.socket, _Presence] = {}
         self._outbox: deque[Answer] = deque()
+        self._answers: Answers | None = None
+        """Memory for answers, once a worker of this machine is here."""
         self._delivering = False
         self._stopped = False
         self._poller = zmq.Poller()
@@ -188,8 +191,11 @@ class Shell:
 
     def close(self) -> None:
         """Let go of all sockets and memory; the last answers have `LINGER_SECONDS` to leave."""
-        for presence in self._present.values():
-            presence.shared = None
+        for presence in list(self._present.values()):
+            self._take_back_memory(presence)
+        if self._answers is not None:
+            self._answers.region.close()
+            self._answers = None
         self._handlers.clear()
         for peer in self._visitors:
             peer.close()
@@ -296,6 +302,9 @@ class Shell:
             self._deliver(self._take(connection, words))
         elif isinstance(words, wire.Share):
             self._share_memory(connection, words)
+        elif isinstance(words, wire.Reads):
+            if connection.presence.shared is not None:
+                connection.presence.shared.reads = True
         elif isinstance(words, wire.Bye):
             self._say(connection.identity, wire.Farewell())
             self._connections.pop(connection.identity)
@@ -330,14 +339,29 @@ class Shell:
         )
         return self._server.on_message(sender, begun.message, payload, self._now())
 
+    # ---- memory ----
+
     def _share_memory(self, connection: _Connection, offer: wire.Share) -> None:
         """A worker of this machine, as it seems, offers memory."""
         presence = connection.presence
         if presence.liveness is None or presence.shared is not None:
             reason = "memory before the ticket, or a second time"
             raise RefusalError("order", reason, fatal=True)
-        presence.shared = shared_memory.accepted(offer)
-        self._say(connection.identity, wire.Shared(presence.shared is not None))
+        own = Region.open(offer.memory, PUSHES)
+        if own is not None and self._answers is None:
+            region = Region.make(ANSWERS)
+            self._answers = None if region is None else Answers(region)
+        place = None
+        if own is not None and self._answers is not None:
+            presence.shared = ServerEnd(own, self._answers)
+            self._answers.readers.append(presence.shared)
+            place = self._answers.region.place
+        self._say(connection.identity, wire.Shared(place))
+
+    def _take_back_memory(self, presence: _Presence) -> None:
+        if presence.shared is not None and self._answers is not None:
+            self._answers.readers.remove(presence.shared)
+        presence.shared = None
 
     # ---- refusals ----
 
@@ -380,6 +404,8 @@ class Shell:
                 self._send(self._outbox.popleft())
         finally:
             self._delivering = False
+            if self._answers is not None:
+                self._answers.batch_ended()
 
     def _send(self, answer: Answer) -> None:
         worker, incarnation, channel, number = answer.to[:4]
@@ -495,7 +521,7 @@ class Shell:
         for connection in presence.connections.values():
             self._connections.pop(connection.identity, None)
         presence.connections.clear()
-        presence.shared = None
+        self._take_back_memory(presence)
         for among in (self._pending, self._present):
             if among.get(presence.worker) is presence:
                 del among[presence.worker]

@@ -5,7 +5,7 @@ Theory of operation
 A worker has one ZeroMQ connection per (server, channel), which keeps order. Each ZeroMQ
 message is a header, msgpack of one of the types below, and at most one frame of payload:
 
-- worker: `Hello`, on one machine `Share`, then for each request a `Begin` with the first chunk
+- worker: `Hello`, on one machine `Share` and `Reads`, then for each request a `Begin` with the first chunk
   of its payload and a `More` with each further one, at the end a `Bye`;
 - server: `Welcome`, `Shared`, then for each answer an `Answered` and `More`, and a `Farewell`.
 
@@ -61,13 +61,22 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, forbid_unknown_fields=
     channel: str
 
 
-class Share(msgspec.Struct, tag="share", array_like=True, forbid_unknown_fields=True):
-    """A worker of this machine, as it seems, offers memory: a descriptor of its process,
-    and what the memory begins with."""
+class Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Memory of a process of this machine: its descriptor there, and what it begins with."""
 
     process: int
     descriptor: int
     nonce: bytes
+
+
+class Share(msgspec.Struct, tag="share", array_like=True, forbid_unknown_fields=True):
+    """A worker of this machine, as it seems, offers memory for what it sends."""
+
+    memory: Memory
+
+
+class Reads(msgspec.Struct, tag="reads", array_like=True, forbid_unknown_fields=True):
+    """The worker has opened the server's memory: answers may be put there from now on."""
 
 
 class Begin(msgspec.Struct, tag="begin", array_like=True, forbid_unknown_fields=True):
@@ -94,7 +103,7 @@ class Bye(msgspec.Struct, tag="bye", array_like=True, forbid_unknown_fields=True
     """Nothing more will come on this connection."""
 
 
-FromWorker = Hello | Share | Begin | More | Bye
+FromWorker = Hello | Share | Reads | Begin | More | Bye
 
 
 # ---- from a server ----
@@ -109,9 +118,10 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
 
 
 class Shared(msgspec.Struct, tag="shared", array_like=True):
-    """Whether the memory that was offered is in use from now on, in both directions."""
+    """The server has opened the worker's memory, and offers its own for answers; None: it
+    could not."""
 
-    accepted: bool
+    memory: Memory | None
 
 
 class Answered(msgspec.Struct, tag="answered", array_like=True):
