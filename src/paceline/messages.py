@@ -94,10 +94,10 @@ FIRST, SECOND = 1, 2
 class Push(msgspec.Struct, tag="push", kw_only=True):
     """The payload is this worker's gradient of *bucket* in *step*: of all its units, or of
     these *units*, one after the other. In the first *stage* of a step every bucket is pushed,
-    though maybe none of its units. *weight*: its part in
-    the mean (1/n, or its part of the samples); *used*: per unit, whether it took part in
-    the backward pass; *hyperparameters*: of this step. Answer: `Parameters`, when the
-    discipline allows it."""
+    though maybe none of its units; in the second one exactly what the first has left out of a
+    bucket, if anything. *weight*: its part in the mean (1/n, or its part of the samples);
+    *used*: per unit, whether it took part in the backward pass; *hyperparameters*: of this
+    step. Answer: `Parameters`, when the discipline allows it."""
 
     step: int
     bucket: int

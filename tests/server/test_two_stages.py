@@ -215,11 +215,14 @@ def test_the_work_is_counted_by_units() -> None:
     case.push(0, 0, 1, units=[])
     case.push(1, 0, 1, units=[])
     assert case.server.take_work() == Work()
-    case.second(0, 0, 1, 1)
-    case.second(1, 0, 1, 1)
-    assert case.server.take_work() == Work(added=32, stepped=16)
     case.push(0, 1, 0, units=[0, 1, 2])
     assert case.server.take_work() == Work()  # unit 1 of step 0 is missing
+    case.second(0, 0, 0, 1)
+    case.second(1, 0, 0, 1)
+    assert case.server.take_work() == Work(added=48, stepped=24)
+    case.second(0, 0, 1, 0, 1)
+    case.second(1, 0, 1, 0, 1)
+    assert case.server.take_work() == Work(added=96, stepped=48)
     assert case.server.unit_bytes(0) == [16, 24, 8]
 
 
@@ -482,20 +485,34 @@ def test_the_second_stage_comes_after_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [([0, 2], [0, 1]), ([0, 2], None), (None, [1]), (None, None)]
+    ("first", "second"),
+    [
+        ([0, 2], [0, 1]),
+        ([0, 2], None),
+        ([0, 2], [0]),
+        ([0, 2], []),
+        ([0], [2]),
+        ([], [0, 1]),
+        ([], []),
+        (None, [1]),
+        (None, None),
+        (None, []),
+    ],
 )
 def test_units_come_in_one_stage_of_a_step_only(
     first: list[int] | None, second: list[int] | None
 ) -> None:
-    """What came in the first stage would wait for ever for its update of this step."""
+    """What came in both would wait for ever for its update of this step, as what came in
+    none would in the next one; and a push of nothing for all others."""
     case = Talk().begin(0, 1)
     assert case.first(0, 0, first, None) == []
     push = a_push(0, 0, stage=SECOND, units=second)
-    left, got = [] if first is None else [1], [0, 1, 2] if second is None else second
-    words = (
-        "push: stage 2 of step 0, bucket 0: expected only units that worker 0 has not "
-        f"pushed in stage 1, of {left}, got {got}"
-    )
+    left = [] if first is None else [u for u in range(3) if u not in first]
+    expected = f"units {left}, all that worker 0 has left out of stage 1"
+    if not left:
+        expected = "none, as worker 0 has left out nothing of stage 1"
+    got = [0, 1, 2] if second is None else second
+    words = f"push: stage 2 of step 0, bucket 0: expected {expected}, got {got}"
     assert case.refusal(0, push, payload(push)) == words  # whoever else is in by then
     assert len(case.first(1, 0, first, None)) == 4
     assert case.refusal(0, push, payload(push)) == words
@@ -523,9 +540,23 @@ def test_units_of_the_step_before_may_come_again_in_this_one() -> None:
 
 def test_the_second_stage_does_not_come_too_late() -> None:
     case = Talk(workers=1).begin(0)
-    case.first(0, 0, [0, 1], None)
+    case.first(0, 0, [0, 1], [1])
+    case.second(0, 0, 1, 0)
     case.first(0, 1, [0, 1], None)
-    case.first(0, 2, [0, 1], None)
+    words = (
+        "push: worker 0 has left units [2] of bucket 0 out of stage 1 of step 0: expected "
+        "them in stage 2 before "
+    )
+    third = a_push(2, 0, units=[0, 1])
+    assert case.refusal(0, third, payload(third)) == words + "step 2"
+    second = a_push(1, 0, stage=SECOND, units=[2])
+    assert case.refusal(0, second, payload(second)) == words + "stage 2 of step 1"
+    assert case.server.fastest() == 2
+    # It is not too late yet.
+    assert heard(case.second(0, 0, 0, 2)) == [(0, 0, [-1.0])]
+    assert len(case.first(0, 2, [0, 1], None)) == 2
+    assert heard(case.second(0, 1, 0, 2)) == [(0, 0, [-2.0])]
+    assert heard(case.second(0, 2, 0, 2)) == [(0, 0, [-3.0])]
     second = a_push(0, 0, stage=SECOND, units=[2])
     words = "push: stage 2 of step 0 of worker 0, whose next step is 3"
     assert case.refusal(0, second, payload(second)) == words
@@ -546,9 +577,28 @@ def test_who_has_left_has_no_second_stage() -> None:
     case = Talk().begin(0, 1)
     for worker in (0, 1):
         case.first(worker, 0, [0, 2], None)
-    case.ask(1, Leave())
+    case.second(1, 0, 0, 1)
+    assert case.ask(1, Leave()) == []
     second = a_push(0, 0, stage=SECOND, units=[1])
     assert case.refusal(1, second, payload(second)) == "push: worker 1 has left"
+
+
+def test_who_leaves_sends_its_second_stage_before() -> None:
+    """Its gradients would count for what it did not defer only."""
+    case = Talk().begin(0, 1)
+    for worker in (0, 1):
+        case.first(worker, 0, None, [1])
+    words = (
+        "leave: worker 1 has left units [0] of bucket 1 out of stage 1 of step 0: expected "
+        "them in stage 2 before it leaves"
+    )
+    assert case.refusal(1, Leave()) == words
+    assert case.second(0, 0, 1, 0, value=3.0) == []
+    assert len(case.second(1, 0, 1, 0, value=5.0)) == 2
+    assert case.ask(1, Leave()) == []
+    assert [a.to.worker for a in case.ask(0, Leave())] == [1, 0]
+    assert case.parameters(0, 1) == [-4] * 4 + [-1] * 2
+    assert not case.server.counts["updates of units that nobody sent"]
 
 
 @pytest.mark.parametrize("method", [ASP(), SSP(staleness=0), Backup()])
@@ -575,6 +625,9 @@ def test_methods_without_stages(method: Any) -> None:
         {"end": math.inf},
         {"per_byte": -1.0},
         {"start_up": math.nan},
+        {"whole": -1.0},
+        {"whole": math.nan},
+        {"whole": math.inf},
         {"part": 1.5},
         {"part": -0.5},
         {"bytes": [-1, 4]},
@@ -620,12 +673,30 @@ def test_units_of_a_second_stage_that_differ() -> None:
     for worker in (0, 1):
         case.first(worker, 0, [0], None)
     case.second(0, 0, 0, 1, 2)
-    answers = case.second(1, 0, 0, 1)
+    second = a_push(0, 0, stage=SECOND, units=[1])
     words = (
-        "step 0, bucket 0: worker 0 has sent units [1, 2] and worker 1 [1]; one "
-        "step's must be equal"
+        "push: stage 2 of step 0, bucket 0: expected units [1, 2], all that worker 1 has "
+        "left out of stage 1, got [1]"
     )
-    assert [a.message for a in answers] == [Refused(reason=words)] * 2
+    assert case.refusal(1, second, payload(second)) == words
+    # It is said to who made the mistake, and the others are not stopped by it.
+    assert len(case.second(1, 0, 0, 1, 2)) == 2
+    assert case.parameters(0, 0) == [-1] * 6
+
+
+def test_units_of_a_first_stage_that_differ_stop_a_second_one_that_waits() -> None:
+    case = Talk().begin(0, 1)
+    case.first(0, 0, [0], None)
+    assert case.second(0, 0, 0, 1, 2) == []
+    answers = case.push(1, 0, 0, units=[0, 1])
+    words = (
+        "step 0, bucket 0: worker 0 has sent units [0] and worker 1 [0, 1]; one step's "
+        "must be equal"
+    )
+    assert [a.message for a in answers] == [Refused(reason=words)] * 4
+    assert [a.to.worker for a in answers] == [0, 0, 0, 1]
+    push = a_push(0, 1)
+    assert case.refusal(1, push, payload(push)) == words
 
 
 def test_who_waits_for_state_is_told_that_training_stopped() -> None:
@@ -664,7 +735,7 @@ def test_what_all_dead_have_deferred_is_skipped() -> None:
         case.first(worker, 0, [0, 2], None)
     case.server.on_lost(0, 0, 0.0)
     case.server.on_lost(1, 0, 0.0)
-    assert case.server.counts["deferred gradients that nobody sent"] == 1
+    assert case.server.counts["updates of units that nobody sent"] == 1
     assert case.ask(1, JOIN, life=1)[0].message == Joined(step=1, loaded=True)
     (answer,) = case.ask(1, Pull(bucket=0, step=1), life=1)
     assert heard([answer]) == [(1, 0, [-1.0, -1.0, 0.0, 0.0, 0.0, -1.0])]
@@ -685,7 +756,7 @@ def test_rounds_go_on_when_what_they_waited_for_is_skipped() -> None:
     assert heard([answer]) == [(1, 0, [-2.0, -2.0, -1.0, -1.0, -1.0, -2.0])]
     (answer,) = case.ask(1, Pull(bucket=1, step=2), life=1)
     assert heard([answer]) == [(1, 1, [-1.0] * 6)]
-    assert case.server.counts["deferred gradients that nobody sent"] == 1 + 2
+    assert case.server.counts["updates of units that nobody sent"] == 1 + 2
 
 
 def test_a_later_step_that_another_server_named() -> None:

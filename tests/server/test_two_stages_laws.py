@@ -425,7 +425,7 @@ class StagedTraining(Training):
         counts = [server.counts["gradients applied"] for server in self.network.servers]
         assert sum(counts) == self.pushes
         if not self.deaths_happened():
-            what = "deferred gradients that nobody sent"
+            what = "updates of units that nobody sent"
             assert not any(s.counts[what] for s in self.network.servers)
         histories = self.histories()
         self.check_final(histories)

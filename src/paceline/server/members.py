@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import UsageError
@@ -12,7 +11,8 @@ MOST_STEPS_AHEAD = 100_000
 """Of the other workers: by more a step is a mistake, and not taken."""
 WHOLE_STEPS_KEPT = 2
 """Of so many steps whose first stage is in the second one may still come: channels are not
-ordered, so it may come after the whole first stage of the next step."""
+ordered, so it may come after the whole first stage of the next step; no later step begins
+before."""
 
 
 @dataclass
@@ -38,8 +38,9 @@ class Channel:
 class WholeStep:
     """A step of a worker, of which the first stage is in as a whole."""
 
-    first: dict[int, Sequence[int]]
-    """By bucket: the units that came in the first stage."""
+    left: dict[int, list[int]]
+    """By bucket: the units that the first stage has left out, until the second one brings
+    them."""
     second: set[int] = field(default_factory=set)
     """Buckets that are in of the second stage."""
 
@@ -55,8 +56,9 @@ class Member:
     first_step: int = 0
     clock: int = 0
     """Steps that are in as a whole: the number of the next."""
-    begun: dict[int, Sequence[int]] = field(default_factory=dict)
-    """By bucket: the units that are in of the step under way, in its first stage."""
+    begun: dict[int, list[int]] = field(default_factory=dict)
+    """By bucket that is in of the step under way: the units that its first stage leaves
+    out."""
     whole: dict[int, WholeStep] = field(default_factory=dict)
     """The last steps before that, by number: their second stage may still come."""
     channels: dict[str, Channel] = field(default_factory=dict)
@@ -68,7 +70,8 @@ class Member:
 
     def step_is_whole(self) -> None:
         """All buckets of the step under way are in."""
-        self.whole[self.clock] = WholeStep(self.begun)
+        left = {bucket: units for bucket, units in self.begun.items() if units}
+        self.whole[self.clock] = WholeStep(left)
         self.begun = {}
         self.clock += 1
         for step in [s for s in self.whole if s < self.clock - WHOLE_STEPS_KEPT]:

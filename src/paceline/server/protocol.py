@@ -20,7 +20,9 @@ push       once per (worker, incarnation, step, stage,    `Parameters`, when the
            step's last bucket the worker's clock moves;   if it is of a step before, or
            a later step than expected, where another      of a later one while pushes of
            server named it, leaves out those before       an earlier one are unanswered,
-                                                          or repeats units in stage 2
+                                                          or is in stage 2 not just what
+                                                          stage 1 left out, or comes
+                                                          where stage 2 should have come
 pull-state -                                              `OptimizerState`; of units, once
                                                           all updates before the step are
                                                           in them; `Refused` if that is
@@ -29,7 +31,8 @@ load-state the bucket's optimizer state                   `Done`
 reduce     the part is added, in rank order               `Reduced`, to all, with the
                                                           last part
 note       -                                              `Done`
-leave      nobody waits for the worker's gradients        `Done`, once nobody trains
+leave      nobody waits for the worker's gradients        `Done`, once nobody trains;
+                                                          `Refused` in mid-step
 lost       the same, and it gets no more answers; what    -
            it had pushed still counts
 timer      what the discipline does at a time of its own  `Parameters`, as it says
@@ -315,6 +318,9 @@ class ParameterServer:
         member = self._members[sender.worker]
         if member.begun:
             raise UsageError("leave: in the middle of a step")
+        self._pushes.check_second_stages(
+            "leave", sender.worker, member.clock, "it leaves"
+        )
         member.leaving = True
         self._leaves.append(sender)
         self._somebody_has_gone()

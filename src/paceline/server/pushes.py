@@ -3,9 +3,11 @@
 In a step's first stage each of a worker's buckets comes once, in any order. With the last
 one the worker's clock moves, and the next step may begin; a later step than that, where
 another server named it, leaves out those before, and may begin once all of the worker's
-pushes are answered. In the second stage, where a discipline defers, come units that the first
-one left out, each bucket at most once: after all of the step's first stage, and until two
-more steps are in as a whole.
+pushes are answered. In the second stage, where a discipline defers, come exactly the units
+that the first one left out, in one push per bucket that had some: after all of the step's
+first stage, and before the second stage of the next step, and all of the one after that. What
+was left out and never came would be waited for for ever, so what has to come after it, a
+leave too, is refused before it.
 """
 
 from __future__ import annotations
@@ -126,7 +128,13 @@ class Pushes:
             )
 
     def _check_measured(self, measured: Measured) -> None:
-        numbers = [*measured.ready, measured.end, measured.start_up, measured.per_byte]
+        numbers = [
+            *measured.ready,
+            measured.end,
+            measured.start_up,
+            measured.per_byte,
+            measured.whole,
+        ]
         if (
             len(measured.ready) not in (0, len(self._model.store.flats))
             or not all(0 <= number < math.inf for number in numbers)
@@ -140,6 +148,11 @@ class Pushes:
     def _units(self, push: Push) -> Sequence[int]:
         return self._model.numbers(push.bucket, push.units)
 
+    def _left_out(self, push: Push) -> list[int]:
+        sent = set(self._units(push))
+        every = self._model.numbers(push.bucket, None)
+        return [unit for unit in every if unit not in sent]
+
     # ---- the first stage ----
 
     def _take_first(self, worker: int, push: Push) -> None:
@@ -148,8 +161,9 @@ class Pushes:
         if push.step > member.clock:
             self._check_may_skip(worker, push, member)
             member.begins_with(push.step)
+        self.check_second_stages("push", worker, push.step - 1, f"step {push.step}")
         self._members.has_begun(push.step)
-        member.begun[push.bucket] = self._units(push)
+        member.begun[push.bucket] = self._left_out(push)
         if len(member.begun) == len(self._model.buckets):
             member.step_is_whole()
 
@@ -189,17 +203,35 @@ class Pushes:
                 f"push: worker {worker} has pushed bucket {push.bucket} of step "
                 f"{push.step}, stage 2, before"
             )
-        self._check_left_out(worker, push, step.first[push.bucket])
+        self.check_second_stages(
+            "push", worker, push.step, f"stage 2 of step {push.step}"
+        )
+        self._check_is_left(worker, push, step.left.get(push.bucket, []))
+        del step.left[push.bucket]
         step.second.add(push.bucket)
 
-    def _check_left_out(self, worker: int, push: Push, first: Sequence[int]) -> None:
-        """A unit that came in both stages would wait for its update to come a second time."""
-        sent, units = set(first), self._units(push)
-        if not sent.isdisjoint(units):
-            every = self._model.numbers(push.bucket, None)
-            left = [unit for unit in every if unit not in sent]
+    def check_second_stages(
+        self, what: str, worker: int, before: int, then: str
+    ) -> None:
+        """Raise `UsageError` unless all second stages of a worker's steps *before* this one
+        are in; *then*: what it wants to do after them."""
+        for number, step in self._members[worker].whole.items():
+            if number < before and step.left:
+                bucket, units = min(step.left.items())
+                raise UsageError(
+                    f"{what}: worker {worker} has left units {units} of bucket {bucket} out "
+                    f"of stage 1 of step {number}: expected them in stage 2 before {then}"
+                )
+
+    def _check_is_left(self, worker: int, push: Push, left: list[int]) -> None:
+        """A unit that came in both stages would wait for its update to come a second time,
+        and one that came in neither for its first."""
+        units = list(self._units(push))
+        if not left or units != left:
+            expected = f"units {left}, all that worker {worker} has left out of stage 1"
+            if not left:
+                expected = f"none, as worker {worker} has left out nothing of stage 1"
             raise UsageError(
-                f"push: stage 2 of step {push.step}, bucket {push.bucket}: expected only "
-                f"units that worker {worker} has not pushed in stage 1, of {left}, got "
-                f"{list(units)}"
+                f"push: stage 2 of step {push.step}, bucket {push.bucket}: expected "
+                f"{expected}, got {units}"
             )

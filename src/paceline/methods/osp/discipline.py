@@ -7,7 +7,6 @@ are all in waits until its units are that far.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -148,7 +147,7 @@ class TwoStages:
                 ):
                     version += 1
                     skipped = True
-                    shard.count("deferred gradients that nobody sent")
+                    shard.count("updates of units that nobody sent")
                 versions[unit] = version
         return skipped
 
@@ -246,5 +245,5 @@ class TwoStages:
 def _seen(workers: tuple[int, ...], told: Sequence[Measured]) -> Seen:
     """What *workers* have told, for a trial: a step is as long as the slowest one's."""
     whole = max(one.whole for one in told)
-    known = all(0 < one.whole < math.inf for one in told)
+    known = all(one.whole for one in told)
     return Seen(whole if known else 0.0, max(one.per_byte for one in told), workers)
