@@ -16,7 +16,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 RELATIVE = 0.15
 
 
-LONG = ("layers", "workload")
+LONG = ("bytes_lm", "layers", "workload")
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,7 @@ def test_a_worker_that_blocks_outside_the_clock_is_given_up(tmp_path):
     assert "blocks.py" in done.stderr  # the stack says where
 
 
+@pytest.mark.slow
 def test_metrics_that_are_not_numbers_are_shown_as_missing(tmp_path):
     script = tmp_path / "diverges.py"
     script.write_text(

@@ -197,7 +197,8 @@ def learned(passes: Callable[..., None], fusion: str) -> Watched:
 def assert_same_course(ours: Watched, theirs: Watched) -> None:
     for step, (a, b) in enumerate(zip(ours.parameters, theirs.parameters, strict=True)):
         error = (a - b).abs().max() / b.abs().max()
-        assert error <= 1e-6, f"step {step + 1} is off by {error}"
+        # Sums in another order differ in the last place, and the difference grows in training.
+        assert error <= 1e-7 * (step + 10), f"step {step + 1} is off by {error}"
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")

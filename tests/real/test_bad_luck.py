@@ -82,7 +82,10 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("what", FAILURES)
+@pytest.mark.parametrize(
+    "what",
+    ["raise", *(pytest.param(w, marks=pytest.mark.slow) for w in [*FAILURES][1:])],
+)
 def test_a_worker_fails(start, what):
     job, folder = start(run, what)
     wait_for_step(job, folder, rank=1, step=1)
@@ -131,7 +134,9 @@ def test_a_worker_is_killed_at_any_moment(start, seed):
     check_kill(start, seed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_the_launcher_is_told_to_end(start, number):
     job, folder = start(run, "wait")
     _, port = wait_for_step(job, folder, rank=2, step=20)

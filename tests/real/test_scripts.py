@@ -83,6 +83,7 @@ NOT_MEASURED = (
 )
 
 
+@pytest.mark.slow
 def test_command_line_decides_over_the_script(tmp_path):
     """--steps, --method and --json: as options, and as variables under plain torchrun."""
     spec = "bsp:fusion=wfbp"
@@ -157,7 +158,9 @@ def test_two_machines(tmp_path):
     assert not somebody_listens(port)
 
 
-@pytest.mark.parametrize("end", ["returns", "finishes"])
+@pytest.mark.parametrize(
+    "end", ["returns", pytest.param("finishes", marks=pytest.mark.slow)]
+)
 def test_scripts_without_ceremony(tmp_path, end):
     """No ``__main__`` guard, and no destroy_process_group: starts, and ends with 0."""
     check_bare_script(tmp_path, end, times=1)

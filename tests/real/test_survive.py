@@ -541,6 +541,7 @@ def test_workers_are_killed_twenty_times(start, method):
     check_kills(start, method, kills=20)
 
 
+@pytest.mark.slow
 def test_the_server_is_killed_and_there_is_no_snapshot(start):
     job, folder = start("asp", "until")
     for rank in range(WORKERS):
@@ -622,6 +623,7 @@ def test_a_silent_worker_is_evicted_and_one_that_evaluates_is_not(start):
     assert "worker 2 ended with exit status 1 after step" in job.stderr
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_death_ends_the_job(start):
     job, folder = start("asp", "until", launcher=torchrun)
     for rank in range(WORKERS):
