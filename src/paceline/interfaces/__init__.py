@@ -1,0 +1,83 @@
+"""Every seam of paceline: what a method sees, and what a world brings.
+
+Files are split by who implements a seam and who uses it. Low to high:
+
+- `updates`: parameters and updates. `Updater` is the optimizer, applied piece by piece.
+- `timing`: what charges or measures compute time, and what times work.
+- `communication`: `Comm` has asynchronous collectives; each returns a `Pending`. An
+  `Endpoint` is a worker's end of a server.
+- `discipline`: what a server does with gradients, in a method's words.
+- `server`: a server as a state machine, and what it sends.
+- `remote`: a model's parameters on their servers, as one worker's method sees them.
+- `method`: `Method` says when, and with whom, workers agree. It is given a `Run` and
+  nothing else: one worker's training: buckets, `Comm`, who takes part.
+- `world`: where a worker lives: its rank, its clock, its way to spend compute time.
+
+No seam here has a time-out of its own: when a peer is gone, the world's transport raises
+(gloo and NCCL by connection loss, the virtual world at once), and every call here lets
+that error through. After an error from a collective the contents of its buffer are
+undefined and the communicator must not be used again.
+"""
+
+from paceline.interfaces.communication import (
+    Comm,
+    Endpoint,
+    Pending,
+    Reception,
+    ReduceOperation,
+)
+from paceline.interfaces.discipline import (
+    Coordinated,
+    Deferring,
+    Discipline,
+    HeldPush,
+    Led,
+    Shard,
+    Timed,
+)
+from paceline.interfaces.method import (
+    GradientSeen,
+    Method,
+    Run,
+    UpdatesOn,
+    UpdatesOnServer,
+)
+from paceline.interfaces.remote import Remote, StagedRemote, UnitPlace
+from paceline.interfaces.server import Answer, Sender, Server, Work
+from paceline.interfaces.timing import Compute, Stopwatch
+from paceline.interfaces.updates import Hyperparameters, Piece, Updater
+from paceline.interfaces.world import ServerJob, World
+
+__all__ = [
+    "Answer",
+    "Comm",
+    "Compute",
+    "Coordinated",
+    "Deferring",
+    "Discipline",
+    "Endpoint",
+    "GradientSeen",
+    "HeldPush",
+    "Hyperparameters",
+    "Led",
+    "Method",
+    "Pending",
+    "Piece",
+    "Reception",
+    "ReduceOperation",
+    "Remote",
+    "Run",
+    "Sender",
+    "Server",
+    "ServerJob",
+    "Shard",
+    "StagedRemote",
+    "Stopwatch",
+    "Timed",
+    "UnitPlace",
+    "Updater",
+    "UpdatesOn",
+    "UpdatesOnServer",
+    "Work",
+    "World",
+]

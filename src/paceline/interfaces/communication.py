@@ -1,0 +1,133 @@
+"""Communication: a worker's ends of the group of workers, and of the servers.
+
+`paceline.collectives` implements `Comm`, for methods and the planner. Worlds bring an
+`Endpoint` for each server, which a training's `Remote`, and averages over servers, use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from paceline.messages import Reply, Request
+
+ReduceOperation = Literal["mean", "sum", "max"]
+
+
+class Pending(Protocol):
+    """The handle of an operation under way.
+
+    There is no ``done()``: its answer would differ between ranks, and methods that
+    branch on it would part ways.
+    """
+
+    def wait(self) -> None:
+        """Return when the result is in the buffers that were handed over.
+
+        Raises what the transport raises when a peer is lost; the buffers are then
+        undefined. A second call returns at once.
+        """
+        ...
+
+
+class Comm(Protocol):
+    """One worker's end of a group of workers.
+
+    A buffer handed over is Comm's until its Pending has been waited for: do not read or
+    write it before. Collectives must be issued in the same order on every rank; different
+    channels and groups are not ordered with respect to each other, and one communicator
+    is not an ordered queue either (gloo runs two at a time): wait for a result before
+    issuing what reads it.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This worker's position in the group, 0 to size - 1."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of workers in the group."""
+        ...
+
+    def all_reduce(
+        self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
+    ) -> Pending:
+        """Replace *buffer* on every rank by its mean, sum or maximum over ranks."""
+        ...
+
+    def broadcast(self, buffer: torch.Tensor, source: int = 0) -> Pending:
+        """Replace *buffer* by the one of rank *source*."""
+        ...
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        """*output* (size k) becomes this rank's part of the mean of *buffer*
+        (size n times k)."""
+        ...
+
+    def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        """*output* (size n times k) becomes all ranks' *buffer* (size k), in rank order."""
+        ...
+
+    def channel(self, name: str) -> Comm:
+        """A queue of its own over the same workers: what is issued there never queues
+        behind what is issued here, though both share the network. Collective: every rank
+        asks for the same channels in the same order."""
+        ...
+
+    def group(self, ranks: Sequence[int]) -> Comm:
+        """The group of some of these workers. Only its members call this; groups are
+        kept, so asking again is cheap."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on this world's clock, from an arbitrary origin."""
+        ...
+
+    def lanes(self, device: torch.device) -> int:
+        """Collectives on tensors of *device* that are under way at a time: gloo moves
+        two, NCCL one."""
+        ...
+
+
+class Reception(Protocol):
+    """The handle of a request under way; as `Pending`, and its `wait` has a result."""
+
+    def wait(self) -> Reply:
+        """Return the answer's header; its payload is in the tensor that was handed over.
+
+        Raises `UsageError` with the server's reason if it refused, `PeerLostError` if the
+        server is gone. A second call returns the same at once.
+        """
+        ...
+
+
+class Endpoint(Protocol):
+    """One worker's end of one server."""
+
+    @property
+    def name(self) -> str:
+        """For errors: ``"server 0 at 10.0.0.1:4711"``."""
+        ...
+
+    def request(
+        self,
+        message: Request,
+        payload: torch.Tensor | None = None,
+        into: torch.Tensor | None = None,
+        channel: str = "",
+    ) -> Reception:
+        """Send a request, and return at once. *payload*: a flat contiguous tensor, the
+        endpoint's until the reception was waited for; *into*: a flat contiguous tensor
+        that takes the answer's payload, in the same way (may be *payload*, and larger than
+        the answer).
+
+        Requests of one channel arrive in order; a channel never queues behind another.
+        """
+        ...
+
+    def close(self) -> None:
+        """Say goodbye: this worker is not missed from now on."""
+        ...

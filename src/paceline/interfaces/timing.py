@@ -1,0 +1,46 @@
+"""Compute time: how it is charged or measured, and how work is timed.
+
+Worlds bring both. `paceline.training` reports to `Compute`; the planner and methods time
+with a `Stopwatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Compute(Protocol):
+    """Charges a model's compute time where no real time passes for it, or measures it."""
+
+    def forward(self, samples: int | None, training: bool) -> None:
+        """A forward pass begins, over *samples* samples (None: not known)."""
+        ...
+
+    def gradient(self, index: int) -> None:
+        """The gradient of one tensor was computed; paceline's own work begins."""
+        ...
+
+    def gradient_taken(self) -> None:
+        """paceline's own work is done; backward goes on."""
+        ...
+
+    def update_begins(self) -> None:
+        """The optimizer is about to step."""
+        ...
+
+    def step_ended(self) -> None:
+        """The optimizer stepped: the next step draws its own jitter."""
+        ...
+
+
+class Stopwatch(Protocol):
+    """Marks moments without waiting for them, and says later how far apart they were."""
+
+    def mark(self) -> Any:
+        """This moment: on the host's clock, or in the device's stream of work."""
+        ...
+
+    def seconds(self, start: Any, marks: Sequence[Any]) -> list[float]:
+        """Seconds from *start* to each of *marks*. Waits until the device is past them."""
+        ...

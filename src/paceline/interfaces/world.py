@@ -1,0 +1,114 @@
+"""A world, and what it is asked to start.
+
+`paceline.worlds` implements `World`; `distribute`, `paceline.training` and the
+collectives use it, among others. Methods never see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+import torch
+
+from paceline.instruments import Journal
+from paceline.interfaces.communication import Endpoint
+from paceline.interfaces.method import UpdatesOnServer
+from paceline.interfaces.timing import Compute, Stopwatch
+from paceline.options import RunOptions
+
+
+@dataclass(frozen=True)
+class ServerJob:
+    """What servers are started for: training number *training* of the script, under
+    *method* with its full *spec*; None for servers that only reduce. *place*: "embedded" (one beside
+    rank 0), "per-node" (one on each host), "dedicated" (on hosts of their own), "auto" (dedicated
+    where there are any, else embedded), or
+    addresses ``"HOST:PORT"`` joined by "+". *sums*: the order of sums, "rank",
+    "arrival" or "ring"."""
+
+    training: int
+    method: UpdatesOnServer | None
+    spec: str
+    place: str
+    sums: Literal["rank", "arrival", "ring"]
+
+
+class World(Protocol):
+    """Where one worker lives."""
+
+    name: ClassVar[str]
+    """``"real"``, ``"emulated"`` or ``"virtual"``."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def speeds(self) -> Sequence[float] | None:
+        """Relative compute speed of each worker, where the world knows it."""
+        ...
+
+    @property
+    def options(self) -> RunOptions:
+        """What the command line decided for this run."""
+        ...
+
+    @property
+    def journal(self) -> Journal:
+        """Where this worker's steps, bytes, waits and metrics are counted."""
+        ...
+
+    alone: bool
+    """Whether workers meet only at their servers, so that the job survives deaths."""
+
+    trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]]
+    """What `distribute` was given and gave back here, in order."""
+
+    def compute(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        samples: float | None,
+    ) -> Compute | None:
+        """Where one model's compute time is charged, or measured; None where it passes by
+        itself, unobserved.
+
+        *parameters* are the model's trainable tensors, in registration order; *samples* is
+        the batch that a forward and a backward pass are given for (None: the workload's
+        own, or the first training batch).
+        """
+        ...
+
+    def stopwatch(self, device: torch.device) -> Stopwatch:
+        """What times work on tensors of *device*."""
+        ...
+
+    def blank(self, size: int, device: torch.device) -> torch.Tensor:
+        """A flat float32 tensor of zeros that is *size* bytes on this world's network (in
+        the virtual world it may have fewer elements)."""
+        ...
+
+    def connect(self) -> None:
+        """Make sure that torch.distributed is initialized. Collective."""
+        ...
+
+    def servers(self, job: ServerJob) -> Sequence[Endpoint]:
+        """Start one training's servers, or find them; returns this worker's ends of them.
+        Collective. Raises `UsageError` where there are none of the kind asked for."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on this world's clock, from an arbitrary origin."""
+        ...
+
+    def pace(self, seconds: float) -> None:
+        """Spend *seconds* of compute time (at a speed of 1)."""
+        ...
+
+    def at_exit(self, action: Callable[[], None]) -> None:
+        """Call *action* when this worker's script ends without an error."""
+        ...
