@@ -42,7 +42,6 @@ class Ends:
             with contextlib.closing(Region.make(PUSHES)) as own:
                 theirs = Region.open(own.place, PUSHES)
             self.servers.append(ServerEnd(theirs, self.answers))
-            self.answers.readers.append(self.servers[-1])
             answers = Region.open(self.region.place, ANSWERS)
             self.workers.append(WorkerEnd(own, answers))
 
@@ -172,7 +171,8 @@ def test_memory_is_gone_with_its_ends():
     # The server's own, and Python's copies: of two regions at either end of each worker.
     assert len(descriptors_of_memory()) == len(before) + 1 + 1 + 3 * 2
     ends.region.close()
-    ends.answers.readers.clear()  # as a shell does when a worker has left
+    while ends.servers:  # as a shell does when a worker has left
+        ends.servers.pop().close()
     del ends
     assert descriptors_of_memory() == before
 

@@ -167,13 +167,23 @@ class WorkerEnd(_End):
 
 class ServerEnd(_End):
     """*own*: what the worker has offered. The worker *reads* answers once it has said that
-    it could open them."""
+    it could open them; until `close` its marks keep slots of answers from others."""
 
     def __init__(self, own: Region, answers: Answers) -> None:
         super().__init__(own, own, _OF_PUSHES)
         self._answers = answers
         self.unread = own.marks[_OF_ANSWERS].numpy().data
         self.reads = False
+        answers.readers.append(self)
+
+    @property
+    def place(self) -> Memory:
+        """Where the worker finds the answers."""
+        return self._answers.region.place
+
+    def close(self) -> None:
+        """The worker has left: whatever it has not read is nobody's."""
+        self._answers.readers.remove(self)
 
     def put(self, payload: torch.Tensor, start: int, chunk: torch.Tensor) -> int | None:
         """As a worker's, into the memory for answers."""
@@ -223,3 +233,35 @@ class Answers:
         if slot in of_batch:
             del self._batch[of_batch[slot]]
         return slot
+
+
+class ServerMemory:
+    """What a server shares with the workers of its machine. Memory for answers is made once
+    the first of them is here."""
+
+    def __init__(self) -> None:
+        self._answers: Answers | None = None
+
+    def share(self, offer: Memory) -> ServerEnd | None:
+        """A worker of this machine, as it seems, offers memory. None if there is none to be
+        had, at either end."""
+        own = Region.open(offer, PUSHES)
+        if own is None:
+            return None
+        if self._answers is None:
+            region = Region.make(ANSWERS)
+            if region is None:
+                return None
+            self._answers = Answers(region)
+        return ServerEnd(own, self._answers)
+
+    def batch_ended(self) -> None:
+        """As `Answers.batch_ended`."""
+        if self._answers is not None:
+            self._answers.batch_ended()
+
+    def close(self) -> None:
+        """Nobody else is to open it any more."""
+        if self._answers is not None:
+            self._answers.region.close()
+            self._answers = None
