@@ -109,6 +109,18 @@ class Adder:
         return Work()
 
 
+class Busy(Adder):
+    """Does nothing, and reads nothing, until it *may_go_on*."""
+
+    def __init__(self, workers):
+        super().__init__(workers)
+        self.may_go_on = threading.Event()
+
+    def on_message(self, *arguments):
+        assert self.may_go_on.wait(SECONDS)
+        return super().on_message(*arguments)
+
+
 @contextlib.contextmanager
 def running(server, workers, **options):
     """A shell in a thread of its own, and its end."""

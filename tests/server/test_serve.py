@@ -30,6 +30,7 @@ from tests.server import (
     SECONDS,
     TOKEN,
     Adder,
+    Busy,
     Peer,
     child,
     connect,
@@ -119,20 +120,14 @@ def test_more_requests_than_credits_wait_their_turn():
 
 def test_bytes_beyond_the_credits_wait_their_turn(monkeypatch):
     monkeypatch.setattr(wire, "CREDIT_BYTES", 3 * CHUNK)
-    may_go_on = threading.Event()
-
-    class Busy(Adder):
-        def on_message(self, *arguments):
-            assert may_go_on.wait(SECONDS)
-            return super().on_message(*arguments)
-
-    with running(Busy(1), 1) as shell:
+    busy = Busy(1)
+    with running(busy, 1) as shell:
         server = connect(shell)
         receptions = [
             server.request(Load(bucket=i), torch.ones(CHUNK // 2)) for i in range(8)
         ]
         assert len(server._channels[""].queue) == 7
-        may_go_on.set()
+        busy.may_go_on.set()
         for reception in receptions:
             assert reception.wait() == Done()
         server.close()

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import socket
-import threading
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from paceline.server.shared_memory import (
     WorkerEnd,
 )
 from paceline.server.wire import RefusalError
-from tests.server import SECONDS, Adder, Peer, connect, running, time_limit
+from tests.server import SECONDS, Adder, Busy, Peer, connect, running, time_limit
 
 CHUNK = wire.CHUNK_BYTES
 
@@ -264,11 +263,12 @@ def test_payloads_of_one_machine_pass_no_socket(frames):
 
 
 @pytest.mark.parametrize(
-    "reason", ["switched off", "no such call", "forbidden", "else"]
+    "reason", ["switched off", "no such call", "forbidden", "no room", "else"]
 )
 def test_they_go_through_sockets_where_memory_cannot_be_shared(
     frames, monkeypatch, reason
 ):
+    before = len(descriptors_of_memory())
     if reason == "switched off":
         monkeypatch.setenv(shared_memory.SWITCH, "0")
     elif reason == "no such call":
@@ -279,6 +279,12 @@ def test_they_go_through_sockets_where_memory_cannot_be_shared(
             raise PermissionError("not in this sandbox")
 
         monkeypatch.setattr(os, "memfd_create", memfd_create)
+    elif reason == "no room":
+
+        def ftruncate(*_):
+            raise OSError("a limit of this process")
+
+        monkeypatch.setattr(os, "ftruncate", ftruncate)
     else:  # another user's process: what is under /proc is not to be opened
         monkeypatch.setattr(os, "getpid", lambda: 1 << 30)
     with running(Adder(1), 1) as shell:
@@ -287,6 +293,7 @@ def test_they_go_through_sockets_where_memory_cannot_be_shared(
         server.close()
     assert frames == [CHUNK, 4] * 2
     assert not shell.refused
+    assert len(descriptors_of_memory()) <= before
 
 
 def test_a_server_under_another_address_is_of_another_machine(frames, monkeypatch):
@@ -313,19 +320,13 @@ def test_a_server_under_another_address_is_of_another_machine(frames, monkeypatc
 
 def test_more_chunks_than_slots(frames):
     """Nobody waits for a slot: this server reads nothing while the worker sends."""
-    may_go_on = threading.Event()
-
-    class Busy(Adder):
-        def on_message(self, *arguments):
-            assert may_go_on.wait(SECONDS)
-            return super().on_message(*arguments)
-
-    with running(Busy(1), 1) as shell:
+    busy = Busy(1)
+    with running(busy, 1) as shell:
         server = connect(shell)
         sent = torch.arange((PUSHES + 5) * CHUNK // 4).float()
         server.request(Load(bucket=1), torch.ones(1))
         loading = server.request(Load(bucket=0), sent)
-        may_go_on.set()
+        busy.may_go_on.set()
         assert loading.wait() == Done()
         got = torch.zeros_like(sent)
         server.request(Pull(bucket=0), into=got).wait()

@@ -67,15 +67,19 @@ class Region:
         """None where there is none to be had."""
         if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create"):
             return None
+        size = _size(slots)
         try:
             flags = os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC
             descriptor = os.memfd_create("paceline", flags)
         except OSError:  # a sandbox may forbid it
             return None
-        size = _size(slots)
-        os.ftruncate(descriptor, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
-        memory = mmap.mmap(descriptor, size)
+        try:
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+            memory = mmap.mmap(descriptor, size)
+        except OSError:  # a limit of this process
+            os.close(descriptor)
+            return None
         memory[:NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
         return cls(memory, slots, descriptor)
 
