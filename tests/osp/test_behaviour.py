@@ -411,6 +411,40 @@ def test_kinds_of_tensors(mask, kind):
     assert torch.isfinite(plain).all()
 
 
+@pytest.mark.parametrize("form", ["osp:collective=native", "osp"])
+def test_the_papers_guess_climbs_where_the_optimizer_does(form):
+    """Equal data on all workers: the guess is the step, so that every look at the model
+    sees what one process would have."""
+    seen = []
+
+    def climbing(parameters):
+        return torch.optim.SGD(parameters, lr=0.5, maximize=True)
+
+    def flat_loss(model, rank, step):
+        return model(torch.ones(1, 1)).sum()
+
+    def one_weight():
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model
+
+    def watch(rank, step, model, optimizer):
+        if rank == 0:
+            seen.append(model.weight.item())
+
+    joint = ":" if form == "osp" else ","
+    train(
+        f"{form}{joint}defer=most,most=1,budget=constant,chunk=4,correction=plain",
+        make=one_weight,
+        optimizer=climbing,
+        loss=flat_loss,
+        steps=26,
+        fusion="single",
+        watch=watch,
+    )
+    assert seen == [0.5 * (step + 1) for step in range(26)]
+
+
 def test_a_parameter_that_is_used_twice_and_shared():
     class Tied(nn.Module):
         def __init__(self):

@@ -192,7 +192,8 @@ def _guess(
     values = updater.values(pieces)
     if correction == "plain":
         for piece, value, gradient in zip(pieces, values, own, strict=True):
-            rate = hyperparameters[updater.group_of(piece)]["lr"]
+            group = hyperparameters[updater.group_of(piece)]
+            rate = -group["lr"] if group.get("maximize") else group["lr"]
             value.sub_(gradient.view_as(value) * rate)
         return
     pulled = {(b, n): entries for b, n, entries in remote.states()}
