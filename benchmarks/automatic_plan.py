@@ -20,8 +20,6 @@ import torch.nn.functional as F
 
 import paceline
 
-SETTLING_STEPS = 45
-
 
 def make_bytes_lm():
     module = overhead.example("bytes_lm")
@@ -71,7 +69,7 @@ def main():
             overhead.ours("ddp"),
             args.pairs,
             args.steps,
-            warm_up=SETTLING_STEPS,
+            warm_up=overhead.SETTLING_STEPS,
             noise="DDP's rule / itself",
         )
 

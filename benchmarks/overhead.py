@@ -4,8 +4,9 @@
     python benchmarks/overhead.py --model layers --pairs 300
 
 Sides take turns in short blocks of steps, so that the machine's moods hit all of them; a
-ratio pairs neighbouring blocks. DDP has ``gradient_as_bucket_view=True``. Two comparisons:
-default sizes against default sizes (both: 1 MiB, then 25 MiB), and best against best: DDP's best of
+ratio pairs neighbouring blocks. DDP has ``gradient_as_bucket_view=True``. Three comparisons:
+default against default (``fusion="optimal"`` once it has settled, and what its settling took);
+DDP's bucket sizes against DDP's (1 MiB, then 25 MiB); and best against best: DDP's best of
 five bucket caps, paceline's best of its fixed rules, found in the same job. DDP against a second
 copy of itself shows the noise.
 """
@@ -29,6 +30,8 @@ from paceline import fusion
 
 CAPS = (1, 4, 10, 25, 100)  # MiB
 PAIRS_A_LIFE = 10
+SETTLING_STEPS = 45
+"""In so many ``fusion="optimal"`` has measured, planned, tried its plan, and kept it or not."""
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -122,12 +125,13 @@ def upper_bound_of_median(ratios):
 def compare(title, make, mine, theirs, pairs, steps, warm_up=10, noise="DDP / DDP"):
     """Blocks of three sides in turn, *mine* and twice *theirs*; prints the ratios to the
     second. Sides are made anew every few pairs: where its memory lies makes one side of a
-    pair of equals faster by up to 5 % for as long as it lives."""
-    rows = []
+    pair of equals faster by up to 5 % for as long as it lives. Also said is how much
+    longer *mine* takes for its first *warm_up* steps."""
+    rows, settling = [], []
     while len(rows) < pairs:
         sides = [Side(make, wrap) for wrap in (mine, theirs, theirs)]
-        for side in sides:
-            side.block(warm_up)
+        first = [warm_up * side.block(warm_up) for side in sides]
+        settling.append(first[0] - first[1])
         for turn in range(PAIRS_A_LIFE):
             order = sides[turn % 3 :] + sides[: turn % 3]
             took = {side: side.block(steps) for side in order}
@@ -146,14 +150,17 @@ def compare(title, make, mine, theirs, pairs, steps, warm_up=10, noise="DDP / DD
             f"{statistics.median(ratios):.3f}, upper 95 % bound "
             f"{upper_bound_of_median(ratios):.3f}; {noise} "
             f"{statistics.median(same):.3f}, upper {upper_bound_of_median(same):.3f} "
-            f"({len(rows)} pairs of {steps} steps)",
+            f"({len(rows)} pairs of {steps} steps); the first {warm_up} steps took "
+            f"{1e3 * statistics.median(settling):+.0f} ms (median of {len(settling)})",
             flush=True,
         )
 
 
 def measure(name, pairs, steps):
     make = MODELS[name]
-    compare(f"{name}, defaults", make, ours("ddp"), ddp(None), pairs, steps)
+    title, settled = f"{name}, defaults", SETTLING_STEPS
+    compare(title, make, ours("optimal"), ddp(None), pairs, steps, warm_up=settled)
+    compare(f"{name}, DDP's sizes", make, ours("ddp"), ddp(None), pairs, steps)
     caps = {cap: Side(make, ddp(cap)) for cap in CAPS}
     cap = best(caps)
     rules = {rule: Side(make, ours(rule)) for rule in fusion.FIXED}
