@@ -14,7 +14,8 @@ its ends are present and what its source must have received has arrived; a rank 
 when its own messages are.
 
 Data: contributions are copied at the call, sums go in gloo's order, and a result is written
-to a rank's buffers at the instant at which the operation completes there.
+to a rank's buffers at the instant at which the operation completes there. The last rank's
+takes the copies away: whoever still holds its work (for torch, for errors) holds no data.
 """
 
 from __future__ import annotations
@@ -51,11 +52,26 @@ class Operation:
         self.done_count = 0
         self.started = [0.0] * n
         self.lane = [0] * n
-        self.completions = [
+        # Each describes this operation, so it is let go of once its rank is done: what
+        # only the cycle collector frees stays for as long as it likes, gradients and all.
+        self.completions: list[Completion | None] = [
             Completion(partial(communicator.describe, self)) for _ in range(n)
         ]
         # Only for play: what each rank still has to send and receive.
         self.play: Play | None = None
+
+    def take_completion(self, position: int) -> Completion:
+        """The rank at *position* is done: whoever waits for it is to be told, once."""
+        completion = self.completions[position]
+        assert completion is not None
+        self.completions[position] = None
+        return completion
+
+    def forget(self) -> None:
+        """All ranks have their results."""
+        self.contributions.clear()
+        self.results.clear()
+        self.play = None
 
 
 Deliver = Callable[[Operation, int], None]
@@ -138,7 +154,9 @@ class Communicator:
         self.clock.at(
             self.clock.current.time, partial(self._enqueue, position, operation)
         )
-        return operation.completions[position]
+        completion = operation.completions[position]
+        assert completion is not None
+        return completion
 
     def describe(self, operation: Operation) -> str:
         """For errors: which operation this is and who is missing."""
@@ -209,7 +227,7 @@ class Communicator:
                 f"fit what it was called with: {error}"
             ) from error
         operation.delivers[position] = None
-        self.clock.complete(operation.completions[position])
+        self.clock.complete(operation.take_completion(position))
         self._free_lanes[position].append(operation.lane[position])
         self._observe(
             Span(
@@ -223,6 +241,7 @@ class Communicator:
         operation.done_count += 1
         if operation.done_count == len(self.ranks):
             del self._operations[operation.number]
+            operation.forget()
         self._take_lanes(position)
 
     def _ring_latency(self, schedule: Ring) -> float:

@@ -147,10 +147,13 @@ class VirtualReception:
         journal: Journal,
         into: torch.Tensor | None,
         describe: Callable[[], str],
+        received: Callable[[], None],
     ) -> None:
+        """*received* is called when the answer is here."""
         self.into = into
         self._clock, self._journal = clock, journal
         self._completion = Completion(describe)
+        self._received = received
         self._answer: Reply | None = None
 
     def arrived(self, message: Reply, payload: torch.Tensor | None) -> None:
@@ -158,6 +161,7 @@ class VirtualReception:
         if payload is not None and self.into is not None:
             self.into[: payload.numel()].copy_(payload)
         self._answer = message
+        self._received()
         self._clock.complete(self._completion)
 
     def wait(self) -> Reply:
@@ -171,13 +175,29 @@ class VirtualReception:
 
 
 @dataclass
+class VirtualChannel:
+    """A worker's requests on one channel: the next one's number, and which of them are
+    unanswered, in order."""
+
+    next: int = 0
+    unanswered: dict[int, None] = field(default_factory=dict)
+
+    def take_number(self) -> tuple[int, int]:
+        """A request's number, and the one below which all are answered."""
+        number, self.next = self.next, self.next + 1
+        received = next(iter(self.unanswered), number)
+        self.unanswered[number] = None
+        return number, received
+
+
+@dataclass
 class VirtualEndpoint:
     """One virtual worker's `Endpoint`."""
 
     worker: int
     server: VirtualServer
     journal: Journal
-    _numbers: dict[str, int] = field(default_factory=dict)
+    _channels: dict[str, VirtualChannel] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -191,12 +211,16 @@ class VirtualEndpoint:
         channel: str = "",
     ) -> VirtualReception:
         clock, links = self.server.clock, self.server.links
-        number = self._numbers.get(channel, 0)
-        self._numbers[channel] = number + 1
-        sender = Sender(self.worker, 0, channel, number)
+        requests = self._channels.setdefault(channel, VirtualChannel())
+        number, received = requests.take_number()
+        sender = Sender(self.worker, 0, channel, number, received)
         what = type(message).__name__.lower()
         reception = VirtualReception(
-            clock, self.journal, into, lambda: f"an answer of {self.name} to its {what}"
+            clock,
+            self.journal,
+            into,
+            lambda: f"an answer of {self.name} to its {what}",
+            partial(requests.unanswered.pop, number),
         )
         self.server.expect(sender, reception)
         size, copied = HEADER_BYTES, None
@@ -249,6 +273,7 @@ def make_servers(
     for number, host in enumerate(hosts):
         name = f"server {number}"
         discipline = None if job.method is None else job.method.server(cluster.workers)
-        machine = ParameterServer(cluster.workers, discipline, name)
+        # Links lose nothing here, so no request comes again.
+        machine = ParameterServer(cluster.workers, discipline, name, remembers=False)
         servers.append(VirtualServer(name, host, machine, clock, links, rates))
     return servers
