@@ -19,7 +19,7 @@ LEVELS = [
     {"methods", "settings", "updater", "weights"},
     {"server"},
     {"collectives"},
-    {"report", "startup", "exchange"},
+    {"report", "startup", "exchange", "guards"},
     {"worlds"},
     {"training", "checkpoint", "probe"},
     {"optimizer"},

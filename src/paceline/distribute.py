@@ -17,6 +17,7 @@ from paceline.collectives.comm import TorchComm
 from paceline.collectives.server import ServerComm
 from paceline.errors import UsageError
 from paceline.exchange import broadcast_tensors
+from paceline.guards import check_trained_by_nobody_else
 from paceline.interfaces import Endpoint, Method, ServerJob, UpdatesOnServer, World
 from paceline.messages import Join
 from paceline.optimizer import DistributedOptimizer, is_finished
@@ -195,6 +196,7 @@ def _check_arguments(model: object, optimizer: object) -> None:
         raise UsageError(
             f"distribute(model, ...): expected a torch.nn.Module, got {type(model).__name__}"
         )
+    check_trained_by_nobody_else(model)
     if isinstance(optimizer, DistributedOptimizer):
         raise UsageError("the optimizer was given to distribute before: wrap it once")
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -162,3 +162,42 @@ def register_python_backend(
 def version_of(tensor: torch.Tensor) -> int:
     """How often *tensor*, or a tensor that shares its memory, was written in place."""
     return tensor._version
+
+
+def active_ddp() -> torch.nn.Module | None:
+    """The DistributedDataParallel whose forward pass runs now, if one does; composable
+    ``replicate`` has one inside."""
+    found: torch.nn.Module | None
+    found = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return found
+
+
+def parallel_by_others(module: torch.nn.Module) -> str | None:
+    """What else trains this very module (not its children) on several devices: the name
+    of torch's tool, if there is one.
+
+    The tools are looked up and never imported: a module whose class has one of these for
+    a base has imported it.
+    """
+    tools = (
+        ("torch.nn.parallel", "DistributedDataParallel", "DistributedDataParallel"),
+        ("torch.distributed._composable.replicate", "DDP", "replicate"),
+        ("torch.distributed.fsdp", "FullyShardedDataParallel", "FSDP"),
+        (
+            "torch.distributed._composable.replicate_with_fsdp",
+            "ReplicateModule",
+            "replicate",
+        ),
+        ("torch.distributed.fsdp", "FSDPModule", "fully_shard"),
+    )
+    for home, base, tool in tools:
+        kind = getattr(sys.modules.get(home), base, None)
+        if kind is not None and isinstance(module, kind):
+            return tool
+    return None
+
+
+def is_distributed_tensor(tensor: torch.Tensor) -> bool:
+    """Whether *tensor* is a DTensor: a part, or a copy, of one that several ranks hold."""
+    home = sys.modules.get("torch.distributed.tensor")
+    return home is not None and isinstance(tensor, home.DTensor)

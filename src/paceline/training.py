@@ -29,6 +29,7 @@ from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.errors import GradientError, UsageError
 from paceline.exchange import average_tensors, broadcast_tensors
+from paceline.guards import check_not_inside_ddp, check_trained_by_nobody_else
 from paceline.hooks import Uncopied
 from paceline.interfaces import Method, World
 from paceline.planning import Planner
@@ -105,6 +106,7 @@ class Training:
         self._seen = [False] * len(self._parameters)
         self._next_bucket = 0
         self._step_may_begin = True
+        self._guarded = False
         self._delivered = False
         self._broken = False
         self._steps = 0
@@ -300,6 +302,8 @@ class Training:
             )
         if training and inside_backward():
             return  # a checkpoint computes the model once more: no new step begins
+        if training:
+            self._require_to_be_alone()
         if training and self._in_backward:
             self._forget_failed_pass()
         if training:
@@ -309,6 +313,14 @@ class Training:
             self._begin_step()
         if self._compute is not None:  # only now: the forward pass waits for the rest
             self._compute.forward(_samples(args, kwargs), training)
+
+    def _require_to_be_alone(self) -> None:
+        """Raise `UsageError` if another tool averages these gradients: many wrap the model
+        only after `distribute`, so this is asked when training begins."""
+        check_not_inside_ddp(self._model)
+        if not self._guarded:
+            check_trained_by_nobody_else(self._model)
+            self._guarded = True
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
