@@ -33,6 +33,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from paceline.worlds import addresses
+
 GRACE_SECONDS = 3.0
 """How long a survivor may take to end by itself."""
 CONNECT_SECONDS = 30.0
@@ -89,7 +91,18 @@ class Liveness:
         if not port:
             self._over = True  # rank 0 has said why
             return
-        self._socket = socket.create_connection((host, port), CONNECT_SECONDS)
+        host = addresses.found_at(host)
+        try:
+            self._socket = socket.create_connection((host, port), CONNECT_SECONDS)
+        except OSError as error:
+            self._over = True
+            print(
+                f"paceline: rank {rank} cannot reach rank 0 at {host}:{port}: {error}; "
+                f"when a rank dies, it will learn it from gloo or NCCL alone, and the "
+                "others will learn its own death from them alone",
+                file=sys.stderr,
+            )
+            return
         self._socket.settimeout(None)
         _keep_alive(self._socket)
         self._say(
@@ -145,12 +158,13 @@ class Liveness:
 class Hub:
     """Rank 0's side: hears from all ranks, and passes the first bad news on to all."""
 
-    def __init__(self, size: int, address: str, store: Store) -> None:
+    def __init__(self, size: int, meeting: addresses.Meeting, store: Store) -> None:
         self._size = size
         self._token = secrets.token_hex(16)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server(
-            (address, 0), family=family, backlog=min(size, 1024)
+            (meeting.bind, 0),
+            family=addresses.family_of(meeting.bind),
+            backlog=min(size, 1024),
         )
         self._listener.setblocking(False)
         self._ranks: dict[socket.socket, Hello] = {}
@@ -161,8 +175,8 @@ class Hub:
         self._wake, waker = socket.socketpair()
         self._waker = waker
         self._selector.register(waker, selectors.EVENT_READ)
-        host, port = self._listener.getsockname()[:2]
-        words = msgspec.json.encode((host, port, self._token)).decode()
+        port = self._listener.getsockname()[1]
+        words = msgspec.json.encode((meeting.publish, port, self._token)).decode()
         store.set(_KEY, words)
         self._thread = threading.Thread(
             target=self._serve, name="paceline liveness hub", daemon=True
@@ -270,10 +284,10 @@ class Hub:
 
 
 def _make_hub(size: int, store: Store) -> Hub | None:
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
-        return Hub(size, address, store)
+        return Hub(size, addresses.at_master(size), store)
     except OSError as error:
+        address = os.environ.get("MASTER_ADDR", addresses.LOOPBACK)
         print(
             f"paceline: rank 0 cannot listen on MASTER_ADDR {address}: {error}; when a "
             "rank dies, the others will learn it from gloo or NCCL alone",

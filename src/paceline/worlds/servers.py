@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 import select
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from paceline.interfaces import ServerJob
 from paceline.server.client import RemoteServer
 from paceline.server.orders import Order, Place
 from paceline.server.wire import HAS_BEEN_HERE
+from paceline.worlds.addresses import Meeting, at_master, found_at, towards_master
 
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 """Where dedicated servers are, HOST:PORT joined by "+"."""
@@ -62,7 +62,7 @@ class Store(Protocol):
 
 
 class Address(msgspec.Struct, kw_only=True):
-    """Where a server is; or, with *fault*, why there is none."""
+    """Where a server is (see `addresses`); or, with *fault*, why there is none."""
 
     host: str = ""
     port: int = 0
@@ -129,10 +129,10 @@ class ServerPool:
             env=os.environ | SERVER_ENVIRONMENT,
         )
 
-    def start(self, name: str, workers: int, host: str) -> Address:
+    def start(self, name: str, workers: int, meeting: Meeting) -> Address:
         """One more server. Raises `UsageError` if it does not start."""
         order = Order(
-            name=name, workers=workers, bind=host, token=secrets.token_hex(16)
+            name=name, workers=workers, bind=meeting.bind, token=secrets.token_hex(16)
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -145,8 +145,8 @@ class ServerPool:
         except msgspec.MsgspecError:
             place = Place(fault="its process has ended; see above for what it said")
         if place.fault:
-            raise UsageError(f"{name} did not start at {host}: {place.fault}")
-        return Address(host=host, port=place.port, token=order.token)
+            raise UsageError(f"{name} did not start at {meeting.bind}: {place.fault}")
+        return Address(host=meeting.publish, port=place.port, token=order.token)
 
     def close(self) -> None:
         """End the process."""
@@ -185,7 +185,7 @@ class RealServers:
             try:
                 return RemoteServer(
                     f"server {number}",
-                    address.host,
+                    found_at(address.host, environment),
                     address.port,
                     worker=self._rank,
                     incarnation=int(environment.get(INCARNATION_VARIABLE, "0")),
@@ -234,23 +234,17 @@ class RealServers:
         return addresses
 
     def _start(self, node: int, environment: Mapping[str, str]) -> Address:
-        host = _own_address(environment.get("MASTER_ADDR", "127.0.0.1"), self._rank)
         try:
+            meeting = (
+                at_master(self._workers, environment)
+                if self._rank == 0
+                else towards_master(environment)
+            )
             if self._pool is None:
                 self._pool = ServerPool()
-            return self._pool.start(f"server {node}", self._workers, host)
+            return self._pool.start(f"server {node}", self._workers, meeting)
         except (UsageError, OSError) as error:
             return Address(fault=str(error))
-
-
-def _own_address(master: str, rank: int) -> str:
-    """The address of this machine on the network that the job uses."""
-    if rank == 0:
-        return socket.gethostbyname(master)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 1))  # sends nothing: only finds the way
-        host: str = probe.getsockname()[0]
-        return host
 
 
 def _dedicated(place: str, environment: Mapping[str, str]) -> list[Address]:
