@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
+from paceline.report.files import claim
 
 ROOT = Path(__file__).parent.parent.parent
 LAYERS = str(ROOT / "examples" / "layers.py")
@@ -64,17 +65,36 @@ def test_two_runs_leave_byte_identical_records(tmp_path):
 
 
 def test_compare_prints_a_table_and_leaves_records_and_traces(tmp_path):
-    words = ("--variant", "bsp", "--variant", "bsp:fusion=single", "--workers", 2)
-    done = paceline("compare", LAYERS, *words, *QUICK, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    """Also of a comparison one of whose variants fails, which its row says."""
+    runs = tmp_path / "paceline-runs"
+    runs.mkdir()
+    (runs / "mine.txt").write_text("not paceline's")
+    (runs / "index.html").write_text("the last comparison's")
+    claim(str(runs), "index.html")
+    failing = "ssp:servers=dedicated"
+    variants = ("bsp", failing, "bsp:fusion=single")
+    words = [*(f"--variant={variant}" for variant in variants), "--workers", 2]
+    done = paceline("compare", LAYERS, *words, "--no-plots", *QUICK, folder=tmp_path)
+    assert done.returncode == 1
+    assert f"paceline: variant '{failing}' failed\n" in done.stderr
     for word in ("bsp:fusion=single", "compute", "exposed", "ratio", "1.000"):
         assert word in done.stdout
-    lines = (tmp_path / "paceline-runs" / "records.jsonl").read_text().splitlines()
+    (row,) = (line for line in done.stdout.splitlines() if failing in line)
+    assert "[1]" in row
+    assert " failed " in row
+    assert "[1] failed: worker 0 raised UsageError: servers=dedicated" in done.stdout
+    assert sorted(path.name for path in runs.iterdir()) == [
+        ".paceline-files",
+        "1-bsp.trace.json",
+        "3-bsp-fusion-single.trace.json",
+        "mine.txt",
+        "records.jsonl",
+    ]
+    lines = (runs / "records.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert len(records) == 2 * 2 * 24  # variants, workers, steps
     assert {r["variant"] for r in records} == {"bsp", "bsp:fusion=single"}
-    traces = sorted((tmp_path / "paceline-runs").glob("*.trace.json"))
-    assert len(traces) == 2
+    traces = sorted(runs.glob("*.trace.json"))
     events = json.loads(traces[0].read_text())["traceEvents"]
     rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert rows >= {"compute", "wait", "world lane 0"}

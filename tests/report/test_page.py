@@ -15,6 +15,8 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.report.page import write_report
+from paceline.report.result import Failed
+from paceline.report.variants import Variant
 from tests.report.cases import Comparison, three, wild
 
 ROOT = Path(__file__).parent.parent.parent
@@ -224,4 +226,28 @@ def test_compare_without_plots(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["variants"]
     suffixes = {path.suffix for path in (tmp_path / "paceline-runs").iterdir()}
-    assert suffixes == {".json", ".jsonl"}
+    assert suffixes == {".json", ".jsonl", ""}  # and the list of what was made
+
+
+def test_a_variant_that_failed_is_in_the_table_and_in_no_picture(
+    tmp_path: Path,
+) -> None:
+    comparison = three()
+    comparison.leave(tmp_path)
+    failed = Failed(failed="it <broke>", exit_status=1)
+    results = [("asp", failed), *comparison.results]
+    path = write_report(
+        str(tmp_path),
+        [Variant(i, spec) for i, (spec, _) in enumerate(results)],
+        results,
+        title="four",
+        command="paceline compare",
+        notes=[],
+    )
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert "[1]failed: it <broke>" in page.text.replace("\n", "")
+    assert page.text.count("asp") == 1
+    # bsp comes second: its colour is the second one, in the table as in the pictures
+    colour = next(d for d in page.all_of("style") if d.startswith("fill: var(--vari"))
+    assert colour == "fill: var(--variant-1)"

@@ -10,10 +10,13 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from paceline.cli import options as o
 from paceline.errors import UsageError
 from paceline.options import RunOptions
+from paceline.report.files import clear
+from paceline.report.result import Outcome, Result
 from paceline.report.tables import print_results
 from paceline.report.variants import Variant, merge_records, run_variant, to_json
 
@@ -49,7 +52,10 @@ def compare(
     json: o.Json = False,
 ) -> None:
     """Run SCRIPT under each --variant, in turn; print a table and write records, plots and
-    a page."""
+    a page.
+
+    A variant that fails has a row that says so, the others go on, and the exit status is 1.
+    """
     if not variant:
         raise UsageError("expected at least one --variant SPEC, such as --variant bsp")
     o.check_job(script, *variant)
@@ -91,7 +97,7 @@ def compare(
                 script_arguments or [],
                 described,
                 compute,
-                RunOptions(method=variant[0], seed=seed),
+                RunOptions(method="bsp", seed=seed),  # it runs whatever the variants do
             )
             if compute.workload is None:
                 shared |= {"--forward": compute.forward, "--backward": compute.backward}
@@ -102,25 +108,36 @@ def compare(
         f"{name}={value}" for name, value in shared.items() if value is not None
     ]
     variants = [Variant(i, text) for i, text in enumerate(variant)]
-    results = []
+    clear(str(output))  # else what is left of the last comparison looks like this one's
+    results: list[tuple[str, Outcome]] = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for item in variants:
             task = progress.add_task(
                 f"[{item.number + 1}/{len(variants)}] {item.spec}", total=1
             )
-            result = run_variant(
+            outcome, errors = run_variant(
                 item, world, str(script), script_arguments or [], arguments, output
             )
-            results.append((item.spec, result))
+            if not isinstance(outcome, Result):
+                words = f"{errors.strip()}\npaceline: variant {item.spec!r} failed"
+                progress.console.print(Text(words), soft_wrap=True)
+            results.append((item.spec, outcome))
             progress.update(task, completed=1)
-    merge_records(variants, output)
+    ran = [outcome for _, outcome in results if isinstance(outcome, Result)]
+    merge_records(
+        [
+            item
+            for item, (_, outcome) in zip(variants, results, strict=True)
+            if isinstance(outcome, Result)
+        ],
+        output,
+    )
     page = None
-    if not no_plots:
+    if ran and not no_plots:
         from paceline.report.page import write_report  # matplotlib: only where needed
 
-        first = results[0][1]
-        notes = [("network", first.network), ("compute", first.compute)]
+        notes = [("network", ran[0].network), ("compute", ran[0].compute)]
         page = write_report(
             str(output),
             variants,
@@ -131,8 +148,10 @@ def compare(
         )
     if json:
         print(to_json(results))
-    else:
+    elif ran:
         print_results(results)
         print(f"records and traces: {output}/ (open a trace in ui.perfetto.dev)")
         if page is not None:
             print(f"page: {page}")
+    if len(ran) < len(results):
+        sys.exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,6 +54,37 @@ def write_run(
     path = make_folder(folder)
     (path / f"{name}.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(steps))
     (path / f"{name}.trace.json").write_bytes(chrome_trace(spans))
+
+
+_CLAIMED = ".paceline-files"
+
+
+def claim(folder: str, *names: str) -> None:
+    """Note that the files with these *names* in *folder* are about to be made, so that
+    `clear` may remove them. A folder that is there already stays somebody else's."""
+    path = make_folder(folder)
+    known = _claimed(path)
+    fresh = [n for n in names if n not in known and not (path / n).is_dir()]
+    (path / _CLAIMED).write_text("".join(f"{name}\n" for name in [*known, *fresh]))
+
+
+def clear(folder: str) -> None:
+    """Remove from *folder* what was claimed there, and nothing else."""
+    path = make_folder(folder)
+    for name in _claimed(path):
+        if (path / name).is_dir() and not (path / name).is_symlink():
+            shutil.rmtree(path / name)
+        else:
+            (path / name).unlink(missing_ok=True)
+    (path / _CLAIMED).unlink(missing_ok=True)
+
+
+def _claimed(path: Path) -> list[str]:
+    try:
+        names = (path / _CLAIMED).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [n for n in names if Path(n).name == n and n not in ("", ".", "..")]
 
 
 def make_folder(folder: str) -> Path:

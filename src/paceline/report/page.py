@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from paceline.errors import UsageError
-from paceline.report.files import make_folder
+from paceline.report.files import claim, make_folder
 from paceline.report.plots import (
     COLOURS,
     GRID,
@@ -22,22 +22,22 @@ from paceline.report.plots import (
     read_steps,
     write_plots,
 )
-from paceline.report.result import Result
-from paceline.report.tables import columns
+from paceline.report.result import Outcome, Result
+from paceline.report.tables import Sheet, sheet
 from paceline.report.variants import Variant
 
 
 def write_report(
     folder: str,
     variants: Sequence[Variant],
-    results: Sequence[tuple[str, Result]],
+    results: Sequence[tuple[str, Outcome]],
     *,
     title: str,
     command: str,
     notes: Sequence[tuple[str, str]],
 ) -> Path:
     """Draw the plots of a comparison whose records are in *folder* and write its page,
-    ``index.html``; returns the page's path.
+    ``index.html``; returns the page's path. At least one of *results* has not failed.
 
     *notes* are lines for people, each with its name: network, compute. Raises
     `UsageError` where *folder* cannot be written.
@@ -45,6 +45,7 @@ def write_report(
     pictures = write_plots(folder, results, read_steps(folder))
     text = page(variants, results, pictures, title=title, command=command, notes=notes)
     path = make_folder(folder) / "index.html"
+    claim(folder, path.name)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -54,7 +55,7 @@ def write_report(
 
 def page(
     variants: Sequence[Variant],
-    results: Sequence[tuple[str, Result]],
+    results: Sequence[tuple[str, Outcome]],
     pictures: Sequence[Picture],
     *,
     title: str,
@@ -64,19 +65,23 @@ def page(
     """The page's text; everything but the pictures is escaped."""
     template = resources.files("paceline.report") / "page.html"
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    first = results[0][1]
+    first = next(outcome for _, outcome in results if isinstance(outcome, Result))
     many = "worker" if first.workers == 1 else "workers"
-    headings, rows = table(results)
+    headings, rows, footnotes = table(results)
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         title=title,
         command=command,
         notes=[*notes, ("world", f"{first.world}, {first.workers} {many}")],
         headings=headings,
         rows=rows,
+        footnotes=footnotes,
         pictures=[(picture, Markup(for_page(picture))) for picture in pictures],
         traces=[
-            (row[0], f"{v.file_name}.trace.json")
-            for row, v in zip(rows, variants, strict=True)
+            (look.label, f"{variant.file_name}.trace.json")
+            for look, variant, (_, outcome) in zip(
+                looks_of([v.spec for v in variants]), variants, results, strict=True
+            )
+            if isinstance(outcome, Result)
         ],
         comma=Markup(",<wbr>"),  # where long specs are best broken
         colours=COLOURS,
@@ -87,10 +92,8 @@ def page(
 
 
 def table(
-    results: Sequence[tuple[str, Result]],
-) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows as `print_results` has them, with variants called as in plots."""
+    results: Sequence[tuple[str, Outcome]],
+) -> Sheet:
+    """The table as `print_results` has it, with variants called as in plots."""
     looks = looks_of([spec for spec, _ in results])
-    return columns(
-        [(look.label, r) for look, (_, r) in zip(looks, results, strict=True)]
-    )
+    return sheet([(look.label, r) for look, (_, r) in zip(looks, results, strict=True)])

@@ -30,8 +30,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from paceline.errors import UsageError
-from paceline.report.files import make_folder
-from paceline.report.result import Result
+from paceline.report.files import claim, make_folder
+from paceline.report.result import Outcome, Result
 from paceline.report.variants import VariantStep
 from paceline.units import show_seconds
 
@@ -119,19 +119,25 @@ def read_steps(folder: str) -> list[VariantStep]:
 
 def write_plots(
     folder: str,
-    results: Sequence[tuple[str, Result]],
+    outcomes: Sequence[tuple[str, Outcome]],
     steps: Sequence[VariantStep],
 ) -> list[Picture]:
     """Draw everything; each picture is also left in *folder*, as NAME.svg and NAME.png.
 
-    *results* are variants' specs and what they took; *steps* are all their records.
-    Raises `UsageError` where *folder* cannot be written.
+    *outcomes* are variants' specs and what they took, of which those that failed are not
+    drawn, and at least one has not; *steps* are all their records. Raises `UsageError`
+    where *folder* cannot be written.
     """
     path = make_folder(folder)
-    variants = [spec for spec, _ in results]
     pictures = []
     with _style():
-        looks = looks_of(variants)
+        results, looks = [], []
+        for look, (spec, outcome) in zip(
+            looks_of([spec for spec, _ in outcomes]), outcomes, strict=True
+        ):
+            if isinstance(outcome, Result):
+                results.append((spec, outcome))
+                looks.append(look)
         figure, caption = draw_time(looks, [result for _, result in results])
         pictures.append(_write(path, "time-per-step", "Time per step", caption, figure))
         world = results[0][1].world
@@ -434,6 +440,7 @@ def _write(
         figure.savefig(svg, format="svg", metadata={"Title": title, **none})
     figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
     text = _simplified(svg.getvalue())
+    claim(str(folder), f"{name}.svg", f"{name}.png")
     try:
         (folder / f"{name}.svg").write_text(text, encoding="utf-8")
         (folder / f"{name}.png").write_bytes(png.getvalue())

@@ -48,6 +48,7 @@ class Result(msgspec.Struct, kw_only=True):
     those that measured), then means over workers; *buckets* is the number of pieces in
     which the gradient travelled at the end; *metrics* are the last values that rank 0
     logged; *network* and *compute* say where the one and the times of the other come from.
+    *notes* are sentences that belong beside the figures.
     """
 
     world: str
@@ -62,6 +63,7 @@ class Result(msgspec.Struct, kw_only=True):
     metrics: dict[str, float | None]
     network: str = ""
     compute: str = ""
+    notes: list[str] = msgspec.field(default_factory=list)
 
     @classmethod
     def of(
@@ -89,6 +91,21 @@ class Result(msgspec.Struct, kw_only=True):
     def to_json(self) -> str:
         """One line. Values that are not finite become null: JSON has no words for them."""
         return msgspec.json.encode(self).decode()
+
+
+class Failed(msgspec.Struct, kw_only=True):
+    """A run that came to no result: *failed* says why, in one line."""
+
+    failed: str
+    exit_status: int
+
+    @property
+    def notes(self) -> list[str]:
+        """What stands below a table with this run in it."""
+        return [f"failed: {self.failed}"]
+
+
+Outcome = Result | Failed
 
 
 def gather_summaries(mine: Summary) -> list[Summary]:

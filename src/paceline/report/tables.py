@@ -3,60 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from paceline.network.workload import Workload
-from paceline.report.result import Result
+from paceline.report.result import Failed, Outcome, Result
 from paceline.units import show_bytes, show_seconds
 
 _WIDTH_OF_FILES = 120
 """Columns where standard output is no terminal: nothing needs to be folded there."""
 
 
-def columns(
-    rows: Sequence[tuple[str, Result]],
-) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row of cells per run: its name, where its time goes, its last
-    metrics, and the ratio of its step time to the first row's."""
-    metrics = list(dict.fromkeys(name for _, r in rows for name in r.metrics))
-    first = rows[0][1].step_seconds
+class Sheet(NamedTuple):
+    """A table's text: a cell per heading and row, and the notes that rows refer to as
+    ``[1]``, ``[2]``, ... behind their names."""
+
+    headings: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+
+
+def sheet(rows: Sequence[tuple[str, Outcome]]) -> Sheet:
+    """A row per run: its name, where its time goes, its last metrics, and the ratio of its
+    step time to that of the first run that has one; what is to be known about it, below.
+    """
+    results = [outcome for _, outcome in rows if isinstance(outcome, Result)]
+    metrics = list(dict.fromkeys(name for r in results for name in r.metrics))
+    first = next((r.step_seconds for r in results if r.step_seconds), None)
     headings = ["variant", "buckets", "step", "compute", "exposed", "sent", *metrics]
     if len(rows) > 1:
         headings.append("ratio")
+    numbers: dict[str, int] = {}
     table = []
-    for name, result in rows:
-        step, sent = result.step_seconds, result.bytes_sent_per_worker
-        cells = [
-            name,
-            str(result.buckets),
-            _seconds(step),
-            _seconds(result.compute_seconds),
-            _seconds(result.exposed_communication_seconds),
-            "-" if sent is None else show_bytes(sent),
-        ]
-        values = (result.metrics.get(metric) for metric in metrics)
-        cells += ["-" if value is None else f"{value:.4g}" for value in values]
-        if len(rows) > 1:
-            cells.append(f"{step / first:.3f}" if step and first else "-")
-        table.append(cells)
-    return headings, table
+    for name, outcome in rows:
+        marks = [numbers.setdefault(note, len(numbers) + 1) for note in outcome.notes]
+        label = name + "".join(f" [{number}]" for number in marks)
+        if isinstance(outcome, Failed):
+            cells = ["-", "failed", *["-"] * (len(headings) - 3)]
+        else:
+            cells = _figures(outcome, metrics)
+            if len(rows) > 1:
+                step = outcome.step_seconds
+                cells.append(f"{step / first:.3f}" if step and first else "-")
+        table.append([label, *cells])
+    return Sheet(headings, table, list(numbers))
 
 
-def print_results(rows: Sequence[tuple[str, Result]]) -> None:
-    """The table of `columns`, and what its figures were made with."""
-    first = rows[0][1]
-    headings, cells = columns(rows)
-    table = Table(title=f"{first.workers} workers, {first.world} world")
+def _figures(result: Result, metrics: Sequence[str]) -> list[str]:
+    sent = result.bytes_sent_per_worker
+    values = (result.metrics.get(metric) for metric in metrics)
+    return [
+        str(result.buckets),
+        _seconds(result.step_seconds),
+        _seconds(result.compute_seconds),
+        _seconds(result.exposed_communication_seconds),
+        "-" if sent is None else show_bytes(sent),
+        *("-" if value is None else f"{value:.4g}" for value in values),
+    ]
+
+
+def print_results(rows: Sequence[tuple[str, Outcome]]) -> None:
+    """The table of `sheet`, and what its figures were made with. At least one run has a
+    result."""
+    first = next(outcome for _, outcome in rows if isinstance(outcome, Result))
+    headings, cells, notes = sheet(rows)
+    many = "worker" if first.workers == 1 else "workers"
+    table = Table(title=f"{first.workers} {many}, {first.world} world")
     table.add_column(headings[0], overflow="fold")
     for heading in headings[1:]:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in cells:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) for cell in row))
     console = _console()
     console.print(table)
     console.print("step = compute + exposed (waiting for the network); sent per worker")
+    below = Table.grid(padding=(0, 1))
+    for number, note in enumerate(notes, start=1):
+        below.add_row(Text(f"[{number}]"), Text(note))
+    if notes:
+        console.print(below)
 
 
 def _seconds(value: float | None) -> str:

@@ -6,21 +6,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from paceline.errors import PacelineError
 from paceline.instruments import StepRecord
-from paceline.report.files import make_folder
-from paceline.report.result import Result
+from paceline.report.files import claim, make_folder
+from paceline.report.result import Failed, Outcome, Result
 
 _VERBS = {"virtual": "simulate", "real": "run", "emulated": "emulate"}
-
-
-class VariantFailedError(PacelineError):
-    """A variant's run ended with an error."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,11 @@ def run_variant(
     script_arguments: Sequence[str],
     options: Sequence[str],
     folder: Path,
-) -> Result:
-    """Run one variant and read its result; its records stay in *folder*.
-
-    What the script prints goes to standard error only if the run fails.
+) -> tuple[Outcome, str]:
+    """Run one variant and read its result; its records stay in *folder*. Returns also what
+    it wrote to standard error.
     """
+    claim(str(folder), variant.file_name)
     records = make_folder(str(folder / variant.file_name))
     command = [
         *(sys.executable, "-m", "paceline", _VERBS[world], script, "--json"),
@@ -56,11 +52,23 @@ def run_variant(
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode or not done.stdout.strip():
-        raise VariantFailedError(
-            f"variant {variant.spec!r} failed (exit status {done.returncode}):\n"
-            f"{done.stderr.strip()}"
-        )
-    return msgspec.json.decode(done.stdout, type=Result)
+        status = done.returncode
+        with suppress(OSError):
+            records.rmdir()  # unless there is something in it
+        return Failed(
+            failed=_reason(done.stderr, status), exit_status=status
+        ), done.stderr
+    return msgspec.json.decode(done.stdout, type=Result), done.stderr
+
+
+_OURS = "paceline: "
+
+
+def _reason(errors: str, status: int) -> str:
+    """In one line why a run failed: what paceline said last, or else what anybody did."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    ours = [line.removeprefix(_OURS) for line in lines if line.startswith(_OURS)]
+    return (ours or lines or [f"exit status {status}"])[-1]
 
 
 class VariantStep(StepRecord, kw_only=True):
@@ -70,8 +78,11 @@ class VariantStep(StepRecord, kw_only=True):
 
 
 def merge_records(variants: Sequence[Variant], folder: Path) -> None:
-    """Gather all variants' steps in ``records.jsonl`` and name each trace after its
-    variant, ``NAME.trace.json``."""
+    """Gather the steps of *variants*, which have all run to their end, in
+    ``records.jsonl`` and name each trace after its variant, ``NAME.trace.json``."""
+    claim(
+        str(folder), "records.jsonl", *(f"{v.file_name}.trace.json" for v in variants)
+    )
     decode = msgspec.json.Decoder(StepRecord).decode_lines
     steps: list[VariantStep] = []
     for variant in variants:
@@ -85,7 +96,8 @@ def merge_records(variants: Sequence[Variant], folder: Path) -> None:
     (folder / "records.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(steps))
 
 
-def to_json(results: Sequence[tuple[str, Result]]) -> str:
-    """``{"variants": [...]}``: each result with its variant's spec as given."""
+def to_json(results: Sequence[tuple[str, Outcome]]) -> str:
+    """``{"variants": [...]}``: each result, or why there is none, with its variant's spec
+    as given."""
     rows = [{"variant": spec} | msgspec.structs.asdict(r) for spec, r in results]
     return msgspec.json.encode({"variants": rows}).decode()

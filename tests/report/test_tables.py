@@ -1,0 +1,62 @@
+"""A table's rows, and what stands below it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.report.page import table
+from paceline.report.result import Failed, Outcome
+from paceline.report.tables import print_results, sheet
+from paceline.report.variants import to_json
+from tests.report.cases import three
+
+FAILED = Failed(failed="worker 0 raised GradientError: clipped", exit_status=1)
+
+
+def rows_with_a_failure() -> list[tuple[str, Outcome]]:
+    first, second, third = three().results
+    return [("asp", FAILED), first, second, third]
+
+
+def test_a_run_that_failed_keeps_its_row_and_the_reason_stands_below() -> None:
+    headings, rows, notes = sheet(rows_with_a_failure())
+    assert headings[-1] == "ratio"
+    assert rows[0] == ["asp [1]", "-", "failed", *["-"] * 6]
+    assert [len(row) for row in rows] == [len(headings)] * 4
+    # the first that ran is what others are compared with
+    assert [row[-1] for row in rows] == ["-", "1.000", "1.333", "1.667"]
+    assert notes == ["failed: worker 0 raised GradientError: clipped"]
+
+
+def test_equal_notes_have_one_number() -> None:
+    (_, first), (_, second), (_, third) = three().results
+    first.notes = ["fast links", "not settled"]
+    third.notes = ["not settled", "small"]
+    _, rows, notes = sheet([("a", first), ("b", second), ("c", third)])
+    assert [row[0] for row in rows] == ["a [1] [2]", "b", "c [2] [3]"]
+    assert notes == ["fast links", "not settled", "small"]
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_results(rows_with_a_failure())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "2 workers, virtual world"
+    assert lines[-1].rstrip() == "[1] failed: worker 0 raised GradientError: clipped"
+
+
+def test_the_page_calls_variants_as_plots_do() -> None:
+    (spec, result), *_ = three().results
+    labels = [row[0] for row in table([(spec, result), (spec, FAILED)]).rows]
+    assert labels == ["bsp (number 1)", "bsp (number 2) [1]"]
+
+
+def test_a_program_reads_why_a_variant_has_no_figures() -> None:
+    first, second, *_ = json.loads(to_json(rows_with_a_failure()))["variants"]
+    assert first == {
+        "variant": "asp",
+        "failed": "worker 0 raised GradientError: clipped",
+        "exit_status": 1,
+    }
+    assert second["variant"] == "bsp"
