@@ -21,9 +21,9 @@ LEVELS = [
     {"collectives"},
     {"report", "startup", "exchange", "guards"},
     {"worlds"},
-    {"training", "checkpoint", "probe"},
+    {"training", "probe"},
     {"optimizer"},
-    {"distribute"},
+    {"distribute", "checkpoint"},
     {"api"},
     {"testing", "cli"},
 ]

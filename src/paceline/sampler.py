@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence, Sized
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -26,8 +26,10 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     loss that is a mean over samples).
 
     `set_epoch` chooses the shuffle, as in torch's DistributedSampler; without it each
-    pass over the sampler is an epoch of its own. Raises `UsageError` for shares that do
-    not fit the job, or a batch with fewer samples than workers.
+    pass over the sampler is an epoch of its own, and `state_dict` says which one it was:
+    `paceline.save` and `load` keep it for the sampler given to `distribute`. A pass under way
+    is over after a load: the next one is the next epoch, from its first batch. Raises
+    `UsageError` for shares that do not fit the job, or a batch with fewer samples than workers.
     """
 
     def __init__(
@@ -85,6 +87,15 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         """Choose the shuffle of the following passes."""
         self._epoch = epoch
         self._epoch_is_chosen = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch of the last pass, and whether `set_epoch` chose it."""
+        return {"epoch": self._epoch, "chosen": self._epoch_is_chosen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the pass that `state_dict` told of: on any number of workers."""
+        self._epoch = state_dict["epoch"]
+        self._epoch_is_chosen = state_dict["chosen"]
 
     def weight(self, batch: int) -> float:
         """This worker's part of the samples of batch number *batch* of an epoch."""

@@ -73,6 +73,7 @@ class Training:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.comm = comm
+        self.sampler = sampler
         self._optimizer = optimizer
         self._updater: TorchUpdater | None = None
         self.active = True

@@ -1,0 +1,92 @@
+"""Where a checkpoint is, whenever the process that wrote it was killed.
+
+A checkpoint in the folder ``NAME`` is written into ``NAME.partial``. Torch writes its index,
+``.metadata``, last, and by renaming: with it a folder is complete. Then ``NAME`` becomes
+``NAME.old``, ``NAME.partial`` becomes ``NAME``, and ``NAME.old`` goes. So at each instant
+after the first complete checkpoint one of the three is complete, and the order in which
+`find` looks is the order in which they may be trusted:
+
+======================= ============ =============== ==============
+instant                 ``NAME``     ``.partial``    ``.old``
+======================= ============ =============== ==============
+writing                 **before**   not complete    -
+complete                **before**   now             -
+between the renames     -            **now**         before
+removing                **now**      -               no longer
+======================= ============ =============== ==============
+
+What is removed loses its index first, so that nothing half removed is taken for complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from paceline.errors import UsageError
+
+_INDEX = ".metadata"
+
+
+def find(folder: Path) -> Path:
+    """The complete checkpoint that stands for *folder*. Raises `UsageError` if there is
+    none."""
+    for place in (folder, partial(folder), _old(folder)):
+        if _is_complete(place):
+            return place
+    raise UsageError(f"there is no checkpoint in {folder}")
+
+
+def settle(folder: Path) -> None:
+    """End what a killed process has begun: a complete checkpoint stands in *folder* itself
+    if there is any, and nothing beside it. Raises `UsageError`, with nothing changed, if
+    something else is there."""
+    if not _is_complete(folder):
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise UsageError(
+                f"{folder} is no checkpoint, and is not replaced by one: name a folder "
+                "that is not there yet, or is empty"
+            )
+        for place in (partial(folder), _old(folder)):
+            if _is_complete(place):
+                place.rename(folder)
+                break
+    _remove(_old(folder))
+    _remove(partial(folder))
+
+
+def replace(folder: Path) -> None:
+    """The complete checkpoint in `partial` takes the place of that in *folder*. `settle`
+    was called before it was written."""
+    if folder.exists():
+        folder.rename(_old(folder))
+    partial(folder).rename(folder)
+    _remove(_old(folder))
+
+
+def partial(folder: Path) -> Path:
+    """Where a new checkpoint for *folder* is written."""
+    return folder.with_name(folder.name + ".partial")
+
+
+def as_folder(path: str | Path) -> Path:
+    """*path*, with a name. Raises `UsageError` where it has none."""
+    folder = Path(os.path.abspath(path))
+    if not folder.name:
+        raise UsageError(f"expected the path of a folder to make, got {str(path)!r}")
+    return folder
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".old")
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / _INDEX).exists()
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        (folder / _INDEX).unlink(missing_ok=True)
+        shutil.rmtree(folder)

@@ -1,0 +1,154 @@
+"""Nested states as tensors, and back: nothing is mixed up, nothing changes its type."""
+
+import enum
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.checkpoint.structure import is_packed, name_of, pack, unpack
+from paceline.errors import UsageError
+
+
+def there_and_back(state):
+    tensors = {}
+    pack("x", state, tensors)
+    assert {name_of(key) for key in tensors} == {"x"}
+    return unpack("x", tensors)
+
+
+def one(value):
+    return torch.tensor([float(value)])
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a/b": one(1), "a": {"b": one(2)}},
+        {1: one(1), "1": one(2)},
+        {"a~2": one(1), "a": one(2), "a/": one(3), "": {"": one(4)}},
+        {"": {"structure": one(1)}, "/structure": one(2)},
+        [(one(1),), [one(2)], {0: one(3), (0, "0"): one(4)}],
+    ],
+    ids=str,
+)
+def test_entries_whose_paths_look_alike_are_kept_apart(state):
+    def values(found):
+        if isinstance(found, torch.Tensor):
+            return found.item()
+        if isinstance(found, dict):
+            return {key: values(entry) for key, entry in found.items()}
+        return type(found)(values(entry) for entry in found)
+
+    assert values(there_and_back(state)) == values(state)
+
+
+KEYS = st.one_of(
+    st.text("ab/~1", max_size=3), st.integers(0, 2), st.none(), st.tuples(st.text("a/"))
+)
+STATES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(allow_nan=False),
+        st.text(max_size=3),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+    ),
+    max_leaves=8,
+)
+
+
+@given(STATES)
+@settings(max_examples=60, deadline=None)
+def test_what_is_data_comes_back_as_it_was(state):
+    assert repr(there_and_back(state)) == repr(state)
+
+
+class Phase(enum.IntEnum):
+    WARM = 3
+
+
+class Name(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.float64(1.5), 1.5),
+        (np.float32(0.5), 0.5),
+        (np.int64(-7), -7),
+        (np.uint64(2**64 - 1), 2**64 - 1),
+        (np.bool_(True), True),
+        (np.str_("min"), "min"),
+        (Phase.WARM, 3),
+        (Name("rel"), "rel"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_numbers_and_texts_of_other_types_become_pythons(value, expected):
+    found = there_and_back({"best": value, value: [value]})
+    assert found == {"best": expected, expected: [expected]}
+    assert type(found["best"]) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(6.0).reshape(2, 3).T, np.array(4, "int32"), np.array([], "bool")],
+    ids=str,
+)
+def test_arrays_stay_arrays(array):
+    found = there_and_back((array, 1))[0]
+    assert isinstance(found, np.ndarray)
+    assert found.dtype == array.dtype
+    assert found.shape == array.shape
+    assert (found == array).all()
+
+
+def test_a_reduce_on_plateau_fed_with_numpy_goes_on():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+
+    def schedule():
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+
+    first, second = schedule(), schedule()
+    for metric in (2.0, 1.0):
+        first.step(np.float64(metric))
+    second.load_state_dict(there_and_back(first.state_dict()))
+    assert second.state_dict() == first.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": [1, object()]}, "cannot save x/a/1: .* got object"),
+        ({"a": 1j}, "cannot save x/a: .* got complex"),
+        ({"a": {1, 2}}, "cannot save x/a: .* got set"),
+        ({"a": 2**64}, "cannot save x/a: .* at most 64 bits, got 18446744073709551616"),
+        ({"a": np.array(["b"])}, "cannot save x/a: can't convert"),
+        ({"a": {(one(1),): 2}}, "cannot save x/a, the key .* got Tensor"),
+        ({"a": np.longdouble(1)}, "cannot save x/a: .* got longdouble"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_what_is_no_data_is_refused_by_its_place(state, message):
+    with pytest.raises(UsageError, match=message):
+        pack("x", state, {})
+
+
+def test_several_states_share_one_place():
+    tensors = {}
+    pack("model1", {"w": one(1)}, tensors)
+    pack("model10", {"w": one(2)}, tensors)
+    assert unpack("model1", tensors)["w"].item() == 1
+    assert unpack("model10", tensors)["w"].item() == 2
+    assert is_packed("model10", tensors)
+    assert not is_packed("model", tensors)
