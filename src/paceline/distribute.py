@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ def distribute(
     servers: str = "auto",
     sums: Sums = "rank",
     sampler: Sampler | None = None,
+    clip_norm: float | None = None,
 ) -> DistributedOptimizer:
     """Train *model* data-parallel; returns the optimizer to use from now on.
 
@@ -62,7 +64,10 @@ def distribute(
     ``"per-node"``, ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where
     there are any, else embedded) or ``"HOST:PORT+HOST:PORT"``.
     *sums*: servers add up in ``"rank"`` order, so that bits repeat, or as gradients come
-    (``"arrival"``), which holds less. A spec given on the command line wins over all of these.
+    (``"arrival"``), which holds less. *clip_norm*: scale gradients down to this norm before they are
+    applied, as ``torch.nn.utils.clip_grad_norm_`` does: the mean gradient under bsp, backup,
+    ``ssp:staleness=0`` and ``osp:defer=nothing``; elsewhere each worker's own, before it is
+    sent, and then all of it leaves after backward. A spec given on the command line wins over all of these.
 
     Every rank calls this with the same model, options and kind of optimizer, and all
     start from rank 0's parameters and buffers. Raises `UsageError` for what cannot work,
@@ -78,6 +83,7 @@ def distribute(
         collective=collective,
         servers=servers,
         sums=sums,
+        clip_norm=math.inf if clip_norm is None else clip_norm,
     )
     chosen, settings = _resolve(world, method, settings)
     if hasattr(chosen, "collective"):
@@ -167,6 +173,7 @@ def _servers(
         spec=str(spec.spec_of(method.name, method)) if holds is not None else "",
         place=settings.servers,
         sums=settings.sums,
+        clip_norm=settings.clip_norm if method.clips == "mean" else math.inf,
     )
     if holds is None and settings.collective == "native":
         return (), job

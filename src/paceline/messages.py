@@ -7,6 +7,7 @@ here is ever unpickled.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -53,8 +54,9 @@ class Join(msgspec.Struct, tag="join", kw_only=True):
     """A worker asks to take part, and says what is trained: per bucket, the *units* of it
     that this server holds and their *dtypes*; the class name of the *optimizer*, of
     torch.optim; *options* must be equal on all workers. *method*: the spec of who says what
-    the server does; empty where it only reduces. *sums*: "rank" or "arrival". Answer:
-    `Joined`."""
+    the server does; empty where it only reduces. *sums*: "rank" or "arrival". *clip_norm*: the
+    largest norm of a step's mean gradient, of which there are parts on so many *servers*.
+    Answer: `Joined`."""
 
     options: str
     method: str = ""
@@ -64,6 +66,8 @@ class Join(msgspec.Struct, tag="join", kw_only=True):
     dtypes: list[str] = []
     optimizer: str = ""
     hyperparameters: Hyperparameters = []
+    clip_norm: float = math.inf
+    servers: int = 1
 
 
 class Load(msgspec.Struct, tag="load", kw_only=True):
@@ -114,6 +118,20 @@ class Decide(msgspec.Struct, tag="decide", kw_only=True):
 
     step: int
     workers: list[int]
+
+
+class PullNorm(msgspec.Struct, tag="pull-norm", kw_only=True):
+    """Answer: `NormPart` of *step*, once all of its mean that this server holds is known."""
+
+    step: int
+
+
+class Norm(msgspec.Struct, tag="norm", kw_only=True):
+    """The *squares* of the mean gradient's elements in *step* add up to this, over all
+    servers. Answer: `Done`."""
+
+    step: int
+    squares: float
 
 
 class Blend(msgspec.Struct, tag="blend", kw_only=True):
@@ -174,6 +192,8 @@ Request = (
     | Push
     | Pull
     | Decide
+    | PullNorm
+    | Norm
     | Blend
     | PullState
     | LoadState
@@ -207,6 +227,13 @@ class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
     deferred: list[int] = []
 
 
+class NormPart(msgspec.Struct, tag="norm-part", kw_only=True):
+    """This server's part of a step's *squares*; *counted*, as in `Parameters`."""
+
+    squares: float
+    counted: list[int] = []
+
+
 class Blended(msgspec.Struct, tag="blended", kw_only=True):
     """The payload is the model's buffers, as in `Blend`."""
 
@@ -232,4 +259,6 @@ class Refused(msgspec.Struct, tag="refused", kw_only=True):
     reason: str
 
 
-Reply = Joined | Parameters | Blended | OptimizerState | Reduced | Done | Refused
+Reply = (
+    Joined | Parameters | NormPart | Blended | OptimizerState | Reduced | Done | Refused
+)

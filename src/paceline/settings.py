@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from paceline.clipping import check_clip_norm
 from paceline.errors import UsageError, unknown
 from paceline.fusion import check_rule
 
@@ -29,7 +31,9 @@ class Settings:
     ("embedded"), one on each host ("per-node"), on hosts of their own ("dedicated"; "auto":
     where there are any, else embedded), or addresses HOST:PORT joined by "+". *sums*: whether a server adds up
     in the order of ranks, so that bits repeat ("rank"), as gradients come, which holds less
-    ("arrival"), or as gloo's ring does, so that bits are those of a native average."""
+    ("arrival"), or as gloo's ring does, so that bits are those of a native average.
+    *clip_norm*: the largest norm that a gradient may have; of which one, the method says
+    (`Method.clips`)."""
 
     fusion: str = "optimal"
     buffers: ModuleBuffers = "rank0"
@@ -37,9 +41,11 @@ class Settings:
     collective: CollectiveName = "native"
     servers: str = "auto"
     sums: Sums = "rank"
+    clip_norm: float = math.inf
 
     def __post_init__(self) -> None:
         check_rule(self.fusion)
+        check_clip_norm(self.clip_norm)
         for key, choices in (
             ("buffers", ModuleBuffers),
             ("collective", CollectiveName),

@@ -18,6 +18,7 @@ changed its mind, and buckets are made anew.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 
+from paceline.clipping import clip
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.errors import GradientError, UsageError
@@ -101,6 +103,7 @@ class Training:
         self.weight = 1.0 / comm.size
         self._averages = averages
         self.share = self.weight if averages else 1.0
+        self._clips_own = method.clips == "own" and settings.clip_norm < math.inf
         self._weights = None if sampler is None else Weights(sampler)
         self._synchronize = True
         self._in_backward = False
@@ -197,6 +200,16 @@ class Training:
         finally:
             self._synchronize = before
 
+    def clip(self, gradients: Sequence[torch.Tensor]) -> None:
+        if self._method.clips == "mean":
+            clip(gradients, self._settings.clip_norm)
+
+    def _clip_own(self) -> None:
+        """This worker's gradient is whole, and nothing of it was sent. Buckets hold its
+        share of the mean, and it is the gradient itself that is to be clipped."""
+        limit = self._settings.clip_norm * self.share
+        clip([bucket.buffer for bucket in self.buckets], limit)
+
     def before_update(self) -> None:
         """``step()`` was called: see to it that this step's gradients were delivered.
 
@@ -214,6 +227,9 @@ class Training:
             self._end_backward()
         if self._method.gradient_seen_by_user == "local-sent":
             self._require_unchanged()
+        if self.optimizer_steps:
+            every = (parameter.grad for _, parameter in self._parameters)
+            self.clip([gradient for gradient in every if gradient is not None])
         if self._compute is not None and self._remote is None:
             self._compute.update_begins()
 
@@ -234,8 +250,9 @@ class Training:
             raise self._refused(
                 f"the gradient of {name!r} (or of a tensor sent with it) was changed "
                 f"between backward() and step(): under {self._method.name} it is on its "
-                "way to the others by then, and a change reaches nobody. Leave out "
-                "clipping and GradScaler, or use bsp, whose .grad holds the mean"
+                "way to the others by then, and a change reaches nobody. Clip with "
+                "distribute(clip_norm=...); without GradScaler; or use bsp, whose .grad "
+                "holds the mean"
             )
 
     def after_update(self) -> None:
@@ -369,7 +386,7 @@ class Training:
         self._fill(index)
         bucket = self._place[index][0]
         bucket.missing -= 1
-        if not bucket.missing:
+        if not bucket.missing and not self._clips_own:
             self._deliver_complete()
 
     def _forget_failed_pass(self) -> None:
@@ -409,7 +426,9 @@ class Training:
                 if not seen:
                     self._fill(index)
                     self._place[index][0].missing -= 1
-            self._deliver_complete()
+        if self._clips_own:
+            self._clip_own()
+        self._deliver_complete()
         self._in_backward = False
         self._moment("backward_ended")
         if not all_used:

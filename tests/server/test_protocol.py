@@ -92,10 +92,10 @@ class Case:
         assert answer.to.worker == worker
         return answer.message.reason
 
-    def begin(self, *workers: int) -> Case:
+    def begin(self, *workers: int, join: Join = JOIN) -> Case:
         """These join, and parameters are loaded: zeros."""
         for worker in workers:
-            self.ask(worker, JOIN)
+            self.ask(worker, join)
         for bucket, size in enumerate(SIZES):
             self.ask(workers[0], Load(bucket=bucket), zeros(size))
         return self

@@ -341,6 +341,22 @@ def clipping_acts_on_the_mean():
     optimizer.finish()
 
 
+def clip_norm_is_torchs_clipping_of_the_mean_wherever_it_is_applied():
+    for method in ("bsp", "backup", "ssp:staleness=0", "osp:defer=nothing"):
+        model, start = small_model(), small_model()
+        mean = mean_gradients(start, lambda m, r: 50 * m(inputs(r)).square().mean())
+        norm = torch.stack([g.norm() for g in mean.values()]).norm()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(model, plain, method=method, clip_norm=1.0)
+        (50 * model(inputs(paceline.rank())).square().mean()).backward()
+        optimizer.step()
+        optimizer.finish()
+        for name, parameter in start.named_parameters():
+            expected = parameter.detach() - 0.1 * mean[name] / (norm + 1e-6)
+            moved = model.get_parameter(name).detach()
+            torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-6)
+
+
 def scaler_skips_on_all_ranks_together():
     model = small_model()
     optimizer = wrap(model)
@@ -816,6 +832,7 @@ CASES = {
         unused_everywhere_is_not_moved_by_decay,
         frozen_parameters_and_groups,
         clipping_acts_on_the_mean,
+        clip_norm_is_torchs_clipping_of_the_mean_wherever_it_is_applied,
         scaler_skips_on_all_ranks_together,
         non_finite_gradients_are_named_if_asked,
         buffers_follow_the_setting,

@@ -36,6 +36,7 @@ from paceline.interfaces.discipline import (
     Timed,
 )
 from paceline.interfaces.method import (
+    Clips,
     GradientSeen,
     Method,
     Run,
@@ -50,6 +51,7 @@ from paceline.interfaces.world import ServerJob, World
 
 __all__ = [
     "Answer",
+    "Clips",
     "Comm",
     "Compute",
     "Coordinated",

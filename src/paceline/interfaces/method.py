@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+import torch
+
 from paceline.interfaces.communication import Comm
 from paceline.interfaces.discipline import Discipline
 from paceline.interfaces.remote import Remote, StagedRemote
@@ -23,6 +25,11 @@ GradientSeen = Literal["mean", "local-kept", "local-sent"]
 """What ``.grad`` holds between ``backward()`` and ``step()``: the mean over workers; the
 worker's own, still to be used; what was sent already, of no use to the script: changing it
 is an error."""
+
+
+Clips = Literal["mean", "own"]
+"""What ``distribute(clip_norm=)`` limits: the norm of the mean gradient, where all of it is
+known before any of it is applied; else that of each worker's own, before it is sent."""
 
 
 class Run(Protocol):
@@ -80,6 +87,11 @@ class Run(Protocol):
         """The same, for a method that takes its steps in two stages."""
         ...
 
+    def clip(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Scale a step's mean gradients in place, if they are to be clipped. For methods
+        with ``updates_on="method"`` and ``clips="mean"``, before they apply them."""
+        ...
+
     def keep_company(self) -> None:
         """Go through one step's moments without data: zeros in every bucket."""
         ...
@@ -125,6 +137,9 @@ class Method(Protocol):
 
     @property
     def gradient_seen_by_user(self) -> GradientSeen: ...
+
+    @property
+    def clips(self) -> Clips: ...
 
     def init(self, run: Run) -> Any:
         """Make the method's state for this run. Collective."""

@@ -6,6 +6,7 @@ collectives use it, among others. Methods never see it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
@@ -26,13 +27,15 @@ class ServerJob:
     rank 0), "per-node" (one on each host), "dedicated" (on hosts of their own), "auto" (dedicated
     where there are any, else embedded), or
     addresses ``"HOST:PORT"`` joined by "+". *sums*: the order of sums, "rank",
-    "arrival" or "ring"."""
+    "arrival" or "ring". *clip_norm*: the largest norm of a step's mean gradient,
+    where servers form it."""
 
     training: int
     method: UpdatesOnServer | None
     spec: str
     place: str
     sums: Literal["rank", "arrival", "ring"]
+    clip_norm: float = math.inf
 
 
 class World(Protocol):

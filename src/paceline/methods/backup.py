@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Discipline, HeldPush, Shard
+from paceline.interfaces import Clips, Discipline, HeldPush, Shard
 from paceline.methods.push_pull import PushPull
 
 
@@ -37,6 +37,10 @@ class Backup(PushPull):
                 f"backup:wait_for={self.wait_for}: expected a number of workers, or 0 for "
                 "all of them"
             )
+
+    @property
+    def clips(self) -> Clips:
+        return "mean"
 
     @property
     def coordinates(self) -> bool:

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from paceline.interfaces import GradientSeen, Pending, Run, UpdatesOn
+from paceline.interfaces import Clips, GradientSeen, Pending, Run, UpdatesOn
 from paceline.methods.roll_call import answer_roll_call, ask_for_roll_call
 from paceline.tensors import Bucket
 
@@ -40,6 +40,7 @@ class BSP:
     name: ClassVar[str] = "bsp"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
+    clips: ClassVar[Clips] = "mean"
 
     overlap: bool = True
     """Send while backward still runs; without, after it: the textbook form that papers

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.interfaces import GradientSeen, Run, Shard, UpdatesOn
+from paceline.interfaces import Clips, GradientSeen, Run, Shard, UpdatesOn
 from paceline.tensors import Bucket
 
 
@@ -27,6 +27,11 @@ class PushPull:
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
 
     overlap: bool = True
+
+    @property
+    def clips(self) -> Clips:
+        """A server applies gradients as they come, unless the method says otherwise."""
+        return "own"
 
     @property
     def coordinates(self) -> bool:

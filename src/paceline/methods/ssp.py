@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Discipline, HeldPush, Shard
+from paceline.interfaces import Clips, Discipline, HeldPush, Shard
 from paceline.methods.push_pull import AppliesOnArrival, PushPull
 
 
@@ -39,6 +39,10 @@ class SSP(PushPull):
             raise UsageError(
                 f"ssp:staleness={self.staleness}: expected a bound of 0 or more steps"
             )
+
+    @property
+    def clips(self) -> Clips:
+        return "own" if self.staleness else "mean"
 
     def server(self, workers: int) -> Discipline:
         return BoundedStaleness(self.staleness) if self.staleness else InRankOrder()

@@ -13,10 +13,11 @@ from paceline.methods import METHODS
 _HEAD = """# Methods
 
 Made by `paceline methods` from the registry; do not edit. *Updates on*: where the optimizer
-runs. *Gradient seen*: what `.grad` holds between `backward()` and `step()`.
+runs. *Gradient seen*: what `.grad` holds between `backward()` and `step()`. *Clips*: whose norm
+`distribute(clip_norm=...)` limits, that of the mean gradient, or of each worker's own before it is sent.
 
-| method | keys | updates on | gradient seen | waits for | sends | guarantees |
-|---|---|---|---|---|---|---|
+| method | keys | updates on | gradient seen | clips | waits for | sends | guarantees |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -39,6 +40,7 @@ def methods_page() -> str:
                 "as above" if form else keys or "-",
                 method.updates_on,
                 method.gradient_seen_by_user,
+                method.clips,
                 *words,
             ]
             rows.append("| " + " | ".join(cells) + " |")

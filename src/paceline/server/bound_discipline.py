@@ -13,18 +13,25 @@ from paceline.interfaces import (
     Shard,
     Timed,
 )
+from paceline.server.clipping import ClippedSteps
 
 
 class BoundDiscipline:
     """What `Discipline` and its extensions ask, about *shard*. Where a server only reduces
-    there is no discipline: nothing changes then, and all begin with step 0."""
+    there is no discipline: nothing changes then, and all begin with step 0. *clipped*
+    stands between both, where steps are clipped by their norm."""
 
     def __init__(self, shard: Shard, discipline: Discipline | None) -> None:
-        self._shard = shard
+        self._plain = self._shard = shard
+        self.clipped: ClippedSteps | None = None
         self.bind(discipline)
 
-    def bind(self, discipline: Discipline | None) -> None:
+    def bind(
+        self, discipline: Discipline | None, clipped: ClippedSteps | None = None
+    ) -> None:
         self.discipline = discipline
+        self.clipped = clipped
+        self._shard = self._plain if clipped is None else clipped
         # Looked up once: to ask whether an object fits a protocol takes 16 us.
         self._timed = discipline if isinstance(discipline, Timed) else None
         self._deferring = discipline if isinstance(discipline, Deferring) else None
@@ -38,18 +45,24 @@ class BoundDiscipline:
 
     def pushed(self, push: HeldPush) -> None:
         self._present.pushed(self._shard, push)
+        self._settle()
 
     def changed(self) -> None:
         if self.discipline is not None:
             self.discipline.changed(self._shard)
+            self._settle()
 
     def first_step(self) -> int:
         return 0 if self.discipline is None else self.discipline.first_step(self._shard)
 
     def may_pull(self, step: int, bucket: int) -> bool:
+        if self.clipped is not None and self.clipped.holds(bucket):
+            return False
         return self._present.may_pull(self._shard, step, bucket)
 
     def ended(self) -> int | None:
+        if self.clipped is not None and not self.clipped.is_between_steps():
+            return None
         return self._present.ended(self._shard)
 
     def resume(self, step: int) -> None:
@@ -65,11 +78,17 @@ class BoundDiscipline:
         deadline = self.next_deadline()
         if self._timed is not None and deadline is not None and now >= deadline:
             self._timed.timer(self._shard)
+            self._settle()
 
     def decided(self, step: int, workers: Sequence[int]) -> None:
         if not isinstance(self.discipline, Coordinated):
             raise UsageError("decide: nothing is decided under this method")
         self.discipline.decided(self._shard, step, workers)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.clipped is not None:
+            self.clipped.settle()
 
     @property
     def defers(self) -> bool:

@@ -13,7 +13,10 @@ from paceline.messages import Join
 def require_same(first: Join, join: Join, worker: int, restored: bool) -> None:
     """Raise `UsageError` unless *worker* trains what the first one does; *restored*: what a
     snapshot holds."""
-    for what in ("options", "method", "sums", "optimizer", "dtypes", "units"):
+    for what in (
+        *("options", "method", "sums", "clip_norm", "servers"),
+        *("optimizer", "dtypes", "units"),
+    ):
         ours, theirs = getattr(first, what), getattr(join, what)
         if ours != theirs:
             if isinstance(ours, list):

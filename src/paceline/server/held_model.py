@@ -65,7 +65,8 @@ class HeldModel:
         work, self._work = self._work, Work()
         return work
 
-    def _add_work(self, added: int = 0, stepped: int = 0) -> None:
+    def add_work(self, added: int = 0, stepped: int = 0) -> None:
+        """Bytes that were added up, or stepped."""
         self._work = Work(self._work.added + added, self._work.stepped + stepped)
 
     # ---- what fits ----
@@ -118,7 +119,7 @@ class HeldModel:
         """A bucket, or some units of it, as they are; nobody writes them again."""
         payload, copied = self.store.snapshot(bucket, units)
         if copied:
-            self._add_work(added=self.store.size(bucket, units))
+            self.add_work(added=self.store.size(bucket, units))
         return payload
 
     def state(
@@ -126,7 +127,7 @@ class HeldModel:
     ) -> tuple[Entries, torch.Tensor]:
         """The optimizer's, of a bucket or of some units of it: entries and payload."""
         entries, payload = self.store.state(bucket, units)
-        self._add_work(added=wire_bytes(payload))
+        self.add_work(added=wire_bytes(payload))
         return entries, payload
 
     def load_state(self, load: LoadState, payload: torch.Tensor | None) -> None:
@@ -152,7 +153,7 @@ class HeldModel:
             push.weight,
             push.units,
         )
-        self._add_work(stepped=self.store.size(push.bucket, push.units))
+        self.add_work(stepped=self.store.size(push.bucket, push.units))
         self._counts["gradients applied"] += 1
 
     def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
@@ -173,7 +174,7 @@ class HeldModel:
         used = [any(flags) for flags in zip(*(p.used for p in pushes), strict=True)]
         self.store.apply(bucket, mean, used, first.hyperparameters, units=first.units)
         size = self.store.size(bucket, first.units)
-        self._add_work(added=size * (len(pushes) - 1), stepped=size)
+        self.add_work(added=size * (len(pushes) - 1), stepped=size)
 
 
 def _mean(pushes: Sequence[HeldPush], whole: float) -> torch.Tensor:

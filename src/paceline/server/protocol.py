@@ -14,6 +14,9 @@ pull       -                                              `Parameters`, once loa
                                                           once the discipline allows
 decide     server 0's choice of who counts for a step,    `Done`
            passed on by a worker
+pull-norm  -                                              `NormPart`, once all of the
+                                                          step's mean is known
+norm       the step's mean is scaled, and applied         `Done`
 blend      the model's buffers are mixed                  `Blended`
 push       once per (worker, incarnation, step, stage,    `Parameters`, when the
            bucket): handed to the discipline; with the    discipline says so; `Refused`
@@ -56,6 +59,7 @@ Parts
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,6 +67,7 @@ from typing import Any
 import msgspec
 import torch
 
+from paceline.clipping import check_clip_norm
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, HeldPush, Led, Sender, Work
 from paceline.messages import (
@@ -76,8 +81,11 @@ from paceline.messages import (
     Leave,
     Load,
     LoadState,
+    Norm,
+    NormPart,
     Note,
     Pull,
+    PullNorm,
     PullState,
     Push,
     Reduce,
@@ -87,6 +95,7 @@ from paceline.server.answers import Answers
 from paceline.server.bound_discipline import BoundDiscipline
 from paceline.server.buffers import blended
 from paceline.server.checks import require_same
+from paceline.server.clipping import ClippedSteps
 from paceline.server.held_model import HeldModel
 from paceline.server.members import Members
 from paceline.server.pulls import Pulls
@@ -129,6 +138,8 @@ class ParameterServer:
         self._reductions = Reductions(self._members, self._answers)
         self._leaves: list[Sender] = []
         self._blended: torch.Tensor | None = None
+        self._norms: list[tuple[Sender, int]] = []
+        """Who waits for this server's part of the norm of which step."""
         self._handlers: dict[type, Callable[[Sender, Any, Any], None]] = {
             Join: self._join,
             Load: self._load,
@@ -140,6 +151,8 @@ class ParameterServer:
             Leave: self._leave,
             Note: self._note,
             Decide: self._decide,
+            PullNorm: self._pull_norm,
+            Norm: self._norm,
             Blend: self._blend,
         }
 
@@ -218,8 +231,10 @@ class ParameterServer:
             )
         data = saved["join"].numpy().tobytes()
         join = msgspec.msgpack.decode(data, type=Join)
+        discipline = self._discipline.discipline
         if self._make is not None:
-            self._discipline.bind(self._make(join.method, self.workers))
+            discipline = self._make(join.method, self.workers)
+        self._discipline.bind(discipline, self._clipped(join))
         self._description, self._restored = join, True
         self._reductions.order = join.sums
         self._model.hold(join)
@@ -267,7 +282,9 @@ class ParameterServer:
     def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
         self._model.apply_mean(bucket, pushes)
         if self._model.fault:  # training cannot go on: let nobody wait for it
-            for sender in self._pushes.give_up():
+            waiting = [sender for sender, _ in self._norms]
+            self._norms.clear()
+            for sender in [*self._pushes.give_up(), *waiting]:
                 self._answers.refuse(sender, self._model.fault)
 
     def answer(self, push: HeldPush, counted: Sequence[int] = ()) -> None:
@@ -310,9 +327,17 @@ class ParameterServer:
             discipline.follow()
         if discipline is not None:
             self._model.hold(join)
-        self._discipline.bind(discipline)
+        self._discipline.bind(discipline, self._clipped(join))
         self._description = join
         self._reductions.order = join.sums
+
+    def _clipped(self, join: Join) -> ClippedSteps | None:
+        """What holds a step's updates until their norm is known, if that is wanted."""
+        check_clip_norm(join.clip_norm)
+        if join.clip_norm == math.inf:
+            return None
+        alone, added = join.servers == 1, self._model.add_work
+        return ClippedSteps(self, join.clip_norm, alone, added)
 
     def _leave(self, sender: Sender, leave: Leave, _: object) -> None:
         member = self._members[sender.worker]
@@ -330,6 +355,7 @@ class ParameterServer:
         self._members.lose(worker)
         self._pushes.forget(worker)
         self._pulls.forget(worker)
+        self._norms = [wait for wait in self._norms if wait[0].worker != worker]
         self._leaves = [s for s in self._leaves if s.worker != worker]
         self.counts["workers lost"] += 1
         self._somebody_has_gone()
@@ -338,7 +364,7 @@ class ParameterServer:
         """Let go of who waited for them."""
         if self._model.is_held:
             self._discipline.changed()
-            self._pulls.let_go()
+            self._let_go()
         self._reductions.answer_ended()
         if self._members.nobody_trains():
             leaves, self._leaves = self._leaves, []
@@ -365,7 +391,7 @@ class ParameterServer:
         self._discipline.pushed(held)
         if is_last:  # of its step
             self._discipline.changed()
-        self._pulls.let_go()
+        self._let_go()
 
     def _pull(self, sender: Sender, pull: Pull, _: object) -> None:
         self._pulls.ask_parameters(sender, pull)
@@ -377,7 +403,41 @@ class ParameterServer:
         self._model.check_held()
         self._discipline.decided(decide.step, decide.workers)
         self._answers.send(sender, Done())
+        self._let_go()
+
+    def _pull_norm(self, sender: Sender, pull: PullNorm, _: object) -> None:
+        if self._model.fault:
+            raise UsageError(self._model.fault)
+        self._clipping("pull-norm")
+        self._members.check_step("pull-norm", pull.step)
+        self._norms.append((sender, pull.step))
+        self._let_go()
+
+    def _norm(self, sender: Sender, norm: Norm, _: object) -> None:
+        clipped = self._clipping("norm")
+        self._members.check_step("norm", norm.step)
+        if norm.squares < 0:  # what is not finite shows in the gradients
+            raise UsageError(f"norm: expected a sum of squares, got {norm.squares}")
+        clipped.norm(norm.step, norm.squares)
+        self._answers.send(sender, Done())
+        self._let_go()
+
+    def _clipping(self, what: str) -> ClippedSteps:
+        if self._discipline.clipped is None:
+            raise UsageError(f"{what}: nothing is clipped on this server")
+        return self._discipline.clipped
+
+    def _let_go(self) -> None:
+        """Answer who waited for what is known by now."""
         self._pulls.let_go()
+        waiting, self._norms = self._norms, []
+        for sender, step in waiting:
+            part = self._clipping("pull-norm").part(step)
+            if part is None:
+                self._norms.append((sender, step))
+            else:
+                answer = NormPart(squares=part.squares, counted=list(part.counted))
+                self._answers.send(sender, answer)
 
     def _blend(
         self, sender: Sender, blend: Blend, payload: torch.Tensor | None

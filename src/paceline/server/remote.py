@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +21,13 @@ from paceline.messages import (
     Leave,
     Load,
     LoadState,
+    Norm,
+    NormPart,
     Note,
     OptimizerState,
     Parameters,
     Pull,
+    PullNorm,
     PullState,
     Push,
 )
@@ -102,6 +106,8 @@ class RemoteParameters:
                 dtypes=[_NAMES[bucket.buffer.dtype] for bucket in self._buckets],
                 optimizer=type(self._optimizer).__name__,
                 hyperparameters=self._hyperparameters(),
+                clip_norm=self._job.clip_norm,
+                servers=len(self._holding()),
             )
             receptions.append(endpoint.request(join))
         joined = [reception.wait() for reception in receptions]
@@ -142,7 +148,7 @@ class RemoteParameters:
         self._under_way.append((bucket.index, receptions))
 
     def wait(self) -> int:
-        told = self._pass_on_decision()
+        told = self._agree_on_norm() or self._pass_on_decision()
         steps: dict[tuple[int, Part], int] = {}
         for number, receptions in self._under_way:
             for part, reception in zip(self._plan[number], receptions, strict=True):
@@ -180,10 +186,36 @@ class RemoteParameters:
                     answer = reception.wait()
                     assert isinstance(answer, Parameters), answer
                     counted = counted or answer.counted
+        return self._tell_who_counted(counted)
+
+    def _tell_who_counted(self, counted: list[int]) -> list[Reception]:
         if not counted:
             return []  # all were waited for
         decide = Decide(step=self._pushed_step, workers=counted)
         return [endpoint.request(decide) for endpoint in self._endpoints[1:]]
+
+    def _agree_on_norm(self) -> list[Reception]:
+        """Where servers clip, and several hold parts: each is told the norm of all parts.
+        They answer no push before that."""
+        holding = self._holding()
+        if self._job.clip_norm == math.inf or len(holding) == 1:
+            return []
+        step, squares = self._pushed_step, []
+        told: list[Reception] = []
+        asked = [e.request(PullNorm(step=step)) for e in holding]
+        for number, reception in enumerate(asked):
+            part = reception.wait()
+            assert isinstance(part, NormPart), part
+            squares.append(part.squares)
+            if number == 0 and getattr(self._job.method, "coordinates", False):
+                told = self._tell_who_counted(part.counted)
+        norm = Norm(step=step, squares=math.fsum(squares))
+        return told + [endpoint.request(norm) for endpoint in holding]
+
+    def _holding(self) -> list[Endpoint]:
+        """The servers that hold a part of the model."""
+        shards = {part.shard for parts in self._plan for part in parts}
+        return [self._endpoints[shard] for shard in sorted(shards)]
 
     def _ask_for(self, number: int, part: Part, step: int) -> Reception:
         landing = _cut(self._landing[number], part)

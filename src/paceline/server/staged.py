@@ -113,7 +113,10 @@ class StagedParameters(RemoteParameters):
         """Wait for all that was pushed in *stage*: bucket, number and flat values of each
         unit, which stand until the next push. After the first stage `deferred` is that of
         the next step."""
+        told = self._agree_on_norm() if stage == FIRST else []
         waiting, self._waiting[stage] = self._waiting[stage], []
+        for reception in told:
+            reception.wait()
         for sent in waiting:
             answer = sent.reception.wait()
             assert isinstance(answer, Parameters), answer

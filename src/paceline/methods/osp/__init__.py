@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from paceline.errors import UsageError
-from paceline.interfaces import Discipline, GradientSeen, Run, UpdatesOn
+from paceline.interfaces import Clips, Discipline, GradientSeen, Run, UpdatesOn
 from paceline.methods.osp import native, worker
 from paceline.methods.osp.discipline import TwoStages
 from paceline.methods.osp.options import OSPOptions
@@ -55,6 +55,10 @@ class OSP(OSPOptions):
     @property
     def updates_on(self) -> UpdatesOn:
         return "method" if self.collective == "native" else "server"
+
+    @property
+    def clips(self) -> Clips:
+        return "mean" if self.defer == "nothing" else "own"
 
     @property
     def _form(self) -> Any:

@@ -125,6 +125,7 @@ def after_update(state: NativeState, run: Run) -> None:
             if state.layout.owner_of(number) not in state.unused:
                 pieces.append(state.layout.pieces[number])
                 gradients.append(part)
+    run.clip(gradients)
     state.decider.rate(state.updater, pieces, gradients)
     start = run.stopwatch.mark()
     state.updater.apply(pieces, gradients, hyperparameters)
