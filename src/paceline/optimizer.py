@@ -30,8 +30,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _training: Training
     _world: World
     _endpoints: Sequence[Endpoint]
-    _finished: bool
-    _looking: bool  # inside `consolidated`
+    # Whatever changes is kept in the training: trainers wrap optimizers by copying what
+    # is in `__dict__`, and each face must know what another one was told.
 
     @classmethod
     def _wrap(
@@ -44,7 +44,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self = cls.__new__(cls)
         self._inner, self._training, self._world = inner, training, world
         self._endpoints = endpoints
-        self._finished = self._looking = False
         # Not __init__: it would copy the groups. What unpickling does sets up the rest.
         self.__setstate__({})
         return self
@@ -84,7 +83,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, in torch's own form; asked of the servers, where these
         update."""
-        if not self._training.updates_on_server or self._finished:
+        if not self._training.updates_on_server or self._training.finished:
             with self._settled():
                 return self._inner.state_dict()
         self._inner.state.update(self._training.remote.state())
@@ -124,33 +123,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> float | None:
         """Update the parameters.
 
-        *loss* is this worker's loss, where a method wants to see it (osp does); it is
-        logged as ``loss``. Raises `UsageError` after `finish`.
+        *closure* computes the loss and its gradients, as torch's optimizers have it; its
+        loss is returned. *loss* is this worker's loss, where a method wants to see it (osp
+        does); it is logged as ``loss``. Raises `UsageError` after `finish`.
         """
-        if self._finished:
+        if self._training.finished:
             raise UsageError(
                 "step() after finish(): the other workers no longer wait for this one"
             )
-        if self._looking and not self._training.optimizer_steps:
+        if self._training.looking and not self._training.optimizer_steps:
             raise UsageError(
                 "step() inside consolidated(): what it changed would be taken back; train "
                 "outside, evaluate and save inside"
             )
         if loss is not None:
             self._world.journal.log({"loss": loss})
-        result: float | None = None
-        if not self._training.optimizer_steps:
-            if closure is not None:
-                raise UsageError(
-                    "step(closure): the method updates, not the optimizer by itself; call "
-                    "backward(), then step()"
-                )
-            self._training.before_update()
-        elif closure is None:
-            self._training.before_update()
-            result = self._inner.step()
-        else:
-            result = self._inner.step(closure)
+        result = self._update(closure)
         self._training.after_update()
         if not self._sets_the_pace():
             return result
@@ -159,6 +147,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._world.options.steps and done >= self._world.options.steps:
             self.finish()
             raise TrainingEnded(0)
+        return result
+
+    def _update(self, closure: Callable[[], float] | None) -> float | None:
+        """Evaluate, see to it that the gradients were delivered, and update."""
+        if closure is None:
+            self._training.before_update()
+            return self._inner.step() if self._training.optimizer_steps else None
+        evaluations = 0
+
+        def evaluate() -> float:
+            nonlocal evaluations
+            if evaluations:  # LBFGS looks at several points in one step
+                self._training.evaluates_again()
+            evaluations += 1
+            with torch.enable_grad():
+                loss: float = closure()
+            self._training.before_update()
+            return loss
+
+        if not self._training.optimizer_steps:
+            return evaluate()
+        result: float | None = self._inner.step(evaluate)
+        if not evaluations:
+            raise UsageError(
+                f"step(closure): {type(self._inner).__name__} never called the closure; "
+                "call backward(), then step()"
+            )
         return result
 
     @property
@@ -177,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         step within them."""
         for _, other in self._world.trained:
             if not is_finished(other):
-                return other is self
+                return training_of(other) is self._training
         return True
 
     def no_sync(self) -> Any:
@@ -193,8 +208,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Afterwards all models are equal; the optimizer's state is that of this worker's own
         last step, or, where servers update, theirs. Called at exit if the script does not; again is harmless.
         """
-        if not self._finished:
-            self._finished = True
+        if not self._training.finished:
             self._training.finish()
             for endpoint in self._endpoints:
                 endpoint.close()
@@ -212,16 +226,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         For bsp that is what it holds anyway; buffers are this rank's own, and rank 0's
         are the ones that training goes on from.
         """
-        undo = self._training.consolidate()
-        before, self._looking = self._looking, True
-        try:
+        with self._training.consolidated():
             yield
-        finally:
-            self._looking = before
-            undo()
 
 
 def is_finished(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `DistributedOptimizer.finish` was called."""
+    return training_of(optimizer).finished
+
+
+def training_of(optimizer: torch.optim.Optimizer) -> Training:
+    """What an optimizer that `distribute` has given back belongs to."""
     assert isinstance(optimizer, DistributedOptimizer)
-    return optimizer._finished
+    return optimizer._training

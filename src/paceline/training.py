@@ -79,6 +79,8 @@ class Training:
         self._optimizer = optimizer
         self._updater: TorchUpdater | None = None
         self.active = True
+        self.finished = False
+        self.looking = False  # inside `consolidated`
         self.participants = list(range(comm.size))
         self.buckets: list[Bucket] = []
         self._world = world
@@ -233,6 +235,11 @@ class Training:
         if self._compute is not None and self._remote is None:
             self._compute.update_begins()
 
+    def evaluates_again(self) -> None:
+        """The optimizer calls its closure once more within a step: what this gives is
+        delivered too, on every rank, also where it reaches no parameter."""
+        self._delivered = False
+
     def _require_unchanged(self) -> None:
         """Raise `GradientError` if the script has changed gradients that were sent."""
         for bucket in self.buckets:
@@ -265,6 +272,7 @@ class Training:
 
     def finish(self) -> None:
         """This worker is out of data. Collective over the ranks, each in its own time."""
+        self.finished = True
         self.active = False
         if not self._broken:
             self._moment("finish")
@@ -281,8 +289,19 @@ class Training:
         self._handles.clear()
         self._accumulators.clear()
 
-    def consolidate(self) -> Callable[[], None]:
-        """Put the method's documented result into the model; returns what undoes it."""
+    @contextmanager
+    def consolidated(self) -> Iterator[None]:
+        """Within it the method's documented result is in the model."""
+        undo = self._consolidate()
+        before, self.looking = self.looking, True
+        try:
+            yield
+        finally:
+            self.looking = before
+            undo()
+
+    def _consolidate(self) -> Callable[[], None]:
+        """Put the result into the model; returns what undoes it."""
         if not self.active or not hasattr(self._method, "consolidate"):
             return lambda: None  # the result is in the model
         undo: Callable[[], None] = self._method.consolidate(self._state, self)

@@ -1,0 +1,229 @@
+"""What `distribute` gives back, as scripts and trainers handle it: closures, other faces."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.errors import UsageError
+from paceline.worlds.join import join_world
+from tests.training.cases import inputs, small_model
+from tests.virtual.helpers import run
+
+EVERY_PLACE = ["bsp", "asp", "ssp", "osp", "osp:collective=native"]
+"""Methods whose worker updates, whose server does, and that update by themselves."""
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def given(model, optimizer=sgd, method="bsp"):
+    return paceline.distribute(model, optimizer(model), method=method, fusion="wfbp")
+
+
+def loss_of(model, rank, step):
+    return model(inputs(rank, step)).square().mean()
+
+
+def trained(method, with_closure):
+    """Workers' models after a few steps."""
+
+    def body(rank):
+        model = small_model()
+        optimizer = given(model, method=method)
+        for step in range(4):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step)
+                loss.backward()
+                return loss
+
+            if with_closure:
+                with torch.no_grad():  # torch's optimizers turn gradients on for it
+                    loss = optimizer.step(closure)
+                assert loss.requires_grad
+                assert loss > 0
+            else:
+                closure()
+                assert optimizer.step() is None
+        optimizer.finish()
+        return flat(model)
+
+    return run(2, body)
+
+
+@pytest.mark.parametrize("method", EVERY_PLACE)
+def test_a_step_with_a_closure_is_the_step_after_it(method):
+    with_it, without = trained(method, True), trained(method, False)
+    for one, other in zip(with_it, without, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("method", EVERY_PLACE)
+def test_a_closure_that_reaches_no_parameter_on_one_rank(method):
+    """The others wait for this rank's gradient all the same: it is zero."""
+
+    def body(rank, with_closure):
+        model = small_model()
+        optimizer = given(model, method=method)
+        for step in range(4):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step)
+                if (rank, step) != (1, 2):
+                    loss.backward()
+                return loss
+
+            if with_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        optimizer.finish()
+        return flat(model)
+
+    ends = run(2, lambda rank: body(rank, True))
+    assert torch.equal(ends[0], ends[1])
+    for one, other in zip(ends, run(2, lambda rank: body(rank, False)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_checks_are_made_with_a_closure_too():
+    def body(rank):
+        model = small_model()
+        model[0].weight.requires_grad_(False)
+        optimizer = given(model)
+        model[0].weight.requires_grad_(True)
+
+        def closure():
+            loss = loss_of(model, rank, 0)
+            loss.backward()
+            return loss
+
+        before = flat(model)
+        with pytest.raises(UsageError, match=r"'0\.weight' was frozen"):
+            optimizer.step(closure)
+        optimizer.finish()
+        return torch.equal(flat(model), before)
+
+    assert run(2, body) == [True, True]
+
+
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=4)
+
+
+def test_an_optimizer_that_evaluates_several_times_uses_means():
+    """Each of LBFGS's looks is at the mean over the workers, as in one process on all
+    samples; and a rank whose loss reaches no parameter takes part in each."""
+
+    def alone():
+        model = small_model()
+        optimizer = lbfgs(model)
+        for step in range(3):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = sum(loss_of(model, r, step) for r in range(3)) / 3
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return flat(model)
+
+    def body(rank, unused):
+        model = small_model()
+        optimizer = given(model, lbfgs)
+        for step in range(3):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step)
+                if not (unused and rank == 1):
+                    loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        optimizer.finish()
+        return flat(model)
+
+    expected = alone()
+    for end in run(3, lambda rank: body(rank, False)):
+        torch.testing.assert_close(end, expected, rtol=1e-4, atol=1e-5)
+    one, *others = run(3, lambda rank: body(rank, True))
+    assert all(torch.equal(one, other) for other in others)
+
+
+def test_an_optimizer_that_ignores_its_closure_is_refused():
+    class Deaf(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step()
+
+    def body(rank):
+        optimizer = given(small_model(), lambda m: Deaf(m.parameters(), lr=0.1))
+        with pytest.raises(UsageError, match="Deaf never called the closure"):
+            optimizer.step(lambda: 0.0)
+        optimizer.finish()
+
+    run(1, body)
+
+
+# ---- faces: trainers wrap optimizers in copies of what is in their `__dict__` ----
+
+
+class Face:
+    def __init__(self, optimizer):
+        self.__dict__ = dict(optimizer.__dict__)
+        self.__class__ = type("Face", (Face, type(optimizer)), {})
+
+
+@pytest.mark.parametrize("method", EVERY_PLACE)
+def test_another_face_of_the_optimizer_is_the_same_optimizer(method):
+    def body(rank):
+        model = small_model()
+        optimizer = given(model, method=method)
+        early = Face(optimizer)
+        for step in range(3):
+            early.zero_grad()
+            loss_of(model, rank, step).backward()
+            early.step()
+        late = Face(optimizer)
+        early.finish()
+        for face in (early, late, optimizer):
+            with pytest.raises(UsageError, match=r"step\(\) after finish\(\)"):
+                face.step()
+            face.finish()
+        end = flat(model)
+        state = copy.deepcopy(late.state_dict()["state"])
+        assert state.keys() == optimizer.state_dict()["state"].keys() != set()
+        # the model is free for another training, whichever face has finished
+        given(model).finish()
+        # steps through any face are the job's
+        return end, len(join_world().journal.steps)
+
+    ends = run(2, body)
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert [steps for _, steps in ends] == [3, 3]
+
+
+@pytest.mark.parametrize("method", ["asp", "osp:collective=native"])
+def test_a_look_through_one_face_is_known_to_the_other(method):
+    def body(rank):
+        model = nn.Linear(6, 2)
+        optimizer = given(model, method=method)
+        with Face(optimizer).consolidated():
+            loss_of(model, rank, 0)
+            with pytest.raises(UsageError, match="inside consolidated"):
+                optimizer.step()
+        optimizer.finish()
+
+    run(1, body)
