@@ -165,7 +165,12 @@ def test_a_script_that_fails_ends_the_job_with_its_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "how", ["kill", pytest.param("interrupt", marks=pytest.mark.slow)]
+    "how",
+    [
+        "kill",
+        pytest.param("interrupt", marks=pytest.mark.slow),
+        pytest.param("terminate", marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path):
     (tmp_path / "train.py").write_text(
@@ -176,7 +181,14 @@ def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path):
         "    time.sleep(60)\n"
     )
     words = ("emulate", "train.py", "--workers=2", "--link=1gbit", "--no-measure")
-    launcher = start(tmp_path, *words, start_new_session=True)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = os.environ | {
+        "TMPDIR": str(temporary),
+        # torch keeps this folder from one process to the next, in TMPDIR.
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+    }
+    launcher = start(tmp_path, *words, start_new_session=True, env=environment)
     try:
         for _ in range(2):
             assert launcher.stdout.readline() == "ready\n"
@@ -184,14 +196,20 @@ def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path):
         spaces = {network_of(pid) for pid in inside} - {network_of("self")}
         assert len(spaces) == 3  # the switchboard and two hosts
         watch = Watch(inside)
+        assert list(temporary.iterdir())
         if how == "kill":
             launcher.kill()
+        elif how == "terminate":
+            launcher.terminate()
         else:
             os.killpg(launcher.pid, signal.SIGINT)
         launcher.wait(SECONDS)
         watch.wait()
         assert not spaces & networks()
-        assert launcher.returncode == (-signal.SIGKILL if how == "kill" else 130)
+        statuses = {"kill": -signal.SIGKILL, "interrupt": 130, "terminate": 143}
+        assert launcher.returncode == statuses[how]
+        if how != "kill":  # by then nobody can remove anything
+            assert list(temporary.iterdir()) == []
     finally:
         launcher.kill()
         launcher.communicate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +21,7 @@ from paceline.report.tables import print_results
 from paceline.worlds.emulated.capabilities import Capabilities, capabilities
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.job import Job
+from paceline.worlds.scratch import scratch_folder
 
 
 def emulate(
@@ -67,7 +67,7 @@ def emulate(
     if records is not None:
         forget_workers(str(records))
     with (
-        tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
+        scratch_folder() as scratch,
         o.standard_output_for_result(json) as output,
     ):
         result_file = Path(scratch) / "result.json"

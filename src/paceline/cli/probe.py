@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,6 +22,7 @@ from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.job import Job
 from paceline.worlds.join import join_world
 from paceline.worlds.launch import launch, split_arguments
+from paceline.worlds.scratch import scratch_folder
 from paceline.worlds.virtual import Simulation
 
 SCRIPT = str(Path(paceline.probe.__file__).parent / "__main__.py")
@@ -55,7 +55,7 @@ def probe(
     if not seconds > 0:
         raise UsageError(f"--seconds: expected more than zero, got {seconds:g}")
     with (
-        tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
+        scratch_folder() as scratch,
         o.standard_output_for_result(json) as true_output,
     ):
         found = Path(scratch) / "findings.json"

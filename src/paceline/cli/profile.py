@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from paceline.options import RunOptions
 from paceline.report.files import make_folder
 from paceline.report.tables import print_workload
 from paceline.worlds.launch import launch, split_arguments
+from paceline.worlds.scratch import scratch_folder
 
 
 def profile(
@@ -45,7 +45,7 @@ def profile(
         raise UsageError(f"--output: expected a file, got the folder {path}")
     make_folder(str(path.parent))
     with (
-        tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
+        scratch_folder() as scratch,
         o.standard_output_for_result(json) as true_output,
     ):
         measured = Path(scratch) / "workload.json"

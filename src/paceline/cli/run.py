@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.report.files import forget_workers, read_workers, write_run
 from paceline.worlds.launch import launch, split_arguments
+from paceline.worlds.scratch import scratch_folder
 from paceline.worlds.supervisor import Supervisor
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -74,7 +74,7 @@ def run(
     if records is not None:
         forget_workers(str(records))
     with (
-        tempfile.TemporaryDirectory(prefix="paceline-") as scratch,
+        scratch_folder() as scratch,
         o.standard_output_for_result(json) as output,
     ):
         result = Path(scratch) / "result.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 
 from torch.distributed import run as torchrun
@@ -18,6 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.worlds.failures import Failure, summary
+from paceline.worlds.scratch import ToldToEnd, scratch_folder
 
 _PLACEMENT = (
     "--nnodes",
@@ -97,7 +97,7 @@ def launch(
     # torchrun would set this too, with a warning each time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(options.to_environment())
-    with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+    with scratch_folder() as scratch:
         if "--log-dir" not in given:
             words.append(f"--log-dir={scratch}")  # torchrun's own choice would stay
         arguments = torchrun.parse_args([*words, script, *script_arguments])
@@ -111,6 +111,9 @@ def launch(
             name = error.sigval.name
             print(f"paceline: {name}: all workers were ended", file=sys.stderr)
             return 128 + error.sigval
+        except ToldToEnd as told:  # before torchrun listened to signals itself
+            print(f"paceline: {told.name}: all workers were ended", file=sys.stderr)
+            return 128 + told.number
         except (
             RendezvousError,
             RuntimeError,

@@ -29,12 +29,10 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import cast
 
 from paceline import methods, spec
@@ -43,6 +41,7 @@ from paceline.interfaces import UpdatesOnServer
 from paceline.options import RunOptions
 from paceline.server.snapshot import unfinished
 from paceline.settings import Settings
+from paceline.worlds.scratch import ToldToEnd, scratch_folder
 from paceline.worlds.servers import (
     ADDRESSES_VARIABLE,
     INCARNATION_VARIABLE,
@@ -85,10 +84,6 @@ class _Worker:
     """The step that its earlier lives have reached."""
     evicted: float | None = None
     """When this life was evicted by the server."""
-
-
-class _ToldToEndError(Exception):
-    """A signal has come."""
 
 
 class Supervisor:
@@ -142,25 +137,18 @@ class Supervisor:
 
         Whatever happens, no process is left.
         """
-        with tempfile.TemporaryDirectory(prefix="paceline-") as self._scratch:
-            before = signal.signal(signal.SIGTERM, _told_to_end)
+        with scratch_folder() as self._scratch:
             try:
                 self._supervise()
-            except (KeyboardInterrupt, _ToldToEndError) as told:
-                interrupted = isinstance(told, KeyboardInterrupt)
-                number = signal.SIGINT if interrupted else signal.SIGTERM
-                print(
-                    f"paceline: {number.name}: all workers were ended", file=sys.stderr
-                )
-                return 128 + number
+            except ToldToEnd as told:
+                print(f"paceline: {told.name}: all workers were ended", file=sys.stderr)
+                return 128 + told.number
             finally:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
                 self._end_workers()
                 if self._server is not None:
                     self._server.close()
                 if self._snapshot is not None:
                     unfinished(self._snapshot).unlink(missing_ok=True)
-                signal.signal(signal.SIGTERM, before)
         if self._failed:
             return 1
         self._remove_snapshot()
@@ -427,10 +415,6 @@ def _check_snapshot(snapshot: Path, resume: bool) -> None:
             f"--snapshot {snapshot}: the file exists, and may be what another job left; "
             f"remove it to begin anew, or pass --resume to go on from it"
         )
-
-
-def _told_to_end(number: int, frame: FrameType | None) -> None:
-    raise _ToldToEndError
 
 
 def _describe(status: int) -> str:

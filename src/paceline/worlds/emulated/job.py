@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +29,7 @@ from paceline.worlds.emulated.world import (
     EmulatedWorld,
 )
 from paceline.worlds.failures import Failure, summary
+from paceline.worlds.scratch import ToldToEnd, scratch_folder
 from paceline.worlds.servers import ADDRESSES_VARIABLE
 
 PORT = 29500
@@ -65,9 +64,10 @@ class Job:
     def run(self) -> int:
         """Run until all workers have ended; returns the exit status.
 
-        Ctrl-C ends all workers first. Whatever happens, no worker is left.
+        A signal to end (SIGINT, SIGTERM, SIGHUP) ends all workers first. Whatever happens,
+        no worker is left.
         """
-        with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+        with scratch_folder() as scratch:
             progress = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             with progress:
                 path = str(Path(scratch) / "progress")
@@ -80,9 +80,12 @@ class Job:
                 try:
                     self._start(scratch, path)
                     return self._supervise(scratch)
-                except KeyboardInterrupt:
-                    print("paceline: SIGINT: all workers were ended", file=sys.stderr)
-                    return 128 + signal.SIGINT
+                except ToldToEnd as told:
+                    print(
+                        f"paceline: {told.name}: all workers were ended",
+                        file=sys.stderr,
+                    )
+                    return 128 + told.number
                 finally:
                     self._end_all()
                     for timer in self._timers:

@@ -34,13 +34,14 @@ class Watchdog:
         self._look = look
 
     def watch(self, over: threading.Event) -> None:
-        """Return when *over* is set; a Ctrl-C ends all workers."""
+        """Return when *over* is set; a Ctrl-C, or a signal that raises `SystemExit` here,
+        ends all workers."""
         try:
             self._watch(over)
-        except KeyboardInterrupt as interrupt:
-            self._clock.interrupt(interrupt)
+        except (KeyboardInterrupt, SystemExit) as told:
+            self._clock.interrupt(told)
             if not over.wait(self._patience):
-                self._give_up("a worker does not end after Ctrl-C")
+                self._give_up("a worker does not end though it was told to")
 
     def _watch(self, over: threading.Event) -> None:
         idle_since, switches, used = time.monotonic(), -1, 0.0

@@ -1,0 +1,103 @@
+"""A launcher's temporary folder, which goes however the launcher is told to end.
+
+Python removes temporary folders where its blocks are left, and Ctrl-C leaves them; SIGTERM
+and SIGHUP would end the process where it stands. Inside `scratch_folder` all three raise
+`ToldToEnd`, once: a second one would disturb the tidying up that the first has begun.
+Whoever is killed (``kill -9``) leaves the folder to the system's own tidying of its
+temporary files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class ToldToEnd(SystemExit):
+    """A signal has come. Not caught, it ends the process with a shell's status for it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+        self.name = signal.Signals(number).name
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[str]:
+    """A temporary folder, removed at the block's end.
+
+    Inside, on the main thread, `ToldToEnd` is raised where a signal comes. A signal that
+    was ignored before (``nohup``) still is.
+    """
+    folder: tempfile.TemporaryDirectory[str] | None = None
+    with _told.heard():
+        try:
+            with _told.held():
+                folder = tempfile.TemporaryDirectory(prefix="paceline-")
+            yield folder.name
+        finally:
+            with _told.held():
+                if folder is not None:
+                    folder.cleanup()
+
+
+class _Told:
+    """What signals have said: one for the process, as their handlers are."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._number: int | None = None
+        """The first that came."""
+        self._holds = 0
+        self._is_due = False
+        """It came while it was held, and is to be raised."""
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Signals are listened to; nested, until the outermost block's end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals come to the main thread alone
+            return
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        heeded = [n for n, how in before.items() if how not in (signal.SIG_IGN, None)]
+        self._depth += 1
+        try:
+            for number in heeded:
+                signal.signal(number, self._hear)
+            yield
+        finally:
+            for number in heeded:
+                signal.signal(number, before[number])
+            self._depth -= 1
+            if not self._depth:
+                self._number = None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What comes meanwhile is raised at the block's end."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            if self._is_due and not self._holds and self._number is not None:
+                self._is_due = False
+                raise ToldToEnd(self._number)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._number is not None:
+            return
+        self._number = number
+        if self._holds:
+            self._is_due = True
+        else:
+            raise ToldToEnd(number)
+
+
+_told = _Told()
