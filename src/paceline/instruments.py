@@ -5,12 +5,16 @@ Mechanisms count here; methods contain no logging.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 
 from paceline.errors import UsageError
+
+MOST_NOTES = 8
+"""Sentences that stand beside a run's figures; a training may say ever so many."""
 
 
 class Span(NamedTuple):
@@ -60,6 +64,7 @@ class Journal:
         self.trainings = 0
         self.buckets = 0
         self.settled_after = 0
+        self.notes: deque[str] = deque(maxlen=MOST_NOTES)
         self.steps: list[StepRecord] = []
         self.metrics: dict[str, float] = {}
         self.spans: list[Span] = []
@@ -89,6 +94,11 @@ class Journal:
             self.settled_after = 0
         elif not self.settled_after:
             self.settled_after = len(self.steps) + 1
+
+    def note(self, sentence: str) -> None:
+        """Keep a sentence that belongs beside the run's figures: the last few."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
 
     def sent(self, count: int) -> None:
         """Count bytes that this worker puts on the network."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,23 +25,12 @@ import torch
 
 from paceline import fusion
 from paceline.fusion.measure import measure_all_reduce
+from paceline.fusion.trial import Verdict, judge
 from paceline.interfaces import Comm, Stopwatch
 
 PROFILED_STEPS = 4
 TRIAL_STEPS = 4
 """Steps with one side of a trial, the first of which does not count."""
-
-TRIAL_ROUNDS = 4
-REPEATABLE = 1e-6
-"""Relative spread below which times are taken as exact: a virtual world without jitter."""
-
-CLEAR = 3.0
-NOISE = 0.05
-"""A difference of so many times the spread, and of this part, ends a trial after its first
-round."""
-
-WORTH_IT = 0.97
-"""A plan must take less than this part of DDP's time, where times are not exact."""
 
 WATCH_EVERY = 50
 WATCHED_STEPS = 8
@@ -70,7 +58,8 @@ class Planner:
 
     *sizes* (bytes) and *kinds* are those of the parameters, by index; *rule* is one of
     `fusion.RULES` or lengths. *blank* makes buffers to measure with; *planned* is told the
-    number of buckets and whether measuring is over. Without *lock_step* ranks never meet:
+    number of buckets and whether measuring is over, *say* what people should know.
+    Without *lock_step* ranks never meet:
     buckets are those of the rule, or of DDP's where *rule* measures, for parameters in the
     reverse of their order, and stay so.
     """
@@ -85,6 +74,7 @@ class Planner:
         stopwatch: Stopwatch,
         blank: Callable[[int, torch.device], torch.Tensor],
         planned: Callable[[int, bool], None],
+        say: Callable[[str], None],
         lock_step: bool = True,
     ) -> None:
         self._comm = comm
@@ -94,7 +84,7 @@ class Planner:
         self._fixed_rule = "ddp" if rule in fusion.MEASURED else rule
         self._sizes, self._kinds = list(sizes), list(kinds)
         self._device, self._stopwatch, self._blank = device, stopwatch, blank
-        self._planned = planned
+        self._planned, self._say = planned, say
         self.listening = True
         """Whether `gradient_ready` wants to be called in the next backward pass."""
         self._pass = Pass()
@@ -184,7 +174,8 @@ class Planner:
         """Steps with each side in turn; returns the side to keep."""
         ratios: list[float] = []
         sides: list[tuple[float, float]] = []
-        for round_number in range(TRIAL_ROUNDS):
+        verdict: Verdict | None = None
+        while verdict is None:
             means, spread = [], 0.0
             for side in (planned, plain):
                 yield self._use(side)  # the step that follows does not count
@@ -199,30 +190,15 @@ class Planner:
                 spread = max(spread, spreads / ranks if ranks else 0.0)
             sides.append((means[0], means[1]))
             ratios.append(means[0] / means[1] if means[1] else 1.0)
-            if spread < REPEATABLE:
-                better = ratios[0] < 1 - REPEATABLE
-                return self._chosen(better, planned, plain, sides)
-            if round_number == 0 and abs(ratios[0] - 1) > max(CLEAR * spread, NOISE):
-                break
-        # Small gains of a noisy trial are luck as often as not: win every round, or stay.
-        better = statistics.median(ratios) < WORTH_IT and max(ratios) < 1
-        return self._chosen(better, planned, plain, sides)
-
-    def _chosen(
-        self,
-        better: bool,
-        planned: Groups,
-        plain: Groups,
-        sides: Sequence[tuple[float, float]],
-    ) -> Groups:
-        used = "the plan" if better else "DDP's rule"
+            verdict = judge(ratios, spread)
         ours, theirs = (statistics.median(side) for side in zip(*sides, strict=True))
         self._say(
             f"fusion: {_buckets(planned)} planned from measured times, "
-            f"{1e3 * ours:.4g} ms a step in a trial; DDP's rule, {_buckets(plain)}, "
-            f"{1e3 * theirs:.4g} ms: {used} is used"
+            f"{1e3 * ours:.4g} ms a pass in a trial (one forward, one backward, and "
+            f"waiting for its means); DDP's rule, {_buckets(plain)}, "
+            f"{1e3 * theirs:.4g} ms: {verdict.why}"
         )
-        return planned if better else plain
+        return planned if verdict.better else plain
 
     def _watch(self) -> Iterator[bool]:
         """Returns when the order, or the time of a step, has changed for good."""
@@ -350,10 +326,6 @@ class Planner:
 
     def _sum(self, value: float) -> float:
         return self._sums(value)[0]
-
-    def _say(self, sentence: str) -> None:
-        if self._comm.rank == 0:
-            print(f"paceline: {sentence}", file=sys.stderr)
 
 
 def _buckets(groups: Groups) -> str:

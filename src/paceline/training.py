@@ -127,6 +127,7 @@ class Training:
             self.stopwatch,
             world.blank,
             world.journal.planned,
+            self.say,
             lock_step=method.updates_on != "server",
         )
         self._make_buckets()
@@ -168,6 +169,7 @@ class Training:
         return self._world.journal.metrics.get("loss")
 
     def say(self, sentence: str) -> None:
+        self._world.journal.note(sentence)
         if self.comm.rank == 0:
             print(f"paceline: {sentence}", file=sys.stderr)
 

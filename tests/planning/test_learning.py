@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline
-from paceline.planning import PROFILED_STEPS, TRIAL_ROUNDS, TRIAL_STEPS, Planner
+from paceline.fusion.trial import ROUNDS
+from paceline.planning import PROFILED_STEPS, TRIAL_STEPS, Planner
 from paceline.worlds.virtual import ComputeModel
 from tests.training.cases import assert_gradients, mean_gradients
 from tests.virtual.helpers import cluster, rack
@@ -21,7 +22,7 @@ from .helpers import Watched, batch, ended, note, on, sgd
 SLOW = cluster(rack(3, link=1.25e6))
 """10 Mbit/s: which pieces gradients travel in matters, also for small models."""
 
-STEPS = 1 + PROFILED_STEPS + 2 * TRIAL_STEPS * TRIAL_ROUNDS + 3
+STEPS = 1 + PROFILED_STEPS + 2 * TRIAL_STEPS * ROUNDS + 3
 """Beyond the last trial, also where times are noisy."""
 
 

@@ -11,6 +11,7 @@ from paceline.collectives.schedule import Ring
 from paceline.network import Workload
 from paceline.planning import PROFILED_STEPS, TRIAL_STEPS
 from paceline.report.result import Summary
+from paceline.worlds.virtual.script import result_of
 from tests.virtual.helpers import cluster, rack
 
 from .helpers import UNEVEN, Watched, on, ring_cost, train_stand_in
@@ -62,16 +63,19 @@ def test_the_plan_adopted_is_that_of_the_workloads_own_times(workers, lanes):
 
 
 def test_where_a_plan_is_adopted_one_line_says_so(capsys):
-    answers, _ = on(4, lambda rank: train_stand_in(UNEVEN, 30))
+    answers, world = on(4, lambda rank: train_stand_in(UNEVEN, 30))
     _, end = planned("optimal", UNEVEN, 4, 2)
     _, end_of_ddp = planned("ddp", UNEVEN, 4, 2)
     count = len(answers[0].plan)
     line = (
         f"paceline: fusion: {count} buckets planned from measured times, "
-        f"{1e3 * end:.4g} ms a step in a trial; DDP's rule, 2 buckets, "
-        f"{1e3 * end_of_ddp:.4g} ms: the plan is used\n"
+        f"{1e3 * end:.4g} ms a pass in a trial (one forward, one backward, and waiting "
+        f"for its means); DDP's rule, 2 buckets, {1e3 * end_of_ddp:.4g} ms: the plan is "
+        "used"
     )
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr().err == f"{line}\n"
+    journal = world.result.journals[0]
+    assert [f"paceline: {note}" for note in journal.notes] == [line]
 
 
 def test_ddps_rule_stays_where_it_is_as_fast(capsys):
@@ -88,8 +92,9 @@ def test_ddps_rule_stays_where_it_is_as_fast(capsys):
     assert answers[0].groups[1 + PROFILED_STEPS] == [("a", "b")]  # on trial
     assert answers[0].plan == [("a",), ("b",)]
     assert line == (
-        "paceline: fusion: 1 bucket planned from measured times, 137 ms a step in a "
-        "trial; DDP's rule, 2 buckets, 137 ms: DDP's rule is used"
+        "paceline: fusion: 1 bucket planned from measured times, 137 ms a pass in a "
+        "trial (one forward, one backward, and waiting for its means); DDP's rule, 2 "
+        "buckets, 137 ms: the plan is no faster, and DDP's rule is kept"
     )
 
 
@@ -148,6 +153,30 @@ def test_one_worker_measures_nothing(rule, capsys):
     whole = UNEVEN.forward_seconds + UNEVEN.backward_seconds + UNEVEN.update
     assert watched.step_seconds == 20 * [pytest.approx(whole, rel=1e-9)]
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps", "settled", "note"),
+    [
+        (
+            "optimal",
+            TRIED - 5,
+            False,
+            f"not settled in {TRIED - 5} steps: buckets were",
+        ),
+        ("optimal", TRIED, False, f"not settled in {TRIED} steps: buckets were still"),
+        ("optimal", TRIED + 1, True, "fusion: "),
+        ("ddp", 1, False, "one step only: its figures include the start-up"),
+        ("ddp", 2, True, None),
+    ],
+)
+def test_a_result_says_whether_its_figures_are_of_settled_steps(
+    rule, steps, settled, note
+):
+    _, world = on(2, lambda rank: train_stand_in(UNEVEN, steps, fusion=rule))
+    result = result_of(world.result, 2)
+    assert result.settled is settled
+    assert [text.startswith(note) for text in result.notes[:1]] == [True] * bool(note)
 
 
 def test_figures_are_of_settled_steps():

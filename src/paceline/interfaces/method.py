@@ -71,7 +71,7 @@ class Run(Protocol):
         ...
 
     def say(self, sentence: str) -> None:
-        """Tell people something, once for all workers."""
+        """Tell people something, once for all workers: now, and beside the run's figures."""
         ...
 
     participants: list[int]

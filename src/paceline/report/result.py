@@ -48,7 +48,8 @@ class Result(msgspec.Struct, kw_only=True):
     those that measured), then means over workers; *buckets* is the number of pieces in
     which the gradient travelled at the end; *metrics* are the last values that rank 0
     logged; *network* and *compute* say where the one and the times of the other come from.
-    *notes* are sentences that belong beside the figures.
+    *notes* are sentences that belong beside the figures. Not *settled*: there were no
+    other steps than those that measured, and the figures are of these.
     """
 
     world: str
@@ -63,6 +64,7 @@ class Result(msgspec.Struct, kw_only=True):
     metrics: dict[str, float | None]
     network: str = ""
     compute: str = ""
+    settled: bool = True
     notes: list[str] = msgspec.field(default_factory=list)
 
     @classmethod
@@ -75,22 +77,39 @@ class Result(msgspec.Struct, kw_only=True):
             values = [getattr(s, field) for s in summaries if s.steps]
             return fmean(values) if values else None
 
+        steps = int(max(s.steps for s in summaries))
+        settled = 0 < journal.settled_after < steps
+        notes = [] if settled else [_unsettled(steps, journal.settled_after)]
         return cls(
             world=world,
             workers=workers,
             method=journal.method,
-            steps=int(max(s.steps for s in summaries)),
+            steps=steps,
             buckets=journal.buckets,
             step_seconds=mean("step_seconds"),
             compute_seconds=mean("compute_seconds"),
             exposed_communication_seconds=mean("exposed_communication_seconds"),
             bytes_sent_per_worker=mean("bytes_sent"),
             metrics=dict(journal.metrics),
+            settled=settled,
+            notes=[*notes, *journal.notes],
         )
 
     def to_json(self) -> str:
         """One line. Values that are not finite become null: JSON has no words for them."""
         return msgspec.json.encode(self).decode()
+
+
+def _unsettled(steps: int, settled_after: int) -> str:
+    if not steps:
+        return "no step was taken"
+    if settled_after == steps == 1:
+        return "one step only: its figures include the start-up"
+    many = "1 step" if steps == 1 else f"{steps} steps"
+    return (
+        f"not settled in {many}: buckets were still being measured and tried, and the "
+        "figures are of such steps"
+    )
 
 
 class Failed(msgspec.Struct, kw_only=True):
