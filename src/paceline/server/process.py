@@ -41,6 +41,8 @@ SILENT_STEPS = 30
 """and for as long as so many steps usually take,"""
 FIRST_STEP = 10
 """and so many times that before its first step is done: it may be compiling."""
+LOOKS = 20
+"""The watch looks up so often within the least silence, to know that itself was awake."""
 
 
 def make_machine(workers: int, name: str) -> ParameterServer:
@@ -90,6 +92,11 @@ class SilenceWatch:
     has not joined yet is not known here. Forward passes of any kind are heard of (`Note`);
     what takes longer than that without any looks like silence.
 
+    Who does not listen hears nothing. So the watch wants to be called every now and then
+    (`LOOKS`), and where it was not for twice as long, since a disk stalled a snapshot or the
+    process itself was stopped, that time is nobody's silence, and nobody is lost before
+    there was time to read what has come in meanwhile.
+
     *report* is told who was lost: worker, incarnation, seconds of silence.
     """
 
@@ -106,10 +113,16 @@ class SilenceWatch:
         self._report = report
         self._voices: dict[int, _Voice] = {}
         self._durations: deque[float] = deque(maxlen=100)
+        self._pulse = least / LOOKS
+        self._looked = 0.0
+        """When this was last called."""
+        self._awake = 0.0
+        """Since when it has been called as often as it wants to be."""
 
     def on_message(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
     ) -> list[Answer]:
+        self._look_up(now)
         voice = self._voice_of(sender)
         if voice is not None:
             self._hear(voice, sender, message, now)
@@ -121,6 +134,7 @@ class SilenceWatch:
         return self._heeded(answers, now)
 
     def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
+        self._look_up(now)
         voice = self._voices.get(worker)
         if voice is not None and voice.incarnation == incarnation:
             del self._voices[worker]
@@ -129,9 +143,11 @@ class SilenceWatch:
     def next_deadline(self) -> float | None:
         deadlines = [self._server.next_deadline()]
         deadlines += [self._deadline(v) for v in self._voices.values() if not v.owed]
+        deadlines += [self._looked + self._pulse] if self._voices else []
         return min((d for d in deadlines if d is not None), default=None)
 
     def on_timer(self, now: float) -> list[Answer]:
+        self._look_up(now)
         answers: list[Answer] = []
         deadline = self._server.next_deadline()
         if deadline is not None and now >= deadline:
@@ -149,6 +165,15 @@ class SilenceWatch:
 
     def take_work(self) -> Work:
         return self._server.take_work()
+
+    def _look_up(self, now: float) -> None:
+        """Called again: while nobody looked, nobody was silent."""
+        away = now - self._looked
+        self._looked = now
+        if away > 2 * self._pulse:
+            self._awake = now
+            for voice in self._voices.values():
+                voice.heard += away
 
     def _voice_of(self, sender: Sender) -> _Voice | None:
         voice = self._voices.get(sender.worker)
@@ -178,4 +203,5 @@ class SilenceWatch:
         return answers
 
     def _deadline(self, voice: _Voice) -> float:
-        return voice.heard + self._limit * (1 if voice.steps else FIRST_STEP)
+        allowed = self._limit * (1 if voice.steps else FIRST_STEP)
+        return max(voice.heard + allowed, self._awake + self._pulse)

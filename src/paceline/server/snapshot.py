@@ -115,8 +115,9 @@ class Snapshots:
     that were ahead of the slowest, steps are in the parameters that are done again after
     a restart. (Never while a step has ended for some buckets only: then at its end.)
 
-    While it writes the server does nothing else, and workers wait for their answers; so
-    it writes no more often than that this takes a tenth of the time. A snapshot that cannot be
+    It is the timer that takes one, not the message that ends a step: so the answers to that
+    step have left before, and workers compute while the server writes and does nothing else.
+    It writes no more often than that this takes a tenth of the time. A snapshot that cannot be
     written is reported, and training goes on with the one before.
     """
 
@@ -138,6 +139,9 @@ class Snapshots:
         self._clock = clock
         self._due: float | None = None  # from here on, at the next quiet moment
         self._latest = 0.0  # from here on, at any moment
+        self._now: float | None = (
+            None  # a quiet moment, as soon as its answers have left
+        )
         self._versions: list[int] = []
 
     def on_message(
@@ -147,7 +151,7 @@ class Snapshots:
         if self._due is None:
             self._wait_until(now + self._seconds)
         elif now >= self._due and self._server.is_quiet():
-            self._take(now)
+            self._now = now
         return answers
 
     def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
@@ -155,18 +159,20 @@ class Snapshots:
 
     def next_deadline(self) -> float | None:
         deadlines = [self._server.next_deadline()]
-        deadlines += [] if self._due is None else [self._latest]
+        deadlines += [] if self._due is None else [self._latest, self._now]
         return min((d for d in deadlines if d is not None), default=None)
 
     def on_timer(self, now: float) -> list[Answer]:
-        answers: list[Answer] = []
         deadline = self._server.next_deadline()
         if deadline is not None and now >= deadline:
-            answers = self._server.on_timer(now)
-        if self._due is not None and now >= self._latest:
+            return self._server.on_timer(now)  # a snapshot is next: these answers leave
+        moment, self._now = self._now, None
+        if moment is not None and self._server.is_quiet():
+            self._take(now)
+        elif self._due is not None and now >= self._latest:
             self._latest = now + self._seconds  # where nothing can be taken now
             self._take(now)
-        return answers
+        return []
 
     def take_work(self) -> Work:
         return self._server.take_work()
