@@ -22,6 +22,7 @@ import torch
 from paceline.interfaces import Comm, Pending, Piece, Run, Updater
 from paceline.methods.osp.budget import Growth
 from paceline.methods.osp.choice import Rate, StepTimes, choose, fill, measured_rate
+from paceline.methods.osp.explain import why_nothing
 from paceline.methods.osp.importance import product, ranking
 from paceline.methods.osp.layout import Layout
 from paceline.methods.osp.options import FADES, INTERVAL, OSPOptions
@@ -45,6 +46,7 @@ class Decider:
         self._options, self._layout, self._channel = options, layout, channel
         self._growth = Growth(options.budget, options.ramp, run.say)
         self._round = 0
+        self._deferred = False  # anything, ever
         self._leads = run.comm.rank == 0
         self._values = [0.0] * len(layout.pieces)
         self._numbers = {piece: n for n, piece in enumerate(layout.pieces)}
@@ -99,6 +101,15 @@ class Decider:
         self._round += 1
         self.watch.step_begins()
 
+    def ended(self, run: Run) -> None:
+        """The training is over: say why nothing was deferred in it, if nothing was."""
+        if self._deferred:
+            return
+        waited = self._per_byte > 0
+        why = why_nothing(self._options, self._round, self._growth.part, waited)
+        if why is not None:
+            run.say(why)
+
     # ---- the exchange ----
 
     def _ends_interval(self) -> bool:
@@ -127,6 +138,7 @@ class Decider:
         count = len(self._layout.pieces)
         began = not self._layout.deferred
         self._layout.defer([n for n in range(count) if values[n] > 0])
+        self._deferred = self._deferred or bool(self._layout.deferred)
         self._look = None
         if began and self._layout.deferred and self._options.defer == "measured":
             # The next step, which still waits for what its predecessor sent, does not count.

@@ -145,6 +145,7 @@ def finish(state: NativeState, run: Run) -> None:
         pending.wait()
     state.pending_second.clear()
     _settle(state, run)
+    state.decider.ended(run)
     if len(last) < run.comm.size:
         run.take_model(source=last[0])
 

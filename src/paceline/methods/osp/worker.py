@@ -19,6 +19,7 @@ from paceline.interfaces import Piece, Run, StagedRemote, UnitPlace, Updater
 from paceline.messages import FIRST, SECOND, Measured
 from paceline.methods.osp.budget import Growth
 from paceline.methods.osp.choice import measured_rate
+from paceline.methods.osp.explain import why_nothing
 from paceline.methods.osp.options import FADES, INTERVAL, OSPOptions
 from paceline.methods.osp.trial import looks_in
 from paceline.methods.osp.watch import StepWatch
@@ -38,6 +39,9 @@ class WorkerState:
     watch: StepWatch
     growth: Growth
     step: int
+    began: int
+    """The step with which this worker joined."""
+    has_deferred: bool = False
     deferred: set[Unit] = field(default_factory=set)
     this_step: list[list[int]] = field(default_factory=list)
     """Per bucket, what the step under way defers."""
@@ -58,6 +62,7 @@ def begin(options: OSPOptions, run: Run) -> WorkerState:
         watch=StepWatch(run.stopwatch, options.overlap),
         growth=Growth(options.budget, options.ramp, run.say),
         step=step,
+        began=step,
         this_step=[list(numbers) for numbers in run.staged.deferred],
     )
     _ask_states(state, run.staged)
@@ -101,6 +106,7 @@ def after_update(state: WorkerState, run: Run) -> None:
         )
     _guess(state, run, base, before, hyperparameters)
     state.deferred, state.base, state.before, state.late = deferring, base, kept, None
+    state.has_deferred = state.has_deferred or bool(deferring)
     state.rates = [float(group["lr"]) for group in hyperparameters]
     remote.written(under_way=bool(deferring))
     changed = state.this_step != remote.deferred
@@ -115,6 +121,11 @@ def after_update(state: WorkerState, run: Run) -> None:
 
 def finish(state: WorkerState, run: Run) -> None:
     _settle(state, run.staged)
+    if not state.has_deferred:
+        steps, waited = state.step - state.began, state.per_byte > 0
+        why = why_nothing(state.options, steps, state.growth.part, waited)
+        if why is not None:
+            run.say(why)
     run.staged.leave()
 
 
