@@ -10,6 +10,7 @@ from types import TracebackType
 import typer
 
 from paceline.cli import compare, emulate, methods, probe, profile, run, serve, simulate
+from paceline.cli.arguments import Command, LaunchCommand
 from paceline.errors import PacelineError, WorkerFailedError
 
 _RUNS_SCRIPTS = str(Path("paceline", "worlds", "virtual"))
@@ -21,14 +22,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(run.run)
-app.command()(simulate.simulate)
-app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(profile.profile)
-app.command()(emulate.emulate)
-app.command(cls=run.RunCommand, context_settings=run.CONTEXT)(probe.probe)
-app.command()(compare.compare)
-app.command()(serve.serve)
-app.command()(methods.methods)
+app.command(cls=LaunchCommand)(run.run)
+app.command(cls=Command)(simulate.simulate)
+app.command(cls=LaunchCommand)(profile.profile)
+app.command(cls=Command)(emulate.emulate)
+app.command(cls=LaunchCommand)(probe.probe)
+app.command(cls=Command)(compare.compare)
+app.command(cls=Command)(serve.serve)
+app.command(cls=Command)(methods.methods)
 
 
 def main() -> None:

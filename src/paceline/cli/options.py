@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Annotated
 import typer
 
 from paceline.distribute import read_spec
-from paceline.errors import UsageError
+from paceline.errors import ClusterError, UsageError
 from paceline.network import Cluster, Workload, load_cluster, uniform_cluster
 from paceline.options import RunOptions
 from paceline.report.files import make_folder
@@ -27,8 +28,8 @@ Script = Annotated[
 ScriptArguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="-- SCRIPT-ARGS",
-        help="After --: the script's own arguments.",
+        metavar="[--] SCRIPT-ARGS",
+        help="The script's own arguments; after --, where options stand behind SCRIPT.",
         show_default=False,
     ),
 ]
@@ -126,12 +127,17 @@ def make_cluster(
                     f"{name} and --cluster contradict each other: the file says it all"
                 )
         return load_cluster(cluster)
-    return uniform_cluster(
-        4 if workers is None else workers,
-        link or "1gbit",
-        latency or "50us",
-        server_hosts or 0,
-    )
+    try:
+        return uniform_cluster(
+            4 if workers is None else workers,
+            link or "1gbit",
+            latency or "50us",
+            server_hosts or 0,
+        )
+    except ClusterError as error:
+        # What is a key in a file is an option here.
+        words = re.sub(r"^the short form: key '(\w+)'", r"--\1", str(error))
+        raise UsageError(words) from None
 
 
 def make_compute(

@@ -12,6 +12,7 @@ import typer
 
 import paceline.probe
 from paceline.cli import options as o
+from paceline.cli.arguments import torchrun_words
 from paceline.errors import UsageError
 from paceline.network import ServerHost, cluster_toml
 from paceline.options import RunOptions
@@ -21,7 +22,7 @@ from paceline.report.files import make_folder
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.job import Job
 from paceline.worlds.join import join_world
-from paceline.worlds.launch import launch, split_arguments
+from paceline.worlds.launch import launch
 from paceline.worlds.scratch import scratch_folder
 from paceline.worlds.virtual import Simulation
 
@@ -70,10 +71,12 @@ def probe(
             ):
                 if value is not None:
                     raise UsageError(f"{name} describes a network; this measures one")
-            words, _, _ = split_arguments([*context.args, SCRIPT])
+            words = torchrun_words(context)
             status = launch(workers, words, SCRIPT, arguments, RunOptions())
-        elif context.args:
-            raise UsageError(f"unknown option {context.args[0]!r}")
+        elif torchrun_words(context):
+            raise UsageError(
+                f"{torchrun_words(context)[0]} means nothing in the {world} world"
+            )
         else:
             described = o.make_cluster(cluster, workers, link, latency, server_hosts)
             servers = len(described.servers)

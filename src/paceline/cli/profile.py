@@ -9,18 +9,20 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options as o
-from paceline.cli.run import AFTER_DASHES
+from paceline.cli.arguments import torchrun_words
 from paceline.errors import UsageError
 from paceline.network import Workload
 from paceline.options import RunOptions
 from paceline.report.files import make_folder
 from paceline.report.tables import print_workload
-from paceline.worlds.launch import launch, split_arguments
+from paceline.worlds.launch import launch
 from paceline.worlds.scratch import scratch_folder
 
 
 def profile(
     context: typer.Context,
+    script: o.Script,
+    script_arguments: o.ScriptArguments = None,
     workers: Annotated[
         int | None, typer.Option(help="Worker processes on this machine. [default: 1]")
     ] = None,
@@ -37,10 +39,9 @@ def profile(
     Medians over steps, the maximum over workers. simulate --workload FILE uses them.
     Options of torchrun are passed through; the script's own stand after --.
     """
-    torchrun_options, script, arguments = split_arguments(context.args)
-    arguments += context.meta.get(AFTER_DASHES, [])
-    o.check_job(Path(script), None)
-    path = output or o.profile_file(Path(script))
+    arguments = script_arguments or []
+    o.check_job(script, None)
+    path = output or o.profile_file(script)
     if path.is_dir():
         raise UsageError(f"--output: expected a file, got the folder {path}")
     make_folder(str(path.parent))
@@ -50,7 +51,9 @@ def profile(
     ):
         measured = Path(scratch) / "workload.json"
         options = RunOptions(steps=steps, seed=seed, profile=str(measured))
-        status = launch(workers, torchrun_options, script, arguments, options)
+        status = launch(
+            workers, torchrun_words(context), str(script), arguments, options
+        )
         if status:
             sys.exit(status)
         if not measured.exists():

@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from paceline.cli import options as o
+from paceline.cli.arguments import torchrun_words
 from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.report.files import forget_workers, read_workers, write_run
-from paceline.worlds.launch import launch, split_arguments
+from paceline.worlds.launch import launch
 from paceline.worlds.scratch import scratch_folder
 from paceline.worlds.supervisor import Supervisor
-
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-AFTER_DASHES = "paceline.after_dashes"
-
-
-class RunCommand(TyperCommand):
-    """Keeps what follows ``--`` away from every option parser: it is the script's."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--" in args:
-            position = args.index("--")
-            ctx.meta[AFTER_DASHES] = args[position + 1 :]
-            args = args[:position]
-        return super().parse_args(ctx, args)
 
 
 def run(
     context: typer.Context,
+    script: o.Script,
+    script_arguments: o.ScriptArguments = None,
     workers: Annotated[
         int | None, typer.Option(help="Worker processes on this machine.")
     ] = None,
@@ -68,9 +56,9 @@ def run(
     All of torchrun's options are passed through (--nnodes, --node-rank, --rdzv-endpoint,
     ...): for several machines, run the same command on each.
     """
-    torchrun_options, script, script_arguments = split_arguments(context.args)
-    script_arguments += context.meta.get(AFTER_DASHES, [])
-    o.check_job(Path(script), method)
+    torchrun_options = torchrun_words(context)
+    arguments = script_arguments or []
+    o.check_job(script, method)
     if records is not None:
         forget_workers(str(records))
     with (
@@ -94,8 +82,8 @@ def run(
                 )
             status = Supervisor(
                 2 if workers is None else workers,
-                script,
-                script_arguments,
+                str(script),
+                arguments,
                 options,
                 snapshot,
                 resume=resume,
@@ -103,9 +91,7 @@ def run(
         elif snapshot is not None or resume:
             raise UsageError("--snapshot and --resume mean nothing without --survive")
         else:
-            status = launch(
-                workers, torchrun_options, script, script_arguments, options
-            )
+            status = launch(workers, torchrun_options, str(script), arguments, options)
         if records is not None:
             write_run(str(records), "records", *read_workers(str(records)))
         if json and result.exists():

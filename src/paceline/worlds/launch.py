@@ -29,39 +29,13 @@ _PLACEMENT = (
 )
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """Tell torchrun's options, the script, and the script's arguments apart.
-
-    The first word that is no option (or an option's value) is the script; torchrun's
-    options may stand before or after it, and all that it does not know is the script's. Raises `UsageError` if there is no script.
-    """
-    values_of: dict[str, int] = {}
-    for action in torchrun.get_args_parser()._actions:
-        for option in action.option_strings:
-            values_of[option] = 0 if action.nargs == 0 else 1
-    options: list[str] = []
-    script: str | None = None
-    rest: list[str] = []
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        name, equals, _ = word.partition("=")
-        if name in values_of:
-            options.append(word)
-            if not equals and values_of[name] and words:
-                options.append(words.pop(0))
-        elif script is not None:
-            rest.append(word)
-        elif word.startswith("-"):
-            raise UsageError(
-                f"unknown option {name!r}: neither paceline's nor torchrun's; a script's "
-                "own options come after it"
-            )
-        else:
-            script = word
-    if script is None:
-        raise UsageError("expected a script: paceline run --workers 2 train.py")
-    return options, script, rest
+def torchrun_options() -> dict[str, int]:
+    """torchrun's options, and how many values each takes."""
+    return {
+        option: 0 if action.nargs == 0 else 1
+        for action in torchrun.get_args_parser()._actions
+        for option in action.option_strings
+    }
 
 
 _SHUTDOWN_SECONDS = 10
