@@ -6,11 +6,13 @@ workers go on in a fixed order with even gaps, so that only about one at a time 
 
 Waits for: its turn, the workers in rank order, one each gap. Sends: the whole gradient, and
 receives all parameters. Guarantees: every gradient is applied once, at a learning rate of
-its weight (1/n) times the script's; between two turns of a worker each other one that
-takes part has had one turn.
+its weight (1/n) times the script's; from when all have done
+equally many steps, between two turns of a worker each other one that takes part has had one
+turn.
 
-After a warm-up, in which nobody waits, worker j goes on when it is its turn, its step is in,
-and a gap has passed since the turn before:
+After a warm-up, in which nobody waits, and until the last have done as many steps as the
+first, worker j goes on when it is its turn, its step is in, and a gap has passed since the
+turn before:
 
     gap = T / (slack * N)
 
@@ -27,7 +29,9 @@ evaluation between two steps of worker 0 counts as part of one.
 
 Differs from the authors' code, whose ring would wait for ever for a worker that is gone: who
 has left or died has no turn, and if worker 0 goes, the next one's steps are measured. The
-last turn of the warm-up is also the first of the ring. Parameters are those of the moment at which
+ring begins where all have done equally many steps, so that all can come to a barrier, a
+checkpoint say, after the same step: who is there never has the turn that another one waits for.
+The turn with which the last one has caught up is also the first of the ring. Parameters are those of the moment at which
 a worker goes on, all buckets of a step together. Of several servers the first keeps the order; the others
 answer at once, and a worker waits for the first.
 """
@@ -118,6 +122,8 @@ class RoundRobin(AppliesOnArrival):
         self._slack = slack
         self._warm_up = warm_up
         self._is_warm = False
+        self._catching_up: int | None = None
+        """The step that all are to begin before the ring does; None in the warm-up."""
         self._follows = False
         self._times = StepTimes(unmeasured=warm_up // 2)
         self._held: dict[int, list[HeldPush]] = {}
@@ -155,19 +161,38 @@ class RoundRobin(AppliesOnArrival):
 
     def _let_go(self, shard: Shard, here: Sequence[int]) -> None:
         self._deadline = None
+        self._begin_ring(shard, here)
         while (worker := self._whose_turn(shard, here)) is not None:
             if self._is_warm and shard.now < self._next_time:
                 self._deadline = self._next_time
                 return
             self._go_on(shard, worker, here)
+            self._begin_ring(shard, here)
+
+    def _begin_ring(self, shard: Shard, here: Sequence[int]) -> None:
+        step = self._catching_up
+        if step is not None and all(self._begun(shard, w) >= step for w in here):
+            self._is_warm, self._catching_up = True, None
+
+    def _begun(self, shard: Shard, worker: int) -> int:
+        """The last step that a worker was let begin."""
+        return shard.clock(worker) - (1 if self._waits(shard, worker) else 0)
+
+    def _waits(self, shard: Shard, worker: int) -> bool:
+        """Whether its step is in as a whole, and it has not gone on."""
+        held = self._held.get(worker)
+        return held is not None and shard.clock(worker) > held[0].step
 
     def _whose_turn(self, shard: Shard, here: Sequence[int]) -> int | None:
         """Who goes on next, if its step is in as a whole."""
-        whole = [w for w, p in self._held.items() if shard.clock(w) > p[0].step]
-        if not whole or not self._is_warm:
-            return whole[0] if whole else None
-        turn = min(here, key=lambda worker: (worker < self._next, worker))
-        return turn if turn in whole else None
+        waiting = [worker for worker in self._held if self._waits(shard, worker)]
+        if waiting and self._is_warm:
+            turn = min(here, key=lambda worker: (worker < self._next, worker))
+            return turn if turn in waiting else None
+        if self._catching_up is not None:
+            last = self._catching_up
+            waiting = [w for w in waiting if self._begun(shard, w) < last]
+        return waiting[0] if waiting else None
 
     def _go_on(self, shard: Shard, worker: int, here: Sequence[int]) -> None:
         self._answer(shard, worker)
@@ -177,7 +202,8 @@ class RoundRobin(AppliesOnArrival):
             if mean is not None:
                 self._step_seconds = mean
                 warm = self._times.done[worker] >= self._warm_up
-                self._is_warm = self._is_warm or warm
+                if warm and not self._is_warm and self._catching_up is None:
+                    self._catching_up = max(self._begun(shard, w) for w in here)
         # gap = T / (1.2 N); next_time = now + gap; next_id = (j + 1) mod N
         gap = self._step_seconds / (self._slack * len(here))
         self._next_time = shard.now + gap
