@@ -51,7 +51,7 @@ def trace(method):
         Cluster((rack,)), compute=ComputeModel(workload=setting.EQUAL), trace=True
     )
     outcome = simulation.run(train)
-    spans = [span for journal in outcome.journals for span in journal.spans]
+    spans = [span for kept in outcome.kept for span in kept.spans]
     return [span for span in spans + outcome.spans if span.worker == 0], ends
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -49,15 +49,48 @@ class StepRecord(msgspec.Struct, kw_only=True, gc=False):
     metrics: dict[str, float | None]
 
 
+class Recorder(Protocol):
+    """Whoever wants all that a journal observes, as it comes."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step has ended."""
+        ...
+
+    def span(self, span: Span) -> None:
+        """Something that took time has ended."""
+        ...
+
+
+class Kept(NamedTuple):
+    """A `Recorder` in memory, for runs that are short."""
+
+    steps: list[StepRecord]
+    spans: list[Span]
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def span(self, span: Span) -> None:
+        self.spans.append(span)
+
+
+STEPS_KEPT = 1000
+"""A journal's window: what medians are made of. Half a megabyte."""
+
+
 class Journal:
     """One worker's observations.
 
-    *now* is its world's clock. *keep_spans*: remember spans for a trace. ``observers`` are
+    *now* is its world's clock; *recorder* is told everything. ``step_count`` counts steps,
+    and ``steps`` are the last `STEPS_KEPT`: training may go on for ever. ``observers`` are
     called with 0 when the first training begins, and with each step's number at its end.
     """
 
     def __init__(
-        self, worker: int, now: Callable[[], float], *, keep_spans: bool = False
+        self,
+        worker: int,
+        now: Callable[[], float],
+        recorder: Recorder | None = None,
     ) -> None:
         self.worker = worker
         self.method = ""
@@ -65,12 +98,12 @@ class Journal:
         self.buckets = 0
         self.settled_after = 0
         self.notes: deque[str] = deque(maxlen=MOST_NOTES)
-        self.steps: list[StepRecord] = []
+        self.step_count = 0
+        self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self.metrics: dict[str, float] = {}
-        self.spans: list[Span] = []
         self.observers: list[Callable[[int], None]] = []
         self._now = now
-        self._keep_spans = keep_spans
+        self._recorder = recorder
         self._fresh_metrics: dict[str, float] = {}
         self._bytes_sent = 0
         self._wait_seconds = 0.0
@@ -93,7 +126,17 @@ class Journal:
         if not settled:
             self.settled_after = 0
         elif not self.settled_after:
-            self.settled_after = len(self.steps) + 1
+            self.settled_after = self.step_count + 1
+
+    def settled_steps(self) -> list[StepRecord]:
+        """Of the window those that ran as planned; without such steps, all but the first,
+        which carries the start-up's costs."""
+        first = self.step_count - len(self.steps)  # steps that are no longer kept
+        numbered = list(enumerate(self.steps, first + 1))
+        usual = max(1, self.settled_after)
+        settled = [record for number, record in numbered if number > usual]
+        warm = [record for number, record in numbered if number > 1]
+        return settled or warm or list(self.steps)
 
     def note(self, sentence: str) -> None:
         """Keep a sentence that belongs beside the run's figures: the last few."""
@@ -110,9 +153,9 @@ class Journal:
         self.observe(Span(self.worker, "wait", name, start, end))
 
     def observe(self, span: Span) -> None:
-        """Keep a span, if anybody asked for a trace."""
-        if self._keep_spans:
-            self.spans.append(span)
+        """Record a span, if anybody asked for a trace."""
+        if self._recorder is not None:
+            self._recorder.span(span)
 
     def log(self, metrics: dict[str, object]) -> None:
         """Note metrics: they go into the next step's record and into the last values."""
@@ -126,24 +169,27 @@ class Journal:
                 ) from None
             self._fresh_metrics[name] = self.metrics[name] = number
 
-    def step(self) -> None:
-        """An optimizer step has ended."""
+    def step(self, before: int = 0) -> None:
+        """An optimizer step has ended; the job had done so many steps *before* this worker
+        joined it."""
         end = self._now()
         duration = end - self._last_end
-        self.steps.append(
-            StepRecord(
-                worker=self.worker,
-                step=len(self.steps) + 1,
-                end_seconds=end - self._began,
-                step_seconds=duration,
-                compute_seconds=duration - self._wait_seconds,
-                exposed_communication_seconds=self._wait_seconds,
-                bytes_sent=self._bytes_sent,
-                metrics=dict(self._fresh_metrics),
-            )
+        self.step_count += 1
+        record = StepRecord(
+            worker=self.worker,
+            step=before + self.step_count,
+            end_seconds=end - self._began,
+            step_seconds=duration,
+            compute_seconds=duration - self._wait_seconds,
+            exposed_communication_seconds=self._wait_seconds,
+            bytes_sent=self._bytes_sent,
+            metrics=dict(self._fresh_metrics),
         )
+        self.steps.append(record)
+        if self._recorder is not None:
+            self._recorder.step(record)
         self._last_end = end
         self._fresh_metrics = {}
         self._bytes_sent, self._wait_seconds = 0, 0.0
         for observer in self.observers:
-            observer(len(self.steps))
+            observer(self.step_count)

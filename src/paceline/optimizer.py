@@ -142,8 +142,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._training.after_update()
         if not self._sets_the_pace():
             return result
-        self._world.journal.step()
-        done = self.first_step + len(self._world.journal.steps)
+        self._world.journal.step(self.first_step)
+        done = self.first_step + self._world.journal.step_count
         if self._world.options.steps and done >= self._world.options.steps:
             self.finish()
             raise TrainingEnded(0)

@@ -140,8 +140,10 @@ def test_a_cut_link_that_is_repaired_lets_the_job_go_on(tmp_path):
 
 def test_a_killed_worker_ends_the_job_and_is_named(tmp_path):
     cluster = with_rules(tmp_path, "step = 3\nkill = 1")
-    status, out, err = emulate(tmp_path, cluster, steps=500)
+    folder = tmp_path / "records"
+    status, out, err = emulate(tmp_path, cluster, f"--records={folder}", steps=500)
     assert (status, out) == (1, "")
+    assert len(records(folder)) >= 3  # nobody ended well, and what was done is there
     assert re.search(
         r"the job failed: rank 1 was killed by SIGKILL .*: by a rule of the cluster",
         err,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.errors import PeerLostError, UsageError
-from paceline.instruments import Journal
+from paceline.instruments import Journal, Kept
 from paceline.messages import (
     DTYPES,
     PROTOCOL,
@@ -156,7 +156,8 @@ def test_what_the_server_refuses_is_a_usage_error():
 
 
 def test_bytes_and_waits_are_counted():
-    journal = Journal(0, time.perf_counter, keep_spans=True)
+    kept = Kept([], [])
+    journal = Journal(0, time.perf_counter, kept)
     with running(Adder(1), 1) as shell:
         server = connect(shell, journal=journal)
         journal.begin("test")
@@ -165,7 +166,7 @@ def test_bytes_and_waits_are_counted():
         journal.step()
         server.close()
     assert journal.steps[0].bytes_sent == 4000
-    assert [span.name for span in journal.spans] == ["load", "pull"]
+    assert [span.name for span in kept.spans] == ["load", "pull"]
 
 
 def test_the_servers_deadline_is_kept():

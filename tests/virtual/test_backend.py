@@ -597,7 +597,7 @@ def test_two_runs_are_equal_bit_for_bit(play: bool) -> None:
     (first, one), (second, two) = runs
     assert len(one.spans) == 4 * (3 + 1 + 1) * N
     assert one.spans == two.spans
-    assert [j.spans for j in one.journals] == [j.spans for j in two.journals]
+    assert [kept.spans for kept in one.kept] == [kept.spans for kept in two.kept]
     assert one.virtual_seconds == two.virtual_seconds > 0
     assert one.switches == two.switches
     for ours, theirs in zip(first, second, strict=True):

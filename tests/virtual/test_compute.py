@@ -109,8 +109,8 @@ def test_pacing_shows_in_the_trace_and_in_the_result() -> None:
     run_on(world, paced)
     spans = [
         (s.worker, s.row, s.name, s.start, s.end)
-        for journal in world.result.journals
-        for s in journal.spans
+        for kept in world.result.kept
+        for s in kept.spans
     ]
     assert spans == [
         (0, "compute", "paced", 0.0, 1.0),

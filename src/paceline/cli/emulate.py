@@ -15,7 +15,7 @@ from paceline.cli import options as o
 from paceline.errors import UsageError
 from paceline.network import Workload
 from paceline.options import RunOptions
-from paceline.report.files import forget_workers, read_workers, write_run
+from paceline.report.files import forget_workers, merge_workers
 from paceline.report.result import Result
 from paceline.report.tables import print_results
 from paceline.worlds.emulated.capabilities import Capabilities, capabilities
@@ -88,7 +88,7 @@ def emulate(
                 _measure(fabric)
             status = Job(fabric, str(script), script_arguments or [], options).run()
         if records is not None:
-            write_run(str(records), "records", *read_workers(str(records)))
+            merge_workers(str(records), "records")
         if result_file.exists():
             result = msgspec.json.decode(result_file.read_bytes(), type=Result)
             result.network = described.describe()

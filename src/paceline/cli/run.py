@@ -12,7 +12,7 @@ from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
 from paceline.errors import UsageError
 from paceline.options import RunOptions
-from paceline.report.files import forget_workers, read_workers, write_run
+from paceline.report.files import forget_workers, merge_workers
 from paceline.worlds.launch import launch
 from paceline.worlds.scratch import scratch_folder
 from paceline.worlds.supervisor import Supervisor
@@ -93,7 +93,7 @@ def run(
         else:
             status = launch(workers, torchrun_options, str(script), arguments, options)
         if records is not None:
-            write_run(str(records), "records", *read_workers(str(records)))
+            merge_workers(str(records), "records")
         if json and result.exists():
             with open(output, "w", closefd=False) as stream:
                 stream.write(result.read_text())

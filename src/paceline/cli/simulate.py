@@ -94,10 +94,10 @@ def simulate(
                 file=sys.stderr,
             )
         if records is not None:
-            all_steps = [step for j in outcome.journals for step in j.steps]
+            all_steps = [step for kept in outcome.kept for step in kept.steps]
             all_steps.sort(key=lambda record: (record.step, record.worker))
-            spans = [span for j in outcome.journals for span in j.spans]
-            write_run(str(records), "records", all_steps, spans + outcome.spans)
+            spans = [span for kept in outcome.kept for span in kept.spans]
+            write_run(str(records), "records", all_steps, lambda: spans + outcome.spans)
         if json:
             with open(output, "w", closefd=False) as stream:
                 print(result.to_json(), file=stream)

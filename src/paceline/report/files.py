@@ -2,58 +2,135 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import os
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.instruments import Journal, Span, StepRecord
+from paceline.instruments import Span, StepRecord
 from paceline.report.trace import chrome_trace
 
-
-class WorkerFile(msgspec.Struct, kw_only=True):
-    """What one real worker leaves for the launcher to merge."""
-
-    steps: list[StepRecord]
-    spans: list[Span]
+_WORKERS = "worker-*.jsonl"
+_PIECE = 1 << 16
+"""Bytes that are read or written at once."""
 
 
-def write_worker(folder: str, journal: Journal) -> None:
-    """Leave one worker's records in *folder*."""
-    content = WorkerFile(steps=journal.steps, spans=journal.spans)
-    path = make_folder(folder) / f"worker-{journal.worker}.json"
-    path.write_bytes(msgspec.json.encode(content))
+class WorkerRecords:
+    """A real worker's `Recorder`: a file in *folder* for the launcher to merge.
+
+    JSON lines as they come, an object for a step and an array for a span: all that a step
+    took is in the file when it has ended. Only the last line of a killed worker's may be
+    incomplete; what the worker writes in another life comes after the last whole one.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._file: BinaryIO | None = None
+        self._lines = bytearray()
+        self._broken = False
+
+    def step(self, record: StepRecord) -> None:
+        self._add(record)
+        self._write(record.worker)
+
+    def span(self, span: Span) -> None:
+        self._add(span)
+        if len(self._lines) > _PIECE:
+            self._write(span.worker)
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        if self._file is not None:
+            self._write(0)
+            self._file.close()
+
+    def _add(self, line: StepRecord | Span) -> None:
+        if not self._broken:
+            self._lines += msgspec.json.encode(line) + b"\n"
+
+    def _write(self, worker: int) -> None:
+        """What has come until now, in one piece; a training outlives a full disk."""
+        if self._broken:
+            return
+        try:
+            if self._file is None:
+                name = f"worker-{worker}.jsonl"
+                self._file = _open_after_whole_lines(make_folder(self._folder) / name)
+            if self._file.write(self._lines) < len(self._lines):
+                raise OSError(f"there is no room left in {self._folder}")
+        except (OSError, UsageError) as error:
+            self._broken = True
+            print(
+                f"paceline: worker {worker}: no more records are written: {error}",
+                file=sys.stderr,
+            )
+        self._lines.clear()
 
 
-def read_workers(folder: str) -> tuple[list[StepRecord], list[Span]]:
-    """Merge, and remove, what all real workers have left in *folder*."""
-    steps: list[StepRecord] = []
-    spans: list[Span] = []
-    for path in sorted(Path(folder).glob("worker-*.json")):
-        content = msgspec.json.decode(path.read_bytes(), type=WorkerFile)
-        steps += content.steps
-        spans += content.spans
+def _open_after_whole_lines(path: Path) -> BinaryIO:
+    """To go on writing behind the last line that is complete; unbuffered."""
+    path.touch()
+    with path.open("rb") as before:
+        whole = sum(len(line) for line in before if line.endswith(b"\n"))
+    os.truncate(path, whole)
+    return path.open("ab", buffering=0)
+
+
+def _lines_of(path: Path) -> Iterator[StepRecord | Span]:
+    decode = msgspec.json.Decoder(StepRecord | Span).decode
+    with path.open("rb", buffering=_PIECE) as lines:
+        yield from (decode(line) for line in lines if line.endswith(b"\n"))
+
+
+def _steps_of(path: Path) -> Iterator[StepRecord]:
+    return (line for line in _lines_of(path) if isinstance(line, StepRecord))
+
+
+def merge_workers(folder: str, name: str) -> None:
+    """Write ``NAME.jsonl`` and ``NAME.trace.json`` of what all real workers have left in
+    *folder*, which is removed. However much it is: it is read as it is written."""
+    paths = sorted(Path(folder).glob(_WORKERS))
+
+    def spans() -> Iterator[Span]:
+        lines = itertools.chain.from_iterable(map(_lines_of, paths))
+        return (line for line in lines if isinstance(line, Span))
+
+    steps = heapq.merge(*map(_steps_of, paths), key=_order)
+    write_run(folder, name, steps, spans)
+    for path in paths:
         path.unlink()
-    steps.sort(key=lambda record: (record.step, record.worker))
-    return steps, spans
 
 
 def forget_workers(folder: str) -> None:
     """Remove what workers of an earlier run, that was killed, have left in *folder*."""
-    for path in make_folder(folder).glob("worker-*.json"):
+    for path in make_folder(folder).glob(_WORKERS):
         path.unlink()
 
 
 def write_run(
-    folder: str, name: str, steps: Sequence[StepRecord], spans: Sequence[Span]
+    folder: str,
+    name: str,
+    steps: Iterable[StepRecord],
+    spans: Callable[[], Iterable[Span]],
 ) -> None:
     """Write ``NAME.jsonl`` (a record per worker and step) and ``NAME.trace.json``."""
     path = make_folder(folder)
-    (path / f"{name}.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(steps))
-    (path / f"{name}.trace.json").write_bytes(chrome_trace(spans))
+    encode = msgspec.json.Encoder().encode
+    with (path / f"{name}.jsonl").open("wb", buffering=_PIECE) as file:
+        file.writelines(encode(record) + b"\n" for record in steps)
+    with (path / f"{name}.trace.json").open("wb", buffering=_PIECE) as file:
+        file.writelines(chrome_trace(spans))
+
+
+def _order(record: StepRecord) -> tuple[int, int]:
+    return record.step, record.worker
 
 
 _CLAIMED = ".paceline-files"

@@ -10,7 +10,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from paceline.instruments import Journal, StepRecord
+from paceline.instruments import Journal
 
 
 class Summary(msgspec.Struct, array_like=True):
@@ -24,10 +24,8 @@ class Summary(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, journal: Journal) -> Summary:
-        """Medians over the steps that ran as planned; without such steps, over all but
-        the first, which carries the start-up's costs."""
-        settled = journal.steps[max(1, journal.settled_after) :]
-        steps = settled or journal.steps[1:] or journal.steps
+        """Medians over the journal's settled steps."""
+        steps = journal.settled_steps()
 
         def middle(field: str) -> float:
             if not steps:
@@ -35,7 +33,7 @@ class Summary(msgspec.Struct, array_like=True):
             return float(median(getattr(step, field) for step in steps))
 
         return cls(
-            len(journal.steps),
+            journal.step_count,
             middle("step_seconds"),
             middle("compute_seconds"),
             middle("exposed_communication_seconds"),
@@ -44,8 +42,8 @@ class Summary(msgspec.Struct, array_like=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What one run took: per-step figures are medians over a worker's steps (without
-    those that measured), then means over workers; *buckets* is the number of pieces in
+    """What one run took: per-step figures are medians over a worker's last thousand steps
+    (without those that measured), then means over workers; *buckets* is the number of pieces in
     which the gradient travelled at the end; *metrics* are the last values that rank 0
     logged; *network* and *compute* say where the one and the times of the other come from.
     *notes* are sentences that belong beside the figures. Not *settled*: there were no
@@ -138,8 +136,3 @@ def gather_summaries(mine: Summary) -> list[Summary]:
     dist.all_gather_single(everyone, own)
     rows = everyone.view(-1, own.numel()).tolist()
     return [msgspec.convert(row, Summary) for row in rows]
-
-
-def encode_steps(steps: Sequence[StepRecord]) -> bytes:
-    """JSON lines, one per step."""
-    return msgspec.json.Encoder().encode_lines(steps)

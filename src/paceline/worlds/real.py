@@ -20,7 +20,7 @@ from paceline.interfaces import Compute, Endpoint, ServerJob, Stopwatch
 from paceline.network.workload import Workload
 from paceline.options import RunOptions
 from paceline.profiling import Profiler, times_of, with_times
-from paceline.report.files import write_worker
+from paceline.report.files import WorkerRecords
 from paceline.report.result import Result, Summary, gather_summaries
 from paceline.stopwatch import CudaStopwatch, HostStopwatch
 from paceline.torch_private import default_store, local_store
@@ -44,9 +44,10 @@ class RealWorld:
         self.options = options
         self.rank = _whole("RANK", 0)
         self.size = _whole("WORLD_SIZE", 1)
-        self.journal = Journal(
-            self.rank, self.now, keep_spans=options.records is not None
-        )
+        self._records: WorkerRecords | None = None
+        if options.records is not None:
+            self._records = WorkerRecords(options.records)
+        self.journal = Journal(self.rank, self.now, self._records)
         self._exit_actions: list[Callable[[], None]] = []
         self.trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
         self._profilers: list[Profiler] = []
@@ -60,7 +61,7 @@ class RealWorld:
                 lambda step: self._note_progress(progress, step)
             )
         self._bad_news = threading.Event()
-        Ending(lambda: len(self.journal.steps), self._close, self._leave)
+        Ending(lambda: self.journal.step_count, self._close, self._leave)
 
     def connect(self) -> None:
         if self.alone:
@@ -168,8 +169,8 @@ class RealWorld:
         self._results_written = True
         if self.options.profile is not None:
             self._write_profile(self.options.profile)
-        if self.options.records is not None:
-            write_worker(self.options.records, self.journal)
+        if self._records is not None:
+            self._records.close()
         if self.options.json:
             mine = Summary.of(self.journal)
             summaries = gather_summaries(mine) if dist.is_initialized() else [mine]

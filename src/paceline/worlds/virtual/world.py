@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline.context import enter_world_in_this_thread
 from paceline.errors import UsageError
-from paceline.instruments import Journal, Span
+from paceline.instruments import Journal, Kept, Span
 from paceline.interfaces import ServerJob
 from paceline.network.cluster import Cluster
 from paceline.network.workload import Workload
@@ -62,11 +62,13 @@ MOST_ELEMENTS = 1024
 
 @dataclass
 class SimulationResult:
-    """What a simulation gives back: each worker's journal, the spans of collectives, and
-    how many times the baton changed hands. *profilers*: worker 0's, one per model, where
+    """What a simulation gives back: each worker's journal, and how many times the baton
+    changed hands. *kept*: each worker's records, and *spans*: those of collectives, where a
+    trace was asked for. *profilers*: worker 0's, one per model, where
     asked for."""
 
     journals: list[Journal] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     virtual_seconds: float = 0.0
     switches: int = 0
@@ -89,7 +91,11 @@ class VirtualWorld:
         self.size = simulation.cluster.workers
         self.options = simulation.options
         self.speeds = simulation.speeds
-        self.journal = Journal(rank, self.now, keep_spans=simulation.trace)
+        kept = None
+        if simulation.trace:
+            kept = Kept([], [])
+            simulation.result.kept.append(kept)
+        self.journal = Journal(rank, self.now, kept)
         if rank == 0:
             self.journal.observers.append(simulation.conditions.reached)
         self._compute = VirtualCompute(
