@@ -82,6 +82,8 @@ class Training:
         self.finished = False
         self.looking = False  # inside `consolidated`
         self.participants = list(range(comm.size))
+        self.behind: list[int] = []
+        self.step_is_due = False
         self.buckets: list[Bucket] = []
         self._world = world
         self._model = model
@@ -266,7 +268,7 @@ class Training:
 
     def after_update(self) -> None:
         """The user's optimizer has stepped."""
-        self._delivered = False
+        self._delivered = self.step_is_due = False
         self._steps += 1
         self._moment("after_update")
         if self._compute is not None:
@@ -275,6 +277,8 @@ class Training:
     def finish(self) -> None:
         """This worker is out of data. Collective over the ranks, each in its own time."""
         self.finished = True
+        if self.step_is_due and not self._broken and not self.optimizer_steps:
+            self._take_due_step()
         self.active = False
         if not self._broken:
             self._moment("finish")
@@ -283,6 +287,13 @@ class Training:
             if self._updater is not None:
                 self._updater.close()
         self.detach()
+
+    def _take_due_step(self) -> None:
+        """The script left its loop between ``backward()`` and ``step()``. The gradients have
+        left, too, and count, and the others wait for what this step sends after them."""
+        if self._method.gradient_seen_by_user == "local-sent":
+            self._require_unchanged()
+        self.after_update()
 
     def detach(self) -> None:
         """Take the hooks out of the model."""
@@ -456,7 +467,7 @@ class Training:
             self._show_gradients()
         if self._settings.check_finite:
             self._require_finite()
-        self._delivered = True
+        self._delivered = self.step_is_due = True
         self._step_may_begin = True
         self._plan_anew()
         if self._method.gradient_seen_by_user == "local-sent":

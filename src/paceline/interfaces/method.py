@@ -77,6 +77,15 @@ class Run(Protocol):
     participants: list[int]
     """Ranks that still train, equal on all ranks; a roll call brings it up to date."""
 
+    behind: list[int]
+    """Ranks that have left with a step due, equal on all ranks; a roll call likewise."""
+
+    @property
+    def step_is_due(self) -> bool:
+        """Whether gradients were delivered and ``step()`` has not followed: in `finish`,
+        that the script left its loop between the two."""
+        ...
+
     @property
     def remote(self) -> Remote:
         """The parameters on their servers. Only for methods with ``updates_on="server"``."""

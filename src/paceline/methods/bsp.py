@@ -19,7 +19,11 @@ from typing import ClassVar
 import torch
 
 from paceline.interfaces import Clips, GradientSeen, Pending, Run, UpdatesOn
-from paceline.methods.roll_call import answer_roll_call, ask_for_roll_call
+from paceline.methods.roll_call import (
+    answer_roll_call,
+    ask_for_roll_call,
+    keep_company_to_the_end,
+)
 from paceline.tensors import Bucket
 
 
@@ -69,12 +73,6 @@ class BSP:
                 bucket.buffer.mul_(factor)
 
     def finish(self, state: BSPState, run: Run) -> None:
-        # The others may still train: contribute nothing, in step with them, until all
-        # are out of data. Whoever stopped earlier then takes the model of one who trained
-        # to the end.
-        last = run.participants
-        while run.participants:
-            last = run.participants
-            run.keep_company()
-        if len(last) < run.comm.size:
-            run.take_model(source=last[0])
+        source = keep_company_to_the_end(run)
+        if source is not None:
+            run.take_model(source)

@@ -18,7 +18,11 @@ from paceline.interfaces import Hyperparameters, Pending, Piece, Run, Updater
 from paceline.methods.osp.decision import Decider
 from paceline.methods.osp.layout import Layout, Message
 from paceline.methods.osp.options import OSPOptions
-from paceline.methods.roll_call import answer_roll_call, ask_for_roll_call
+from paceline.methods.roll_call import (
+    answer_roll_call,
+    ask_for_roll_call,
+    keep_company_to_the_end,
+)
 from paceline.tensors import Bucket
 
 PREDICTED = 0.9
@@ -137,17 +141,14 @@ def after_update(state: NativeState, run: Run) -> None:
 
 
 def finish(state: NativeState, run: Run) -> None:
-    last = run.participants
-    while run.participants:
-        last = run.participants
-        run.keep_company()
+    source = keep_company_to_the_end(run)
     for pending in state.pending_second:
         pending.wait()
     state.pending_second.clear()
     _settle(state, run)
     state.decider.ended(run)
-    if len(last) < run.comm.size:
-        run.take_model(source=last[0])
+    if source is not None:
+        run.take_model(source)
 
 
 def consolidate(state: NativeState, run: Run) -> Callable[[], None]:
