@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 LEVELS = [
     {"errors"},
     {"clipping", "units"},
-    {"hooks", "options", "ring_sum", "spec", "torch_private"},
+    {"hooks", "launchers", "options", "ring_sum", "spec", "torch_private"},
     {"instruments", "messages", "tensors", "network"},
     {"interfaces"},
     {"context", "fusion", "pieces", "profiling", "stopwatch"},

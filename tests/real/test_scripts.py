@@ -139,14 +139,27 @@ def test_a_misspelt_option_is_refused(tmp_path):
 
 
 def test_two_machines(tmp_path):
-    """The same command on each machine; here both are this one."""
+    """The same command on each machine; here both are this one. The second is told its
+    place by variables, as Kubeflow's trainer does."""
     port = free_port()
-    shared = ["--nnodes=2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    place = {
+        "nnodes": "2",
+        "node_rank": "0",
+        "master_addr": "127.0.0.1",
+        "master_port": str(port),
+    }
     jobs = []
     for node in range(2):
-        options = ["run", "--workers=1", *shared, f"--node-rank={node}", "--json"]
+        options = ["run", "--workers=1", "--json"]
+        place["node_rank"] = str(node)
+        variables = {}
+        if node == 0:
+            options += [f"--{name}={value}" for name, value in place.items()]
+        else:
+            variables = {f"PET_{key.upper()}": value for key, value in place.items()}
         folder = tmp_path / f"node-{node}"
-        jobs.append(launch(PACELINE, options, "ddp_idioms.py", folder=folder))
+        job = launch(PACELINE, options, "ddp_idioms.py", folder=folder, **variables)
+        jobs.append(job)
     wait_for_all(jobs)
     for job in jobs:
         job.check_ended_well()

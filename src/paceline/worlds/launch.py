@@ -27,6 +27,11 @@ _PLACEMENT = (
     "--master-port",
     "--standalone",
 )
+_PLACEMENT_VARIABLES = tuple(
+    "PET_" + option.removeprefix("--").upper().replace("-", "_")
+    for option in _PLACEMENT
+)
+"""torchrun takes each option from a variable too, as Kubeflow's trainer gives them."""
 
 
 def torchrun_options() -> dict[str, int]:
@@ -64,7 +69,10 @@ def launch(
                 "--workers and --nproc-per-node are the same: give one of them"
             )
         words.append(f"--nproc-per-node={workers}")
-    if given.isdisjoint(_PLACEMENT):
+    placed = not given.isdisjoint(_PLACEMENT) or any(
+        os.environ.get(variable) for variable in _PLACEMENT_VARIABLES
+    )
+    if not placed:
         words.append("--standalone")  # a free port of its own: two jobs never meet
     if "--shutdown-timeout" not in given:
         words.append(f"--shutdown-timeout={_SHUTDOWN_SECONDS}")

@@ -1,5 +1,5 @@
-"""The real world: one process per worker, launched by torchrun or whatever sets its
-variables, on the wall clock."""
+"""The real world: one process per worker, launched by torchrun, srun, mpirun or whatever sets
+torchrun's variables, on the wall clock."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
+from paceline import launchers
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
 from paceline.interfaces import Compute, Endpoint, ServerJob, Stopwatch
+from paceline.launchers import Place
 from paceline.network.workload import Workload
 from paceline.options import RunOptions
 from paceline.profiling import Profiler, times_of, with_times
@@ -33,8 +35,8 @@ from paceline.worlds.servers import PROGRESS_VARIABLE, SURVIVE_VARIABLE, RealSer
 class RealWorld:
     """This process as one worker of a job.
 
-    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` say which; without them
-    the process is a job of one.
+    The variables of its launcher say which (see `launchers`); without them the process is
+    a job of one.
     """
 
     name: ClassVar[str] = "real"
@@ -42,8 +44,8 @@ class RealWorld:
 
     def __init__(self, options: RunOptions) -> None:
         self.options = options
-        self.rank = _whole("RANK", 0)
-        self.size = _whole("WORLD_SIZE", 1)
+        place = _find_place()
+        self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)
         self._records: WorkerRecords | None = None
         if options.records is not None:
             self._records = WorkerRecords(options.records)
@@ -79,11 +81,12 @@ class RealWorld:
         backend = "gloo"
         if torch.cuda.is_available():
             devices = torch.cuda.device_count()
-            torch.cuda.set_device(_whole("LOCAL_RANK", 0) % devices)
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % devices)
             # All ranks of a machine decide alike: NCCL refuses two ranks on one device.
-            if _whole("LOCAL_WORLD_SIZE", 1) <= devices:
+            if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= devices:
                 backend = "cpu:gloo,cuda:nccl"
-        if "RANK" in os.environ:
+        variables = os.environ.keys()
+        if "RANK" in variables and (self.size > 1 or "MASTER_ADDR" in variables):
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=local_store(), rank=0, world_size=1)
@@ -213,11 +216,20 @@ class RealWorld:
         )
 
 
-def _whole(variable: str, default: int) -> int:
-    text = os.environ.get(variable, str(default))
+def _find_place() -> Place | None:
+    """This process's place in its job; torchrun's variables say it from then on, to
+    everything that looks for them. A script that has made its process group knows better."""
     try:
-        return int(text)
-    except ValueError:
-        raise UsageError(
-            f"environment variable {variable}: expected a whole number, got {text!r}"
-        ) from None
+        place = launchers.find(os.environ)
+    except UsageError:
+        if dist.is_initialized():
+            return None
+        raise
+    if place is not None and dist.is_initialized():
+        group = (dist.get_rank(), dist.get_world_size())
+        if group != (place.rank, place.size):
+            return None
+    if place is not None:
+        for name, value in place.to_environment().items():
+            os.environ.setdefault(name, value)
+    return place

@@ -1,0 +1,275 @@
+"""Which worker this process is, from the variables of whatever launched it.
+
+================================  ===================================================
+``RANK``                          torchrun, `paceline run`, PyTorchJob, Ray, by hand
+``OMPI_COMM_WORLD_RANK``          mpirun of Open MPI
+``SLURM_PROCID`` in a step        srun
+``PMI_RANK``                      mpiexec of MPICH and Intel MPI
+``PET_NNODES`` and its like       torchrun's own, as Kubeflow sets them, without torchrun
+================================  ===================================================
+
+The first that holds counts. Open MPI comes before Slurm, since mpirun starts its daemons by
+srun, and what they start inherits the variables of *their* step.
+
+Variables lie around in shells too, where they mean nothing. Slurm sets SLURM_NTASKS for an
+allocation, and in a batch script even SLURM_PROCID: only srun's tasks have a step's number.
+
+What no variable says is where worker 0 is: Slurm has a list of nodes, mpirun on one machine
+needs none, and elsewhere MASTER_ADDR must be given. Where a launcher clearly started
+several processes, and they cannot find each other, this is an error: each would train alone.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+
+_PORTS = 20000
+"""Ports are guessed from 20000 on, below those that the kernel hands out."""
+_NO_STEP = 0xFFFFFFF0
+"""Numbers of Slurm from here on are batch scripts, shells and the like, and no steps."""
+_START = "start it with torchrun or paceline run"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One worker of a job. *local_size*: workers on its machine, 0 where nobody says;
+    *node*: its machine's number; *master*, *port*: where worker 0 is to be found, or empty
+    and 0 where nobody says."""
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    local_size: int = 0
+    node: int = 0
+    master: str = ""
+    port: int = 0
+
+    def to_environment(self) -> dict[str, str]:
+        """The same as torchrun says it."""
+        said = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_size or "",
+            "GROUP_RANK": self.node,
+            "MASTER_ADDR": self.master,
+            "MASTER_PORT": self.port or "",
+        }
+        return {name: str(value) for name, value in said.items() if value != ""}
+
+
+ALONE = Place(rank=0, size=1)
+
+
+def find(environment: Mapping[str, str]) -> Place | None:
+    """The place that *environment* gives this process; None: it is a job of one.
+
+    Raises `UsageError` where it is one of several that cannot find each other, and for
+    variables that do not hold what they should.
+    """
+    for look in (_by_rank, _by_open_mpi, _by_slurm, _by_pmi, _by_torchrun):
+        place = look(environment)
+        if place is not None:
+            return None if place == ALONE else place
+    return None
+
+
+# ---- launchers ----
+
+
+def _by_rank(environment: Mapping[str, str]) -> Place | None:
+    if "RANK" not in environment:
+        return None
+    node = next((n for n in ("GROUP_RANK", "NODE_RANK") if environment.get(n)), "")
+    return Place(
+        rank=_whole(environment, "RANK"),
+        size=_whole(environment, "WORLD_SIZE", 1),
+        local_rank=_whole(environment, "LOCAL_RANK", 0),
+        local_size=_whole(environment, "LOCAL_WORLD_SIZE", 0),
+        node=_whole(environment, node) if node else 0,
+        master=environment.get("MASTER_ADDR", ""),
+        port=_whole(environment, "MASTER_PORT", 0),
+    )
+
+
+def _by_open_mpi(environment: Mapping[str, str]) -> Place | None:
+    if "OMPI_COMM_WORLD_RANK" not in environment:
+        return None
+    size = _whole(environment, "OMPI_COMM_WORLD_SIZE")
+    if size == 1:
+        return ALONE
+    local_size = _whole(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
+    rank = _whole(environment, "OMPI_COMM_WORLD_RANK")
+    job = environment.get("PMIX_NAMESPACE") or environment.get(
+        "OMPI_MCA_ess_base_jobid", ""
+    )
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=_whole(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
+        local_size=local_size,
+        node=rank // local_size if local_size else 0,
+        master=_master(
+            environment, "mpirun", "mpirun -x MASTER_ADDR=HOST", size, local_size
+        ),
+        port=_port(environment, zlib.crc32(job.encode())),
+    )
+
+
+def _by_slurm(environment: Mapping[str, str]) -> Place | None:
+    step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "")
+    in_step = step.isdecimal() and int(step) < _NO_STEP
+    if not in_step or "SLURM_PROCID" not in environment:
+        return None
+    of_step = "SLURM_STEP_NUM_TASKS" in environment
+    size = _whole(environment, "SLURM_STEP_NUM_TASKS" if of_step else "SLURM_NTASKS", 1)
+    if size == 1:
+        return ALONE
+    node = _whole(environment, "SLURM_NODEID", 0)
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
+        "SLURM_TASKS_PER_NODE", ""
+    )
+    job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID", "0")
+    # Steps of one job may run side by side, and so may jobs whose numbers are neighbours.
+    number = (int(job) if job.isdecimal() else 0) + 1009 * int(step)
+    local_size = tasks_on(node, tasks) if tasks else 0
+    return Place(
+        rank=_whole(environment, "SLURM_PROCID"),
+        size=size,
+        local_rank=_whole(environment, "SLURM_LOCALID", 0),
+        local_size=local_size,
+        node=node,
+        master=_master(
+            environment, "srun", "export MASTER_ADDR=HOST", size, local_size
+        ),
+        port=_port(environment, number),
+    )
+
+
+def _by_pmi(environment: Mapping[str, str]) -> Place | None:
+    if "PMI_RANK" not in environment or "PMI_SIZE" not in environment:
+        return None
+    size = _whole(environment, "PMI_SIZE")
+    if size == 1:
+        return ALONE
+    local_size = _whole(environment, "MPI_LOCALNRANKS", 0)
+    rank = _whole(environment, "PMI_RANK")
+    job = environment.get("HYDRA_JOBID") or environment.get("PMI_PORT", "")
+    return Place(
+        rank=rank,
+        size=size,
+        local_rank=_whole(environment, "MPI_LOCALRANKID", 0),
+        local_size=local_size,
+        node=rank // local_size if local_size else 0,
+        master=_master(
+            environment, "mpiexec", "mpiexec -genv MASTER_ADDR HOST", size, local_size
+        ),
+        port=_port(environment, zlib.crc32(job.encode())),
+    )
+
+
+def _by_torchrun(environment: Mapping[str, str]) -> Place | None:
+    """Variables for torchrun, where a script was started without it: of one process a
+    machine they say all that is needed."""
+    nodes = environment.get("PET_NNODES") or "1"
+    each = environment.get("PET_NPROC_PER_NODE") or "1"
+    if nodes == "1" and (each == "1" or not each.isdecimal()):
+        return None
+    said = {name: environment.get(f"PET_{name}", "") for name in _MEETING}
+    if each != "1" or not nodes.isdecimal() or not all(said.values()):
+        raise UsageError(
+            f"PET_NNODES={nodes} and PET_NPROC_PER_NODE={each} are for torchrun, and this "
+            f"script was started without it: each process would train alone; {_START}"
+        )
+    return Place(
+        rank=_whole(environment, "PET_NODE_RANK"),
+        size=int(nodes),
+        local_size=1,
+        node=_whole(environment, "PET_NODE_RANK"),
+        master=said["MASTER_ADDR"],
+        port=_whole(environment, "PET_MASTER_PORT"),
+    )
+
+
+_MEETING = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+# ---- what their variables mean ----
+
+
+def first_host(nodelist: str) -> str:
+    """The first of a list as Slurm writes it: ``gpu[07-09,12],head`` begins with gpu07.
+
+    Raises `UsageError` for what is no such list.
+    """
+    # up to the first comma that stands in no brackets
+    match = re.match(r"(?:[^\[\],]|\[[^\[\]]*\])+(?=,|$)", nodelist)
+    name = "" if match is None else match.group()
+    first = re.sub(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]", r"\1", name)
+    if not re.fullmatch(r"[\w.:-]+", first):
+        raise UsageError(
+            f"expected a list of nodes such as node[01-03,07],head, got {nodelist!r}"
+        )
+    return first
+
+
+def tasks_on(node: int, text: str) -> int:
+    """The tasks on a node, as Slurm writes them for all: ``2(x3),1`` is 2, 2, 2, 1.
+
+    Raises `UsageError` for what is no such list, or too short.
+    """
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
+            break
+        node -= int(match[2] or 1)
+        if node < 0:
+            return int(match[1])
+    raise UsageError(
+        f"expected Slurm's tasks per node, such as 2(x3),1, for this node too, got {text!r}"
+    )
+
+
+def _master(
+    environment: Mapping[str, str], launcher: str, how: str, size: int, local_size: int
+) -> str:
+    given = environment.get("MASTER_ADDR")
+    if given:
+        return given
+    if local_size == size:
+        return "127.0.0.1"
+    lists = ["SLURM_JOB_NODELIST", "SLURM_NODELIST"]
+    if launcher == "srun":
+        # Under mpirun it is a list of its daemons, and may lack the node that it runs on.
+        lists.insert(0, "SLURM_STEP_NODELIST")
+    for name in lists:
+        if environment.get(name):
+            return first_host(environment[name])
+    raise UsageError(
+        f"{launcher} started {size} workers, and no variable says on which machine worker 0 "
+        f"is: {how}, the same for all, or {_START}"
+    )
+
+
+def _port(environment: Mapping[str, str], number: int) -> int:
+    """One that all workers of a job find by themselves, and other jobs hardly take."""
+    if environment.get("MASTER_PORT"):
+        return _whole(environment, "MASTER_PORT")
+    return _PORTS + number % _PORTS
+
+
+def _whole(
+    environment: Mapping[str, str], variable: str, default: int | None = None
+) -> int:
+    text = environment.get(variable) or ("" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(
+            f"environment variable {variable}: expected a whole number, got {text!r}"
+        ) from None
