@@ -1,4 +1,4 @@
-"""Whole tensors between all ranks: rank 0's values, or everybody's mean."""
+"""Whole tensors between all ranks: one rank's values, or everybody's mean."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from paceline.interfaces import Comm
+from paceline.interfaces import Comm, Pending
+from paceline.settings import ModuleBuffers
 from paceline.tensors import by_kind, flatten, unflatten_into
 
 PIECE_BYTES = 25 * 1024 * 1024
@@ -24,16 +25,51 @@ def broadcast_tensors(
             unflatten_into(flat, piece)
 
 
-def average_tensors(comm: Comm, tensors: Sequence[torch.Tensor]) -> None:
-    """Give every rank the mean of floating-point tensors, and the maximum of whole
-    numbers (counters). Collective."""
-    for piece in _pieces(tensors):
-        flat = flatten(piece)
-        real = flat.is_floating_point() or flat.is_complex()
-        if flat.dtype == torch.bool:
-            flat = flat.to(torch.uint8)
-        comm.all_reduce(flat, "mean" if real else "max").wait()
-        unflatten_into(flat, piece)
+class SharedBuffers:
+    """A model's buffers (BatchNorm's statistics), made common to all ranks step by step.
+
+    They are sent when a backward pass ends: forward passes are over then, and whoever
+    looks at the model after the step, in an evaluation on one rank alone too, sees what
+    the next step begins with. They are put into the model only when nobody can need
+    the old ones for gradients, and travel while the optimizer steps.
+    """
+
+    def __init__(
+        self, comm: Comm, buffers: Sequence[torch.Tensor], setting: ModuleBuffers
+    ) -> None:
+        shared = comm.size > 1 and setting != "local"
+        self._comm, self._setting = comm, setting
+        self._buffers = list(buffers) if shared else []
+        self._under_way: list[tuple[Pending, torch.Tensor, list[torch.Tensor]]] = []
+
+    def send(self, source: int) -> None:
+        """Rank *source*'s values, or everybody's mean, go on their way. Collective."""
+        for pending, _, _ in self._under_way:
+            pending.wait()  # of several passes before a step the last one's count
+        self._under_way.clear()
+        for piece in _pieces(self._buffers):
+            flat, into = flatten(piece), piece
+            if self._setting == "mean":
+                flat, pending = _start_average(self._comm, flat)
+            else:
+                pending = self._comm.broadcast(flat, source)
+                into = piece if self._comm.rank != source else []
+            self._under_way.append((pending, flat, into))
+
+    def put(self) -> None:
+        """Wait for what was sent, and put it into the model."""
+        for pending, flat, into in self._under_way:
+            pending.wait()
+            if into:
+                unflatten_into(flat, into)
+        self._under_way.clear()
+
+
+def _start_average(comm: Comm, flat: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+    real = flat.is_floating_point() or flat.is_complex()
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    return flat, comm.all_reduce(flat, "mean" if real else "max")
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -223,8 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def consolidated(self) -> Iterator[None]:
         """Within it the model holds the method's documented result, to evaluate or save.
 
-        For bsp that is what it holds anyway; buffers are this rank's own, and rank 0's
-        are the ones that training goes on from.
+        For bsp that is what it holds anyway, buffers included.
         """
         with self._training.consolidated():
             yield

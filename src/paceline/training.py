@@ -30,7 +30,7 @@ from paceline.clipping import clip
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.errors import GradientError, UsageError
-from paceline.exchange import average_tensors, broadcast_tensors
+from paceline.exchange import SharedBuffers, broadcast_tensors
 from paceline.guards import check_not_inside_ddp, check_trained_by_nobody_else
 from paceline.hooks import Uncopied
 from paceline.interfaces import Method, World
@@ -90,7 +90,8 @@ class Training:
         self._method: Any = method
         self._parameters = list(parameters)
         self._settings = settings
-        self._model_buffers = list(model.buffers())
+        own_buffers = () if remote is not None else tuple(model.buffers())
+        self._shared = SharedBuffers(comm, own_buffers, settings.buffers)
         planned = {id(parameter) for _, parameter in parameters}
         self._outside = [
             (name, parameter)
@@ -114,6 +115,7 @@ class Training:
         self._seen = [False] * len(self._parameters)
         self._next_bucket = 0
         self._step_may_begin = True
+        self._accumulated = False  # under `no_sync`, and not delivered yet
         self._guarded = False
         self._delivered = False
         self._broken = False
@@ -273,6 +275,7 @@ class Training:
         self._moment("after_update")
         if self._compute is not None:
             self._compute.step_ended()
+        self._shared.put()
 
     def finish(self) -> None:
         """This worker is out of data. Collective over the ranks, each in its own time."""
@@ -281,6 +284,7 @@ class Training:
             self._take_due_step()
         self.active = False
         if not self._broken:
+            self._shared.put()
             self._moment("finish")
             if self._remote is not None:
                 self._remote.keep_state()
@@ -321,6 +325,7 @@ class Training:
         return undo
 
     def keep_company(self) -> None:
+        self._shared.put()
         self._begin_step()
         for bucket in self.buckets:
             bucket.buffer.zero_()
@@ -328,10 +333,12 @@ class Training:
         for bucket in self.buckets:
             self._moment("bucket_ready", bucket)
         self._moment("backward_ended")
+        self._share_buffers()
         self._step_may_begin = True
         self._plan_anew()
 
     def take_model(self, source: int) -> None:
+        self._shared.put()
         tensors = [*self._model.parameters(), *self._model.buffers()]
         broadcast_tensors(self.comm, tensors, source)
 
@@ -356,6 +363,7 @@ class Training:
             self._require_to_be_alone()
         if training and self._in_backward:
             self._forget_failed_pass()
+        self._shared.put()
         if training:
             self._planner.step_begins()
             if self._weights is not None:
@@ -376,12 +384,13 @@ class Training:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
             if self._compute is not None:
                 self._compute.gradient(index)
-            if self._weights is not None:
-                self._weights.pass_runs()
+            if self._weights is not None and self._weights.pass_runs():
+                self._weigh_unannounced_pass()
             if self._synchronize:
                 self._take_gradient(index, parameter)
             else:
                 self._delivered = False
+                self._accumulated = True
             if self._compute is not None:
                 self._compute.gradient_taken()
 
@@ -402,6 +411,9 @@ class Training:
                     "gradients of the first are on their way to the others. Run all passes "
                     "but the last under optimizer.no_sync()"
                 )
+            if not self._guarded:
+                self._require_to_be_alone()
+            self._begin_step()  # where the model itself was not called
             self._in_backward = True
             self._seen = [False] * len(self._parameters)
             self._reset_buckets()
@@ -446,6 +458,22 @@ class Training:
                     parameter.grad.mul_(self.share / share)
             self.share = share
 
+    def _weigh_unannounced_pass(self) -> None:
+        """No forward pass of the model has told that this pass would come: a submodule
+        was called, or another method."""
+        assert self._weights is not None
+        self.weight = self._weights.next_share()
+        share = self.weight if self._averages else 1.0
+        if share != self.share and self._accumulated:
+            raise UsageError(
+                f"this batch's share of the samples is {share:.4g} and that of what was "
+                f"accumulated under no_sync is {self.share:.4g}; only a call of the model "
+                "that was given to distribute tells in time that a batch begins, and its "
+                "submodule, or another of its methods, was called instead. Call the model "
+                "itself, or step after every batch"
+            )
+        self.share = share
+
     def _end_backward(self) -> None:
         """The backward pass is over: deliver what is left, and let the method wait."""
         if not self._in_backward:
@@ -463,11 +491,13 @@ class Training:
         self._deliver_complete()
         self._in_backward = False
         self._moment("backward_ended")
+        self._share_buffers()
         if not all_used:
             self._show_gradients()
         if self._settings.check_finite:
             self._require_finite()
         self._delivered = self.step_is_due = True
+        self._accumulated = False
         self._step_may_begin = True
         self._plan_anew()
         if self._method.gradient_seen_by_user == "local-sent":
@@ -571,24 +601,20 @@ class Training:
             moment(self._state, self, *arguments)
 
     def _begin_step(self) -> None:
-        """The first forward, or lonely step, after a backward that ended.
-
-        Not the first gradient: autograd may still need the buffers as they are.
-        """
+        """The first forward after a backward that ended; or, where the model itself is not
+        called, the first gradient; or a step without either."""
         if not self._step_may_begin:
             return
         self._step_may_begin = False
         if self._remote is not None:
             self._remote.take_changes()
-        elif self._model_buffers and self.comm.size > 1:
-            if self._settings.buffers == "rank0":
-                # DDP's semantics: every step starts from rank 0's buffers; where rank 0
-                # is out of data, from the first rank that still has some.
-                source = self.participants[0] if self.participants else 0
-                broadcast_tensors(self.comm, self._model_buffers, source)
-            elif self._settings.buffers == "mean":
-                average_tensors(self.comm, self._model_buffers)
         self._moment("step_begins")
+
+    def _share_buffers(self) -> None:
+        """DDP's semantics: every step starts from rank 0's buffers; where rank 0 is out of
+        data, from the first rank that still has some."""
+        if self.participants:
+            self._shared.send(source=self.participants[0])
 
 
 def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

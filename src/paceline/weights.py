@@ -15,16 +15,19 @@ class Weights:
         self._epoch = -1
         self._batch = 0
         self._running = False
+        self._weighed = False
 
     def next_share(self) -> float:
         """The share of the pass that is about to begin."""
+        self._weighed = True
         if self._sampler.passes != self._epoch:
             self._epoch, self._batch = self._sampler.passes, 0
         # A forward pass beyond the epoch may be an evaluation that forgot no_grad.
         return self._sampler.weight(min(self._batch, len(self._sampler) - 1))
 
-    def pass_runs(self) -> None:
-        """A gradient has come; when its backward pass ends, its batch is over."""
+    def pass_runs(self) -> bool:
+        """A gradient has come; when its backward pass ends, its batch is over. Returns
+        whether it is the first of a pass whose share nobody has asked for."""
         if not self._running:
             if self._batch >= len(self._sampler):
                 raise UsageError(
@@ -35,6 +38,7 @@ class Weights:
                 )
             self._running = True
             queue_callback(self._pass_ended)
+        return not self._weighed
 
     def pass_failed(self) -> None:
         """The pass raised: its batch is over all the same."""
@@ -42,5 +46,5 @@ class Weights:
             self._pass_ended()
 
     def _pass_ended(self) -> None:
-        self._running = False
+        self._running = self._weighed = False
         self._batch += 1

@@ -185,18 +185,6 @@ def test_changing_a_gradient_that_was_sent_is_refused(mask):
         simulate(2, body)
 
 
-def test_closures_are_refused():
-    def body(rank):
-        model = network()
-        optimizer = paceline.distribute(
-            model, sgd(model.parameters()), method=ALL, fusion="wfbp"
-        )
-        with pytest.raises(UsageError, match=r"step\(closure\)"):
-            optimizer.step(lambda: 0.0)
-
-    simulate(2, body)
-
-
 def test_a_step_while_the_exact_parameters_are_looked_at_is_refused():
     def body(rank):
         model = network()

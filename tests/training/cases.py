@@ -404,10 +404,18 @@ def buffers_follow_the_setting():
             own(inputs(rank))
             alone.append(own[1].running_mean.clone())
         model(inputs(paceline.rank())).square().mean().backward()
+        own = model[1].running_mean.clone()
+        assert torch.allclose(own, alone[paceline.rank()])
         optimizer.step()
-        assert torch.allclose(model[1].running_mean, alone[paceline.rank()])
-        # the next step begins with what was agreed on
-        seen = []
+        # what was agreed on is what one rank alone evaluates, and the next step begins with
+        agreed = model[1].running_mean.clone()
+        if paceline.rank() == n - 1:
+            model.eval()
+            model(inputs(0)).mean()
+            with torch.no_grad():
+                model(inputs(0))
+            model.train()
+        seen = [agreed]
         model[1].register_forward_pre_hook(
             lambda module, args, seen=seen: seen.append(module.running_mean.clone())
         )
@@ -417,7 +425,9 @@ def buffers_follow_the_setting():
             "mean": torch.stack(alone).mean(0),
             "local": alone[paceline.rank()],
         }[setting]
-        assert torch.allclose(seen[0], wanted)
+        assert len(seen) == 2
+        for value in seen:
+            assert torch.allclose(value, wanted)
         assert int(model[1].num_batches_tracked) == 2
         optimizer.finish()
 
@@ -434,6 +444,41 @@ def uneven_data_with_buffers():
     everyone = torch.empty(paceline.world_size() * flat.numel(), dtype=flat.dtype)
     torch.distributed.all_gather_single(everyone, flat)
     assert (everyone.view(-1, flat.numel()) == flat).all()
+
+
+class Roundabout(nn.Module):
+    """Trains through another method than forward, or through its submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = normalized_model()
+
+    def forward(self, x):
+        return self.body(x)
+
+    def loss(self, x):
+        return self.body(x).square().mean()
+
+
+def uneven_data_without_a_call_of_the_model_itself():
+    """Buffers are shared and lengths may differ, as through forward: same parameters."""
+    ends = []
+    for loss in (
+        lambda m, x: m(x).square().mean(),
+        lambda m, x: m.loss(x),
+        lambda m, x: m.body(x).square().mean(),
+    ):
+        model = Roundabout()
+        optimizer = wrap(model)
+        for step in range(2 + paceline.rank()):
+            optimizer.zero_grad()
+            loss(model, inputs(paceline.rank(), step)).backward()
+            optimizer.step()
+        optimizer.finish()
+        ends.append(model.state_dict())
+    for end in ends[1:]:
+        for name, value in end.items():
+            assert torch.equal(value, ends[0][name]), name
 
 
 def uneven_means_are_over_those_who_train():
@@ -609,6 +654,44 @@ def weighted_by_samples_equals_one_process():
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             error = (ours - theirs).abs().max()
             assert error <= 1e-5 * theirs.abs().max()
+
+
+def a_sampler_weighs_without_a_call_of_the_model_itself():
+    n = paceline.world_size()
+    x = torch.randn(53, 6, generator=torch.Generator().manual_seed(7))
+    model = Roundabout()
+    model.body = small_model()
+    alone = copy.deepcopy(model)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    sampler = paceline.Sampler(x, 10, shares=[1.0 + r for r in range(n)], shuffle=False)
+    optimizer = wrap(model, sampler=sampler)
+    start = 0
+    for number, batch in enumerate(sampler):
+        optimizer.zero_grad()
+        model.loss(x[batch]).backward()
+        optimizer.step()
+        stop = start + sum(sampler._counts[number])
+        plain.zero_grad()
+        alone.loss(x[start:stop]).backward()
+        plain.step()
+        start = stop
+    optimizer.finish()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def a_share_that_changes_within_a_step_needs_a_call_of_the_model():
+    model = small_model()
+    sampler = paceline.Sampler(range(25), 10, drop_last=False)
+    sampler.weight = lambda batch: (batch + 1) / 10
+    optimizer = wrap(model, sampler=sampler)
+    list(sampler)
+    x = inputs(paceline.rank())
+    with optimizer.no_sync():
+        model[2](model[1](model[0](x))).mean().backward()
+    with pytest.raises(UsageError, match=r"share of the samples is 0\.2 .* is 0\.1;"):
+        model[2](model[1](model[0](x))).mean().backward()
+    optimizer.finish()
 
 
 def a_batch_more_than_the_sampler_has_is_refused():
@@ -837,6 +920,7 @@ CASES = {
         non_finite_gradients_are_named_if_asked,
         buffers_follow_the_setting,
         uneven_data_with_buffers,
+        uneven_data_without_a_call_of_the_model_itself,
         uneven_means_are_over_those_who_train,
         blocks_compiled_one_by_one_overlap,
         a_model_compiled_whole_warns,
@@ -848,6 +932,8 @@ CASES = {
         groups_and_channels_of_unequal_history,
         a_restart_equals_straight_training,
         weighted_by_samples_equals_one_process,
+        a_sampler_weighs_without_a_call_of_the_model_itself,
+        a_share_that_changes_within_a_step_needs_a_call_of_the_model,
         a_batch_more_than_the_sampler_has_is_refused,
         one_model_has_one_optimizer,
         two_models_side_by_side,

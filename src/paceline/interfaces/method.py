@@ -132,7 +132,8 @@ class Method(Protocol):
        evaluation, and return what undoes it. Not collective unless the method says so.
        Law: training with and without consolidations in between is bit-equal.
 
-    A submodule that is called directly skips moment 1.
+    Where a submodule is called, or a method of the model other than ``forward``, moment 1
+    comes with the first gradient.
 
     An exception from a moment reaches the user's script out of ``forward``,
     ``backward()`` or ``step()``; the training cannot go on after it.

@@ -99,9 +99,20 @@ def train(engine, make_model, make_optimizer, fusion, passes):
                 F.cross_entropy(network(x), y).backward()
         optimizer.step()
         scheduler.step()
+    # Under DDP the first forward pass after training shares the buffers, on all ranks
+    # together; with paceline they are there, and any rank may evaluate alone.
+    network.eval()
+    evaluated = {}
+    if engine == "ddp" or rank > 0:
+        with torch.no_grad():
+            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(9))
+            evaluated["evaluated"] = network(x)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     if engine == "paceline":
         optimizer.finish()
-    return model
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, state[name])
+    return state | evaluated
 
 
 def main():
@@ -109,9 +120,9 @@ def main():
     dist.init_process_group("gloo")
     for engine in engines:
         for name, case in CASES.items():
-            model = train(engine, *case)
+            result = train(engine, *case)
             path = Path(folder) / f"{engine}-{name}-{dist.get_rank()}.pt"
-            torch.save(model.state_dict(), path)
+            torch.save(result, path)
     dist.destroy_process_group()
 
 
