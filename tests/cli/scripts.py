@@ -27,6 +27,18 @@ PACES = TRAINS.replace(
     "    loss.backward()", "    paceline.pace(0.5)\n    loss.backward()"
 )
 
+READS_SIZES = (
+    TRAINS.replace(
+        "import paceline",
+        "from pathlib import Path\nimport paceline",
+    )
+    .replace("else 8", 'else int(Path("hidden.txt").read_text())')
+    .replace(
+        "torch.randn(4, 6)", 'torch.randn(4, int(Path("height.txt").read_text()), 6)'
+    )
+)
+"""What it computes depends on its arguments, and on files."""
+
 STANDS_IN = """
 import paceline, torch
 

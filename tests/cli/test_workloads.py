@@ -15,6 +15,7 @@ from .scripts import (
     CALLS_A_PART,
     FAILS,
     PACES,
+    READS_SIZES,
     SLEEPS,
     STANDS_IN,
     TRAINS,
@@ -76,7 +77,7 @@ def test_simulate_profiles_once_and_says_where(paceline, tmp_path):
     assert first.out.count("the script speaks") == 1
     assert first.err.count("the script speaks") == 1
     for other in others:
-        assert f"compute: from {RESULT} (delete it to profile again)" in other.err
+        assert f"compute: from {RESULT} (of the same script and arg" in other.err
         assert other.out == first.out
     for file in ("records.jsonl", "records.trace.json"):
         contents = {
@@ -107,16 +108,84 @@ def test_a_workload_that_is_given_is_not_measured(paceline, tmp_path):
     assert (tmp_path / "runs.txt").read_text().count("began") == 1
 
 
-def test_a_profile_of_another_model_names_the_first_tensor_that_differs(
+def test_a_profile_that_was_made_by_hand_is_refused_where_it_is_another_models(
     paceline, tmp_path
 ):
     write(tmp_path, "train.py", TRAINS)
     paceline("simulate", "train.py", "--workers", 1)
+    Workload.load(RESULT).save(RESULT)  # as paceline profile would
+    before = (tmp_path / RESULT).read_bytes()
     output = paceline("simulate", "train.py", "--workers", 2, "--", 9, status=1)
+    assert (tmp_path / RESULT).read_bytes() == before
+    assert f"compute: from {RESULT} (not made by simulate: delete it" in output.err
     assert (
         f"{RESULT} is the profile of another model: tensor 0 of this model is "
         "'0.weight' of 216 bytes, in the profile '0.weight' of 192 bytes"
     ) in output.err
+
+
+def change_arguments(folder):
+    return ["--", 9]
+
+
+def change_shapes(folder):
+    (folder / "height.txt").write_text("7")
+    return []
+
+
+def change_model(folder):
+    (folder / "hidden.txt").write_text("9")
+    return []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (change_arguments, "the script's arguments have changed"),
+        (
+            change_shapes,
+            "the model's inputs have other shapes, samples of 7 x 6 instead of 5 x 6",
+        ),
+        (change_model, "the profile of another model: tensor 0 of this model is"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_profile_that_simulate_made_is_made_anew_where_it_does_not_fit(
+    change, said, paceline, tmp_path
+):
+    write(tmp_path, "train.py", READS_SIZES)
+    (tmp_path / "height.txt").write_text("5")
+    (tmp_path / "hidden.txt").write_text("8")
+    words = ("simulate", "train.py", "--workers", 2, "--json")
+    paceline(*words)
+    before = (tmp_path / RESULT).read_bytes()
+    again = change(tmp_path)
+    output = paceline(*words, *again)
+    lines = output.err.splitlines()
+    (line,) = (line for line in lines if line.startswith("compute: profiling again: "))
+    assert RESULT in line
+    assert said in line
+    assert f"compute: profiled train.py once: {RESULT}" in lines
+    assert (tmp_path / RESULT).read_bytes() != before
+    output = paceline(*words, *again)
+    assert "profiling again" not in output.err
+
+
+def test_where_nothing_can_be_written_a_profile_is_kept_in_the_cache(
+    paceline, tmp_path, monkeypatch
+):
+    script = write(tmp_path, "train.py", TRAINS.replace("runs.txt", "/dev/null"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir("/proc/self")  # nobody can make files there
+    first = paceline("simulate", script, "--workers", 1, "--json")
+    (kept,) = (tmp_path / "cache" / "paceline").iterdir()
+    assert f"compute: profiled {script} once: {kept}\n" in first.err
+    second = paceline("simulate", script, "--workers", 1, "--json")
+    assert second.out == first.out
+    assert f"compute: from {kept} (of the same script" in second.err
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/self")
+    third = paceline("simulate", script, "--workers", 1, "--json")
+    assert f"compute: profiled {script}, for this time: cannot keep" in third.err
 
 
 def test_built_in_workloads_go_by_their_names(paceline, tmp_path):

@@ -13,6 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from paceline.cli import options as o
+from paceline.cli.measured import profiled
 from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.report.files import clear
@@ -92,7 +93,7 @@ def compare(
         described = o.make_cluster(cluster, workers, link, latency, server_hosts)
         compute = o.make_compute(workload, forward, backward, jitter, seed)
         if workload is None and forward is None and backward is None:
-            compute = o.profiled(
+            compute = profiled(
                 script,
                 script_arguments or [],
                 described,
@@ -101,8 +102,7 @@ def compare(
             )
             if compute.workload is None:
                 shared |= {"--forward": compute.forward, "--backward": compute.backward}
-            else:
-                shared["--workload"] = compute.what
+            # else each variant finds the profile that is kept
         shared = network | virtual_only | shared
     arguments = [
         f"{name}={value}" for name, value in shared.items() if value is not None

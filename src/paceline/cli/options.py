@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +15,7 @@ import typer
 from paceline.distribute import read_spec
 from paceline.errors import ClusterError, UsageError
 from paceline.network import Cluster, Workload, load_cluster, uniform_cluster
-from paceline.options import RunOptions
-from paceline.report.files import make_folder
 from paceline.worlds.virtual import ComputeModel
-from paceline.worlds.virtual.profile import profile_script
 
 Script = Annotated[
     Path,
@@ -152,45 +148,16 @@ def make_compute(
     for name, value in given.items():
         if workload is not None and value is not None:
             raise UsageError(f"--{name} and --workload contradict each other")
+    usual = ComputeModel()
     return ComputeModel(
+        forward=usual.forward if forward is None else forward,
+        backward=usual.backward if backward is None else backward,
         jitter=jitter,
         seed=seed or 0,
         workload=None if workload is None else Workload.load(workload),
         what=workload or "",
         instead_of_pace=workload is not None,
-        **{name: value for name, value in given.items() if value is not None},
     )
-
-
-def profile_file(script: Path) -> Path:
-    """Where the profile of a script is kept that was run without a workload."""
-    return Path(f"{script.stem}.workload.json")
-
-
-def profiled(
-    script: Path,
-    arguments: list[str],
-    cluster: Cluster,
-    compute: ComputeModel,
-    options: RunOptions,
-    patience: float = 20.0,
-) -> ComputeModel:
-    """*compute* with the script's own times: from its profile, made now if need be. What
-    the script prints meanwhile goes to standard error."""
-    path = profile_file(script)
-    if path.exists():
-        print(f"compute: from {path} (delete it to profile again)", file=sys.stderr)
-        workload: Workload | None = Workload.load(path)
-    else:
-        make_folder(str(path.parent))
-        with standard_output_for_result(True):
-            workload = profile_script(
-                str(script), arguments, cluster, options, patience=patience
-            )
-        if workload is not None:
-            workload.save(path)
-            print(f"compute: profiled {script} once: {path}", file=sys.stderr)
-    return replace(compute, workload=workload, what=str(path))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from paceline.report.files import make_folder
 from paceline.report.tables import print_workload
 from paceline.worlds.launch import launch
 from paceline.worlds.scratch import scratch_folder
+from paceline.worlds.virtual.kept import profile_name
 
 
 def profile(
@@ -41,7 +42,7 @@ def profile(
     """
     arguments = script_arguments or []
     o.check_job(script, None)
-    path = output or o.profile_file(script)
+    path = output or Path(profile_name(script))
     if path.is_dir():
         raise UsageError(f"--output: expected a file, got the folder {path}")
     make_folder(str(path.parent))

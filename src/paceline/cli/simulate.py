@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -10,10 +11,13 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from paceline.cli import options as o
+from paceline.cli.measured import profiled, profiled_anew
+from paceline.errors import WorkerFailedError
 from paceline.options import RunOptions
 from paceline.report.files import make_folder, write_run
 from paceline.report.tables import print_results
 from paceline.worlds.virtual import Simulation
+from paceline.worlds.virtual.compute import StaleProfileError
 from paceline.worlds.virtual.script import result_of, run_script
 
 
@@ -68,20 +72,34 @@ def simulate(
     with o.standard_output_for_result(json) as output:
         with progress:
             if workload is None and forward is None and backward is None:
-                compute = o.profiled(
+                compute = profiled(
                     script, arguments, described, compute, options, patience
                 )
-            simulation = Simulation(
+            run = partial(
+                Simulation,
                 described,
                 options=options,
-                compute=compute,
                 play=play,
                 lanes=lanes,
                 trace=records is not None,
                 patience=patience,
                 look=look,
             )
-            outcome = run_script(simulation, str(script), arguments)
+            try:
+                outcome = run_script(run(compute=compute), str(script), arguments)
+            except WorkerFailedError as error:
+                if not isinstance(error.__cause__, StaleProfileError):
+                    raise
+                compute = profiled_anew(
+                    script,
+                    arguments,
+                    described,
+                    compute,
+                    options,
+                    patience,
+                    why=str(error.__cause__),
+                )
+                outcome = run_script(run(compute=compute), str(script), arguments)
         result = result_of(outcome, described.workers)
         result.network = described.describe()
         result.compute = compute.describe(outcome.paced_by_script, outcome.stand_in)

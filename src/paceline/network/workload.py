@@ -154,10 +154,13 @@ class Workload:
             source=source,
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON. Raises `UsageError` where that is impossible."""
-        content = msgspec.json.encode({"format": FORMAT, "workload": self})
-        text = msgspec.json.format(content, indent=1)
+    def save(self, path: str | Path, made: dict[str, Any] | None = None) -> None:
+        """Write it as JSON, and what it was *made* with, for whoever reads that with
+        `made_with`. Raises `UsageError` where that is impossible."""
+        content: dict[str, Any] = {"format": FORMAT, "workload": self}
+        if made is not None:
+            content["made"] = made
+        text = msgspec.json.format(msgspec.json.encode(content), indent=1)
         try:
             Path(path).write_bytes(text + b"\n")
         except OSError as error:
@@ -204,6 +207,12 @@ class Workload:
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     format: str
     workload: dict[str, Any]
+    made: dict[str, Any] | None = None
+
+
+def made_with(path: str | Path) -> dict[str, Any] | None:
+    """What a workload that `Workload.load` has just read was made with, if it says."""
+    return msgspec.json.decode(Path(path).read_bytes(), type=_File).made
 
 
 def builtin_names() -> list[str]:

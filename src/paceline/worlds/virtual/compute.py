@@ -6,10 +6,19 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from paceline.errors import UsageError
+from paceline.hooks import Uncopied
 from paceline.network.workload import Workload
 from paceline.units import show_seconds
+from paceline.worlds.virtual.inputs import Shapes, shapes_of
+
+
+class StaleProfileError(UsageError):
+    """A profile that was kept is not of what is trained now; it can be made anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +29,9 @@ class ComputeModel:
     a step, spread over the tensors by bytes. *jitter* is the relative standard deviation
     of a step's compute time (Gaussian, cut off at zero), drawn per worker and step from
     *seed*; *what* names the workload to people. *instead_of_pace*: the workload holds also
-    what the script paces, and `paceline.pace` takes no time.
+    what the script paces, and `paceline.pace` takes no time. *kept*: the workload is a profile
+    that can be made anew, so that `StaleProfileError` is raised where it does not fit;
+    *inputs*: the shapes of what the model was given then, if these are to be the same.
     """
 
     forward: float = 0.01
@@ -30,6 +41,8 @@ class ComputeModel:
     workload: Workload | None = None
     what: str = "the workload"
     instead_of_pace: bool = False
+    kept: bool = False
+    inputs: Shapes | None = None
 
     def __post_init__(self) -> None:
         for key in ("forward", "backward", "jitter"):
@@ -97,8 +110,9 @@ class VirtualCompute:
         sizes: Sequence[int],
         samples: float | None,
         own: Workload | None = None,
+        model: torch.nn.Module | None = None,
     ) -> ModelCompute:
-        """Where the passes of one model are charged; *own* is the workload that the model
+        """Where the passes of one *model* are charged; *own* is the workload that the model
         stands for, if it stands for one.
 
         A workload is one model's, the first that is trained: another one, later, is
@@ -111,6 +125,8 @@ class VirtualCompute:
             if workload is not None:
                 workload.check_matches(names, sizes, costs.what)
         except UsageError as error:
+            if self._models == 1 and costs.kept:
+                raise StaleProfileError(str(error)) from None
             if self._models == 1 or own is not None:
                 raise
             if self._rank == 0:
@@ -122,8 +138,28 @@ class VirtualCompute:
             workload = None
         if workload is None:
             workload = Workload.spread(names, sizes, costs.forward, costs.backward)
+        if model is not None and costs.inputs is not None and self._models == 1:
+            self._expect(model, costs.inputs)
         self.stand_in = own is not None and costs.workload is None
         return ModelCompute(self, workload, samples)
+
+    def _expect(self, model: torch.nn.Module, profiled: Shapes) -> None:
+        """Hold the first training pass's inputs against those of the profile."""
+
+        def called(
+            module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
+            if not torch.is_grad_enabled():
+                return
+            handle.remove()
+            shapes = shapes_of(args, kwargs)
+            if shapes != profiled:
+                raise StaleProfileError(
+                    f"{self.costs.what}: the model's inputs have other shapes, samples "
+                    f"of {_shapes(shapes)} instead of {_shapes(profiled)}"
+                )
+
+        handle = model.register_forward_pre_hook(Uncopied(called), with_kwargs=True)
 
     def owe(self, seconds: float) -> None:
         """A forward pass has begun."""
@@ -193,3 +229,7 @@ class ModelCompute:
 
     def step_ended(self) -> None:
         self._worker.step_ended()
+
+
+def _shapes(shapes: Shapes) -> str:
+    return " and ".join(" x ".join(map(str, shape)) or "1" for shape in shapes)

@@ -7,19 +7,29 @@ the host's clock tells what that worker computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.network.cluster import Cluster
 from paceline.network.cluster_file import uniform_cluster
 from paceline.network.workload import Workload
 from paceline.options import RunOptions
+from paceline.worlds.virtual.inputs import Shapes
 from paceline.worlds.virtual.script import run_script
 from paceline.worlds.virtual.world import Simulation
 
 PROFILED_STEPS = 7
 MAX_WORKERS = 32
 """A larger job is profiled with so many: others would only compute the same once more."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured, and the shapes of what the model was given, if these are always
+    the same."""
+
+    workload: Workload
+    inputs: Shapes | None
 
 
 def profile_script(
@@ -29,7 +39,7 @@ def profile_script(
     options: RunOptions,
     *,
     patience: float = 20.0,
-) -> Workload | None:
+) -> Profile | None:
     """Worker 0's medians over a few steps; None where the script says itself what it
     computes, trains a stand-in or more than one model, or never calls the model itself."""
     workers = min(cluster.workers, MAX_WORKERS)
@@ -44,7 +54,8 @@ def profile_script(
     if outcome.paced_by_script or len(profilers) != 1 or not profilers[0].forwards:
         return None
     profiler = profilers[0]
-    return profiler.workload(
+    workload = profiler.workload(
         f"measured: medians of {len(profiler.forwards)} steps of worker 0 of {workers} "
         f"in {Path(script).name}, CPU, 1 thread"
     )
+    return Profile(workload, outcome.inputs[0].shapes)

@@ -35,6 +35,7 @@ from paceline.worlds.virtual.clock import Abandoned, Clock, Worker
 from paceline.worlds.virtual.communicator import Communicator
 from paceline.worlds.virtual.compute import ComputeModel, ModelCompute, VirtualCompute
 from paceline.worlds.virtual.conditions import Conditions
+from paceline.worlds.virtual.inputs import SeenInputs
 from paceline.worlds.virtual.links import Links
 from paceline.worlds.virtual.mailbox import Mailbox
 from paceline.worlds.virtual.patches import patched_process
@@ -64,8 +65,8 @@ MOST_ELEMENTS = 1024
 class SimulationResult:
     """What a simulation gives back: each worker's journal, and how many times the baton
     changed hands. *kept*: each worker's records, and *spans*: those of collectives, where a
-    trace was asked for. *profilers*: worker 0's, one per model, where
-    asked for."""
+    trace was asked for. *profilers*: worker 0's, one per model, where asked for, and of
+    each what *inputs* it was given."""
 
     journals: list[Journal] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
@@ -75,6 +76,7 @@ class SimulationResult:
     paced_by_script: bool = False
     stand_in: bool = False
     profilers: list[Profiler] = field(default_factory=list)
+    inputs: list[SeenInputs] = field(default_factory=list)
 
 
 class VirtualWorld:
@@ -137,10 +139,11 @@ class VirtualWorld:
             # Only one worker runs at a time, so the host's clock tells what it computes.
             profiler = Profiler(model, parameters, HostStopwatch(time.perf_counter))
             self._simulation.result.profilers.append(profiler)
+            self._simulation.result.inputs.append(SeenInputs(model))
             return profiler
         names = [name for name, _ in parameters]
         sizes = [wire_bytes(parameter) for _, parameter in parameters]
-        return self._compute.of_model(names, sizes, samples, own)
+        return self._compute.of_model(names, sizes, samples, own, model)
 
     def stopwatch(self, device: torch.device) -> HostStopwatch:
         return HostStopwatch(self.now)
