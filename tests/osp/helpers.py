@@ -21,9 +21,10 @@ HALF = "osp:collective=native,defer=most,budget=constant,most=0.5,chunk=64"
 ALL = "osp:collective=native,defer=most,budget=constant,most=1,chunk=64"
 
 MASKS = {
-    "0.3 product": ALL.replace("most=1", "most=0.3"),
-    "0.5 random": f"{HALF},importance=random",
-    "0.5 inverse": f"{HALF},importance=inverse",
+    "0.3 product": ALL.replace("most=1", "most=0.3,order=importance"),
+    "0.5 random": f"{HALF},order=importance,importance=random",
+    "0.5 inverse": f"{HALF},order=importance,importance=inverse",
+    "0.5": HALF,
     "all": ALL,
     "all, small pieces": ALL.replace("chunk=64", "chunk=16"),
     "0.5, after backward": f"{HALF},overlap=false",

@@ -10,8 +10,7 @@ from paceline.network import Cluster, Rack, Workload
 from paceline.network.rules import Rule, throttle
 from paceline.worlds.virtual import ComputeModel, Simulation
 
-ALL = "osp:collective=native,budget=constant,most=1"
-"""With ``most=0.8`` the tensor that is waited for may be among the most important ones."""
+OSP = "osp:collective=native,budget=constant"
 
 COMPUTE = 0.03
 """Seconds that a step computes."""
@@ -80,7 +79,7 @@ def test_a_fast_network_defers_nothing_until_it_becomes_slow() -> None:
     workload, workers = layers(4, 2**20), 2
     slow = link_for(1.5, workload, workers)
     rules = tuple(throttle(f"worker {w}", slow, step=50) for w in range(workers))
-    parts, times = train(ALL, workload, 1000 * slow, workers, steps=125, rules=rules)
+    parts, times = train(OSP, workload, 1000 * slow, workers, steps=125, rules=rules)
     assert parts[:50] == [0.0] * 50
     # Decisions are made every twenty steps, of the medians over as many, and hold a
     # step later: one in step 80 has seen the throttled network alone.
@@ -96,26 +95,23 @@ def test_what_backward_hides_is_not_deferred(ratio: float) -> None:
     link = link_for(ratio, workload, 2)
     plain = last_steps(train("bsp", workload, link, 2, steps=25)[1])
     assert plain == pytest.approx(COMPUTE * (1 + ratio / 4), rel=0.01)
-    parts, times = train(ALL, workload, link, 2, steps=45)
+    parts, times = train(OSP, workload, link, 2, steps=45)
     assert 0 < parts[-1] <= 0.25
     assert last_steps(times) == pytest.approx(COMPUTE, rel=0.01)
 
 
-@pytest.mark.slow
 def test_where_communication_takes_as_long_as_computing_a_quarter_is_saved() -> None:
-    """The paper's best case, over bsp that overlaps as well."""
-    workload, workers = layers(8, 8 * 2**20), 8
+    """The paper's best case, over bsp that overlaps as well. A step can be as short as that
+    only if the network is busy from its beginning on: what it moves until the first
+    gradients are ready is the least that must be deferred."""
+    workload, workers = layers(16, 2**20), 2
     link = link_for(1.0, workload, workers)
-    options = {
-        "workload": workload,
-        "link": link,
-        "workers": workers,
-        "fusion": "optimal",
-    }
-    plain = last_steps(train("bsp", steps=100, **options)[1])
-    parts, times = train(ALL, steps=120, **options)
-    assert parts[-1] > 0.3
+    plain = last_steps(train("bsp", workload, link, workers, steps=25)[1])
+    parts, times = train(OSP, workload, link, workers, steps=60)
+    idle = (1 / 3 + 2 / 3 / 16) * COMPUTE
+    assert plain == pytest.approx(idle + COMPUTE, rel=0.01)
     assert last_steps(times) <= plain / 1.3
+    assert idle / COMPUTE <= parts[-1] <= idle / COMPUTE + 1 / 16
 
 
 def test_the_budget_grows_with_the_steps() -> None:
@@ -134,7 +130,7 @@ def test_a_step_that_only_communicates_defers_no_more_than_helps() -> None:
     lasts until the first gradients are ready."""
     workload = layers(16, 2**18)
     link = link_for(2.0, workload, 2)
-    parts, times = train(ALL, workload, link, 2, steps=65)
+    parts, times = train(OSP, workload, link, 2, steps=65)
     plain = last_steps(train("bsp", workload, link, 2, steps=25)[1])
     assert plain > 2.3 * COMPUTE
     assert last_steps(times) == pytest.approx(2 * COMPUTE, rel=0.03)

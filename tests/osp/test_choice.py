@@ -22,9 +22,11 @@ from paceline.methods.osp.choice import (
     fill,
     measured_rate,
     step_seconds,
+    turns,
 )
 from paceline.methods.osp.importance import product, ranking
 from paceline.methods.osp.layout import Layout
+from paceline.methods.osp.options import OSPOptions
 from paceline.tensors import make_buckets
 from paceline.updater import TorchUpdater, split_pieces
 
@@ -112,6 +114,31 @@ def test_what_backward_hides_is_not_deferred():
     parts = Parts([100, 100], [0, 1], 2)
     times, rate = StepTimes([1.0, 4.0], 4.0), Rate(0.0, 0.01)
     assert choose(parts, [0, 1], times, rate, 200) == [1]
+
+
+def test_what_is_ready_last_is_deferred_first_and_of_that_the_least_important() -> None:
+    parts, values = Parts([1] * 5, [2, 0, 1, 2, 0], 3), [5.0, 4.0, 3.0, 2.0, 1.0]
+    assert turns(OSPOptions(), parts, values, 0) == [3, 0, 2, 4, 1]
+    assert turns(OSPOptions(importance="inverse"), parts, values, 0) == [0, 3, 2, 1, 4]
+    by_importance = [4, 3, 2, 1, 0]
+    assert turns(OSPOptions(order="importance"), parts, values, 0) == by_importance
+    assert turns(OSPOptions(overlap=False), parts, values, 0) == by_importance
+
+
+@given(steps(), st.floats(0, 2))
+def test_in_turns_as_much_is_gained_as_in_any_other_order_of_as_many(step, most):
+    """Where pieces are of one size: what is ready last is what a step waits for."""
+    parts, times, rate, order = step
+    parts = Parts([100] * len(parts.sizes), parts.buckets, parts.count)
+    rate = Rate(0.0, rate.per_byte)  # deferring all of a bucket saves a message
+    budget = most * sum(parts.sizes)
+    late = turns(OSPOptions(), parts, [0.0] * len(order), 0)
+
+    def takes(turn: list[int]) -> float:
+        chosen = fill(parts, turn, budget)
+        return step_seconds(times, parts.total(chosen), parts.left(chosen), rate)
+
+    assert takes(late) <= takes(order) * (1 + 1e-9)
 
 
 @given(st.lists(st.integers(1, 100), max_size=20), st.floats(0, 500), st.randoms())
@@ -335,6 +362,7 @@ def test_a_layout_follows_new_buckets():
         ("osp:ramp=0", r"osp:ramp=0.*1 or more steps"),
         ("osp:chunk=0", r"osp:chunk=0.*1 or more bytes"),
         ("osp:budget=foo", r"budget.*constant.*linear.*loss"),
+        ("osp:order=foo", r"order.*importance.*time"),
         ("osp:importance=foo", r"importance.*inverse.*product.*random"),
         ("osp:correction=foo", r"correction.*average.*local.*none.*plain"),
         ("osp:defer=foo", r"defer.*measured.*most.*nothing"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -260,7 +260,9 @@ def test_masks_go_out_with_the_answers_to_first_stages() -> None:
 
 @pytest.mark.usefixtures("every_step")
 def test_a_mask_fits_the_budget_of_the_slowest() -> None:
-    case = Talk(OSP(defer="most", most=0.5, importance="random")).begin(0, 1)
+    case = Talk(
+        OSP(defer="most", most=0.5, order="importance", importance="random")
+    ).begin(0, 1)
     half = Measured(
         **{name: getattr(NAMED, name) for name in NAMED.__struct_fields__ if name != "part"},
         part=0.5,
@@ -274,8 +276,15 @@ def test_a_mask_fits_the_budget_of_the_slowest() -> None:
 
 
 @pytest.mark.usefixtures("every_step")
-def test_importance_is_ranked_when_answers_have_left() -> None:
-    case = Talk(OSP(defer="most", most=0.4, budget="constant"), 1)
+@pytest.mark.parametrize("order", ["time", "importance"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_importance_is_ranked_when_answers_have_left(
+    order: Literal["time", "importance"], overlap: bool
+) -> None:
+    options = OSP(
+        defer="most", most=0.4, budget="constant", order=order, overlap=overlap
+    )
+    case = Talk(options, 1)
     case.ask(0, JOIN)
     values = [[3.0, 3.0, 1.0, 1.0, 1.0, 5.0], [1.0, 1.0, 1.0, 1.0, 9.0, 9.0]]
     for bucket, loaded in enumerate(values):
@@ -288,9 +297,13 @@ def test_importance_is_ranked_when_answers_have_left() -> None:
     assert case.server.on_timer(0.0) == []
     assert case.server.next_deadline() is None
     # |p g|: 6, 3 and 5; 4 and 18. 4 elements may wait, and the second has 3, the third 1.
+    expected = {(0, (1, 2)), (1, ())}
+    if order == "time" and overlap:
+        # Bucket 1 is ready last, and the less important one of its units has 4.
+        expected = {(0, ()), (1, (0,))}
     case.first(0, 1, measured=NAMED, hyperparameters=how)
     answers = case.first(0, 2, measured=NAMED, hyperparameters=how)
-    assert told(answers) == {(0, (1, 2)), (1, ())}
+    assert told(answers) == expected
 
 
 @pytest.mark.usefixtures("every_step")

@@ -601,9 +601,16 @@ SCHEDULES = st.builds(
 """Longer ones than Hypothesis would draw by itself: a step takes dozens of events."""
 METHODS = {
     "nothing": OSP(defer="nothing"),
-    "random": OSP(defer="most", most=0.6, budget="constant", importance="random"),
-    "least": OSP(defer="most", most=1.0, budget="constant"),
-    "measured": OSP(most=1.0, importance="inverse"),
+    "random": OSP(
+        defer="most",
+        most=0.6,
+        budget="constant",
+        order="importance",
+        importance="random",
+    ),
+    "late": OSP(defer="most", most=0.6, budget="constant"),
+    "all": OSP(defer="most", most=1.0, budget="constant"),
+    "measured": OSP(most=1.0, order="importance", importance="inverse"),
 }
 
 

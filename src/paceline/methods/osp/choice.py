@@ -1,4 +1,8 @@
-"""Which tensors can wait: the least important ones, as many as hide behind computing.
+"""Which tensors can wait: those that a step waits for, as few as make it wait no longer.
+
+The first layers' gradients are ready last, and whatever the network does before, they are
+what a step waits for: deferring them is what shortens it. What is ready early hides behind
+backward, and deferring it gains nothing. So pieces are deferred in the order of `turns`.
 
 A step as its network sees it: what was deferred begins to travel when the step begins,
 each bucket's rest when its gradients are ready, and all of it must be there at the step's
@@ -10,6 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from paceline.methods.osp.importance import ranking
+from paceline.methods.osp.options import OSPOptions
 
 VISIBLE = 0.01
 """Waiting for less than this part of a step is none."""
@@ -68,6 +75,17 @@ class Parts:
         return left
 
 
+def turns(
+    options: OSPOptions, parts: Parts, values: Sequence[float], seed: int
+) -> list[int]:
+    """In which order pieces of such importance (*values*) are deferred. Without overlap all are ready
+    at the same time, when backward ends."""
+    order = ranking(options.importance, values, seed)
+    if options.order == "time" and options.overlap:
+        order.sort(key=lambda piece: -parts.buckets[piece])  # stable
+    return order
+
+
 def step_seconds(
     times: StepTimes, deferred: float, left: Sequence[float], rate: Rate
 ) -> float:
@@ -112,13 +130,13 @@ def measured_rate(
 
 def choose(
     parts: Parts,
-    ranking: Sequence[int],
+    order: Sequence[int],
     times: StepTimes,
     rate: Rate,
     budget: float,
     update_seconds_per_byte: float = 0.0,
 ) -> list[int]:
-    """The pieces to defer, of *ranking*, least important first: at most *budget* bytes.
+    """The pieces to defer, in *order*: at most *budget* bytes.
 
     What backward hides is not deferred, and nothing is where that would not pay: deferring
     a byte costs a worker *update_seconds_per_byte* for its tentative step.
@@ -128,11 +146,11 @@ def choose(
         return []
     if rate.per_byte > 0:
         budget = min(budget, times.end / rate.per_byte)  # what one computation covers
-    deferred = fill(parts, ranking, budget)
+    deferred = fill(parts, order, budget)
     left, size = parts.left(deferred), parts.total(deferred)
     enough = step_seconds(times, size, left, rate) * (1 + VISIBLE / 2)
     kept = []
-    for piece in reversed(deferred):  # the most important first
+    for piece in reversed(deferred):
         bucket = parts.buckets[piece]
         left[bucket] += parts.sizes[piece]
         size -= parts.sizes[piece]
@@ -144,11 +162,11 @@ def choose(
     return sorted(kept) if takes < plain * (1 - WORTH_IT) else []
 
 
-def fill(parts: Parts, ranking: Sequence[int], budget: float) -> list[int]:
-    """The first pieces of *ranking* that fit into *budget* bytes; one that does not is
+def fill(parts: Parts, order: Sequence[int], budget: float) -> list[int]:
+    """The first pieces of *order* that fit into *budget* bytes; one that does not is
     skipped, and smaller ones behind it are taken."""
     taken = []
-    for piece in ranking:
+    for piece in order:
         if parts.sizes[piece] <= budget:
             budget -= parts.sizes[piece]
             taken.append(piece)

@@ -21,9 +21,16 @@ import torch
 
 from paceline.interfaces import Comm, Pending, Piece, Run, Updater
 from paceline.methods.osp.budget import Growth
-from paceline.methods.osp.choice import Rate, StepTimes, choose, fill, measured_rate
+from paceline.methods.osp.choice import (
+    Rate,
+    StepTimes,
+    choose,
+    fill,
+    measured_rate,
+    turns,
+)
 from paceline.methods.osp.explain import why_nothing
-from paceline.methods.osp.importance import product, ranking
+from paceline.methods.osp.importance import product
 from paceline.methods.osp.layout import Layout
 from paceline.methods.osp.options import FADES, INTERVAL, OSPOptions
 from paceline.methods.osp.trial import LOOK, Seen, Trial
@@ -151,7 +158,7 @@ class Decider:
 
     def _choose(self, run: Run, own: StepTimes | None) -> list[int]:
         options, parts = self._options, self._layout.parts()
-        order = ranking(options.importance, self._values, self._round)
+        order = turns(options, parts, self._values, self._round)
         budget = options.most * sum(parts.sizes) * self._growth.part
         if options.defer == "most":
             return sorted(fill(parts, order, budget))

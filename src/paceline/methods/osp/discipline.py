@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from paceline.interfaces import HeldPush, Shard
 from paceline.messages import FIRST, Measured
-from paceline.methods.osp.choice import Parts, Rate, StepTimes, choose, fill
-from paceline.methods.osp.importance import product, ranking
+from paceline.methods.osp.choice import Parts, Rate, StepTimes, choose, fill, turns
+from paceline.methods.osp.importance import product
 from paceline.methods.osp.options import INTERVAL, OSPOptions
 from paceline.methods.osp.trial import Seen, Trial, looks_in
 
@@ -193,7 +193,7 @@ class TwoStages:
             len(told[0].ready),
         )
         values = [self._importance.get(place, 0.0) for place in places]
-        order = ranking(self._options.importance, values, step)
+        order = turns(self._options, parts, values, step)
         mine = sum(parts.sizes)
         budget = self._options.most * mine * min(one.part for one in told)
         if self._options.defer == "most":

@@ -1,4 +1,4 @@
-"""Which tensors matter most: the order in which they may be deferred."""
+"""Which tensors matter most."""
 
 from __future__ import annotations
 

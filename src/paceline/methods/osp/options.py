@@ -7,6 +7,7 @@ from typing import Literal
 
 from paceline.errors import UsageError
 from paceline.methods.osp.budget import GrowthKind
+from paceline.methods.osp.importance import Importance
 
 INTERVAL = 20
 """Steps from one decision to the next."""
@@ -28,7 +29,9 @@ class OSPOptions:
     allows (with ``most=1`` everything: delayed synchronous training with local prediction).
     *most*: the largest part of the model that may be deferred. *budget*: how it grows, with
     the fall of the loss, linearly in *ramp* steps, or not at all.
-    *importance*: of a tensor, Σ|parameter x mean gradient| (``"product"``), or that
+    *order*: deferred first is what is ready last, since that is what a step waits for (``"time"``), or what is
+    least important (``"importance"``, the paper's). *importance*, which otherwise decides between what is ready at the
+    same time: of a tensor, Σ|parameter x mean gradient| (``"product"``), or that
     reversed, or ``"random"``, for comparison. *correction*: what a worker does to deferred tensors until
     their mean arrives: a step of the optimizer with its own gradient (``"local"``), with the mean of that
     and an average of past mean gradients (``"average"``), with its own gradient times the
@@ -45,7 +48,8 @@ class OSPOptions:
     most: float = 0.8
     budget: GrowthKind = "loss"
     ramp: int = 500
-    importance: Literal["product", "inverse", "random"] = "product"
+    order: Literal["time", "importance"] = "time"
+    importance: Importance = "product"
     correction: Literal["local", "average", "plain", "none"] = "local"
     state: Literal["pull", "predict"] = "pull"
     chunk: int = 4 * 1024 * 1024
