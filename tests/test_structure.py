@@ -15,7 +15,7 @@ LEVELS = [
     {"instruments", "messages", "tensors", "network"},
     {"interfaces"},
     {"context", "fusion", "pieces", "profiling", "stopwatch"},
-    {"sampler", "planning", "stand_in"},
+    {"sampler", "planning", "stand_ins"},
     {"methods", "settings", "updater", "weights"},
     {"server"},
     {"collectives"},
@@ -23,7 +23,7 @@ LEVELS = [
     {"worlds"},
     {"training", "probe"},
     {"optimizer"},
-    {"distribute", "checkpoint"},
+    {"distributing", "checkpoint"},
     {"api"},
     {"testing", "cli"},
 ]

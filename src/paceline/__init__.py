@@ -3,22 +3,32 @@
 How the layers stack, top to bottom; each imports only what is below it:
 
     cli, testing                      verbs, and the conformance kit
-    distribute, training, checkpoint, worlds, report
+    distributing, training, checkpoint, worlds, report
     collectives                       schedules as data, and the one Comm
     methods, fusion                   when workers agree; in which pieces gradients travel
     network                           clusters, links, workloads: described, no I/O
     interfaces, tensors, instruments, errors, units
+
+Each public name is imported when it is first used, so that the command line can answer
+before torch, which takes seconds, is there. No module has a public name's name: importing
+it would put the module in the name's place.
 """
 
-from paceline.api import init, log, now, pace, rank, world_name, world_size
-from paceline.checkpoint import load, save
-from paceline.distribute import distribute
-from paceline.errors import PacelineError
-from paceline.methods.bsp import BSP
-from paceline.network.workload import Workload
-from paceline.optimizer import DistributedOptimizer
-from paceline.sampler import Sampler
-from paceline.stand_in import StandIn, stand_in
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.api import init, log, now, pace, rank, world_name, world_size
+    from paceline.checkpoint import load, save
+    from paceline.distributing import distribute
+    from paceline.errors import PacelineError
+    from paceline.methods.bsp import BSP
+    from paceline.network.workload import Workload
+    from paceline.optimizer import DistributedOptimizer
+    from paceline.sampler import Sampler
+    from paceline.stand_ins import StandIn, stand_in
 
 __version__ = "0.1.0"
 
@@ -42,3 +52,29 @@ __all__ = [
     "world_name",
     "world_size",
 ]
+
+_HOMES = {
+    "api": ("init", "log", "now", "pace", "rank", "world_name", "world_size"),
+    "checkpoint": ("load", "save"),
+    "distributing": ("distribute",),
+    "errors": ("PacelineError",),
+    "methods.bsp": ("BSP",),
+    "network.workload": ("Workload",),
+    "optimizer": ("DistributedOptimizer",),
+    "sampler": ("Sampler",),
+    "stand_ins": ("StandIn", "stand_in"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"paceline.{home}"), name)
+    globals()[name] = value  # from now on without asking
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

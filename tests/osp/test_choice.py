@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.distribute import read_spec
+from paceline.distributing import read_spec
 from paceline.errors import UsageError
 from paceline.methods.osp.budget import EPOCHS, Growth
 from paceline.methods.osp.choice import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.distribute import read_spec
+from paceline.distributing import read_spec
 from paceline.errors import GradientError, UsageError, WorkerFailedError
 from paceline.network import Cluster, Rack, ServerHost, uniform_cluster
 from paceline.testing.task import Quadratic, centers_of, flat_parameters

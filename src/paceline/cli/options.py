@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.distribute import read_spec
+from paceline.distributing import read_spec
 from paceline.errors import ClusterError, UsageError
 from paceline.network import Cluster, Workload, load_cluster, uniform_cluster
 from paceline.worlds.virtual import ComputeModel

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import paceline
 from paceline import fusion
 from paceline.collectives.comm import TorchComm
-from paceline.distribute import distribute
+from paceline.distributing import distribute
 from paceline.errors import PacelineError
 from paceline.network import uniform_cluster
 from paceline.optimizer import DistributedOptimizer
