@@ -22,6 +22,7 @@ from paceline.guards import check_trained_by_nobody_else
 from paceline.interfaces import Endpoint, Method, ServerJob, UpdatesOnServer, World
 from paceline.messages import Join
 from paceline.optimizer import DistributedOptimizer, is_finished
+from paceline.pieces import check_servers_can_hold
 from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
 from paceline.server.staged import StagedParameters
@@ -96,6 +97,8 @@ def distribute(
     if not parameters:
         raise UsageError("the model has no parameter that requires a gradient")
 
+    if chosen.updates_on == "server":
+        _check_servers_update_all(chosen, optimizer, parameters)
     _check_not_yet_trained(model, world)
     comm = _comm(world, chosen)
     full_spec = str(spec.spec_of(chosen.name, chosen, **settings.as_keys()))
@@ -178,6 +181,26 @@ def _servers(
     if holds is None and settings.collective == "native":
         return (), job
     return world.servers(job), job
+
+
+def _check_servers_update_all(
+    method: Method,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[tuple[str, torch.nn.Parameter]],
+) -> None:
+    """Raise `UsageError` unless servers can have the optimizer, and it has all that is
+    trained."""
+    check_servers_can_hold(optimizer)
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, parameter in parameters if id(parameter) not in known]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise UsageError(
+            f"parameter {missing[0]!r}{more} requires a gradient, but the optimizer does "
+            f"not have it: under {method.name} servers update what the optimizer has, and "
+            "nobody averages the rest. Freeze it (requires_grad_(False)), give it to the "
+            "optimizer, or use bsp, which averages every gradient"
+        )
 
 
 def _check_not_yet_trained(model: torch.nn.Module, world: World) -> None:

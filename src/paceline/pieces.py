@@ -33,6 +33,11 @@ REFUSED = {
     _t.SparseAdam: "takes sparse gradients, and only dense ones travel",
 }
 
+KEPT_AT_HOME = {
+    _t.Adafactor: "has a state that is neither per element nor a number",
+}
+"""A server could apply them, but not hand out their state, for a checkpoint or at the end."""
+
 _ADVICE = "use a method whose worker updates, such as bsp"
 
 
@@ -57,6 +62,17 @@ def check_applicable(optimizer: torch.optim.Optimizer) -> None:
         raise UsageError(
             f"{kind.__name__}(differentiable=True) cannot be applied piece by piece: "
             f"pieces have no autograd graph; {_ADVICE}"
+        )
+
+
+def check_servers_can_hold(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `UsageError` unless *optimizer* may live on servers, state and all."""
+    check_applicable(optimizer)
+    kind = type(optimizer)
+    if kind in KEPT_AT_HOME:
+        raise UsageError(
+            f"{kind.__name__} cannot live on a server: it {KEPT_AT_HOME[kind]}, so its "
+            f"state could not come back; {_ADVICE}"
         )
 
 

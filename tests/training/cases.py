@@ -328,6 +328,21 @@ def frozen_parameters_and_groups():
     optimizer.finish()
 
 
+def what_the_optimizer_lacks_is_averaged_and_stays():
+    model = small_model()
+    expected = mean_gradients(model, lambda m, r: m(inputs(r)).square().mean())
+    optimizer = paceline.distribute(
+        model, torch.optim.SGD(model[2].parameters(), lr=0.1), fusion="wfbp"
+    )
+    before = copy.deepcopy(model.state_dict())
+    model(inputs(paceline.rank())).square().mean().backward()
+    assert_gradients(model, expected)
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) == name.startswith("0"), name
+    optimizer.finish()
+
+
 def clipping_acts_on_the_mean():
     model = small_model()
     expected = mean_gradients(model, lambda m, r: 50 * m(inputs(r)).square().mean())
@@ -914,6 +929,7 @@ CASES = {
         a_loss_that_reaches_no_parameter_on_one_rank,
         unused_everywhere_is_not_moved_by_decay,
         frozen_parameters_and_groups,
+        what_the_optimizer_lacks_is_averaged_and_stays,
         clipping_acts_on_the_mean,
         clip_norm_is_torchs_clipping_of_the_mean_wherever_it_is_applied,
         scaler_skips_on_all_ranks_together,

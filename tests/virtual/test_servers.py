@@ -6,6 +6,7 @@ import torch
 import paceline
 from paceline.distributing import read_spec
 from paceline.errors import GradientError, UsageError, WorkerFailedError
+from paceline.methods import METHODS
 from paceline.network import Cluster, Rack, ServerHost, uniform_cluster
 from paceline.testing.task import Quadratic, centers_of, flat_parameters
 from paceline.worlds.virtual import ComputeModel, Simulation
@@ -221,9 +222,41 @@ def test_hyperparameters_of_methods_are_checked_when_they_are_made():
         end_of("backup:wait_for=3", 2)
 
 
-def test_optimizers_that_cannot_live_on_a_server_are_refused_with_advice():
-    with pytest.raises(WorkerFailedError, match="use a method whose worker updates"):
-        end_of("asp", 2, torch.optim.LBFGS)
+SERVERS_UPDATE = ["asp", "backup", "osp", "r2sp", "ssp"]
+
+
+def test_these_are_the_methods_whose_servers_update():
+    made = {name: read_spec(name)[0] for name in METHODS}
+    on_server = [name for name, method in made.items() if method.updates_on == "server"]
+    assert sorted(on_server) == SERVERS_UPDATE
+
+
+@pytest.mark.parametrize("method", SERVERS_UPDATE)
+def test_what_servers_cannot_update_is_refused_before_training(method):
+    def train(rank):
+        model = Quadratic()
+        parameters = list(model.parameters())
+        for optimizer in (
+            torch.optim.LBFGS(parameters),
+            torch.optim.SparseAdam(parameters),
+            torch.optim.Adafactor(parameters),
+        ):
+            with pytest.raises(UsageError, match="use a method whose worker updates"):
+                paceline.distribute(model, optimizer, method=method)
+        head_only = torch.optim.SGD([model.vector], lr=0.1)
+        with pytest.raises(UsageError, match=r"'matrix' \(and 1 more\) requires"):
+            paceline.distribute(model, head_only, method=method)
+        model.matrix.requires_grad_(False)
+        model.scalar.requires_grad_(False)
+        before = model.matrix.clone(), model.vector.clone()
+        optimizer = paceline.distribute(model, head_only, method=method)
+        model(centers_of(rank)).backward()
+        optimizer.step()
+        optimizer.finish()
+        assert torch.equal(model.matrix, before[0])
+        assert not torch.equal(model.vector, before[1])
+
+    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
 
 
 def test_dedicated_servers_need_hosts():

@@ -31,11 +31,11 @@ from paceline.messages import (
     PullState,
     Push,
 )
+from paceline.pieces import check_servers_can_hold
 from paceline.server.shards import Part, split
 from paceline.server.store import is_per_element
 from paceline.tensors import Bucket, stand_in_for
 from paceline.torch_private import version_of
-from paceline.updater import check_applicable
 
 _HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Entries of ``param_groups`` that say how to compute, or on what: a server decides."""
@@ -65,7 +65,7 @@ class RemoteParameters:
         weight: Callable[[], float],
         most_bytes: int | None = None,
     ) -> None:
-        check_applicable(optimizer)
+        check_servers_can_hold(optimizer)
         self._rank, self._buckets, self._endpoints = rank, list(buckets), endpoints
         self._optimizer, self._weight = optimizer, weight
         self._job, self._options = job, options
