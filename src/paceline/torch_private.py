@@ -82,6 +82,13 @@ def is_compiled_whole(model: torch.nn.Module) -> bool:
     return compiled_in_place or type(model).__name__ == "OptimizedModule"
 
 
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The model itself, if *model* is what torch.compile made of it: attributes that are
+    set on that are set on the model."""
+    inner: torch.nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
 @contextmanager
 def groups_named(name: str) -> Iterator[None]:
     """Within it, ``torch.distributed.new_group`` names its group *name*.

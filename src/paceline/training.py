@@ -46,6 +46,7 @@ from paceline.torch_private import (
     inside_function_transform,
     inside_reentrant_checkpoint,
     queue_callback,
+    uncompiled,
     version_of,
 )
 from paceline.updater import TorchUpdater, split_pieces
@@ -53,6 +54,9 @@ from paceline.weights import Weights
 
 MakeRemote = Callable[[list[Bucket], Callable[[], float]], RemoteParameters]
 """From buckets, and this worker's weight as of now."""
+
+DDP_SYNCHRONIZES = "require_backward_grad_sync"
+"""DDP's attribute for what `no_sync` does; scripts set it by hand to save the block."""
 
 
 class Training:
@@ -111,6 +115,8 @@ class Training:
         self._clips_own = method.clips == "own" and settings.clip_norm < math.inf
         self._weights = None if sampler is None else Weights(sampler)
         self._synchronize = True
+        # Scripts for DDP set `require_backward_grad_sync` on the model.
+        self._attributes = vars(uncompiled(model))
         self._in_backward = False
         self._seen = [False] * len(self._parameters)
         self._next_bucket = 0
@@ -201,7 +207,8 @@ class Training:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate into ``.grad``."""
+        """Backward passes inside only accumulate into ``.grad``; so do those of a model
+        whose ``require_backward_grad_sync`` is false."""
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -386,7 +393,7 @@ class Training:
                 self._compute.gradient(index)
             if self._weights is not None and self._weights.pass_runs():
                 self._weigh_unannounced_pass()
-            if self._synchronize:
+            if self._synchronize and self._attributes.get(DDP_SYNCHRONIZES, True):
                 self._take_gradient(index, parameter)
             else:
                 self._delivered = False

@@ -189,6 +189,27 @@ def accumulation_under_no_sync():
     optimizer.finish()
 
 
+def accumulation_by_ddps_attribute():
+    """As nanoGPT has it, which sets it on what DDP returned: here that is the model."""
+    model = small_model()
+    both = lambda m, r: m(inputs(r, 1)).square().mean() + m(inputs(r, 2)).mean()  # noqa: E731
+    expected = mean_gradients(model, both)
+    optimizer = wrap(model)
+    sent = optimizer._training._deliver_complete
+    passes = []
+    optimizer._training._deliver_complete = lambda: (passes.append(last), sent())
+    for _ in range(2):
+        optimizer.zero_grad()
+        for last in (False, True):
+            model.require_backward_grad_sync = last
+            y = model(inputs(paceline.rank(), 1 + last))
+            (y.mean() if last else y.square().mean()).backward()
+        assert_gradients(model, expected)
+    assert passes
+    assert all(passes)
+    optimizer.finish()
+
+
 def accumulation_that_ends_under_no_sync_is_sent_by_step():
     model = small_model()
     expected = mean_gradients(model, lambda m, r: m(inputs(r)).square().mean())
@@ -551,6 +572,11 @@ def a_model_compiled_whole_warns():
         compiled = compile_whole(model)
         with pytest.warns(UserWarning, match="compile its blocks"):
             optimizer = wrap(compiled)
+        for last in (False, True):
+            compiled.require_backward_grad_sync = last
+            compiled(inputs(paceline.rank())).square().mean().backward()
+            optimizer.zero_grad(set_to_none=not last)
+            assert optimizer._training._delivered == last
         compiled(inputs(paceline.rank())).square().mean().backward()
         assert_gradients(model, expected)
         optimizer.finish()
@@ -920,6 +946,7 @@ CASES = {
         gradient_twice_in_one_pass_is_refused,
         two_backwards_are_both_averaged,
         accumulation_under_no_sync,
+        accumulation_by_ddps_attribute,
         accumulation_that_ends_under_no_sync_is_sent_by_step,
         mixed_types,
         complex_parameters,
