@@ -1,10 +1,11 @@
 """Seconds a step beside PyTorch DDP and its hooks, on the same emulated network.
 
-    python benchmarks/peers.py                       # 8 hosts at 200, 400 and 1000 Mbit/s
+    python benchmarks/peers.py                  # 8 hosts at 100, 200, 400 and 1000 Mbit/s
     python benchmarks/peers.py --links 400 --rounds 3 --json
 
-The model is `examples/layers.py`: 16 equal layers, 8 MB of gradients, 0.1 s forward and 0.2 s
-backward, paced. All sides live in one job and take turns in short blocks of steps; a ratio
+The model is that of `examples/layers.py`, with square matrices, since PowerSGD sends vectors
+as they are: 16 of them, 8 MB of gradients, 0.1 s forward and 0.2 s backward, paced. All
+sides live in one job and take turns in short blocks of steps; a ratio
 is the median over rounds of neighbouring blocks. The limit for exact dense synchronization
 is the measured step without any, or its time to the first gradient plus what a ring puts on
 each link over the link's goodput, whichever is larger. fp16 and PowerSGD are not exact.
@@ -30,15 +31,19 @@ import paceline
 from paceline.network import uniform_cluster
 from paceline.options import RunOptions
 
-LAYERS, MEGABYTES, FORWARD, BACKWARD = 16, 8.0, 0.1, 0.2
+LAYERS, SIDE, FORWARD, BACKWARD = 16, 354, 0.1, 0.2
+BYTES = LAYERS * SIDE * SIDE * 4
 CAPS = (0.5, 1, 2, 4, 25)  # MiB
-SETTLING_STEPS = 45
 BLOCK = 3
 EXACT = ("DDP", *(f"DDP, caps of {cap} MiB" for cap in CAPS))
 
 
 def make_model():
-    return overhead.example("layers").Layers(LAYERS, MEGABYTES, FORWARD, BACKWARD)
+    model = overhead.example("layers").Layers(LAYERS, BYTES / 1e6, FORWARD, BACKWARD)
+    model.weights = torch.nn.ParameterList(
+        weight.detach().reshape(SIDE, SIDE) for weight in model.weights
+    )
+    return model
 
 
 class Side:
@@ -101,7 +106,7 @@ def make_sides():
         # In one bucket: PowerSGD chains all-reduces, and with two buckets ranks may issue
         # them in different orders, on which gloo hangs (seen at 200 Mbit/s).
         Side("DDP, PowerSGD of rank 2", ddp(25, hook="PowerSGD")),
-        Side("paceline bsp", ours("optimal"), SETTLING_STEPS),
+        Side("paceline bsp", ours("optimal"), overhead.SETTLING_STEPS),
         Side("paceline bsp:fusion=ddp", ours("ddp")),
         Side("paceline bsp:fusion=wfbp", ours("wfbp")),
     ]
@@ -153,7 +158,7 @@ def measure(mbit, workers, rounds):
             sys.exit("the job failed")
         found = json.loads(output.read_text())
     times = found["times"]
-    sent = 2 * (workers - 1) / workers * MEGABYTES * 1e6
+    sent = 2 * (workers - 1) / workers * BYTES
     wire = found["first_gradient_seconds"] + sent / (mbit * 1e6 / 8)
     limit = max(statistics.median(times["without synchronization"]), wire)
     rows = []
@@ -174,7 +179,7 @@ def measure(mbit, workers, rounds):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--links", type=int, nargs="+", default=[200, 400, 1000])
+    parser.add_argument("--links", type=int, nargs="+", default=[100, 200, 400, 1000])
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", action="store_true")
@@ -204,6 +209,10 @@ def main():
         print(
             f"\npaceline bsp against DDP at its best ({best['side']}): "
             f"{mine['seconds'] / best['seconds']:.3f}"
+        )
+        lossy = next(r for r in rows if "PowerSGD" in r["side"])
+        print(
+            f"PowerSGD against paceline bsp: {lossy['seconds'] / mine['seconds']:.3f}"
         )
     if arguments.json:
         print(json.dumps(everything))

@@ -17,7 +17,7 @@ class PacedLayer(torch.autograd.Function):
     def forward(ctx, x, weight, forward_seconds, backward_seconds):
         paceline.pace(forward_seconds)
         ctx.weight, ctx.backward_seconds = weight, backward_seconds
-        return x + weight[0]
+        return x + weight.flatten()[0]
 
     @staticmethod
     def backward(ctx, gradient):
