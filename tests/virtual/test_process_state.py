@@ -29,8 +29,10 @@ from paceline.errors import (
     UsageError,
     WorkerFailedError,
 )
+from paceline.network import Cluster, Rack
 from paceline.options import RunOptions
 from paceline.torch_private import load_lazy_modules
+from paceline.worlds.virtual import Simulation
 from tests.virtual.helpers import run, run_on, simulation
 
 
@@ -301,10 +303,23 @@ def test_each_worker_sees_its_own_rank_variables() -> None:
         assert seen == {
             "RANK": str(rank),
             "WORLD_SIZE": "3",
-            "LOCAL_RANK": "0",
-            "GROUP_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": "1",
+            # a worker a host: taken for the one machine that it really is
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "LOCAL_WORLD_SIZE": "3",
         }
+
+
+def test_workers_of_one_host_are_numbered_there() -> None:
+    places: list[tuple[str, str, str]] = []
+
+    def body(rank: int) -> None:
+        keys = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        places.append(tuple(os.environ[key] for key in keys))
+
+    rack = Rack(workers=4, workers_per_host=2, link=1e6, latency=1e-3)
+    Simulation(Cluster(racks=(rack,))).run(body)
+    assert places == [(str(r // 2), str(r % 2), "2") for r in range(4)]
 
 
 def test_changes_of_the_environment_are_a_workers_own(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -46,6 +46,12 @@ Json = Annotated[
 Records = Annotated[
     Path | None,
     typer.Option(help="Folder for per-step records (JSON lines) and a trace."),
+]
+Output = Annotated[
+    Literal["first", "all"],
+    typer.Option(
+        help="Show what worker 0 prints, or what all print, each line with its rank."
+    ),
 ]
 Pace = Annotated[
     str | None,

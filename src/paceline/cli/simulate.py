@@ -45,6 +45,7 @@ def simulate(
     patience: Annotated[
         float, typer.Option(help="Real seconds without progress before giving up.")
     ] = 20.0,
+    output: o.Output = "first",
     records: o.Records = None,
     json: o.Json = False,
 ) -> None:
@@ -69,7 +70,7 @@ def simulate(
     def look(now: float) -> None:
         progress.update(task, description=f"virtual time {now:.3f} s")
 
-    with o.standard_output_for_result(json) as output:
+    with o.standard_output_for_result(json) as true_output:
         with progress:
             if workload is None and forward is None and backward is None:
                 compute = profiled(
@@ -84,6 +85,7 @@ def simulate(
                 trace=records is not None,
                 patience=patience,
                 look=look,
+                output=output,
             )
             try:
                 outcome = run_script(run(compute=compute), str(script), arguments)
@@ -117,7 +119,7 @@ def simulate(
             spans = [span for kept in outcome.kept for span in kept.spans]
             write_run(str(records), "records", all_steps, lambda: spans + outcome.spans)
         if json:
-            with open(output, "w", closefd=False) as stream:
+            with open(true_output, "w", closefd=False) as stream:
                 print(result.to_json(), file=stream)
         else:
             print_results([(result.method, result)])

@@ -80,6 +80,10 @@ def print_results(rows: Sequence[tuple[str, Outcome]]) -> None:
     console = _console()
     console.print(table)
     console.print("step = compute + exposed (waiting for the network); sent per worker")
+    if first.world == "virtual":
+        console.print(
+            "all in virtual time: in the script that is paceline.now(), and not time.time()"
+        )
     below = Table.grid(padding=(0, 1))
     for number, note in enumerate(notes, start=1):
         below.add_row(Text(f"[{number}]"), Text(note))

@@ -48,6 +48,7 @@ def profile_script(
         options=replace(options, steps=PROFILED_STEPS),
         profile=True,
         patience=patience,
+        output="first",
     )
     outcome = run_script(simulation, script, arguments)
     profilers = outcome.profilers

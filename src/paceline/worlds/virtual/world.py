@@ -38,6 +38,7 @@ from paceline.worlds.virtual.conditions import Conditions
 from paceline.worlds.virtual.inputs import SeenInputs
 from paceline.worlds.virtual.links import Links
 from paceline.worlds.virtual.mailbox import Mailbox
+from paceline.worlds.virtual.output import Shown, speak_as, workers_output
 from paceline.worlds.virtual.patches import patched_process
 from paceline.worlds.virtual.process_state import (
     EnvironmentOverlay,
@@ -189,7 +190,8 @@ class Simulation:
     *lanes*: collectives that a communicator moves at a time. *trace*: keep spans.
     *profile*: measure what worker 0 really computes, and charge nothing.
     *patience*: real seconds without any progress after which the process is given up.
-    *look*: called now and then, on the calling thread, with the virtual time.
+    *look*: called now and then, on the calling thread, with the virtual time. *output*:
+    whose prints are shown, see `output`; None: everybody's, as they are.
     """
 
     def __init__(
@@ -204,12 +206,14 @@ class Simulation:
         profile: bool = False,
         patience: float = 20.0,
         look: Callable[[float], None] = lambda seconds: None,
+        output: Shown | None = None,
     ) -> None:
         self.cluster = cluster
         self.options = options or RunOptions()
         self.compute_model = compute or ComputeModel(seed=self.options.seed or 0)
         self.result = SimulationResult()
         self._play = play
+        self._output = output
         self._lanes = lanes
         self.trace = trace
         self.profile = profile
@@ -263,6 +267,7 @@ class Simulation:
             self._random,
             self.mains,
             patched_process(self),
+            workers_output(self._output),
         ):
             self.clock.run(bodies, watchdog.watch)
         self.result.journals = [world.journal for world in self._worlds]
@@ -325,13 +330,12 @@ class Simulation:
         world = self._worlds[rank]
         enter_world_in_this_thread(world)
         _of_thread.simulation = self
+        speak_as(rank)
         EnvironmentOverlay.set_for_this_thread(
             {
                 "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "GROUP_RANK": str(rank),
                 "WORLD_SIZE": str(world.size),
-                "LOCAL_WORLD_SIZE": "1",
+                **_place_of(rank, self.cluster),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "29500",
                 "TORCH_DIST_INIT_BARRIER": "0",  # would wait in a store, outside the clock
@@ -359,6 +363,27 @@ class Simulation:
 
 
 _of_thread = threading.local()
+
+
+def _place_of(rank: int, cluster: Cluster) -> dict[str, str]:
+    """On which machine a worker is, and its number there.
+
+    A cluster whose hosts have a worker each is taken for one machine, which it really is:
+    "once per machine" then means once, for files that are loaded or written. With GPUs a
+    number is also a device, and of these there are as many as there are.
+    """
+    hosts = [cluster.host_of(worker) for worker in range(cluster.workers)]
+    if len(set(hosts)) == len(hosts):
+        hosts = [0] * len(hosts)
+    mine = hosts[rank]
+    number = hosts[:rank].count(mine)
+    if torch.cuda.is_available():
+        number %= torch.cuda.device_count()
+    return {
+        "LOCAL_RANK": str(number),
+        "LOCAL_WORLD_SIZE": str(hosts.count(mine)),
+        "GROUP_RANK": str(mine),
+    }
 
 
 def _create_group(options: Any, _: Any) -> dist.ProcessGroup:
