@@ -1,4 +1,8 @@
-"""The command line: one file per verb, no logic of its own."""
+"""The command line: one file per verb, no logic of its own.
+
+Words are read before torch is imported, which takes seconds: so --help and what is
+misspelt are answered at once. A verb imports what it works with in its own function.
+"""
 
 from __future__ import annotations
 

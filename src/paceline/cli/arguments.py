@@ -130,16 +130,14 @@ def _suspicion(word: str, grammar: Grammar) -> str:
 def _unknown(name: str, grammar: Grammar) -> str:
     near = _near(name, grammar.options)
     verb = (grammar.elsewhere or {}).get(name)
-    words = [f"unknown option {name!r} of paceline {grammar.verb}"]
+    found = f"unknown option {name!r} of paceline {grammar.verb}"
     if near:
-        words.append(f"did you mean {near!r}?")
-    elif verb:
-        words.append(f"paceline {verb} has it")
-    elif grammar.torchrun is not None:
-        words.append("neither paceline's nor torchrun's")
-    if grammar.script:
-        words.append("a script's own options come after it")
-    return "; ".join(words)
+        return f"{found}; did you mean {near!r}?"
+    if verb:
+        return f"{found}; paceline {verb} has it"
+    if grammar.torchrun is not None:
+        found += ": neither paceline's nor torchrun's"
+    return f"{found}; a script's own options come after it" if grammar.script else found
 
 
 def _twice(name: str, first: str, script: str | None) -> str:

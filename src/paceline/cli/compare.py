@@ -13,13 +13,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from paceline.cli import options as o
-from paceline.cli.measured import profiled
 from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.report.files import clear
-from paceline.report.result import Outcome, Result
-from paceline.report.tables import print_results
-from paceline.report.variants import Variant, merge_records, run_variant, to_json
 
 
 def compare(
@@ -27,12 +23,15 @@ def compare(
     script_arguments: o.ScriptArguments = None,
     variant: Annotated[
         list[str] | None,
-        typer.Option(metavar="SPEC", help="A method's spec; give it several times."),
+        typer.Option(metavar="SPEC", help="A method's spec; once or more."),
     ] = None,
     world: Annotated[
         Literal["virtual", "emulated", "real"], typer.Option(help="Where to run.")
     ] = "virtual",
-    workers: o.Workers = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Number of workers. \\[default: 4; in the real world 2]"),
+    ] = None,
     link: o.Link = None,
     latency: o.Latency = None,
     server_hosts: o.ServerHosts = None,
@@ -80,6 +79,11 @@ def compare(
     for name, value in foreign[world].items():
         if value is not None:
             raise UsageError(f"{name} means nothing in the {world} world; leave it out")
+    from paceline.cli.measured import profiled
+    from paceline.report.result import Outcome, Result
+    from paceline.report.tables import print_results
+    from paceline.report.variants import Variant, merge_records, run_variant, to_json
+
     shared: dict[str, object] = {"--steps": steps, "--seed": seed, "--workers": workers}
     if world == "real":
         shared["--workers"] = workers or 2

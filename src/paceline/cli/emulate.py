@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -16,12 +16,11 @@ from paceline.errors import UsageError
 from paceline.network import Workload
 from paceline.options import RunOptions
 from paceline.report.files import forget_workers, merge_workers
-from paceline.report.result import Result
-from paceline.report.tables import print_results
 from paceline.worlds.emulated.capabilities import Capabilities, capabilities
-from paceline.worlds.emulated.fabric import Fabric
-from paceline.worlds.emulated.job import Job
 from paceline.worlds.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    from paceline.worlds.emulated.fabric import Fabric
 
 
 def emulate(
@@ -58,6 +57,11 @@ def emulate(
         return
     if script is None:
         raise UsageError("expected a script, or --check: paceline emulate train.py")
+    from paceline.report.result import Result
+    from paceline.report.tables import print_results
+    from paceline.worlds.emulated.fabric import Fabric
+    from paceline.worlds.emulated.job import Job
+
     o.check_job(script, method)
     described = o.make_cluster(cluster, workers, link, latency, server_hosts)
     if pace is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.methods.table import methods_page
-
 
 def methods() -> None:
     """Print the page on all methods (docs/methods.md is made by this)."""
+    from paceline.methods.table import methods_page
+
     print(methods_page(), end="")

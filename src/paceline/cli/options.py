@@ -1,4 +1,7 @@
-"""Options that several verbs share."""
+"""Options that several verbs share.
+
+Brackets in help are escaped, as rich would take them for its markup and show nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.distributing import read_spec
 from paceline.errors import ClusterError, UsageError
 from paceline.network import Cluster, Workload, load_cluster, uniform_cluster
-from paceline.worlds.virtual import ComputeModel
+
+if TYPE_CHECKING:
+    from paceline.worlds.virtual import ComputeModel
 
 Script = Annotated[
     Path,
@@ -33,19 +37,31 @@ Method = Annotated[
     str | None,
     typer.Option(
         metavar="SPEC",
-        help="NAME or NAME:key=value,...; wins over the script's method.",
+        help="NAME or NAME:key=value,...; wins over the script's. "
+        "\\[default: the script's, else bsp]",
     ),
 ]
 Steps = Annotated[
-    int | None, typer.Option(help="End training after this many optimizer steps.")
+    int | None,
+    typer.Option(
+        help="End the script in the step() that is this many: what stands after its "
+        "training loop is not run. \\[default: the script ends by itself]"
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed all random generators at start.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        help="Seed all random generators at start. \\[default: the script's own matter]"
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
 ]
 Records = Annotated[
     Path | None,
-    typer.Option(help="Folder for per-step records (JSON lines) and a trace."),
+    typer.Option(
+        help="Folder for per-step records (JSON lines) and a trace. \\[default: none]"
+    ),
 ]
 Output = Annotated[
     Literal["first", "all"],
@@ -58,31 +74,41 @@ Pace = Annotated[
     typer.Option(
         metavar="WORKLOAD",
         help="Take this workload's times to compute (a file, or a built-in name) "
-        "instead of the processor's own.",
+        "instead of the processor's own. \\[default: what it takes]",
     ),
 ]
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="A cluster as a TOML file.")
+    Path | None,
+    typer.Option(
+        "--cluster",
+        help="A cluster as a TOML file. \\[default: what the options above describe]",
+    ),
 ]
-Workers = Annotated[int | None, typer.Option(help="Number of workers.")]
+Workers = Annotated[int | None, typer.Option(help="Number of workers. \\[default: 4]")]
 Link = Annotated[
     str | None,
-    typer.Option(help="Goodput of each worker's link, each way. [default: 1gbit]"),
+    typer.Option(help="Goodput of each worker's link, each way. \\[default: 1gbit]"),
 ]
 Latency = Annotated[
-    str | None, typer.Option(help="One-way latency between workers. [default: 50us]")
+    str | None, typer.Option(help="One-way latency between workers. \\[default: 50us]")
 ]
 ServerHosts = Annotated[
     int | None,
-    typer.Option(help="Hosts of their own for parameter servers, as the workers'."),
+    typer.Option(
+        help="Hosts of their own for parameter servers, as the workers'. \\[default: 0]"
+    ),
 ]
 Forward = Annotated[
     float | None,
-    typer.Option(help="Seconds of a forward pass, instead of a workload."),
+    typer.Option(
+        help="Seconds of a forward pass, instead of a workload. \\[default: a workload's]"
+    ),
 ]
 Backward = Annotated[
     float | None,
-    typer.Option(help="Seconds of a backward pass, instead of a workload."),
+    typer.Option(
+        help="Seconds of a backward pass, instead of a workload. \\[default: a workload's]"
+    ),
 ]
 WorkloadFile = Annotated[
     str | None,
@@ -90,7 +116,7 @@ WorkloadFile = Annotated[
         "--workload",
         metavar="FILE",
         help="Compute times: a file of paceline profile, or a built-in workload's name. "
-        "[default: profile SCRIPT once]",
+        "\\[default: profile SCRIPT once]",
     ),
 ]
 Jitter = Annotated[
@@ -104,6 +130,10 @@ def check_job(script: Path, *specs: str | None) -> None:
     that is not there, a spec that names nothing."""
     if not script.is_file():
         raise UsageError(f"there is no script {script}")
+    if not any(specs):
+        return
+    from paceline.distributing import read_spec
+
     for spec in specs:
         if spec is not None:
             read_spec(spec)
@@ -150,6 +180,8 @@ def make_compute(
     seed: int | None,
 ) -> ComputeModel:
     """What ``--workload``, ``--forward``, ``--backward`` and ``--jitter`` say."""
+    from paceline.worlds.virtual import ComputeModel
+
     given = {"forward": forward, "backward": backward}
     for name, value in given.items():
         if workload is not None and value is not None:

@@ -5,28 +5,23 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
 
-import paceline.probe
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
 from paceline.errors import UsageError
 from paceline.network import ServerHost, cluster_toml
 from paceline.options import RunOptions
-from paceline.probe import Findings, infer_cluster, measure
-from paceline.probe.tables import comment_on, print_findings
 from paceline.report.files import make_folder
-from paceline.worlds.emulated.fabric import Fabric
-from paceline.worlds.emulated.job import Job
-from paceline.worlds.join import join_world
-from paceline.worlds.launch import launch
 from paceline.worlds.scratch import scratch_folder
-from paceline.worlds.virtual import Simulation
 
-SCRIPT = str(Path(paceline.probe.__file__).parent / "__main__.py")
+if TYPE_CHECKING:
+    from paceline.worlds.virtual import Simulation
+
+SCRIPT = str(Path(__file__).parent.parent / "probe" / "__main__.py")
 
 
 def probe(
@@ -34,7 +29,10 @@ def probe(
     world: Annotated[
         Literal["real", "emulated", "virtual"], typer.Option(help="What to measure.")
     ] = "real",
-    workers: o.Workers = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Number of workers. \\[default: 4; in the real world 1]"),
+    ] = None,
     link: o.Link = None,
     latency: o.Latency = None,
     server_hosts: o.ServerHosts = None,
@@ -52,6 +50,13 @@ def probe(
     In the real world torchrun's options are passed through: run the same command on each
     machine. The file that is written can be simulated and emulated.
     """
+    from paceline.probe import Findings, infer_cluster
+    from paceline.probe.tables import comment_on, print_findings
+    from paceline.worlds.emulated.fabric import Fabric
+    from paceline.worlds.emulated.job import Job
+    from paceline.worlds.launch import launch
+    from paceline.worlds.virtual import Simulation
+
     make_folder(str(output.resolve().parent))
     if not seconds > 0:
         raise UsageError(f"--seconds: expected more than zero, got {seconds:g}")
@@ -107,6 +112,9 @@ def probe(
 
 
 def _in_virtual_time(simulation: Simulation, path: Path, seconds: float) -> int:
+    from paceline.probe import measure
+    from paceline.worlds.join import join_world
+
     def body(rank: int) -> None:
         findings = measure(join_world(), seconds_per_pair=seconds)
         if rank == 0:

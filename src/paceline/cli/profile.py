@@ -14,10 +14,7 @@ from paceline.errors import UsageError
 from paceline.network import Workload
 from paceline.options import RunOptions
 from paceline.report.files import make_folder
-from paceline.report.tables import print_workload
-from paceline.worlds.launch import launch
 from paceline.worlds.scratch import scratch_folder
-from paceline.worlds.virtual.kept import profile_name
 
 
 def profile(
@@ -25,12 +22,13 @@ def profile(
     script: o.Script,
     script_arguments: o.ScriptArguments = None,
     workers: Annotated[
-        int | None, typer.Option(help="Worker processes on this machine. [default: 1]")
+        int | None,
+        typer.Option(help="Worker processes on this machine. \\[default: 1]"),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to run.")] = 20,
     output: Annotated[
         Path | None,
-        typer.Option(help="The file to write. [default: SCRIPT.workload.json here]"),
+        typer.Option(help="The file to write. \\[default: SCRIPT.workload.json here]"),
     ] = None,
     seed: o.Seed = None,
     json: o.Json = False,
@@ -42,6 +40,10 @@ def profile(
     """
     arguments = script_arguments or []
     o.check_job(script, None)
+    from paceline.report.tables import print_workload
+    from paceline.worlds.launch import launch
+    from paceline.worlds.virtual.kept import profile_name
+
     path = output or Path(profile_name(script))
     if path.is_dir():
         raise UsageError(f"--output: expected a file, got the folder {path}")

@@ -13,9 +13,7 @@ from paceline.cli.arguments import torchrun_words
 from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.report.files import forget_workers, merge_workers
-from paceline.worlds.launch import launch
 from paceline.worlds.scratch import scratch_folder
-from paceline.worlds.supervisor import Supervisor
 
 
 def run(
@@ -23,7 +21,10 @@ def run(
     script: o.Script,
     script_arguments: o.ScriptArguments = None,
     workers: Annotated[
-        int | None, typer.Option(help="Worker processes on this machine.")
+        int | None,
+        typer.Option(
+            help="Worker processes on this machine. \\[default: 1; with --survive 2]"
+        ),
     ] = None,
     method: o.Method = None,
     steps: o.Steps = None,
@@ -40,7 +41,7 @@ def run(
         Path | None,
         typer.Option(
             help="With --survive: where the server keeps its parameters, to go on from "
-            "when it dies."
+            "when it dies. \\[default: nowhere]"
         ),
     ] = None,
     resume: Annotated[
@@ -59,6 +60,9 @@ def run(
     torchrun_options = torchrun_words(context)
     arguments = script_arguments or []
     o.check_job(script, method)
+    from paceline.worlds.launch import launch
+    from paceline.worlds.supervisor import Supervisor
+
     if records is not None:
         forget_workers(str(records))
     with (

@@ -6,12 +6,9 @@ import os
 import sys
 from typing import Annotated
 
-import torch
 import typer
 
 from paceline.errors import UsageError
-from paceline.server.process import make_shell
-from paceline.worlds.servers import DEDICATED_TOKEN, TOKEN_VARIABLE
 
 
 def serve(
@@ -27,6 +24,11 @@ def serve(
     Workers name it: --method ssp:servers=HOST:PORT. Beyond loopback set PACELINE_SECRET,
     the same for all, or PACELINE_TRUSTED_NETWORK=1 where nobody else is on the network.
     """
+    import torch
+
+    from paceline.server.process import make_shell
+    from paceline.worlds.servers import DEDICATED_TOKEN, TOKEN_VARIABLE
+
     if workers < 1:
         raise UsageError(f"--workers: expected 1 or more, got {workers}")
     torch.set_num_threads(1)

@@ -11,14 +11,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from paceline.cli import options as o
-from paceline.cli.measured import profiled, profiled_anew
 from paceline.errors import WorkerFailedError
 from paceline.options import RunOptions
 from paceline.report.files import make_folder, write_run
-from paceline.report.tables import print_results
-from paceline.worlds.virtual import Simulation
-from paceline.worlds.virtual.compute import StaleProfileError
-from paceline.worlds.virtual.script import result_of, run_script
 
 
 def simulate(
@@ -54,6 +49,12 @@ def simulate(
     if records is not None:
         make_folder(str(records))
     described = o.make_cluster(cluster, workers, link, latency, server_hosts)
+    from paceline.cli.measured import profiled, profiled_anew
+    from paceline.report.tables import print_results
+    from paceline.worlds.virtual import Simulation
+    from paceline.worlds.virtual.compute import StaleProfileError
+    from paceline.worlds.virtual.script import result_of, run_script
+
     compute = o.make_compute(workload, forward, backward, jitter, seed)
     options = RunOptions(method=method, steps=steps, seed=seed)
     progress = Progress(
