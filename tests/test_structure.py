@@ -19,7 +19,7 @@ LEVELS = [
     {"methods", "settings", "updater", "weights"},
     {"server"},
     {"collectives"},
-    {"report", "startup", "exchange", "guards"},
+    {"report", "startup", "exchange", "guards", "sent"},
     {"worlds"},
     {"training", "probe"},
     {"optimizer"},

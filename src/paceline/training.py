@@ -36,6 +36,7 @@ from paceline.hooks import Uncopied
 from paceline.interfaces import Method, World
 from paceline.planning import Planner
 from paceline.sampler import Sampler
+from paceline.sent import SentGradients
 from paceline.server.remote import RemoteParameters
 from paceline.server.staged import StagedParameters
 from paceline.settings import Settings
@@ -47,7 +48,6 @@ from paceline.torch_private import (
     inside_reentrant_checkpoint,
     queue_callback,
     uncompiled,
-    version_of,
 )
 from paceline.updater import TorchUpdater, split_pieces
 from paceline.weights import Weights
@@ -142,7 +142,7 @@ class Training:
         )
         self._make_buckets()
         self._remote: RemoteParameters | None = None
-        self._sent_versions: dict[int, int] = {}
+        self._sent = SentGradients(self.say)
         if remote is not None:
             self._remote = remote(self.buckets, lambda: self.weight)
         self._state = method.init(self)
@@ -255,18 +255,8 @@ class Training:
 
     def _require_unchanged(self) -> None:
         """Raise `GradientError` if the script has changed gradients that were sent."""
-        for bucket in self.buckets:
-            foreign = [
-                name
-                for name, parameter, view in zip(
-                    bucket.names, bucket.parameters, bucket.views, strict=True
-                )
-                if parameter.grad is not None and parameter.grad is not view
-            ]
-            same = version_of(bucket.buffer) == self._sent_versions[bucket.index]
-            if same and not foreign:
-                continue
-            name = (foreign or bucket.names)[0]
+        name = self._sent.changed(self.buckets)
+        if name is not None:
             raise self._refused(
                 f"the gradient of {name!r} (or of a tensor sent with it) was changed "
                 f"between backward() and step(): under {self._method.name} it is on its "
@@ -508,7 +498,7 @@ class Training:
         self._step_may_begin = True
         self._plan_anew()
         if self._method.gradient_seen_by_user == "local-sent":
-            self._sent_versions = {b.index: version_of(b.buffer) for b in self.buckets}
+            self._sent.remember(self.buckets)
 
     # ---- buckets ----
 

@@ -288,6 +288,32 @@ def test_changing_a_gradient_that_was_sent_is_an_error(change):
     Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
 
 
+@pytest.mark.parametrize("method", [*SERVERS_UPDATE, "osp:collective=native"])
+def test_clipping_that_changes_nothing_is_no_change(method):
+    def ends(clip):
+        ends = {}
+
+        def train(rank):
+            model = Quadratic()
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = paceline.distribute(model, plain, method=method, fusion="wfbp")
+            for step in range(12):
+                optimizer.zero_grad()
+                model(centers_of(rank, step)).backward()
+                if clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+                optimizer.step()
+            optimizer.finish()
+            ends[rank] = flat_parameters(model)
+
+        Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+        return ends
+
+    clipped, free = ends(True), ends(False)
+    for rank, end in free.items():
+        assert torch.equal(clipped[rank], end)
+
+
 def test_a_second_backward_pass_before_the_step_is_an_error():
     def train(rank):
         model = Quadratic()
