@@ -19,7 +19,7 @@ LEVELS = [
     {"methods", "settings", "updater", "weights"},
     {"server"},
     {"collectives"},
-    {"report", "startup", "exchange", "guards", "sent"},
+    {"report", "startup", "exchange", "guards", "sent", "same_data"},
     {"worlds"},
     {"training", "probe"},
     {"optimizer"},

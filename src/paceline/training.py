@@ -35,6 +35,7 @@ from paceline.guards import check_not_inside_ddp, check_trained_by_nobody_else
 from paceline.hooks import Uncopied
 from paceline.interfaces import Method, World
 from paceline.planning import Planner
+from paceline.same_data import SameData
 from paceline.sampler import Sampler
 from paceline.sent import SentGradients
 from paceline.server.remote import RemoteParameters
@@ -143,6 +144,9 @@ class Training:
         self._make_buckets()
         self._remote: RemoteParameters | None = None
         self._sent = SentGradients(self.say)
+        sees_means = method.gradient_seen_by_user == "mean" and sampler is None
+        one_of_many = comm.rank == 0 and comm.size > 1
+        self._same_data = SameData(sees_means and one_of_many, comm.size, self.say)
         if remote is not None:
             self._remote = remote(self.buckets, lambda: self.weight)
         self._state = method.init(self)
@@ -488,6 +492,8 @@ class Training:
         self._deliver_complete()
         self._in_backward = False
         self._moment("backward_ended")
+        if self._same_data.watching:
+            self._same_data.averaged(self.buckets)
         self._share_buffers()
         if not all_used:
             self._show_gradients()
@@ -534,6 +540,8 @@ class Training:
             if bucket.missing:
                 return
             self._next_bucket += 1
+            if self._same_data.watching:
+                self._same_data.sends(self.buckets, bucket, self.share)
             self._moment("bucket_ready", bucket)
 
     def _reset_buckets(self) -> None:
