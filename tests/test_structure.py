@@ -12,7 +12,7 @@ LEVELS = [
     {"errors"},
     {"clipping", "units"},
     {"hooks", "launchers", "options", "ring_sum", "spec", "torch_private"},
-    {"instruments", "messages", "tensors", "network"},
+    {"instruments", "lifelines", "messages", "tensors", "network"},
     {"interfaces"},
     {"context", "fusion", "pieces", "profiling", "stopwatch"},
     {"sampler", "planning", "stand_ins"},

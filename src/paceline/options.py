@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
+
+
+def seconds_from(
+    environment: Mapping[str, str], variable: str, default: float
+) -> float:
+    """A time above zero that *variable* sets, or else the *default*. Raises
+    `UsageError`."""
+    text = environment.get(variable)
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(
+            f"environment variable {variable}: expected seconds above 0, got {text!r}"
+        )
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,8 @@ def finish(process):
     return process.returncode, out, err
 
 
-def emulate(folder, *words, steps=8, script=LAYERS):
-    options = ("--json", "--no-measure", "--method=bsp:fusion=ddp", f"--steps={steps}")
+def emulate(folder, *words, steps=8, script=LAYERS, method="bsp:fusion=ddp"):
+    options = ("--json", "--no-measure", f"--method={method}", f"--steps={steps}")
     process = start(folder, "emulate", script, *options, *words, "--", *QUICK)
     return finish(process)
 
@@ -129,13 +129,24 @@ def test_a_throttled_link_shows_in_the_records(tmp_path):
 @pytest.mark.slow
 def test_a_cut_link_that_is_repaired_lets_the_job_go_on(tmp_path):
     cluster = with_rules(
-        tmp_path, 'step = 3\ncut = "worker 1"', 'at = "6 s"\nrepair = "worker 1"'
+        tmp_path, 'step = 3\ncut = "worker 1"', 'at = "14 s"\nrepair = "worker 1"'
     )
     folder = tmp_path / "records"
     status, _, err = emulate(tmp_path, cluster, f"--records={folder}")
     assert status == 0, err
-    assert max(records(folder)) > 5.0
+    assert max(records(folder)) > 10.0
     assert len(records(folder)) == 8
+
+
+@pytest.mark.slow
+def test_a_cut_that_lasts_ends_the_job_without_a_word_of_death(tmp_path, monkeypatch):
+    """Whoever notices first: liveness, or the watch on the server's connection."""
+    monkeypatch.setenv("PACELINE_UNREACHABLE_SECONDS", "3")
+    cluster = with_rules(tmp_path, 'step = 3\ncut = "worker 1"')
+    status, _, err = emulate(tmp_path, cluster, method="backup")
+    assert status == 1
+    assert "was unreachable for 3 s" in err
+    assert "died" not in err
 
 
 def test_a_killed_worker_ends_the_job_and_is_named(tmp_path):

@@ -135,7 +135,7 @@ def test_a_crowd_of_strangers_is_bounded(ranks):
         stranger.close()
 
 
-def start(case, size=3):
+def start(case, size=3, stdin=None):
     """Plain processes with torchrun's variables, and nobody to watch over them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -150,6 +150,7 @@ def start(case, size=3):
         subprocess.Popen(
             [sys.executable, str(SCRIPT), case],
             env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=stdin,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -180,6 +181,26 @@ def test_survivors_of_real_processes_know_who(case, dead, words):
         else:
             assert process.returncode == 1
             assert words in stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dead", "words"), [(0, "rank 0 died"), (1, "rank 1 (host")], ids=["0", "1"]
+)
+def test_a_forked_helper_keeps_no_dead_rank_alive(dead, words):
+    """Nor the server process of rank 0: it has the same standard error."""
+    reading, writing = os.pipe()
+    processes = start(f"kill {dead} training backup", size=2, stdin=reading)
+    try:
+        ends = [process.communicate(timeout=45)[1] for process in processes]
+    finally:
+        os.close(writing)  # only now do the helpers end
+        os.close(reading)
+        for process in processes:
+            process.kill()
+    assert processes[dead].returncode == -signal.SIGKILL
+    assert processes[1 - dead].returncode == 1
+    assert words in ends[1 - dead]
 
 
 def test_a_rank_that_ends_long_before_the_others_alarms_nobody():

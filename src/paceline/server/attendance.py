@@ -6,8 +6,7 @@ Theory of operation
 2. The worker opens a plain TCP connection to the liveness port, and shows the ticket.
    From here on it is *present*: its requests are taken, and it may open more channels.
 3. That connection stays idle. ZeroMQ does not say whose connection was lost, but this one
-   does: when a process ends in any way its kernel closes it at once; when a machine
-   vanishes, keep-alive probes notice within seconds. Then the worker is *lost*.
+   does (see `lifelines`). Then the worker is *lost*.
 4. A worker *departs*, which is no loss, with `Bye` on each channel, or with ``bye`` on the
    liveness connection.
 
@@ -32,6 +31,7 @@ import secrets
 import socket
 from collections.abc import Callable
 
+from paceline import lifelines
 from paceline.interfaces import Sender
 from paceline.messages import PROTOCOL
 from paceline.server import payloads, wire
@@ -211,7 +211,7 @@ class Attendance:
             if len(strangers) >= self._workers + _STRANGERS:
                 self.show_out(strangers[0])  # the oldest has had its time
             peer.setblocking(False)
-            wire.keep_alive(peer)
+            lifelines.watch(peer)
             self._visitors[peer] = b""
             self._sources.watch(peer, lambda: reader(peer))
 

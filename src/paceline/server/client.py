@@ -12,8 +12,7 @@ order in which he asked, as all workers do.
 
 The liveness connection ends when the server's process ends, in any way: then, or when a
 channel's connection breaks, everything that waits raises `PeerLostError`. Nothing is sent a
-second time; a worker that comes back does so as a new incarnation. A forked child closes
-its copy of that connection, so a worker's data loaders do not keep it alive.
+second time; a worker that comes back does so as a new incarnation.
 
 No threads of our own, no time-outs but those of connecting and closing: a server that is
 alive may take all the time it needs. `wait` can be interrupted by Ctrl-C.
@@ -22,10 +21,8 @@ alive may take all the time it needs. `wait` can be interrupted by Ctrl-C.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +30,7 @@ import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from paceline import lifelines
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
 from paceline.messages import PROTOCOL, Request
@@ -46,17 +44,6 @@ CONNECT_SECONDS = 30.0
 """How long a server may take to answer the first time."""
 CLOSE_SECONDS = 5.0
 """How long a goodbye may take."""
-
-_endpoints: weakref.WeakSet[RemoteServer] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for endpoint in list(_endpoints):
-        if endpoint._liveness is not None:
-            endpoint._liveness.close()
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 class RemoteServer:
@@ -94,7 +81,6 @@ class RemoteServer:
         self._poller = zmq.Poller()
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._context = zmq.Context(io_threads=1)
-        _endpoints.add(self)
         try:
             self._introduce(time.monotonic() + CONNECT_SECONDS)
         except BaseException:
@@ -160,7 +146,7 @@ class RemoteServer:
         try:
             left = max(1.0, deadline - time.monotonic())
             self._liveness = socket.create_connection((self._host, port), left)
-            wire.keep_alive(self._liveness)
+            lifelines.watch(self._liveness)
             self._liveness.sendall(ticket.encode() + b"\n")
             if self._liveness.recv(1) != b"\n":
                 raise OSError("it was closed")
@@ -278,14 +264,14 @@ class RemoteServer:
         try:
             if self._liveness.recv(64):
                 return
-            reason = "its process ended"
+            how = lifelines.how_it_ended(None)
         except BlockingIOError:
             return
         except OSError as error:
-            reason = str(error)
+            how = lifelines.how_it_ended(error)
         for channel in self._channels.values():
             channel.read()  # what it said last
-        self.give_up(f"is lost: {reason}")
+        self.give_up(f"is lost: its process {how}")
 
     @contextlib.contextmanager
     def _faults_of_the_server(self) -> Any:

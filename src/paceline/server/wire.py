@@ -23,12 +23,12 @@ types below are ever built from what comes in; nothing is unpickled.
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import msgspec
 import zmq
 
+from paceline import lifelines
 from paceline.messages import Reply, Request
 
 CHUNK_BYTES = 2 << 20
@@ -43,8 +43,6 @@ CREDIT_BYTES = 256 << 20
 CHANNELS = 16
 CHANNEL_CHARACTERS = 64
 LARGEST_PAYLOAD_BYTES = 2 << 30
-KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-"""Seconds, seconds and probes after which a machine that vanished is given up."""
 
 
 # ---- from a worker ----
@@ -194,16 +192,11 @@ def endpoint(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def keep_alive(connection: socket.socket | zmq.Socket[Any]) -> None:
-    """Let the kernel notice when the machine at the other end vanishes."""
-    if isinstance(connection, zmq.Socket):
-        connection.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        connection.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEP_ALIVE["TCP_KEEPIDLE"])
-        connection.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEP_ALIVE["TCP_KEEPINTVL"])
-        connection.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEP_ALIVE["TCP_KEEPCNT"])
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEP_ALIVE.items():
-        if hasattr(socket, option):
-            number = getattr(socket, option)
-            connection.setsockopt(socket.IPPROTO_TCP, number, value)
+def keep_alive(messages: zmq.Socket[Any]) -> None:
+    """Let the kernel notice when the machine at the other end vanishes: a little later than
+    on the liveness connection, which has the words for it."""
+    interval, probes = lifelines.keep_alive()
+    messages.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    messages.setsockopt(zmq.TCP_KEEPALIVE_IDLE, interval)
+    messages.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)
+    messages.setsockopt(zmq.TCP_KEEPALIVE_CNT, probes + 2)

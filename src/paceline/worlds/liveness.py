@@ -2,12 +2,11 @@
 
 Theory of operation
 -------------------
-Each rank keeps one idle TCP connection to rank 0's hub. *Dead* is a lost connection: when
-a process ends in any way, its kernel closes the socket at once; when a machine vanishes,
-keep-alive probes notice within seconds. Nothing is inferred from silence, so a rank that
-computes, compiles or evaluates for an hour with the interpreter's lock held is not taken
-for dead. A rank that ends well says goodbye first; one that ends with an error says which.
-The hub tells everybody; when the hub itself is lost, everybody knows that it was rank 0.
+Each rank keeps one idle TCP connection to rank 0's hub. *Dead* is a lost connection (see
+`lifelines`). Nothing is inferred from silence, so a rank that computes, compiles or evaluates
+for an hour with the interpreter's lock held is not taken for dead. A rank that ends well says
+goodbye first; one that ends with an error says which. The hub tells everybody; when the hub
+itself is lost, everybody knows that it was rank 0.
 
 A survivor may be blocked in a collective for ever, where Python cannot interrupt it. So
 after the news it gets a few seconds to end by itself, and is then ended.
@@ -33,6 +32,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from paceline import lifelines
 from paceline.worlds import addresses
 
 GRACE_SECONDS = 3.0
@@ -42,7 +42,6 @@ LINE_BYTES = 4096
 FAULT_CHARACTERS = 500
 
 _KEY = "paceline/liveness"
-_KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 
 
 class Store(Protocol):
@@ -104,7 +103,7 @@ class Liveness:
             )
             return
         self._socket.settimeout(None)
-        _keep_alive(self._socket)
+        lifelines.watch(self._socket)
         self._say(
             Hello(
                 token=token, rank=rank, host=socket.gethostname(), process=os.getpid()
@@ -142,12 +141,13 @@ class Liveness:
                     return
                 self._tell(f"rank {news.rank} {news.fault}")
                 return
-        except OSError:
-            pass
+            lost = None
+        except OSError as error:
+            lost = error
         except msgspec.MsgspecError as error:
             self._tell(f"rank 0 sent what is not a line of news: {error}")
             return
-        self._tell("rank 0 died: its connection closed without a goodbye")
+        self._tell(f"rank 0 {lifelines.how_it_ended(lost)}")
 
     def _tell(self, sentence: str) -> None:
         if not self._over:
@@ -175,6 +175,8 @@ class Hub:
         self._wake, waker = socket.socketpair()
         self._waker = waker
         self._selector.register(waker, selectors.EVENT_READ)
+        for end in (self._listener, self._wake, waker):
+            lifelines.close_in_children(end)
         port = self._listener.getsockname()[1]
         words = msgspec.json.encode((meeting.publish, port, self._token)).decode()
         store.set(_KEY, words)
@@ -223,7 +225,7 @@ class Hub:
             ):  # a crowd: the oldest has had its time
                 self._drop(strangers[0])
             peer.setblocking(False)
-            _keep_alive(peer)
+            lifelines.watch(peer)
             self._pieces[peer] = b""
             self._selector.register(peer, selectors.EVENT_READ)
 
@@ -232,8 +234,9 @@ class Hub:
             data = peer.recv(LINE_BYTES)
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
+        except OSError as error:
+            self._lose(peer, error)
+            return
         if not data:
             self._lose(peer)
             return
@@ -261,14 +264,12 @@ class Hub:
         if news.fault is not None:
             self._tell_all(News(rank=hello.rank, fault=news.fault))
 
-    def _lose(self, peer: socket.socket) -> None:
+    def _lose(self, peer: socket.socket, error: OSError | None = None) -> None:
         hello = self._ranks.pop(peer, None)
         self._drop(peer)
         if hello is not None:
-            fault = (
-                f"(host {hello.host}, process {hello.process}) died: its connection "
-                "closed without a goodbye"
-            )
+            where = f"(host {hello.host}, process {hello.process})"
+            fault = f"{where} {lifelines.how_it_ended(error)}"
             self._tell_all(News(rank=hello.rank, fault=fault))
 
     def _drop(self, peer: socket.socket) -> None:
@@ -307,11 +308,3 @@ def end_after_grace(rank: int, sentence: str, said: threading.Event) -> None:
 
 def _line(words: msgspec.Struct) -> bytes:
     return msgspec.json.encode(words) + b"\n"
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE:
-        if hasattr(socket, option):
-            number = getattr(socket, option)
-            connection.setsockopt(socket.IPPROTO_TCP, number, value)

@@ -8,6 +8,7 @@ child that cannot start says so there, so that every worker raises, and none wai
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
 import select
@@ -20,6 +21,7 @@ from typing import IO, Protocol
 
 import msgspec
 
+from paceline import lifelines
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
 from paceline.interfaces import ServerJob
@@ -97,8 +99,9 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             env=os.environ | SERVER_ENVIRONMENT,
         )
-        assert self.process.stdin is not None
+        assert isinstance(self.process.stdin, io.BufferedWriter)
         assert self.process.stdout is not None
+        lifelines.close_in_children(self.process.stdin)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(self.token.encode() + b"\n")
             self.process.stdin.flush()
@@ -128,6 +131,8 @@ class ServerPool:
             stdout=subprocess.PIPE,
             env=os.environ | SERVER_ENVIRONMENT,
         )
+        assert isinstance(self._process.stdin, io.BufferedWriter)
+        lifelines.close_in_children(self._process.stdin)
 
     def start(self, name: str, workers: int, meeting: Meeting) -> Address:
         """One more server. Raises `UsageError` if it does not start."""

@@ -1,4 +1,5 @@
-"""One rank ends in a way of its own; ``dies.py "kill 1 barrier"``."""
+"""One rank ends in a way of its own; ``dies.py "kill 1 barrier"``. With a method as one more
+word that is trained, and each rank has a forked helper that lives until its input ends."""
 
 import os
 import signal
@@ -9,13 +10,17 @@ import torch.distributed as dist
 
 import paceline
 
-HOW, WHO, WHERE = sys.argv[1].split()
+HOW, WHO, WHERE, *METHOD = sys.argv[1].split()
 
 paceline.init()
 chosen = paceline.rank() == int(WHO)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = paceline.distribute(model, optimizer)
+optimizer = paceline.distribute(model, optimizer, method=(METHOD or ["bsp"])[0])
+if METHOD and os.fork() == 0:
+    os.close(2)  # the test waits for its end
+    os.read(0, 1)
+    os._exit(0)
 
 
 def end():

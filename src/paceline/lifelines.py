@@ -1,0 +1,118 @@
+"""Connections whose end says that a process is gone.
+
+Theory of operation
+-------------------
+Whoever must learn of a process's end holds an idle TCP connection to it. When a process ends
+in any way, its kernel closes the connection at once, and nothing is inferred from silence.
+Two things could hide an end, or feign one:
+
+*Networks.* A machine that vanishes closes nothing, so the kernel probes idle connections
+(keep-alive). A network that is cut looks the same from here, and comes back: so only a peer
+that has answered no probe for `PACELINE_UNREACHABLE_SECONDS` (300) is given up, and the words
+say *unreachable*, not *died*. TCP_USER_TIMEOUT stays unset: it would overrule the number of
+probes, and count what was sent during the cut from its first attempt. What other connections
+had under way (gloo's, ZeroMQ's) the kernel sends again at growing intervals, 120 s at most, so
+after a cut of minutes a job goes on up to two minutes after its network; about 15 minutes
+without an answer are the kernel's own limit (tcp_retries2).
+
+*Forked children.* A child has copies of all descriptors, and a connection ends with the last
+copy: a helper that outlives its parent would keep it alive for all others. So a child closes
+its copies when it begins. (What is started by ``exec`` has none: descriptors are not
+inherited there.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import math
+import os
+import socket
+import weakref
+from typing import NamedTuple
+
+from paceline.options import seconds_from
+
+UNREACHABLE_VARIABLE = "PACELINE_UNREACHABLE_SECONDS"
+UNREACHABLE_SECONDS = 300.0
+
+_PROBES = 10
+"""In that time."""
+_UNREACHABLE = {
+    *(errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN),
+    *(errno.ENETUNREACH, errno.ENETDOWN),
+}
+"""What a socket says whose peer answers no more; not that its process has ended."""
+
+
+class KeepAlive(NamedTuple):
+    """Seconds between probes of a connection that is idle, and how many may be lost."""
+
+    interval: int
+    probes: int
+
+
+def keep_alive() -> KeepAlive:
+    """As the environment says. Raises `UsageError` where that makes no sense.
+
+    Whenever the network is cut, the last of the probes that are not answered leaves no sooner
+    than the seconds after it that are allowed.
+    """
+    seconds = _patience()
+    interval = math.ceil(seconds / _PROBES)
+    return KeepAlive(interval, math.ceil(seconds / interval) + 1)
+
+
+def watch(connection: socket.socket) -> None:
+    """Let the kernel notice when the machine at the other end vanishes, and no child keep
+    the connection alive."""
+    interval, probes = keep_alive()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", interval),
+        ("TCP_KEEPINTVL", interval),
+        ("TCP_KEEPCNT", probes),
+    ):
+        if hasattr(socket, option):
+            number = getattr(socket, option)
+            connection.setsockopt(socket.IPPROTO_TCP, number, value)
+    close_in_children(connection)
+
+
+def how_it_ended(error: OSError | None) -> str:
+    """What happened to the process at the other end of a connection that was lost with this
+    error, or that just closed."""
+    if error is not None and error.errno in _UNREACHABLE:
+        return (
+            f"was unreachable for {_patience():g} s: its machine or the network is down "
+            f"({UNREACHABLE_VARIABLE} says how long that may be)"
+        )
+    return "died: its connection closed without a goodbye"
+
+
+def close_in_children(end: socket.socket | io.BufferedWriter) -> None:
+    """*end*, of a connection or of a pipe, is this process's only: a child that is forked
+    off closes its copy."""
+    _ends.add(end)
+
+
+_ends: weakref.WeakSet[socket.socket | io.BufferedWriter] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for end in list(_ends):
+        with contextlib.suppress(OSError):
+            if isinstance(end, io.BufferedWriter):
+                end.raw.close()  # what it may have buffered is the parent's to write
+            elif end.fileno() >= 0:
+                # Not close(): a file made of the socket would keep it open.
+                os.close(end.detach())
+    _ends.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _patience() -> float:
+    return seconds_from(os.environ, UNREACHABLE_VARIABLE, UNREACHABLE_SECONDS)

@@ -1,0 +1,128 @@
+"""Connections whose end says that a process is gone: what feigns no end, and hides none."""
+
+import contextlib
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import zmq
+
+from paceline import lifelines
+from paceline.errors import UsageError
+from paceline.worlds.liveness import Liveness
+from tests.server import Adder, connect, running
+
+VARIABLE = lifelines.UNREACHABLE_VARIABLE
+
+
+class DictStore(dict):
+    """What torch's store is to liveness."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def get(self, key):
+        return self[key]
+
+
+@pytest.fixture
+def job():
+    """Two ranks, and a server with one worker: all ends of their watched connections, what
+    the hub has beside them, and the worker's connection for messages."""
+    store = DictStore()
+    ranks = [Liveness(rank, 2, store, lambda _: None) for rank in range(2)]
+    hub = ranks[0]._hub
+    with contextlib.ExitStack() as stack:
+        for rank in reversed(ranks):
+            stack.callback(rank.close)
+        shell = stack.enter_context(running(Adder(1), workers=1))
+        server = stack.enter_context(contextlib.closing(connect(shell)))
+        while len(hub._pieces) < 2:
+            hub._thread.join(0.01)
+        watched = [rank._socket for rank in ranks] + list(hub._pieces)
+        watched += [server._liveness, *shell._attendance._owners]
+        alone = [hub._listener, hub._wake, hub._waker]
+        yield watched, alone, server._channels[""].socket
+
+
+def settings(connection):
+    options = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+    return [connection.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+
+
+@pytest.mark.parametrize("allowed", [None, "4", "0.5", "3600"])
+def test_a_shorter_cut_ends_no_connection(job, allowed, monkeypatch):
+    """The last probe before a connection is given up leaves later than any cut that is
+    allowed has lasted, also where the first has left just after the cut."""
+    if allowed is not None:
+        monkeypatch.setenv(VARIABLE, allowed)
+    with socket.socket() as plain:
+        lifelines.watch(plain)
+        idle, interval, probes = settings(plain)
+    seconds = float(allowed or 300)
+    assert interval * (probes - 1) >= seconds
+    assert idle + interval * probes <= max(1.3 * seconds, seconds + 3)
+
+
+def test_all_ends_of_all_connections_are_equally_patient(job):
+    watched, _, messenger = job
+    assert len(watched) == 6
+    interval, probes = lifelines.keep_alive()
+    for connection in watched:
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert settings(connection) == [interval, interval, probes]
+        timeout = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert timeout == 0  # would overrule the number of probes
+    # It speaks later: the liveness connection has the words.
+    assert messenger.getsockopt(zmq.TCP_KEEPALIVE_IDLE) == interval
+    assert messenger.getsockopt(zmq.TCP_KEEPALIVE_INTVL) == interval
+    assert messenger.getsockopt(zmq.TCP_KEEPALIVE_CNT) > probes
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_a_time_that_makes_no_sense_is_refused(text, monkeypatch):
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(UsageError, match=f"{VARIABLE}: expected seconds above 0"):
+        lifelines.keep_alive()
+
+
+def test_a_silent_network_is_no_death(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "7")
+    for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH):
+        words = lifelines.how_it_ended(OSError(number, "..."))
+        assert words.startswith("was unreachable for 7 s")
+        assert "died" not in words
+    for error in (None, OSError(errno.ECONNRESET, "...")):
+        assert lifelines.how_it_ended(error).startswith("died")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_forked_child_keeps_nothing_alive(job):
+    watched, alone, _ = job
+    reading, writing = os.pipe()
+    with open(reading, "rb"), open(writing, "wb") as pipe:
+        lifelines.close_in_children(pipe)
+        ours = {os.fstat(end.fileno()).st_ino for end in (*watched, *alone)}
+        assert len(ours) == len(watched) + len(alone)
+        child = os.fork()
+        if child == 0:
+            # A pipe's ends have one inode: here only the reading one may be left.
+            found = [os.fstat(int(fd)).st_ino for fd in open_descriptors()]
+            mine = os.fstat(reading).st_ino
+            clean = not ours & set(found) and found.count(mine) == 1
+            os._exit(0 if clean else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        pipe.write(b"still open here\n")
+    assert all(end.fileno() >= 0 for end in (*watched, *alone))
+
+
+def open_descriptors():
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            os.fstat(int(name))
+            found.append(name)
+    return found
