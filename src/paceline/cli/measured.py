@@ -1,18 +1,23 @@
-"""Where the times to compute come from if nobody names any: measured, and kept."""
+"""A script in virtual time, with the times to compute that were measured and kept where
+nobody names any."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.cli.options import standard_output_for_result
-from paceline.errors import UsageError
+from paceline.cli.options import SCRATCH, standard_output_for_result
+from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import Cluster
 from paceline.options import RunOptions
-from paceline.worlds.virtual import ComputeModel
+from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
+from paceline.worlds.virtual.compute import StaleProfileError
 from paceline.worlds.virtual.kept import find_profile, keep_profile
 from paceline.worlds.virtual.profile import profile_script
+from paceline.worlds.virtual.script import run_script
+from paceline.worlds.virtual.set_aside import checkpoints_set_aside
 
 
 def profiled(
@@ -22,6 +27,7 @@ def profiled(
     compute: ComputeModel,
     options: RunOptions,
     patience: float = 20.0,
+    scratch: Path = SCRATCH,
 ) -> ComputeModel:
     """*compute* with the script's own times: from the profile that is kept of it, made now
     if there is none, or none that fits. What the script prints meanwhile goes to standard
@@ -29,7 +35,14 @@ def profiled(
     kept, stale = find_profile(script, arguments)
     if kept is None:
         return profiled_anew(
-            script, arguments, cluster, compute, options, patience, why=stale
+            script,
+            arguments,
+            cluster,
+            compute,
+            options,
+            patience,
+            why=stale,
+            scratch=scratch,
         )
     if kept.made is None:
         hint = "not made by simulate: delete it to have it made"
@@ -54,12 +67,13 @@ def profiled_anew(
     patience: float = 20.0,
     *,
     why: str,
+    scratch: Path,
 ) -> ComputeModel:
     """*compute* with the script's own times, measured now; *why* they are measured again,
-    if they are."""
+    if they are. Its checkpoints go to *scratch*."""
     if why:
         print(f"compute: profiling again: {why}", file=sys.stderr)
-    with standard_output_for_result(True):
+    with standard_output_for_result(True), checkpoints_set_aside(scratch):
         profile = profile_script(
             str(script), arguments, cluster, options, patience=patience
         )
@@ -72,3 +86,49 @@ def profiled_anew(
     except UsageError as error:
         print(f"compute: profiled {script}, for this time: {error}", file=sys.stderr)
     return replace(compute, workload=workload, what=what, kept=False, inputs=None)
+
+
+def run_or_profile_anew(
+    make: Callable[[ComputeModel], Simulation],
+    script: Path,
+    arguments: list[str],
+    cluster: Cluster,
+    compute: ComputeModel,
+    options: RunOptions,
+    patience: float,
+    scratch: Path,
+) -> tuple[SimulationResult, ComputeModel]:
+    """Run the script; where it turns out that the profile that was kept is not of what is
+    trained now, once more with a new one. Returns also what it was charged by."""
+    try:
+        return _run(make(compute), script, arguments, scratch), compute
+    except WorkerFailedError as error:
+        if not isinstance(error.__cause__, StaleProfileError):
+            raise
+        stale = str(error.__cause__)
+    compute = profiled_anew(
+        script,
+        arguments,
+        cluster,
+        compute,
+        options,
+        patience,
+        why=stale,
+        scratch=scratch,
+    )
+    return _run(make(compute), script, arguments, scratch), compute
+
+
+def _run(
+    simulation: Simulation, script: Path, arguments: list[str], scratch: Path
+) -> SimulationResult:
+    with checkpoints_set_aside(scratch) as made:
+        outcome = run_script(simulation, str(script), arguments)
+    if made:
+        words = made[0].name + ", ..." * (len(made) > 1)
+        print(
+            f"checkpoints: this simulation's are in {scratch} ({words}); what was there "
+            "before is as it was",
+            file=sys.stderr,
+        )
+    return outcome

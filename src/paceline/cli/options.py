@@ -21,6 +21,9 @@ from paceline.network import Cluster, Workload, load_cluster, uniform_cluster
 if TYPE_CHECKING:
     from paceline.worlds.virtual import ComputeModel
 
+SCRATCH = Path("paceline-runs", "scratch")
+"""Where checkpoints of simulations are."""
+
 Script = Annotated[
     Path,
     typer.Argument(metavar="SCRIPT", help="A training script.", show_default=False),

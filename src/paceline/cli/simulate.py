@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +12,6 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from paceline.cli import options as o
-from paceline.errors import WorkerFailedError
 from paceline.options import RunOptions
 from paceline.report.files import make_folder, write_run
 
@@ -41,6 +41,9 @@ def simulate(
         float, typer.Option(help="Real seconds without progress before giving up.")
     ] = 20.0,
     output: o.Output = "first",
+    scratch: Annotated[
+        Path, typer.Option(help="Folder for the checkpoints of SCRIPT.")
+    ] = o.SCRATCH,
     records: o.Records = None,
     json: o.Json = False,
 ) -> None:
@@ -49,11 +52,10 @@ def simulate(
     if records is not None:
         make_folder(str(records))
     described = o.make_cluster(cluster, workers, link, latency, server_hosts)
-    from paceline.cli.measured import profiled, profiled_anew
+    from paceline.cli.measured import profiled, run_or_profile_anew
     from paceline.report.tables import print_results
     from paceline.worlds.virtual import Simulation
-    from paceline.worlds.virtual.compute import StaleProfileError
-    from paceline.worlds.virtual.script import result_of, run_script
+    from paceline.worlds.virtual.script import result_of
 
     compute = o.make_compute(workload, forward, backward, jitter, seed)
     options = RunOptions(method=method, steps=steps, seed=seed)
@@ -75,7 +77,7 @@ def simulate(
         with progress:
             if workload is None and forward is None and backward is None:
                 compute = profiled(
-                    script, arguments, described, compute, options, patience
+                    script, arguments, described, compute, options, patience, scratch
                 )
             run = partial(
                 Simulation,
@@ -88,21 +90,16 @@ def simulate(
                 look=look,
                 output=output,
             )
-            try:
-                outcome = run_script(run(compute=compute), str(script), arguments)
-            except WorkerFailedError as error:
-                if not isinstance(error.__cause__, StaleProfileError):
-                    raise
-                compute = profiled_anew(
-                    script,
-                    arguments,
-                    described,
-                    compute,
-                    options,
-                    patience,
-                    why=str(error.__cause__),
-                )
-                outcome = run_script(run(compute=compute), str(script), arguments)
+            outcome, compute = run_or_profile_anew(
+                lambda compute: run(compute=compute),
+                script,
+                arguments,
+                described,
+                compute,
+                options,
+                patience,
+                scratch,
+            )
         result = result_of(outcome, described.workers)
         result.network = described.describe()
         result.compute = compute.describe(outcome.paced_by_script, outcome.stand_in)
