@@ -18,7 +18,7 @@ LEVELS = [
     {"sampler", "planning", "stand_ins"},
     {"methods", "settings", "updater", "weights"},
     {"server"},
-    {"collectives"},
+    {"collectives", "loading"},
     {"report", "startup", "exchange", "guards", "sent", "same_data"},
     {"worlds"},
     {"training", "probe"},

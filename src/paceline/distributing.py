@@ -103,9 +103,10 @@ def distribute(
     comm = _comm(world, chosen)
     full_spec = str(spec.spec_of(chosen.name, chosen, **settings.as_keys()))
     options = f"{full_spec} with {type(optimizer).__name__}"
+    description = describe(model, options)
     device = parameters[0][1].device
     if isinstance(comm, TorchComm):
-        check_same_everywhere(comm, describe(model, options), device)
+        check_same_everywhere(comm, description, device)
     if is_compiled_whole(model):
         warnings.warn(
             "the whole model is compiled, so all gradients become ready at once when "
@@ -128,7 +129,10 @@ def distribute(
             endpoints,
             job,
             options,
+            description.tensors,
+            [*_frozen(model), *model.buffers()],
             () if kept else tuple(model.buffers()),
+            world.alone,
             most_bytes=None if piece_bytes is None else piece_bytes(total),
         )
     elif endpoints and isinstance(comm, TorchComm):
@@ -145,6 +149,10 @@ def distribute(
     world.at_exit(wrapped.finish)
     world.at_exit(comm.close)
     return wrapped
+
+
+def _frozen(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p for p in model.parameters() if not p.requires_grad and p.numel()]
 
 
 def _comm(world: World, method: Method) -> TorchComm | AloneComm:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Both ends must speak the same version."""
 
 DTYPES: dict[str, torch.dtype] = {
@@ -56,7 +56,9 @@ class Join(msgspec.Struct, tag="join", kw_only=True):
     torch.optim; *options* must be equal on all workers. *method*: the spec of who says what
     the server does; empty where it only reduces. *sums*: "rank" or "arrival". *clip_norm*: the
     largest norm of a step's mean gradient, of which there are parts on so many *servers*.
-    Answer: `Joined`."""
+    *tensors*: a line for each tensor of the model, also for those that are not trained.
+    Answer: `Joined`, at once; for a worker that nobody waits for, once no meeting is under
+    way."""
 
     options: str
     method: str = ""
@@ -68,12 +70,37 @@ class Join(msgspec.Struct, tag="join", kw_only=True):
     hyperparameters: Hyperparameters = []
     clip_norm: float = math.inf
     servers: int = 1
+    tensors: list[str] = []
+
+
+Purpose = Literal["load", "pulled", "meet"]
+"""What workers wait for each other for."""
+
+
+class Arrive(msgspec.Struct, tag="arrive", kw_only=True):
+    """This worker has come to a point at which it waits for all that train. *purpose*:
+    "load", where one of them then loads what all go on from; "pulled", after that, when it
+    has taken it; or "meet", which is all. *brings*: it has something to load. Answer: `Met`,
+    when all are there, and what was to be loaded is; to who is to load, before that."""
+
+    purpose: Purpose
+    brings: bool = False
 
 
 class Load(msgspec.Struct, tag="load", kw_only=True):
-    """The payload becomes the parameters of *bucket*. Answer: `Done`."""
+    """The payload becomes the parameters of *bucket*: once all buckets are in, and with them
+    the states and the rest that came before. Only before anything was loaded, and from who
+    leads a load. Answer: `Done`."""
 
     bucket: int
+
+
+class LoadRest(msgspec.Struct, tag="load-rest", kw_only=True):
+    """The payload is a part of the bytes of all that the model holds and nobody trains, its
+    frozen parameters and its buffers: the part that begins at byte *start*, where the one
+    before has ended. Takes effect with the `Load` of all buckets. Answer: `Done`."""
+
+    start: int
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +178,19 @@ class Pull(msgspec.Struct, tag="pull", kw_only=True):
     step: int = 0
 
 
+class PullRest(msgspec.Struct, tag="pull-rest", kw_only=True):
+    """Answer: `Rest`, from byte *start* on, *most* bytes of it at most; once parameters were
+    loaded."""
+
+    start: int
+    most: int
+
+
+class PullBuffers(msgspec.Struct, tag="pull-buffers", kw_only=True):
+    """Answer: `Blended`, with the buffers as they were mixed since the last load; without a
+    payload if none were."""
+
+
 class PullState(msgspec.Struct, tag="pull-state", kw_only=True):
     """Answer: `OptimizerState` of *bucket*; or of some *units* of it, once all updates before
     *step* are in them."""
@@ -162,7 +202,7 @@ class PullState(msgspec.Struct, tag="pull-state", kw_only=True):
 
 class LoadState(msgspec.Struct, tag="load-state", kw_only=True):
     """The payload, described as in `OptimizerState`, becomes the optimizer's state of
-    *bucket*. Answer: `Done`."""
+    *bucket*, with the `Load` of all buckets. Answer: `Done`."""
 
     bucket: int
     entries: list[list[tuple[str, int | float]]]
@@ -188,13 +228,17 @@ class Note(msgspec.Struct, tag="note", kw_only=True):
 
 Request = (
     Join
+    | Arrive
     | Load
+    | LoadRest
     | Push
     | Pull
     | Decide
     | PullNorm
     | Norm
     | Blend
+    | PullRest
+    | PullBuffers
     | PullState
     | LoadState
     | Leave
@@ -207,10 +251,23 @@ Request = (
 
 
 class Joined(msgspec.Struct, tag="joined", kw_only=True):
-    """This worker takes part from *step* on. *loaded*: the server has parameters."""
+    """This worker takes part from *step* on. *loaded*: the server has parameters; *load*:
+    how many loads they have come through since the first. *guest*: training has begun
+    without this worker, or this life of it: it takes what is there, and what it brings
+    itself is not wanted."""
 
     step: int
     loaded: bool
+    load: int = 0
+    guest: bool = False
+
+
+class Met(msgspec.Struct, tag="met", kw_only=True):
+    """All are there. *leads*: this worker is the one that now loads. *load*: how many loads
+    the server has come through."""
+
+    leads: bool = False
+    load: int = 0
 
 
 class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
@@ -218,13 +275,20 @@ class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
     of steps, or of pushes, that are
     in it. *step*: the one that its receiver is to do next. *counted*: the workers that
     counted for the step that was pushed, where server 0 decides. *deferred*: the bucket's
-    units that the next step leaves to its second stage (GIB)."""
+    units that the next step leaves to its second stage (GIB). *load*: as in `Met`."""
 
     bucket: int
     version: int
     step: int = 0
     counted: list[int] = []
     deferred: list[int] = []
+    load: int = 0
+
+
+class Rest(msgspec.Struct, tag="rest", kw_only=True):
+    """The payload is the part that was asked for of what nobody trains, of *whole* bytes."""
+
+    whole: int
 
 
 class NormPart(msgspec.Struct, tag="norm-part", kw_only=True):
@@ -260,5 +324,14 @@ class Refused(msgspec.Struct, tag="refused", kw_only=True):
 
 
 Reply = (
-    Joined | Parameters | NormPart | Blended | OptimizerState | Reduced | Done | Refused
+    Joined
+    | Met
+    | Parameters
+    | Rest
+    | NormPart
+    | Blended
+    | OptimizerState
+    | Reduced
+    | Done
+    | Refused
 )

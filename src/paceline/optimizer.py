@@ -86,18 +86,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._training.updates_on_server or self._training.finished:
             with self._settled():
                 return self._inner.state_dict()
-        self._inner.state.update(self._training.remote.state())
+        loaded = self._training.loading.state
+        state_now = self._training.remote.state() if loaded is None else loaded
+        self._inner.state.update(state_now)
         state: dict[str, Any] = self._inner.state_dict()
         self._inner.state.clear()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict`, or the unwrapped optimizer's, gave. Where servers update,
-        they take rank 0's; every rank calls this, between steps."""
+        they take that of the lowest rank that trains, before the next step; every rank calls
+        this, after the same step. What a worker that was started again loads before its first step
+        is not used: the job goes on with what the servers have."""
         with self._settled():
             self._inner.load_state_dict(state_dict)
         if self._training.updates_on_server:
-            self._training.remote.load_state(dict(self._inner.state))
+            self._training.loading.take_state(dict(self._inner.state))
             self._inner.state.clear()
 
     def _settled(self) -> AbstractContextManager[None]:

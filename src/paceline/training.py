@@ -34,6 +34,7 @@ from paceline.exchange import SharedBuffers, broadcast_tensors
 from paceline.guards import check_not_inside_ddp, check_trained_by_nobody_else
 from paceline.hooks import Uncopied
 from paceline.interfaces import Method, World
+from paceline.loading import Loading
 from paceline.planning import Planner
 from paceline.same_data import SameData
 from paceline.sampler import Sampler
@@ -147,8 +148,17 @@ class Training:
         sees_means = method.gradient_seen_by_user == "mean" and sampler is None
         one_of_many = comm.rank == 0 and comm.size > 1
         self._same_data = SameData(sees_means and one_of_many, comm.size, self.say)
+        self._loading: Loading | None = None
         if remote is not None:
             self._remote = remote(self.buckets, lambda: self.weight)
+            self._loading = Loading(
+                comm.rank,
+                method.name,
+                model,
+                self._remote,
+                lambda: self._moment("loaded"),
+                lambda: self.looking,
+            )
         self._state = method.init(self)
         self._handles = [
             model.register_forward_pre_hook(
@@ -196,6 +206,12 @@ class Training:
     def first_step(self) -> int:
         """How many steps the job had done when this worker joined it."""
         return 0 if self._remote is None else self._remote.first_step
+
+    @property
+    def loading(self) -> Loading:
+        """What the script loads, where servers update."""
+        assert self._loading is not None, "this method's worker updates"
+        return self._loading
 
     @property
     def updates_on_server(self) -> bool:
@@ -246,6 +262,12 @@ class Training:
             self._end_backward()
         if self._method.gradient_seen_by_user == "local-sent":
             self._require_unchanged()
+        if self._loading is not None:
+            try:
+                self._loading.before_update()
+            except UsageError:
+                self._broken = True  # the gradients were sent
+                raise
         if self.optimizer_steps:
             every = (parameter.grad for _, parameter in self._parameters)
             self.clip([gradient for gradient in every if gradient is not None])
@@ -286,6 +308,8 @@ class Training:
         self.active = False
         if not self._broken:
             self._shared.put()
+            if self._loading is not None and self._loading.is_due:
+                self._loading.complete()
             self._moment("finish")
             if self._remote is not None:
                 self._remote.keep_state()
@@ -305,6 +329,8 @@ class Training:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._loading is not None:
+            self._loading.detach()
         self._accumulators.clear()
 
     @contextmanager
@@ -322,8 +348,37 @@ class Training:
         """Put the result into the model; returns what undoes it."""
         if not self.active or not hasattr(self._method, "consolidate"):
             return lambda: None  # the result is in the model
+        loading = self._loading
+        if loading is not None and loading.is_due:
+            if not loading.is_guest:
+                return lambda: None  # what is in the model was just loaded
+            loading.complete()
         undo: Callable[[], None] = self._method.consolidate(self._state, self)
         return undo
+
+    # ---- all workers together ----
+
+    def load_is_complete(self) -> bool:
+        """The script has loaded all that it wanted: what the model and the optimizer hold on
+        the lowest rank that trains becomes everybody's. Returns when this worker has it;
+        False where nothing of it was used, since this worker was started again and the job
+        goes on: then the model holds what the servers have. Where workers update, each
+        goes on with what it loaded. Collective over the workers that train."""
+        return self._loading is None or self._loading.complete(whole=True)
+
+    def meet(self) -> bool:
+        """Wait for all workers that train; then each has the answers to what it sent, and
+        sends nothing until this has returned. Returns False, at once, where there is nobody
+        to be met: this worker is out of data, or was started again and has not trained since.
+        Collective."""
+        if not self._world.alone:
+            self.comm.all_reduce(torch.zeros(1), "sum").wait()
+            return True
+        assert self._loading is not None, "alone, with a method whose workers meet"
+        if not self.active or self._loading.is_guest:
+            return False
+        self.remote.meet()
+        return True
 
     def keep_company(self) -> None:
         self._shared.put()
@@ -611,8 +666,8 @@ class Training:
         if not self._step_may_begin:
             return
         self._step_may_begin = False
-        if self._remote is not None:
-            self._remote.take_changes()
+        if self._loading is not None:
+            self._loading.before_step()
         self._moment("step_begins")
 
     def _share_buffers(self) -> None:

@@ -12,12 +12,14 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, Sender, UpdatesOnServer, Work
 from paceline.messages import (
+    Arrive,
     Done,
     Join,
     Joined,
     Leave,
     Load,
     LoadState,
+    Met,
     OptimizerState,
     Parameters,
     Pull,
@@ -100,6 +102,21 @@ class Case:
             self.ask(workers[0], Load(bucket=bucket), zeros(size))
         return self
 
+    def arrive(self, worker: int, **others: Any) -> list[Answer]:
+        life = others.pop("life", 0)
+        known: dict[str, Any] = {"purpose": "load", "brings": True}
+        return self.ask(worker, Arrive(**(known | others)), None, life)
+
+    def load(self, worker: int, value: float = 0.0, life: int = 0) -> list[Answer]:
+        """All parameters become this."""
+        return [
+            answer
+            for bucket, size in enumerate(SIZES)
+            for answer in self.ask(
+                worker, Load(bucket=bucket), zeros(size) + value, life
+            )
+        ]
+
     def push(self, worker: int, step: int, bucket: int, **others: Any) -> list[Answer]:
         life = others.pop("life", 0)
         value = others.pop("value", 1.0)
@@ -143,7 +160,7 @@ def test_under_rounds_who_comes_back_begins_after_what_has_begun(
     case.server.on_lost(1, 0, 0.0)
     case.push(0, 0, 0)
     (answer,) = case.ask(1, JOIN, life=1)
-    assert answer.message == Joined(step=1, loaded=True)
+    assert answer.message == Joined(step=1, loaded=True, guest=True)
     assert case.ask(1, Pull(bucket=1), life=1) == []  # step 0 is not all in
     answers = case.push(0, 0, 1)
     assert [a.to.worker for a in answers] == [0, 1]
@@ -158,7 +175,9 @@ def test_others_begin_with_the_slowest(method: UpdatesOnServer) -> None:
         case.whole_step(0, step)
         case.whole_step(1, step)
     case.whole_step(0, 2)
-    assert case.ask(2, JOIN, life=1)[0].message == Joined(step=2, loaded=True)
+    assert case.ask(2, JOIN, life=1)[0].message == Joined(
+        step=2, loaded=True, guest=True
+    )
 
 
 def test_a_newer_life_ends_the_older() -> None:
@@ -176,7 +195,9 @@ def test_load_lets_pulls_go() -> None:
     assert case.answers(0, JOIN) == [Joined(step=0, loaded=False)]
     case.ask(1, JOIN)
     assert case.ask(1, Pull(bucket=0)) == []
-    done, parameters = case.ask(0, Load(bucket=0), zeros(2) + 7)
+    # Nobody gets a bucket of a model that is not all there: who loads it may die.
+    assert case.answers(0, Load(bucket=0), zeros(2) + 7) == [Done()]
+    done, parameters = case.ask(0, Load(bucket=1), zeros(3))
     assert done.message == Done()
     assert parameters.to.worker == 1
     assert parameters.message == Parameters(bucket=0, version=0, step=0)
@@ -273,7 +294,9 @@ def test_a_step_that_the_dead_had_begun_ends(method: UpdatesOnServer) -> None:
     case = Case(method, 1).begin(0)
     assert len(case.push(0, 0, 0)) == 1
     case.server.on_lost(0, 0, 0.0)
-    assert case.ask(0, JOIN, life=1)[0].message == Joined(step=1, loaded=True)
+    assert case.ask(0, JOIN, life=1)[0].message == Joined(
+        step=1, loaded=True, guest=True
+    )
     for bucket, value in ((0, [-1.0, -1.0]), (1, [0.0, 0.0, 0.0])):
         (answer,) = case.ask(0, Pull(bucket=bucket), life=1)
         assert answer.payload is not None
@@ -284,15 +307,21 @@ def test_a_step_that_the_dead_had_begun_ends(method: UpdatesOnServer) -> None:
 def test_the_state_leaves_and_comes_back() -> None:
     case = Case(ASP()).begin(0, 1)
     with_momentum = [{**HOW[0], "momentum": 0.5}]
-    case.push(0, 0, 0, hyperparameters=with_momentum)
+    for worker in (0, 1):
+        case.whole_step(worker, 0, hyperparameters=with_momentum)
     (answer,) = case.ask(0, PullState(bucket=0))
     assert isinstance(answer.message, OptimizerState)
     assert answer.message.entries == [[("momentum_buffer", 0)]]
     assert answer.payload is not None
     twice = answer.payload * 2
     load = LoadState(bucket=0, entries=answer.message.entries)
+    assert "others go on from them" in case.refusal(0, load, twice)
+    case.arrive(1)
+    assert [a.message for a in case.arrive(0)] == [Met(leads=True)]
     assert case.answers(0, load, twice) == [Done()]
-    assert case.ask(1, PullState(bucket=0))[0].payload.tolist() == [2, 2]  # type: ignore[union-attr]
+    assert case.ask(1, PullState(bucket=0))[0].payload.tolist() == [1.5, 1.5]  # type: ignore[union-attr]
+    case.load(0)
+    assert case.ask(1, PullState(bucket=0))[0].payload.tolist() == [3, 3]  # type: ignore[union-attr]
 
 
 def test_leaves_are_answered_when_nobody_trains() -> None:
@@ -325,7 +354,9 @@ def test_who_is_lost_before_it_joins_is_not_waited_for() -> None:
     assert case.whole_step(0, 0) == []
     assert len(case.server.on_lost(1, 0, 0.0)) == 2
     assert case.refusal(1, JOIN).startswith("taken for lost")
-    assert case.ask(1, JOIN, life=1)[0].message == Joined(step=1, loaded=True)
+    assert case.ask(1, JOIN, life=1)[0].message == Joined(
+        step=1, loaded=True, guest=True
+    )
 
 
 def test_who_comes_back_and_is_lost_before_it_joins() -> None:
@@ -517,7 +548,8 @@ def test_a_push_before_parameters_are_there() -> None:
 
 
 def test_a_load_that_does_not_fit() -> None:
-    case = Case(ASP()).begin(0, 1)
+    case = Case(ASP())
+    case.ask(0, JOIN)
     assert case.refusal(0, Load(bucket=0)) == "load: expected a payload, got none"
     assert "expected 2 elements" in case.refusal(0, Load(bucket=0), zeros(5))
     assert "expected a bucket" in case.refusal(0, Load(bucket=9), zeros(2))

@@ -193,7 +193,9 @@ def test_state_moves_to_another_store(name: str) -> None:
     for part, bucket in ones.parts():
         old, new = ones.stores[part.shard], others.stores[part.shard]
         new.load(bucket.index, old.flats[bucket.index])
-        new.load_state(bucket.index, *old.state(bucket.index))
+        new.put_state(
+            bucket.index, new.fitting_state(bucket.index, *old.state(bucket.index))
+        )
     model.set_gradients(2)
     ones.step()
     others.step()
@@ -217,11 +219,11 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     entries, payload = store.state(0)
     wrong = [entries[0], entries[1], [("exp_avg", payload.numel())]]
     with pytest.raises(UsageError, match="exp_avg is not in the payload"):
-        store.load_state(0, wrong, payload)
+        store.fitting_state(0, wrong, payload)
     with pytest.raises(UsageError, match="the state of 1 units"):
-        store.load_state(0, entries[:1], payload)
+        store.fitting_state(0, entries[:1], payload)
     with pytest.raises(UsageError, match=r"expected a state of torch\.float32"):
-        store.load_state(0, entries, payload.double())
+        store.fitting_state(0, entries, payload.double())
     after, payload_after = store.state(0)
     assert after == entries
     assert torch.equal(payload_after, payload)

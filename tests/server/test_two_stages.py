@@ -580,7 +580,9 @@ def test_nobody_has_a_second_stage_of_a_step_before_its_first() -> None:
     for worker in (0, 1):
         case.first(worker, 0)
     case.server.on_lost(1, 0, 0.0)
-    assert case.ask(1, JOIN, life=1)[0].message == Joined(step=1, loaded=True)
+    assert case.ask(1, JOIN, life=1)[0].message == Joined(
+        step=1, loaded=True, guest=True
+    )
     second = a_push(0, 0, stage=SECOND, units=[2])
     words = "push: stage 2 of step 0 of worker 1, whose next step is 1"
     assert case.refusal(1, second, payload(second), life=1) == words
@@ -749,7 +751,9 @@ def test_what_all_dead_have_deferred_is_skipped() -> None:
     case.server.on_lost(0, 0, 0.0)
     case.server.on_lost(1, 0, 0.0)
     assert case.server.counts["updates of units that nobody sent"] == 1
-    assert case.ask(1, JOIN, life=1)[0].message == Joined(step=1, loaded=True)
+    assert case.ask(1, JOIN, life=1)[0].message == Joined(
+        step=1, loaded=True, guest=True
+    )
     (answer,) = case.ask(1, Pull(bucket=0, step=1), life=1)
     assert heard([answer]) == [(1, 0, [-1.0, -1.0, 0.0, 0.0, 0.0, -1.0])]
     answers = case.first(1, 1, life=1)
@@ -764,7 +768,9 @@ def test_rounds_go_on_when_what_they_waited_for_is_skipped() -> None:
     assert case.push(0, 1, 0) == []
     case.server.on_lost(1, 0, 0.0)
     case.server.on_lost(0, 0, 0.0)
-    assert case.ask(1, JOIN, life=1)[0].message == Joined(step=2, loaded=True)
+    assert case.ask(1, JOIN, life=1)[0].message == Joined(
+        step=2, loaded=True, guest=True
+    )
     (answer,) = case.ask(1, Pull(bucket=0, step=2), life=1)
     assert heard([answer]) == [(1, 0, [-2.0, -2.0, -1.0, -1.0, -1.0, -2.0])]
     (answer,) = case.ask(1, Pull(bucket=1, step=2), life=1)
@@ -806,11 +812,18 @@ def test_who_comes_back_waits_for_the_second_stage_before_it() -> None:
     for worker in (0, 1):
         case.first(worker, 0, [0, 2], None)
     case.server.on_lost(1, 0, 0.0)
-    assert case.ask(1, JOIN, life=1)[0].message == Joined(step=1, loaded=True)
+    assert case.ask(1, JOIN, life=1)[0].message == Joined(
+        step=1, loaded=True, guest=True
+    )
     assert case.ask(1, Pull(bucket=0, step=1), life=1) == []
-    assert len(case.ask(1, Pull(bucket=1, step=1), life=1)) == 1
+    # It is given all buckets together.
+    assert case.ask(1, Pull(bucket=1, step=1), life=1) == []
     answers = case.second(0, 0, 0, 1)
-    assert heard(answers) == [(0, 0, [-1.0] * 3), (1, 0, [-1.0] * 6)]
+    assert heard(answers) == [
+        (0, 0, [-1.0] * 3),
+        (1, 0, [-1.0] * 6),
+        (1, 1, [-1.0] * 6),
+    ]
 
 
 # ---- what comes again ----
@@ -842,7 +855,7 @@ def test_a_snapshot_waits_for_the_second_stage() -> None:
     other = Talk(workers=1)
     other.server = ParameterServer(1, OSP(defer="nothing").server(1))
     assert other.server.restore(saved) == 1
-    assert other.ask(0, JOIN)[0].message == Joined(step=1, loaded=True)
+    assert other.ask(0, JOIN)[0].message == Joined(step=1, loaded=True, guest=True)
     assert other.parameters(0, 0) == [-1] * 6
     assert len(other.first(0, 1, [0, 1], None)) == 2
     assert heard(other.second(0, 1, 0, 2)) == [(0, 0, [-2.0])]
@@ -903,6 +916,9 @@ def test_who_joins_defers_what_servers_say() -> None:
             ServerJob(0, method, "osp", "auto", "rank"),
             "",
             [],
+            [],
+            [],
+            False,
             buckets,
             lambda: 1.0,
         )

@@ -130,8 +130,10 @@ class Discipline(Protocol):
         ...
 
     def resume(self, shard: Shard, step: int) -> None:
-        """The shard was restored from a snapshot for which `ended` was *step*. Called
-        before anything else."""
+        """The shard was restored from a snapshot for which `ended` was *step*; or other
+        parameters were loaded before *step*, and this is a fresh copy, so that no gradient
+        from before them is held. Every bucket's version is that of then, and at least
+        *step*. Called before anything else."""
         ...
 
 

@@ -132,6 +132,10 @@ class Method(Protocol):
        evaluation, and return what undoes it. Not collective unless the method says so.
        Law: training with and without consolidations in between is bit-equal.
 
+    7. ``loaded(state, run)``, where servers update: all parameters were replaced between two
+       steps, by what the script has loaded, or by what the servers have. The number of the
+       next step stays. Nothing is under way, but answers that have not been waited for.
+
     Where a submodule is called, or a method of the model other than ``forward``, moment 1
     comes with the first gradient.
 

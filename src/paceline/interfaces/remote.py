@@ -101,6 +101,6 @@ class StagedRemote(Remote, Protocol):
         """Wait for the model's buffers, if any are under way, and put them in."""
         ...
 
-    def written(self, under_way: bool) -> None:
-        """The method has written into the model; *under_way*: some of it is tentative."""
+    def written(self) -> None:
+        """The method has written into the model."""
         ...

@@ -51,6 +51,8 @@ def main() -> int:
         step = _restore(machine, arguments.snapshot)
         for worker in arguments.without:
             machine.on_lost(worker, 0, 0.0)
+        if arguments.lost_return:
+            machine.wait_for_the_lost()
         server: Server = machine
         if arguments.snapshot is not None:
             seconds = arguments.snapshot_seconds
@@ -70,7 +72,7 @@ def main() -> int:
         return 1
     try:
         print(json.dumps({"port": shell.port, "step": step}), flush=True)
-        shell.run(sys.stdin.fileno())
+        shell.run(sys.stdin.fileno(), machine.on_done)
     finally:
         shell.close()
         counts = os.environ.get(COUNTS_VARIABLE)
@@ -99,6 +101,11 @@ def _parse() -> argparse.Namespace:
         default=[],
         metavar="WORKER",
         help="workers that are done, and will not join",
+    )
+    parser.add_argument(
+        "--lost-return",
+        action="store_true",
+        help="workers that are lost are started again: wait for them before the end",
     )
     parser.add_argument(
         "--evict-silent",

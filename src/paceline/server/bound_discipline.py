@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 
 from paceline.errors import UsageError
 from paceline.interfaces import (
@@ -18,8 +19,8 @@ from paceline.server.clipping import ClippedSteps
 
 class BoundDiscipline:
     """What `Discipline` and its extensions ask, about *shard*. Where a server only reduces
-    there is no discipline: nothing changes then, and all begin with step 0. *clipped*
-    stands between both, where steps are clipped by their norm."""
+    there is no discipline: nothing changes then, and all begin with step 0. What steps are
+    clipped with stands between both, where they are."""
 
     def __init__(self, shard: Shard, discipline: Discipline | None) -> None:
         self._plain = self._shard = shard
@@ -27,10 +28,21 @@ class BoundDiscipline:
         self.bind(discipline)
 
     def bind(
-        self, discipline: Discipline | None, clipped: ClippedSteps | None = None
+        self,
+        discipline: Discipline | None,
+        clip: Callable[[], ClippedSteps | None] = lambda: None,
     ) -> None:
+        """Begin with this one; *clip* makes what steps are clipped with."""
+        self._unused, self._clip = copy.deepcopy(discipline), clip
+        self._begin(discipline)
+
+    def renew(self) -> None:
+        """Drop all that is held and known, and begin again as at the start."""
+        self._begin(copy.deepcopy(self._unused))
+
+    def _begin(self, discipline: Discipline | None) -> None:
         self.discipline = discipline
-        self.clipped = clipped
+        self.clipped = clipped = self._clip()
         self._shard = self._plain if clipped is None else clipped
         # Looked up once: to ask whether an object fits a protocol takes 16 us.
         self._timed = discipline if isinstance(discipline, Timed) else None
@@ -85,6 +97,10 @@ class BoundDiscipline:
             raise UsageError("decide: nothing is decided under this method")
         self.discipline.decided(self._shard, step, workers)
         self._settle()
+
+    def waits_for_norm(self) -> bool:
+        """Whether workers are to tell what lets pushes go."""
+        return self.clipped is not None and not self.clipped.is_between_steps()
 
     def _settle(self) -> None:
         if self.clipped is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush
@@ -15,13 +15,13 @@ def require_same(first: Join, join: Join, worker: int, restored: bool) -> None:
     snapshot holds."""
     for what in (
         *("options", "method", "sums", "clip_norm", "servers"),
-        *("optimizer", "dtypes", "units"),
+        *("optimizer", "tensors", "dtypes", "units"),
     ):
         ours, theirs = getattr(first, what), getattr(join, what)
         if ours != theirs:
             if isinstance(ours, list):
-                pairs = zip(ours, theirs, strict=False)
-                ours, theirs = next((p for p in pairs if p[0] != p[1]), (ours, theirs))
+                pairs = zip_longest(ours, theirs, fillvalue="nothing")
+                ours, theirs = next(p for p in pairs if p[0] != p[1])
             if restored:
                 raise UsageError(
                     f"the snapshot is of another training: {what} is {ours!r} there and "

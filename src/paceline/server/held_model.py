@@ -15,7 +15,7 @@ from paceline.server.checks import (
     different_units,
     total_weight,
 )
-from paceline.server.store import Store
+from paceline.server.store import State, Store
 from paceline.tensors import wire_bytes
 
 NOTHING_HELD = "this server holds no parameters: it only reduces"
@@ -130,14 +130,15 @@ class HeldModel:
         self.add_work(added=wire_bytes(payload))
         return entries, payload
 
-    def load_state(self, load: LoadState, payload: torch.Tensor | None) -> None:
-        """Take over what `state` gave. Raises `UsageError`, with nothing changed, where it
-        does not fit."""
+    def fitting_state(
+        self, load: LoadState, payload: torch.Tensor | None
+    ) -> list[State]:
+        """What `state` gave, as the store takes it. Raises `UsageError` where it does not
+        fit."""
         self.check_bucket(load.bucket)
-        given = (
-            self.store.flats[load.bucket].new_empty(0) if payload is None else payload
-        )
-        self.store.load_state(load.bucket, load.entries, given)
+        flat = self.store.flats[load.bucket]
+        given = flat.new_empty(0) if payload is None else payload
+        return self.store.fitting_state(load.bucket, load.entries, given)
 
     # ---- updates ----
 

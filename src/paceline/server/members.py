@@ -51,6 +51,12 @@ class Member:
 
     incarnation: int
     joined: bool = False
+    guest: bool = False
+    """It has joined a training that goes on."""
+    settled: bool = False
+    """It has had parameters, and works with them."""
+    has_buffers: bool = False
+    """The model's buffers here are in those that it sends."""
     lost: bool = False
     leaving: bool = False
     first_step: int = 0
@@ -87,6 +93,9 @@ class Members:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._known: dict[int, Member] = {}
+        self.return_from_loss = False
+        """Who is lost comes back, as another life of the worker."""
+        self._returning: set[int] = set()
         self._awaited = set(range(workers))
         """Workers that have not joined yet: they will, at the first step."""
         self.begin = 0
@@ -138,23 +147,32 @@ class Members:
         """Whether all wait for it, at the first step."""
         return worker in self._awaited
 
-    def join(self, worker: int, step: int) -> None:
+    def join(self, worker: int, step: int, guest: bool) -> None:
         """A worker takes part from *step* on."""
         self._awaited.discard(worker)
+        self._returning.discard(worker)
         self._known[worker].joined = True
+        self._known[worker].guest = guest
         self._known[worker].begins_with(step)
 
     def lose(self, worker: int) -> None:
+        if self.return_from_loss and not self._known[worker].leaving:
+            self._returning.add(worker)
         self._known[worker].lost = True
         self._awaited.discard(worker)
+
+    def is_done(self, worker: int) -> None:
+        """It will not come, nor come back."""
+        self._awaited.discard(worker)
+        self._returning.discard(worker)
 
     def everybody(self) -> list[int]:
         """Who is to take part in a reduction: also who is out of data keeps company."""
         return sorted(self._present().keys() | self._awaited)
 
     def nobody_trains(self) -> bool:
-        """Nor is anybody to come."""
-        return not self._training() and not self._awaited
+        """Nor is anybody to come, or to come back."""
+        return not (self._training() or self._awaited or self._returning)
 
     def is_over(self) -> bool:
         """Workers were here, and nobody trains any more."""
@@ -163,6 +181,18 @@ class Members:
     def is_between_steps(self) -> bool:
         """Nobody who trains is in the middle of its pushes."""
         return not any(member.begun for _, member in self._training())
+
+    def trains(self) -> list[int]:
+        """Who is to come to where all meet: who trains, and who is awaited."""
+        return sorted({w for w, _ in self._training()} | self._awaited)
+
+    def has_joined(self, worker: int) -> bool:
+        member = self._known.get(worker)
+        return member is not None and member.joined and not member.lost
+
+    def has_begun_training(self) -> bool:
+        """Whether anybody has sent a gradient."""
+        return self.furthest > self.begin
 
     def _present(self) -> dict[int, Member]:
         return {w: m for w, m in self._known.items() if m.joined and not m.lost}

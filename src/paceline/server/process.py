@@ -21,7 +21,7 @@ from paceline.interfaces import (
     UpdatesOnServer,
     Work,
 )
-from paceline.messages import Join, Joined, Leave, Push, Request
+from paceline.messages import Joined, Leave, Push, Request
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Shell
 from paceline.spec import parse
@@ -127,10 +127,6 @@ class SilenceWatch:
         if voice is not None:
             self._hear(voice, sender, message, now)
         answers = self._server.on_message(sender, message, payload, now)
-        if isinstance(message, Join):
-            for answer in answers:
-                if answer.to == sender and isinstance(answer.message, Joined):
-                    self._voices[sender.worker] = _Voice(sender.incarnation, now)
         return self._heeded(answers, now)
 
     def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
@@ -196,6 +192,8 @@ class SilenceWatch:
     def _heeded(self, answers: list[Answer], now: float) -> list[Answer]:
         """The same; whoever gets an answer has until now been waiting for it."""
         for answer in answers:
+            if isinstance(answer.message, Joined):  # maybe long after it has asked
+                self._voices[answer.to.worker] = _Voice(answer.to.incarnation, now)
             voice = self._voice_of(answer.to)
             if voice is not None:
                 voice.owed.discard((answer.to.channel, answer.to.number))

@@ -9,9 +9,20 @@ join       the worker takes part: from step 0, or where   `Joined`; `Refused` wh
            it was missed before, from the step that the   or options differ from those of
            discipline names; an older incarnation of it   who came first
            is lost
-load       the bucket's parameters                        `Done`; pulls that waited
+arrive     the worker sends nothing, until it has met     `Met`, when all that train are
+           all others that train                          there, and what is to be loaded
+                                                          is; to the lowest rank that has
+                                                          something to load, before that:
+                                                          it leads; `Refused` where others
+                                                          will not come (see `meetings`)
+load,      with the last bucket's parameters: these, and  `Done`; pulls and meetings that
+load-state, the states and the rest that came before; the waited; `Refused` from others
+load-rest  discipline begins anew, holding nothing        than who leads, once loaded
 pull       -                                              `Parameters`, once loaded and
-                                                          once the discipline allows
+                                                          once the discipline allows it for
+                                                          all buckets
+pull-rest, -                                              `Rest`, `Blended`, once loaded
+pull-buffers
 decide     server 0's choice of who counts for a step,    `Done`
            passed on by a worker
 pull-norm  -                                              `NormPart`, once all of the
@@ -30,12 +41,12 @@ pull-state -                                              `OptimizerState`; of u
                                                           all updates before the step are
                                                           in them; `Refused` if that is
                                                           beyond the worker's next step
-load-state the bucket's optimizer state                   `Done`
 reduce     the part is added, in rank order               `Reduced`, to all, with the
                                                           last part
 note       -                                              `Done`
-leave      nobody waits for the worker's gradients        `Done`, once nobody trains;
-                                                          `Refused` in mid-step
+leave      nobody waits for the worker's gradients        `Done`, once nobody trains, or
+                                                          is to come back; `Refused` in
+                                                          mid-step
 lost       the same, and it gets no more answers; what    -
            it had pushed still counts
 timer      what the discipline does at a time of its own  `Parameters`, as it says
@@ -54,6 +65,8 @@ Parts
 - `held_model`: the parameters, and their updates.
 - `bound_discipline`: the method's discipline, which decides when somebody is answered.
 - `pushes`, `pulls`, `reductions`: what is asked for, and waits.
+- `meetings`, `incoming`: where all wait for all, and what is loaded then.
+- `rest`: frozen parameters and buffers.
 - here: what each event does with these.
 """
 
@@ -62,6 +75,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -72,6 +86,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, HeldPush, Led, Sender, Work
 from paceline.messages import (
     FIRST,
+    Arrive,
     Blend,
     Blended,
     Decide,
@@ -80,12 +95,15 @@ from paceline.messages import (
     Joined,
     Leave,
     Load,
+    LoadRest,
     LoadState,
     Norm,
     NormPart,
     Note,
     Pull,
+    PullBuffers,
     PullNorm,
+    PullRest,
     PullState,
     Push,
     Reduce,
@@ -93,14 +111,16 @@ from paceline.messages import (
 )
 from paceline.server.answers import Answers
 from paceline.server.bound_discipline import BoundDiscipline
-from paceline.server.buffers import blended
 from paceline.server.checks import require_same
 from paceline.server.clipping import ClippedSteps
 from paceline.server.held_model import HeldModel
+from paceline.server.incoming import Incoming
+from paceline.server.meetings import HOW_TO_LOAD, Meetings
 from paceline.server.members import Members
 from paceline.server.pulls import Pulls
 from paceline.server.pushes import Pushes
 from paceline.server.reductions import Reductions
+from paceline.server.rest import HeldRest
 
 
 class ParameterServer:
@@ -130,23 +150,38 @@ class ParameterServer:
         self._members = Members(workers)
         self._answers = Answers(name, self._members, self.counts, remembers)
         self._model = HeldModel(self.counts)
+        self._rest = HeldRest()
+        self._incoming = Incoming(self._model, self._rest)
         self._discipline = BoundDiscipline(self, discipline)
         self._pushes = Pushes(self._members, self._model, self._discipline, self.counts)
         self._pulls = Pulls(
-            self._members, self._model, self._discipline, self._pushes, self._answers
+            self._members,
+            self._model,
+            self._discipline,
+            self._pushes,
+            self._answers,
+            self._rest,
+            lambda: self._meetings.loads,
+            lambda worker: self._meetings.may_pull(worker),
+        )
+        self._meetings = Meetings(
+            self._members, self._pushes, self._pulls, self._discipline, self._answers
         )
         self._reductions = Reductions(self._members, self._answers)
         self._leaves: list[Sender] = []
-        self._blended: torch.Tensor | None = None
         self._norms: list[tuple[Sender, int]] = []
         """Who waits for this server's part of the norm of which step."""
         self._handlers: dict[type, Callable[[Sender, Any, Any], None]] = {
             Join: self._join,
+            Arrive: self._arrive,
             Load: self._load,
-            Pull: self._pull,
-            Push: self._push,
-            PullState: self._pull_state,
+            LoadRest: self._load_rest,
             LoadState: self._load_state,
+            Pull: self._pull,
+            PullRest: self._pull_rest,
+            PullBuffers: self._pull_rest,
+            PullState: self._pull_state,
+            Push: self._push,
             Reduce: self._reduce,
             Leave: self._leave,
             Note: self._note,
@@ -173,6 +208,7 @@ class ParameterServer:
                 self._handlers[type(message)](sender, message, payload)
             except UsageError as error:
                 self._answers.refuse(sender, str(error))
+        self._look()
         return self._answers.taken_out()
 
     def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
@@ -180,6 +216,7 @@ class ParameterServer:
         self._hear_of(worker, incarnation)
         if self._members.is_alive(worker, incarnation):
             self._lose(worker)
+        self._look()
         return self._answers.taken_out()
 
     def next_deadline(self) -> float | None:
@@ -188,11 +225,26 @@ class ParameterServer:
     def on_timer(self, now: float) -> list[Answer]:
         self.now = now
         self._discipline.timer(now)
+        self._look()
         return self._answers.taken_out()
 
     def take_work(self) -> Work:
         work = self._model.take_work()
         return Work(work.added + self._reductions.take_added(), work.stepped)
+
+    # ---- who comes back ----
+
+    def wait_for_the_lost(self) -> None:
+        """From now on whoever is lost comes back: nobody who has left is told that all is
+        over before it has."""
+        self._members.return_from_loss = True
+
+    def on_done(self, worker: int) -> list[Answer]:
+        """A worker's script has ended well: if it is not here, it does not come back."""
+        self._members.is_done(worker)
+        self._somebody_has_gone()
+        self._look()
+        return self._answers.taken_out()
 
     # ---- snapshots ----
 
@@ -219,6 +271,8 @@ class ParameterServer:
             "step": step,
             "counts": dict(self.counts),
             "store": self._model.store.saved(),
+            "rest": self._rest.saved(),
+            "load": self._meetings.loads,
         }
 
     def restore(self, saved: dict[str, Any]) -> int:
@@ -234,11 +288,13 @@ class ParameterServer:
         discipline = self._discipline.discipline
         if self._make is not None:
             discipline = self._make(join.method, self.workers)
-        self._discipline.bind(discipline, self._clipped(join))
+        self._discipline.bind(discipline, partial(self._clipped, join))
         self._description, self._restored = join, True
         self._reductions.order = join.sums
         self._model.hold(join)
         self._model.store.restore(saved["store"])
+        self._rest.restore(saved["rest"])
+        self._meetings.loads = int(saved["load"])
         self.counts.update(saved["counts"])
         step = int(saved["step"])
         self._members.begin_with(step)
@@ -284,6 +340,7 @@ class ParameterServer:
         if self._model.fault:  # training cannot go on: let nobody wait for it
             waiting = [sender for sender, _ in self._norms]
             self._norms.clear()
+            self._meetings.give_up(self._model.fault)
             for sender in [*self._pushes.give_up(), *waiting]:
                 self._answers.refuse(sender, self._model.fault)
 
@@ -312,11 +369,22 @@ class ParameterServer:
             self._begin(join)
         else:
             require_same(self._description, join, worker, self._restored)
-        step = self._members.begin
-        if not self._members.is_awaited(worker):
+        awaited = self._members.is_awaited(worker)
+        if self._meetings.is_under_way() and not awaited:
+            self._meetings.put_off(worker, partial(self._admit, sender))
+        else:
+            self._admit(sender)
+
+    def _admit(self, sender: Sender) -> None:
+        members, loads = self._members, self._meetings.loads
+        step, guest = members.begin, self._restored
+        if not members.is_awaited(sender.worker):
             step = self._discipline.first_step()
-        self._members.join(worker, step)
-        self._answers.send(sender, Joined(step=step, loaded=self._model.is_loaded))
+            guest = guest or members.has_begun_training() or loads > 0
+        members.join(sender.worker, step, guest)
+        loaded = self._model.is_loaded
+        joined = Joined(step=step, loaded=loaded, load=loads, guest=guest)
+        self._answers.send(sender, joined)
 
     def _begin(self, join: Join) -> None:
         """The first worker says what is trained."""
@@ -327,7 +395,9 @@ class ParameterServer:
             discipline.follow()
         if discipline is not None:
             self._model.hold(join)
-        self._discipline.bind(discipline, self._clipped(join))
+        self._clipped(join)  # may refuse
+        self._discipline.bind(discipline, partial(self._clipped, join))
+        self._meetings.follows = bool(join.shard) and isinstance(discipline, Led)
         self._description = join
         self._reductions.order = join.sums
 
@@ -343,6 +413,7 @@ class ParameterServer:
         member = self._members[sender.worker]
         if member.begun:
             raise UsageError("leave: in the middle of a step")
+        self._meetings.check_not_there("leave", sender.worker)
         self._pushes.check_second_stages(
             "leave", sender.worker, member.clock, "it leaves"
         )
@@ -353,6 +424,9 @@ class ParameterServer:
     def _lose(self, worker: int) -> None:
         """Nobody waits for a worker, and it is told nothing any more."""
         self._members.lose(worker)
+        self._meetings.forget(worker)
+        if worker == self._incoming.worker:
+            self._incoming.clear()
         self._pushes.forget(worker)
         self._pulls.forget(worker)
         self._norms = [wait for wait in self._norms if wait[0].worker != worker]
@@ -371,21 +445,75 @@ class ParameterServer:
             for sender in leaves:
                 self._answers.send(sender, Done())
 
-    # ---- the other requests ----
+    # ---- loads ----
+
+    def _arrive(self, sender: Sender, arrive: Arrive, _: object) -> None:
+        member = self._members[sender.worker]
+        if arrive.purpose != "meet":
+            self._model.check_held()
+        if self._model.fault:
+            raise UsageError(self._model.fault)
+        if member.begun or member.leaving:
+            raise UsageError("arrive: in the middle of a step, or after the last one")
+        self._meetings.check_not_there("arrive", sender.worker)
+        self._meetings.arrive(sender, arrive)
+
+    def _look(self) -> None:
+        """Whether those who have arrived have met by now."""
+        meets = self._meetings.is_under_way()
+        if self._meetings.look():
+            self._take_load()
+        if meets and not self._meetings.is_under_way():
+            self._let_go()
 
     def _load(self, sender: Sender, load: Load, payload: torch.Tensor | None) -> None:
-        parameters = self._model.fitting("load", load.bucket, payload)
-        self._model.store.load(load.bucket, parameters)
+        self._check_may_load("load", sender.worker)
+        self._incoming.take_parameters(load.bucket, payload)
         self._answers.send(sender, Done())
-        self._pulls.let_go()
+        if self._incoming.is_whole():
+            self._take_load()
 
     def _load_state(
         self, sender: Sender, load: LoadState, payload: torch.Tensor | None
     ) -> None:
-        self._model.load_state(load, payload)
+        self._check_may_load("load-state", sender.worker)
+        self._incoming.take_state(load, payload)
         self._answers.send(sender, Done())
 
+    def _load_rest(
+        self, sender: Sender, load: LoadRest, payload: torch.Tensor | None
+    ) -> None:
+        self._model.check_held()
+        self._check_may_load("load-rest", sender.worker)
+        self._incoming.take_rest(load.start, payload)
+        self._answers.send(sender, Done())
+
+    def _check_may_load(self, what: str, worker: int) -> None:
+        if self._model.is_loaded and worker != self._meetings.leader:
+            raise UsageError(
+                f"{what}: this server has parameters, and others go on from them: "
+                f"{HOW_TO_LOAD}"
+            )
+        self._incoming.begin(worker)
+
+    def _take_load(self) -> None:
+        """All that is to be loaded is here. Who trains is where all meet, and has nothing
+        under way: what is held of those who died is from before."""
+        goes_on = self._model.is_loaded
+        self._incoming.put()
+        if goes_on:
+            step = self._meetings.step()
+            self._model.store.catch_up(step)
+            self._discipline.renew()
+            self._discipline.resume(step)
+            self._meetings.has_loaded()
+        self._discipline.changed()
+        self._let_go()
+
+    # ---- the other requests ----
+
     def _push(self, sender: Sender, push: Push, payload: torch.Tensor | None) -> None:
+        self._meetings.check_not_there("push", sender.worker)
         held = self._pushes.take(sender, push, payload)
         is_last = push.stage == FIRST and self.clock(sender.worker) > push.step
         self._discipline.pushed(held)
@@ -395,6 +523,13 @@ class ParameterServer:
 
     def _pull(self, sender: Sender, pull: Pull, _: object) -> None:
         self._pulls.ask_parameters(sender, pull)
+
+    def _pull_rest(
+        self, sender: Sender, pull: PullRest | PullBuffers, _: object
+    ) -> None:
+        self._pulls.ask_rest(sender, pull)
+        if isinstance(pull, PullBuffers):
+            self._members[sender.worker].has_buffers = True
 
     def _pull_state(self, sender: Sender, pull: PullState, _: object) -> None:
         self._pulls.ask_state(sender, pull)
@@ -442,8 +577,13 @@ class ParameterServer:
     def _blend(
         self, sender: Sender, blend: Blend, payload: torch.Tensor | None
     ) -> None:
-        self._blended = blended(self._blended, blend, payload)
-        self._answers.send(sender, Blended(), self._blended)
+        member, kept = self._members[sender.worker], self._rest.buffers
+        if member.guest and not member.has_buffers and kept is not None:
+            # Those of a script that begins at its top are not what training has made.
+            self._answers.send(sender, Blended(), kept)
+        else:
+            self._answers.send(sender, Blended(), self._rest.blend(blend, payload))
+        member.has_buffers = True
 
     def _reduce(
         self, sender: Sender, reduce: Reduce, payload: torch.Tensor | None

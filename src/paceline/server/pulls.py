@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.errors import UsageError
 from paceline.interfaces import Sender
-from paceline.messages import OptimizerState, Parameters, Pull, PullState
+from paceline.messages import (
+    Blended,
+    OptimizerState,
+    Parameters,
+    Pull,
+    PullBuffers,
+    PullRest,
+    PullState,
+    Rest,
+)
 from paceline.server.answers import Answers
 from paceline.server.bound_discipline import BoundDiscipline
 from paceline.server.held_model import HeldModel
 from paceline.server.members import Members
 from paceline.server.pushes import Pushes
+from paceline.server.rest import HeldRest
 
 
 class Pulls:
-    """The pulls that wait, in the order in which they came."""
+    """The pulls that wait, in the order in which they came. *loads*: how many loads there
+    were by now; *may_pull*: whether a worker may have anything now."""
 
     def __init__(
         self,
@@ -24,12 +35,18 @@ class Pulls:
         discipline: BoundDiscipline,
         pushes: Pushes,
         answers: Answers,
+        rest: HeldRest,
+        loads: Callable[[], int],
+        may_pull: Callable[[int], bool],
     ) -> None:
         self._members = members
         self._model = model
         self._discipline = discipline
         self._pushes = pushes
         self._answers = answers
+        self._rest = rest
+        self._loads, self._may_pull = loads, may_pull
+        self._rests: list[tuple[Sender, PullRest | PullBuffers]] = []
         self._parameters: list[tuple[Sender, int, int]] = []
         """With the bucket, and the step that their worker begins with."""
         self._states: list[tuple[Sender, PullState]] = []
@@ -57,12 +74,24 @@ class Pulls:
         self._states.append((sender, pull))
         self.let_go()
 
+    def ask_rest(self, sender: Sender, pull: PullRest | PullBuffers) -> None:
+        """Frozen parameters and buffers. Raises `UsageError` where nothing is held."""
+        self._model.check_held()
+        self._rests.append((sender, pull))
+        self.let_go()
+
+    def waits(self, worker: int) -> bool:
+        """Whether a worker waits for parameters."""
+        return any(sender.worker == worker for sender, _, _ in self._parameters)
+
     def forget(self, worker: int) -> None:
+        self._rests = [pull for pull in self._rests if pull[0].worker != worker]
         self._parameters = [p for p in self._parameters if p[0].worker != worker]
         self._states = [pull for pull in self._states if pull[0].worker != worker]
 
     def let_go(self) -> None:
         """Answer all that may be answered by now."""
+        self._let_rests_go()
         self._let_parameters_go()
         self._let_states_go()
 
@@ -81,22 +110,47 @@ class Pulls:
             step=self._members[to.worker].clock,
             counted=list(counted),
             deferred=list(self._discipline.deferred(bucket)),
+            load=self._loads(),
         )
         self._answers.send(to, message, self._model.parameters(bucket, units))
 
     def _let_parameters_go(self) -> None:
         waiting, self._parameters = self._parameters, []
         for sender, bucket, step in waiting:
+            member = self._members[sender.worker]
             # Who has left takes what there is: no step of its own is to come.
-            if self._members[sender.worker].leaving or (
-                self._model.store.loaded[bucket]
-                and self._discipline.may_pull(step, bucket)
-            ):
+            if member.leaving or self._may_have(sender.worker, step):
+                member.settled = True
                 self.give_parameters(sender, bucket)
             elif self._model.fault:
                 self._answers.refuse(sender, self._model.fault)
             else:
                 self._parameters.append((sender, bucket, step))
+
+    def _may_have(self, worker: int, step: int) -> bool:
+        """Whether a worker that begins with *step* may have the model: all of it, or it would
+        hold buckets from before a load and from after it."""
+        if not (self._model.is_loaded and self._may_pull(worker)):
+            return False
+        return all(
+            self._discipline.may_pull(step, bucket) for bucket in self._model.buckets
+        )
+
+    def _let_rests_go(self) -> None:
+        if not self._model.is_loaded:
+            return
+        waiting, self._rests = self._rests, []
+        for sender, pull in waiting:
+            if isinstance(pull, PullBuffers):
+                self._answers.send(sender, Blended(), self._rest.buffers)
+                continue
+            try:
+                part = self._rest.part(pull.start, pull.most)
+            except UsageError as error:
+                self._answers.refuse(sender, str(error))
+                continue
+            whole = self._rest.bytes.numel()
+            self._answers.send(sender, Rest(whole=whole), part)
 
     def _let_states_go(self) -> None:
         waiting, self._states = self._states, []

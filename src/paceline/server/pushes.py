@@ -40,8 +40,8 @@ class Pushes:
         self._model = model
         self._discipline = discipline
         self._counts = counts
-        self._unanswered: dict[int, Sender] = {}
-        """By stamp."""
+        self._unanswered: dict[int, tuple[Sender, int]] = {}
+        """By stamp; with their stage."""
         self._stamp = 0
 
     def take(
@@ -73,7 +73,7 @@ class Pushes:
             units=push.units,
             measured=push.measured,
         )
-        self._unanswered[self._stamp] = sender
+        self._unanswered[self._stamp] = sender, push.stage
         self._stamp += 1
         return held
 
@@ -82,17 +82,18 @@ class Pushes:
     def answered(self, push: HeldPush) -> Sender | None:
         """Who is to get the answer to a push; None where it was refused meanwhile, or its
         worker is lost."""
-        return self._unanswered.pop(push.stamp, None)
+        sender, _ = self._unanswered.pop(push.stamp, (None, 0))
+        return sender
 
     def give_up(self) -> list[Sender]:
         """No push will be answered any more: who waits."""
         unanswered, self._unanswered = self._unanswered, {}
-        return list(unanswered.values())
+        return [sender for sender, _ in unanswered.values()]
 
     def forget(self, worker: int) -> None:
         self._unanswered = {
-            stamp: sender
-            for stamp, sender in self._unanswered.items()
+            stamp: (sender, stage)
+            for stamp, (sender, stage) in self._unanswered.items()
             if sender.worker != worker
         }
 
@@ -101,8 +102,21 @@ class Pushes:
 
     def is_idle(self, worker: int) -> bool:
         """Whether all of a worker's steps are in as a whole, and answered."""
-        waits = any(sender.worker == worker for sender in self._unanswered.values())
-        return not (waits or self._members[worker].begun)
+        return not (self._stages_of(worker) or self._members[worker].begun)
+
+    def owes_nothing(self, worker: int) -> bool:
+        """Whether a worker is idle, and has sent all second stages of its steps."""
+        steps = self._members[worker].whole.values()
+        return self.is_idle(worker) and not any(step.left for step in steps)
+
+    def can_only_wait(self, worker: int) -> bool:
+        """Whether a worker has sent a step as a whole, and cannot go on before its
+        answers."""
+        begun = self._members[worker].begun
+        return not begun and FIRST in self._stages_of(worker)
+
+    def _stages_of(self, worker: int) -> list[int]:
+        return [t for sender, t in self._unanswered.values() if sender.worker == worker]
 
     # ---- whether they make sense ----
 

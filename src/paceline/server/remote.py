@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from paceline.interfaces import Endpoint, Reception, ServerJob
 from paceline.messages import (
     DTYPES,
     FIRST,
-    Blend,
+    Arrive,
     Decide,
     Hyperparameters,
     Join,
@@ -21,6 +21,7 @@ from paceline.messages import (
     Leave,
     Load,
     LoadState,
+    Met,
     Norm,
     NormPart,
     Note,
@@ -29,11 +30,13 @@ from paceline.messages import (
     Pull,
     PullNorm,
     PullState,
+    Purpose,
     Push,
 )
 from paceline.pieces import check_servers_can_hold
 from paceline.server.shards import Part, split
 from paceline.server.store import is_per_element
+from paceline.server.untrained import Untrained
 from paceline.tensors import Bucket, stand_in_for
 from paceline.torch_private import version_of
 
@@ -50,6 +53,10 @@ class RemoteParameters:
     """Buckets, spread over *endpoints*; *weight* gives this worker's part in the mean;
     *most_bytes* is what a unit may have, where the method wants small ones.
 
+    *tensors* are a line for each of the model's, as all workers must have them; *rest* those
+    that nobody trains, which all begin with as rank 0 has them, where they *meet_here* and
+    nowhere else; *mixed* those of them that every step mixes.
+
     Raises `UsageError` for an optimizer that cannot live on a server.
     """
 
@@ -60,7 +67,10 @@ class RemoteParameters:
         endpoints: Sequence[Endpoint],
         job: ServerJob,
         options: str,
-        model_buffers: Sequence[torch.Tensor],
+        tensors: Sequence[str],
+        rest: Sequence[torch.Tensor],
+        mixed: Sequence[torch.Tensor],
+        meet_here: bool,
         buckets: Sequence[Bucket],
         weight: Callable[[], float],
         most_bytes: int | None = None,
@@ -69,18 +79,20 @@ class RemoteParameters:
         self._rank, self._buckets, self._endpoints = rank, list(buckets), endpoints
         self._optimizer, self._weight = optimizer, weight
         self._job, self._options = job, options
+        self._tensors, self._meet_here = list(tensors), meet_here
         self._plan = split(buckets, optimizer, len(endpoints), most_bytes)
         self._landing = [_like(bucket.buffer) for bucket in buckets]
         self._under_way: list[tuple[int, list[Reception]]] = []
         self._versions: list[list[int]] = []
         self.first_step = 0
+        self.is_guest = False
+        """Whether this worker has joined a training that goes on."""
+        self._loads = [0] * len(endpoints)
+        """By server: how many loads it had come through when it last answered."""
         self._pushed_step = 0
-        floats = [b for b in model_buffers if b.is_floating_point() and b.numel()]
-        counters = [b for b in model_buffers if not b.dtype.is_complex and b.numel()]
-        self._floats = floats
-        self._counters = [b for b in counters if not b.is_floating_point()]
-        self._blending: Reception | None = None
-        self._blended = torch.empty(0, dtype=torch.float64)
+        self._shards = sorted({part.shard for parts in self._plan for part in parts})
+        """Those that hold a part of the model; the first one holds what nobody trains."""
+        self._untrained = Untrained(endpoints[self._shards[0]], rest, mixed)
         self._noted = -NOTE_SECONDS
         self._owner = dict(self._numbered())
 
@@ -108,28 +120,43 @@ class RemoteParameters:
                 hyperparameters=self._hyperparameters(),
                 clip_norm=self._job.clip_norm,
                 servers=len(self._holding()),
+                tensors=self._tensors,
             )
             receptions.append(endpoint.request(join))
         joined = [reception.wait() for reception in receptions]
-        step, loaded = 0, True
-        for answer in joined:
+        step, empty = 0, []
+        for shard, answer in enumerate(joined):
             assert isinstance(answer, Joined), answer
-            step, loaded = max(step, answer.step), loaded and answer.loaded
-        if not loaded and self._rank == 0:
-            # Before the parameters: nobody's gradient may come in between.
-            if self._optimizer.state:
-                self.load_state(dict(self._optimizer.state))
-            self._load()
+            step, self._loads[shard] = max(step, answer.step), answer.load
+            self.is_guest = self.is_guest or answer.guest
+            empty += [] if answer.loaded else [shard]
+        if empty and self._rank == 0:
+            self._load(empty, dict(self._optimizer.state) or None, self._meet_here)
         self._optimizer.state.clear()
         self._pull(step)  # servers may be at different steps: all are told the latest
+        self._catch_up(step)
+        if self._meet_here or max(self._loads):
+            self._untrained.pull()
         self.first_step = step
         return step
+
+    def _catch_up(self, step: int) -> None:
+        """Others may load just now: then some servers are through with that, and the rest
+        wait for this worker, too."""
+        while True:
+            most = max(self._loads)
+            behind = [shard for shard in self._shards if self._loads[shard] < most]
+            if not behind:
+                return
+            self._arrive("load", False, behind)
+            self._pull(step)
+            self._arrive("pulled", False, behind)
 
     def push(self, bucket: Bucket, step: int, stage: int = FIRST) -> None:
         hyperparameters, weight = self._hyperparameters(), self._weight()
         self._pushed_step = step
         if bucket.last:
-            self._blend(weight)
+            self._untrained.blend(weight)
         landing, receptions = self._landing[bucket.index], []
         for part in self._plan[bucket.index]:
             message = Push(
@@ -164,10 +191,7 @@ class RemoteParameters:
             behind = [place for place, its in steps.items() if its < step]
         for reception in [self._ask_for(*place, step) for place in behind]:
             reception.wait()
-        if self._blending is not None:
-            self._blending.wait()
-            self._blending = None
-            self._put_buffers()
+        self._untrained.arrived()
         for number, _ in self._under_way:
             self._put(number)
         self._under_way.clear()
@@ -214,8 +238,7 @@ class RemoteParameters:
 
     def _holding(self) -> list[Endpoint]:
         """The servers that hold a part of the model."""
-        shards = {part.shard for parts in self._plan for part in parts}
-        return [self._endpoints[shard] for shard in sorted(shards)]
+        return [self._endpoints[shard] for shard in self._shards]
 
     def _ask_for(self, number: int, part: Part, step: int) -> Reception:
         landing = _cut(self._landing[number], part)
@@ -234,11 +257,12 @@ class RemoteParameters:
         self._under_way.clear()
         for reception in [e.request(Leave()) for e in self._endpoints]:
             reception.wait()
+        before = max(self._loads)
         self._pull()
-        self._blend(0.0)  # adds nothing: all end with the same
-        if self._blending is not None:
-            self._blending.wait()
-            self._put_buffers()
+        if max(self._loads) > before:  # those who trained longer have loaded
+            self._untrained.pull()
+        self._untrained.blend(0.0)  # adds nothing: all end with the same
+        self._untrained.arrived()
 
     def consolidate(self) -> Callable[[], None]:
         before = [[p.detach().clone() for p in b.parameters] for b in self._buckets]
@@ -253,36 +277,63 @@ class RemoteParameters:
 
         return undo
 
-    # ---- the model's buffers ----
-
-    def _blend(self, weight: float) -> None:
-        """Send BatchNorm's statistics, to be mixed with everybody's, and ask for them."""
-        tensors = [*self._floats, *self._counters]
-        if not tensors:
-            return
-        flat = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
-        self._blended = flat.cpu()
-        message = Blend(weight=weight, floats=sum(b.numel() for b in self._floats))
-        self._blending = self._endpoints[0].request(
-            message, self._blended, self._blended
-        )
-
-    def _put_buffers(self) -> None:
-        tensors = [*self._floats, *self._counters]
-        parts = self._blended.split([tensor.numel() for tensor in tensors])
-        with torch.no_grad():
-            for tensor, part in zip(tensors, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
-
     # ---- what the script changes by itself ----
 
-    def take_changes(self) -> None:
-        """Where the script has written into the model since the last step, as
-        ``load_state_dict`` does: rank 0's values become the servers'."""
-        if self._versions and self._versions != self._present_versions():
-            if self._rank == 0:
-                self._load()
-            self._remember_versions()
+    def check_unwritten(self, method: str) -> None:
+        """Raise `UsageError` where the script has written into a parameter since the last
+        step: the next answer would write over it, and nobody else would ever see it."""
+        if not self._versions:
+            return
+        for bucket, before in zip(self._buckets, self._versions, strict=True):
+            for name, parameter, version in zip(
+                bucket.names, bucket.parameters, before, strict=True
+            ):
+                if version_of(parameter) != version:
+                    raise UsageError(
+                        f"parameter {name!r} was written to since step(): under {method} "
+                        "servers hold the parameters, and what is written here reaches "
+                        "nobody. Evaluate other weights in a copy of the model, or inside "
+                        "`with optimizer.consolidated():`, which takes back what is "
+                        "written; to change them for all, call load_state_dict on every "
+                        "worker, or write before distribute, or after finish()"
+                    )
+
+    def load(
+        self, state: dict[torch.Tensor, dict[str, Any]] | None, rest: bool
+    ) -> None:
+        """What the script has loaded into the model since the last step, the optimizer's
+        *state* unless it stays, and the *rest* of the model, as the lowest rank has them,
+        become the servers' and everybody's. Collective over those that train."""
+        leads = self._arrive("load", True, self._shards)
+        if leads:
+            self._load(leads, state, rest and self._shards[0] in leads)
+        self._pull()
+        if rest:
+            self._untrained.pull()
+        self._arrive("pulled", False, self._shards)
+
+    def meet(self) -> None:
+        """Wait for all that train: then each has the answers to what it sent. Collective over
+        them."""
+        self._arrive("meet", False, self._shards)
+
+    def take_again(self) -> None:
+        """What the script has written is not wanted: take all from the servers."""
+        self._pull()
+        self._untrained.pull()
+
+    def _arrive(
+        self, purpose: Purpose, brings: bool, shards: Collection[int]
+    ) -> list[int]:
+        """Returns where this worker is to load what all go on from."""
+        arrive = Arrive(purpose=purpose, brings=brings)
+        receptions = [(s, self._endpoints[s].request(arrive)) for s in shards]
+        leads = []
+        for shard, reception in receptions:
+            answer = reception.wait()
+            assert isinstance(answer, Met), answer
+            leads += [shard] if answer.leads else []
+        return leads
 
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """The optimizer's state, by parameter, in torch's own form."""
@@ -317,12 +368,13 @@ class RemoteParameters:
         """Training is over: the optimizer takes over its state from the servers."""
         self._optimizer.state.update(self.state())
 
-    def load_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """Rank 0's *state*, by parameter, becomes the servers'."""
-        if self._rank != 0:
-            return
+    def _load_state(
+        self, shards: Collection[int], state: dict[torch.Tensor, dict[str, Any]]
+    ) -> None:
         for number, bucket in enumerate(self._buckets):
             for part in self._plan[number]:
+                if part.shard not in shards:
+                    continue
                 entries: list[list[tuple[str, int | float]]] = []
                 parts, offset = [bucket.buffer.new_empty(0)], 0
                 for unit in part.units:
@@ -352,36 +404,65 @@ class RemoteParameters:
             for group in self._optimizer.param_groups
         ]
 
-    def _load(self) -> None:
-        waiting = []
+    def _load(
+        self,
+        shards: Collection[int],
+        state: dict[torch.Tensor, dict[str, Any]] | None,
+        rest: bool,
+    ) -> None:
+        """Send these servers what all go on from. It takes effect with the parameters, which
+        come last."""
+        if rest:
+            self._untrained.load()
+        if state is not None:
+            self._load_state(shards, state)
+        if self._versions:
+            # What the script has not written may be out of date here.
+            for reception in self._ask_for_all(shards, 0):
+                reception.wait()
+        now = self._present_versions()
         for number, bucket in enumerate(self._buckets):
-            landing = self._landing[number]
-            for view, parameter in zip(
-                landing.split([p.numel() for p in bucket.parameters]),
-                bucket.parameters,
-                strict=True,
+            views = self._landing[number].split([p.numel() for p in bucket.parameters])
+            for slot, (view, parameter) in enumerate(
+                zip(views, bucket.parameters, strict=True)
             ):
-                view.copy_(parameter.detach().reshape(-1))
-            for part in self._plan[number]:
-                endpoint, load = self._endpoints[part.shard], Load(bucket=number)
-                waiting.append(endpoint.request(load, _cut(landing, part)))
-        for reception in waiting:
-            reception.wait()
-
-    def _pull(self, step: int = 0) -> None:
-        """The servers' parameters become the model's; those of *step*, or newer ones."""
+                before = self._versions[number] if self._versions else None
+                if before is None or before[slot] != now[number][slot]:
+                    view.copy_(parameter.detach().reshape(-1))
         waiting = [
             self._endpoints[part.shard].request(
-                Pull(bucket=number, step=step), into=_cut(self._landing[number], part)
+                Load(bucket=number), _cut(self._landing[number], part)
             )
             for number, parts in enumerate(self._plan)
             for part in parts
+            if part.shard in shards
         ]
         for reception in waiting:
             reception.wait()
+
+    def _ask_for_all(self, shards: Collection[int], step: int) -> list[Reception]:
+        return [
+            self._ask_for(number, part, step)
+            for number, parts in enumerate(self._plan)
+            for part in parts
+            if part.shard in shards
+        ]
+
+    def _pull(self, step: int = 0) -> None:
+        """The servers' parameters become the model's; those of *step*, or newer ones."""
+        waiting = self._ask_for_all(range(len(self._endpoints)), step)
+        answers = [reception.wait() for reception in waiting]
+        places = [(n, part) for n, parts in enumerate(self._plan) for part in parts]
+        for (number, part), answer in zip(places, answers, strict=True):
+            assert isinstance(answer, Parameters), answer
+            self._loads[part.shard] = max(self._loads[part.shard], answer.load)
+            self._pulled(number, part, answer)
         for number in range(len(self._buckets)):
             self._put(number)
         self._remember_versions()
+
+    def _pulled(self, number: int, part: Part, answer: Parameters) -> None:
+        """What a server says about a bucket, beside its parameters."""
 
     def _put(self, number: int) -> None:
         bucket = self._buckets[number]

@@ -122,11 +122,17 @@ class Shell:
 
     # ---- the loop ----
 
-    def run(self, stop: int | None = None) -> None:
+    def run(
+        self,
+        stop: int | None = None,
+        on_done: Callable[[int], Iterable[Answer]] = lambda worker: (),
+    ) -> None:
         """Serve until *stop*, a descriptor, is at its end, or all workers have said
-        goodbye. Raises what the server raises, and nothing that a peer could cause."""
+        goodbye. A number in a line of *stop* is that of a worker whose script has ended well:
+        *on_done* is told. Raises what the server raises, and nothing that a peer could
+        cause."""
         if stop is not None:
-            self._sources.watch(stop, lambda: self._read_stop(stop))
+            self._sources.watch(stop, lambda: self._read_stop(stop, on_done))
         try:
             while not self._stopped and not self._attendance.all_have_departed:
                 self._sources.handle(self._patience())
@@ -152,8 +158,11 @@ class Shell:
             return None
         return max(0, min(int(1000 * (deadline - self._now())) + 1, 2**31 - 1))
 
-    def _read_stop(self, stop: int) -> None:
-        self._stopped = not os.read(stop, 4096)
+    def _read_stop(self, stop: int, on_done: Callable[[int], Iterable[Answer]]) -> None:
+        words = os.read(stop, 4096)
+        self._stopped = not words
+        for worker in words.split():
+            self._deliver(on_done(int(worker)))
 
     def _read_questions(self) -> None:
         question = self._judge.recv_multipart()

@@ -29,7 +29,7 @@ from paceline.interfaces import Answer, Sender, Work
 from paceline.messages import Request
 from paceline.server.protocol import ParameterServer
 
-_MAGIC = b"paceline snapshot 1\n"
+_MAGIC = b"paceline snapshot 2\n"
 _DIGEST_BYTES = 32
 SHARE = 10
 """Writing takes at most one part in so many of the server's time."""
@@ -185,10 +185,11 @@ class Snapshots:
         saved = self._server.snapshot()
         if not saved:
             return  # at the next quiet moment
-        if saved["store"]["versions"] != self._versions:
+        versions = [saved["load"], *saved["store"]["versions"]]
+        if versions != self._versions:
             try:
                 self._keep(self._path, saved)
-                self._versions = saved["store"]["versions"]
+                self._versions = versions
             except OSError as error:
                 print(
                     f"paceline: no snapshot of step {saved['step']}: {error}; the one "

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from paceline.errors import UsageError
 from paceline.interfaces import Piece, Reception, UnitPlace
 from paceline.messages import (
     FIRST,
@@ -50,7 +49,6 @@ class StagedParameters(RemoteParameters):
         self._packed = [torch.empty(0) for _ in self._plan]
         self._waiting: dict[int, list[_Sent]] = {FIRST: [], SECOND: []}
         self._states: list[_Sent] = []
-        self._touchable = True
 
     def unit_bytes(self, bucket: int) -> list[int]:
         whole = self._buckets[bucket].buffer
@@ -75,7 +73,7 @@ class StagedParameters(RemoteParameters):
         weight, hyperparameters = self._weight(), self._hyperparameters()
         self._pushed_step = step
         if bucket.last and stage == FIRST:
-            self._blend(weight)
+            self._untrained.blend(weight)
         for part, first in zip(
             self._plan[bucket.index], self._firsts[bucket.index], strict=True
         ):
@@ -167,41 +165,16 @@ class StagedParameters(RemoteParameters):
 
     def buffers_arrived(self) -> None:
         """Wait for the model's buffers, if any are under way."""
-        if self._blending is not None:
-            self._blending.wait()
-            self._blending = None
-            self._put_buffers()
+        self._untrained.arrived()
 
-    def written(self, under_way: bool) -> None:
-        """The method has written into the model; *under_way*: what is there is tentative,
-        and what the script writes would be lost."""
-        self._touchable = not under_way
+    def written(self) -> None:
+        """The method has written into the model."""
         self._remember_versions()
 
-    def take_changes(self) -> None:
-        if not self._touchable and self._versions != self._present_versions():
-            raise UsageError(
-                "a parameter was written to since step(), while a part of its update was "
-                "under way (osp, stage 2): what was written would be lost. Load and change "
-                "parameters before training, or call finish(), change them, and "
-                "distribute again"
-            )
-        super().take_changes()
-
-    def _pull(self, step: int = 0) -> None:
-        """As every `RemoteParameters`; who joins is told by it what its first step defers."""
-        waiting = [
-            (number, first, self._ask_for(number, part, step))
-            for number, parts in enumerate(self._plan)
-            for part, first in zip(parts, self._firsts[number], strict=True)
-        ]
-        for number, first, reception in waiting:
-            answer = reception.wait()
-            assert isinstance(answer, Parameters), answer
-            self._defer(number, first, answer.deferred)
-        for number in range(len(self._buckets)):
-            self._put(number)
-        self._remember_versions()
+    def _pulled(self, number: int, part: Part, answer: Parameters) -> None:
+        """Who joins is told what its first step defers."""
+        at = self._plan[number].index(part)
+        self._defer(number, self._firsts[number][at], answer.deferred)
 
     def _defer(self, bucket: int, first: int, told: Sequence[int]) -> None:
         """What a server has *told* of the part of a bucket whose first unit is *first*."""

@@ -17,6 +17,8 @@ from paceline.updater import TorchUpdater, whole_pieces
 
 OPTIMIZERS = {kind.__name__: kind for kind in (*ELEMENTWISE, *WHOLE_TENSOR)}
 """What a server can be asked to run, by name."""
+State = dict[str, torch.Tensor]
+"""What an optimizer keeps of one unit, by name."""
 
 
 class Store:
@@ -236,14 +238,14 @@ class Store:
             entries.append(mine)
         return entries, torch.cat(parts) if parts else flat.new_empty(0)
 
-    def load_state(
+    def fitting_state(
         self,
         bucket: int,
         entries: list[list[tuple[str, int | float]]],
         payload: torch.Tensor,
-    ) -> None:
-        """Take over what `state` gave. Raises `UsageError`, with nothing changed, where
-        it does not fit."""
+    ) -> list[State]:
+        """What `state` gave, per unit, for `put_state`. Raises `UsageError` where it does
+        not fit."""
         if payload.dtype != self.flats[bucket].dtype:
             raise UsageError(
                 f"bucket {bucket}: expected a state of {self.flats[bucket].dtype}, got "
@@ -251,9 +253,9 @@ class Store:
             )
         if len(entries) != len(self._pieces[bucket]):
             raise UsageError(f"bucket {bucket}: the state of {len(entries)} units")
-        loaded: list[dict[str, torch.Tensor]] = []
+        loaded: list[State] = []
         for number, mine in enumerate(entries):
-            part, state = self._part(bucket, number), dict[str, torch.Tensor]()
+            part, state = self._part(bucket, number), State()
             loaded.append(state)
             for name, value in mine:
                 if isinstance(value, int):
@@ -265,10 +267,18 @@ class Store:
                     state[name] = flat.clone().view(part.shape)
                 else:
                     state[name] = torch.tensor(value, dtype=torch.float32)
-        states = self._updater.state(self._pieces[bucket])
-        for live, state in zip(states, loaded, strict=True):
+        return loaded
+
+    def put_state(self, bucket: int, states: Sequence[State]) -> None:
+        """Take over what `fitting_state` gave."""
+        lives = self._updater.state(self._pieces[bucket])
+        for live, state in zip(lives, states, strict=True):
             live.clear()
             live.update(state)
+
+    def catch_up(self, step: int) -> None:
+        """Count as if this many steps had been done, at least."""
+        self.versions = [max(version, step) for version in self.versions]
 
 
 def is_per_element(value: Any, parameter: torch.Tensor) -> bool:

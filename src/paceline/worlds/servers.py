@@ -116,6 +116,13 @@ class ServerProcess:
                 f"{self.process.returncode}; see above for what it said"
             ) from None
 
+    def say_done(self, worker: int) -> None:
+        """Tell it that a worker's script has ended well, and is not started again."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended
+            self.process.stdin.write(f"{worker}\n".encode())
+            self.process.stdin.flush()
+
     def close(self) -> None:
         """End it, if its workers' goodbyes have not."""
         _end(self.process)

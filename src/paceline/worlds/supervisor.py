@@ -174,7 +174,8 @@ class Supervisor:
 
     def _start_server(self, port: int) -> None:
         silent = os.environ.get(SILENT_VARIABLE)
-        extra = ["--evict-silent" if silent is None else f"--evict-silent={silent}"]
+        extra = ["--lost-return"]
+        extra += ["--evict-silent" if silent is None else f"--evict-silent={silent}"]
         if self._snapshot is not None:
             extra += [f"--snapshot={self._snapshot}"]
             extra += [f"--snapshot-seconds={self._snapshot_seconds}"]
@@ -265,6 +266,7 @@ class Supervisor:
             worker.process = None
             if status == 0:
                 worker.done = True
+                server.say_done(worker.rank)
                 continue
             if self._trained or of_server == 0:
                 raise UsageError(

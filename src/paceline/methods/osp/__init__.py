@@ -83,6 +83,9 @@ class OSP(OSPOptions):
     def finish(self, state: Any, run: Run) -> None:
         self._form.finish(state, run)
 
+    def loaded(self, state: Any, run: Run) -> None:
+        self._form.loaded(state, run)
+
     def consolidate(self, state: Any, run: Run) -> Callable[[], None]:
         undo: Callable[[], None] = self._form.consolidate(state, run)
         return undo

@@ -108,7 +108,7 @@ def after_update(state: WorkerState, run: Run) -> None:
     state.deferred, state.base, state.before, state.late = deferring, base, kept, None
     state.has_deferred = state.has_deferred or bool(deferring)
     state.rates = [float(group["lr"]) for group in hyperparameters]
-    remote.written(under_way=bool(deferring))
+    remote.written()
     changed = state.this_step != remote.deferred
     state.this_step = [list(numbers) for numbers in remote.deferred]
     state.step += 1
@@ -132,18 +132,35 @@ def finish(state: WorkerState, run: Run) -> None:
 def consolidate(state: WorkerState, run: Run) -> Callable[[], None]:
     """The parameters with all gradients in them that were sent."""
     remote = run.staged
-    tentative = {
-        unit: _value(state, remote, unit).clone() for unit in sorted(state.deferred)
+    late = _late(state, remote)
+    before = {
+        (bucket, number): _value(state, remote, (bucket, number)).clone()
+        for bucket, places in enumerate(remote.units)
+        for number in range(len(places))
     }
-    for unit, value in _late(state, remote).items():
+    for unit, value in late.items():
         _put(state, remote, unit, value)
 
     def undo() -> None:
-        for unit, value in tentative.items():
+        for unit, value in before.items():
             _put(state, remote, unit, value)
-        remote.written(under_way=bool(state.deferred))
+        remote.written()
 
     return undo
+
+
+def loaded(state: WorkerState, run: Run) -> None:
+    """All parameters are exact, and none of what was known of them is of use."""
+    remote = run.staged
+    _late(state, remote)
+    for _ in remote.states():
+        pass  # it was asked for before
+    state.deferred, state.base, state.before, state.late = set(), {}, {}, None
+    state.rates = []
+    state.this_step = [list(numbers) for numbers in remote.deferred]
+    state.layout += 1
+    remote.written()
+    _ask_states(state, remote)
 
 
 # ---- the two stages ----
@@ -173,7 +190,7 @@ def _settle(state: WorkerState, remote: StagedRemote) -> None:
     for unit, value in _late(state, remote).items():
         _put(state, remote, unit, value)
     state.deferred = set()
-    remote.written(under_way=False)
+    remote.written()
 
 
 # ---- the tentative step ----

@@ -1,0 +1,235 @@
+"""Where all workers that train wait for each other: to load, and to be at one moment.
+
+A worker *arrives*, and its request is answered when all that train are there. Then nothing is
+under way: each has the answers to all that it sent, and sends nothing. At a *meet* that is
+all. At a *load* the lowest rank of those that bring something is answered first: it leads, and
+sends what all go on from; when that is whole it takes effect, gradients that are held (of
+workers that died) are dropped, and the others are answered. If the leader dies before, the
+next one leads. Then each takes what was loaded, and arrives once more: nobody sends a
+gradient before all have it.
+
+Who comes back (another life of a worker) while others have arrived joins when they have met.
+Who has come back just before, at a step that those who meet have yet to do, may have missed
+the point where they met: a meet does not wait for it.
+
+A point at which only some arrive
+---------------------------------
+Who has left is not waited for, whenever it left. Of the others each may still come, and is
+waited for, with two exceptions. Where all of them wait for those who have arrived, none will:
+a meet ends with those who are there, and a load is refused. And where one who has not done a
+step waits to load, and another one does steps, the other one's script does not load there:
+that is refused too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paceline.errors import UsageError
+from paceline.interfaces import Sender
+from paceline.messages import Arrive, Met
+from paceline.server.answers import Answers
+from paceline.server.bound_discipline import BoundDiscipline
+from paceline.server.members import Members
+from paceline.server.pulls import Pulls
+from paceline.server.pushes import Pushes
+
+HOW_TO_LOAD = "every worker that trains calls paceline.load, or load_state_dict, after the same step"
+
+
+class Meetings:
+    """The one that is under way, if any."""
+
+    def __init__(
+        self,
+        members: Members,
+        pushes: Pushes,
+        pulls: Pulls,
+        discipline: BoundDiscipline,
+        answers: Answers,
+    ) -> None:
+        self.loads = 0
+        """How many loads there were since the first one."""
+        self.leader: int | None = None
+        self.follows = False
+        """Another server decides what pushes wait for: who waits here may be let go."""
+        self._members = members
+        self._pushes = pushes
+        self._pulls = pulls
+        self._discipline = discipline
+        self._answers = answers
+        self._arrived: dict[int, tuple[Sender, Arrive]] = {}
+        self._pulling: set[int] = set()
+        """Who has yet to say that it has taken what was loaded."""
+        self._joining: dict[int, Callable[[], None]] = {}
+
+    # ---- what happens ----
+
+    def arrive(self, sender: Sender, arrive: Arrive) -> None:
+        """Raises `UsageError` for who has not been at the load that it has taken."""
+        if arrive.purpose == "pulled" and sender.worker not in self._pulling:
+            raise UsageError(f"arrive: worker {sender.worker} was not at a load")
+        self._arrived[sender.worker] = sender, arrive
+
+    def check_not_there(self, what: str, worker: int) -> None:
+        """Raise `UsageError` for who has arrived, and wants to do something else."""
+        if worker in self._arrived:
+            raise UsageError(f"{what}: worker {worker} is where all meet")
+
+    def step(self) -> int:
+        """The last one that any of those who have arrived is to do next."""
+        return max(self._members[worker].clock for worker in self._arrived)
+
+    def is_under_way(self) -> bool:
+        return bool(self._arrived or self._pulling)
+
+    def may_pull(self, worker: int) -> bool:
+        """Not what was just loaded, before all who were there have it."""
+        return not self._pulling or worker in self._pulling
+
+    def put_off(self, worker: int, join: Callable[[], None]) -> None:
+        """Who comes back joins when the others have met. Raises `UsageError` for a second
+        time."""
+        if worker in self._joining:
+            raise UsageError(f"join: worker {worker} has asked to join before")
+        self._joining[worker] = join
+
+    def forget(self, worker: int) -> None:
+        """It is lost."""
+        self._arrived.pop(worker, None)
+        self._joining.pop(worker, None)
+        self._pulling.discard(worker)
+        if worker == self.leader:
+            self.leader = None
+
+    def has_loaded(self) -> None:
+        """What the leader has sent has taken effect."""
+        self.loads += 1
+        self._pulling = set(self._arrived)
+        if self.leader is not None:
+            del self._arrived[self.leader]  # was answered before
+            self.leader = None
+        self._answer()
+
+    # ---- who is there ----
+
+    def look(self) -> bool:
+        """Something has changed: see whether all are there. Returns whether a load is
+        complete at once, because nobody has anything to load."""
+        if self.leader is not None or not self._pulling.issubset(self._arrived):
+            return False
+        if self._pulling or not self._arrived:
+            self._end()
+            return False
+        purposes: set[str] = {arrive.purpose for _, arrive in self._arrived.values()}
+        missing = [w for w in self._members.trains() if self._is_awaited(w, purposes)]
+        if missing:
+            self._look_for_mistakes(missing, purposes)
+            return False
+        if not all(self._pushes.owes_nothing(worker) for worker in self._arrived):
+            return False  # second stages of their last steps are on their way
+        if len(purposes) > 1:
+            self.give_up(self._different_purposes())
+        elif "meet" in purposes:
+            self._end()
+        else:
+            return self._choose_leader()
+        return False
+
+    def _is_awaited(self, worker: int, purposes: set[str]) -> bool:
+        if worker in self._arrived:
+            return False
+        if not self._members.has_joined(worker):
+            return True
+        member = self._members[worker]
+        if not member.settled and self._pulls.waits(worker):
+            return False  # it gets its first parameters afterwards
+        missed = member.guest and member.first_step >= self.step()
+        return not (missed and purposes == {"meet"})
+
+    def _choose_leader(self) -> bool:
+        brings = [w for w, (_, arrive) in self._arrived.items() if arrive.brings]
+        if not brings:
+            return True
+        self.leader = min(brings)
+        sender, _ = self._arrived[self.leader]
+        self._answers.send(sender, Met(leads=True, load=self.loads))
+        return False
+
+    def _end(self) -> None:
+        """All have met."""
+        self._pulling = set()
+        self._answer()
+        self._let_join()
+
+    def _answer(self) -> None:
+        """Those who were not answered yet."""
+        arrived, self._arrived = self._arrived, {}
+        for sender, _ in arrived.values():
+            self._answers.send(sender, Met(load=self.loads))
+
+    def _let_join(self) -> None:
+        joining, self._joining = self._joining, {}
+        for join in joining.values():
+            join()
+
+    # ---- who is not there ----
+
+    def _look_for_mistakes(self, missing: Sequence[int], purposes: set[str]) -> None:
+        if all(self._waits_for_others(worker) for worker in missing):
+            if self._discipline.next_deadline() is not None or self.follows:
+                return
+            if self._discipline.waits_for_norm():
+                return
+            if purposes == {"meet"}:
+                self._end()
+                return
+            self.give_up(
+                f"{self._here()} to load, and {_workers(missing)} for them, in the middle "
+                f"of training: {HOW_TO_LOAD}"
+            )
+            return
+        fresh = [w for w in self._arrived if not self._has_trained(w)]
+        passed = [w for w in missing if self._has_trained(w)]
+        fresh = [w for w in fresh if not self._members[w].guest]
+        if fresh and passed and purposes == {"load"}:
+            self.give_up(
+                f"{self._here()} to load before the first step, and "
+                f"{_workers(passed, 'has', 'have')} begun to train without it: {HOW_TO_LOAD}"
+            )
+
+    def _waits_for_others(self, worker: int) -> bool:
+        return self._members.has_joined(worker) and (
+            self._pushes.can_only_wait(worker) or self._pulls.waits(worker)
+        )
+
+    def _has_trained(self, worker: int) -> bool:
+        if not self._members.has_joined(worker):
+            return False
+        member = self._members[worker]
+        return bool(member.begun) or member.clock > member.first_step
+
+    def _here(self) -> str:
+        return _workers(sorted(self._arrived), "waits", "wait")
+
+    def _different_purposes(self) -> str:
+        said = {"load": "to load", "meet": "to save"}
+        parts = []
+        for purpose, words in said.items():
+            here = [w for w, (_, a) in self._arrived.items() if a.purpose == purpose]
+            parts.append(f"{_workers(sorted(here), 'waits', 'wait')} {words}")
+        return f"{' and '.join(parts)}: all have to do the same after the same step"
+
+    def give_up(self, reason: str) -> None:
+        """It cannot be: tell all who wait, for this or for who waits for it."""
+        arrived, self._arrived = self._arrived, {}
+        waiting = [sender for sender, _ in arrived.values()] + self._pushes.give_up()
+        for sender in waiting:
+            self._answers.refuse(sender, reason)
+        self._let_join()
+
+
+def _workers(workers: Sequence[int], one: str = "waits", more: str = "wait") -> str:
+    named = ", ".join(map(str, workers))
+    several = len(workers) > 1
+    return f"worker{'s' if several else ''} {named} {more if several else one}"
