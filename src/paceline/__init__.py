@@ -17,6 +17,7 @@ it would put the module in the name's place.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,6 +66,14 @@ _HOMES = {
     "stand_ins": ("StandIn", "stand_in"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    # This process is a worker that a launcher has started. A script that goes on to start
+    # workers itself hangs before it calls anything else of ours.
+    from paceline.worlds.own_processes import refuse_from_now_on
+
+    refuse_from_now_on()
 
 
 def __getattr__(name: str) -> object:

@@ -158,11 +158,7 @@ def _frozen(model: torch.nn.Module) -> list[torch.Tensor]:
 def _comm(world: World, method: Method) -> TorchComm | AloneComm:
     """How this training's workers meet."""
     if world.alone:
-        if method.updates_on != "server":
-            raise UsageError(
-                f"method {method.name!r} under --survive: its workers meet in collectives, "
-                "which a death stops. Use one whose server updates: asp, ssp, r2sp or backup"
-            )
+        methods.check_survives(method)
         return AloneComm(world)
     comm = TorchComm(world, f"training {world.journal.trainings}")
     if comm.size > 1 and not all(is_finished(other) for _, other in world.trained):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,7 +19,8 @@ from paceline.training import Training
 
 
 class TrainingEnded(SystemExit):
-    """Ends the script after ``--steps N``: exit status 0, wherever the script loops."""
+    """Ends the script after ``--steps N``: exit status 0, wherever the script loops.
+    ``finally`` blocks and exit handlers run, what follows the loop does not."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -150,8 +155,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         done = self.first_step + self._world.journal.step_count
         if self._world.options.steps and done >= self._world.options.steps:
             self.finish()
+            self._say_ended(done)
             raise TrainingEnded(0)
         return result
+
+    def _say_ended(self, steps: int) -> None:
+        """A loop can be left by an exception only, so what follows it does not run: nobody
+        is to find that out by a file that is missing."""
+        options = self._world.options
+        if self._world.rank == 0 and options.tells and options.profile is None:
+            print(
+                f"paceline: ended after {steps} steps, as --steps asked, in "
+                f"optimizer.step(){_where_in_script()}; what stands after the training "
+                "loop was not run",
+                file=sys.stderr,
+            )
 
     def _update(self, closure: Callable[[], float] | None) -> float | None:
         """Evaluate, see to it that the gradients were delivered, and update."""
@@ -236,6 +254,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def is_finished(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `DistributedOptimizer.finish` was called."""
     return training_of(optimizer).finished
+
+
+def _where_in_script() -> str:
+    """ " at FILE:LINE" of the innermost caller that is neither ours nor torch's: schedulers
+    and scalers wrap ``step``."""
+    packages = (Path(__file__).parent, Path(torch.__file__).parent)
+    ours = tuple(f"{package}{os.sep}" for package in packages)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(ours):
+        frame = frame.f_back
+    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def training_of(optimizer: torch.optim.Optimizer) -> Training:

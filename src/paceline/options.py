@@ -37,7 +37,8 @@ class RunOptions:
     optimizer steps. *seed*: seed every random generator at start. *json*: print the
     result object at the end, or with *result* write it to that file. *records*: a folder
     for per-step records. *profile*: measure compute times, and write them to that file.
-    *pace*: the workload whose times an emulated worker takes.
+    *pace*: the workload whose times an emulated worker takes. *tells*: say so when *steps*
+    end a script.
     """
 
     method: str | None = None
@@ -48,6 +49,7 @@ class RunOptions:
     result: str | None = None
     profile: str | None = None
     pace: str | None = None
+    tells: bool = True
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:

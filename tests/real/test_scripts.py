@@ -93,7 +93,7 @@ def test_command_line_decides_over_the_script(tmp_path):
     by_option = run(
         2,
         "loops.py",
-        *("one", "--own=2", "--", "--workers"),
+        *("--", "one", "--own=2", "--workers"),
         folder=tmp_path / "run",
         options=["--json", "--steps=7", f"--method={spec}", *options],
     )
@@ -114,6 +114,9 @@ def test_command_line_decides_over_the_script(tmp_path):
         assert job.stderr.count(override) == 1
         assert "'bsp:fusion=single'" in job.stderr
         assert "came to its end" not in job.stdout + job.stderr
+        ended = "ended after 7 steps, as --steps asked, in optimizer.step() at "
+        assert job.stderr.count(ended) == 1
+        assert re.search(r"loops\.py:\d+; what stands after the", job.stderr)
 
     [only_line] = by_option.stdout.splitlines()
     assert "noise" in by_option.stderr
@@ -135,6 +138,17 @@ def test_a_misspelt_option_is_refused(tmp_path):
     ).wait(30)
     assert job.status == 1
     assert "unknown option '--wrokers'" in job.stderr
+    job.check_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["run", "torchrun"])
+def test_a_script_that_starts_workers_itself_is_refused(launcher, tmp_path):
+    start = {"run": run, "torchrun": torchrun}[launcher]
+    job = start(2, "spawns.py", folder=tmp_path / "job").wait(30)
+    assert job.status == 1
+    assert "a script that starts workers of its own starts a job in each" in job.stderr
+    assert "Call main once, for this worker" in job.stderr
     job.check_nothing_left()
 
 
@@ -193,3 +207,6 @@ def check_bare_script(folder, end, times):
         ]
         for job in wait_for_all(jobs):
             job.check_ended_well()
+        # what a step took, as in the other worlds
+        assert "2 workers, real world" in jobs[0].stdout
+        assert "bsp:fusion=optimal" in jobs[0].stdout

@@ -1,5 +1,6 @@
 """What `distribute` gives back, as scripts and trainers handle it: closures, other faces."""
 
+import contextlib
 import copy
 
 import pytest
@@ -8,6 +9,8 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError
+from paceline.optimizer import TrainingEnded
+from paceline.options import RunOptions
 from paceline.worlds.join import join_world
 from tests.training.cases import inputs, small_model
 from tests.virtual.helpers import run
@@ -227,3 +230,38 @@ def test_a_look_through_one_face_is_known_to_the_other(method):
         optimizer.finish()
 
     run(1, body)
+
+
+def five_steps(rank):
+    """Steps, up to the fifth, and how far it came."""
+    model = small_model()
+    optimizer = given(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)  # it wraps step()
+    done = 0
+    with contextlib.suppress(TrainingEnded):
+        for step in range(5):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            scheduler.step()
+            done += 1
+    return done
+
+
+def test_who_ends_a_script_says_where_and_what_is_not_run(capsys):
+    assert run(2, five_steps, options=RunOptions(steps=3)) == [2, 2]
+    said = capsys.readouterr().err
+    line = five_steps.__code__.co_firstlineno + 9
+    assert said == (
+        "paceline: ended after 3 steps, as --steps asked, in optimizer.step() at "
+        f"{__file__}:{line}; what stands after the training loop was not run\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [RunOptions(steps=9), RunOptions(steps=3, tells=False), RunOptions()],
+    ids=["not reached", "not asked by the user", "not asked"],
+)
+def test_nothing_is_said_of_other_ends(options, capsys):
+    run(2, five_steps, options=options)
+    assert capsys.readouterr().err == ""

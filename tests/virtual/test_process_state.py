@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -69,6 +70,8 @@ def process_state() -> dict[str, Any]:
             DistributedDataParallel.__init__,
             DataLoader.__init__,
             signal.signal,
+            torch.multiprocessing.spawn,
+            torch.multiprocessing.start_processes,
         ),
         "handler": signal.getsignal(signal.SIGINT),
         "exception hook": sys.excepthook,
@@ -458,6 +461,20 @@ def test_signal_handlers_are_refused_with_the_reason() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     with pytest.raises(WorkerFailedError, match="signal handlers are per process"):
+        run(2, body)
+
+
+@pytest.mark.parametrize("name", ["spawn", "start_processes"])
+def test_workers_of_the_scripts_own_are_refused_with_what_to_do(name: str) -> None:
+    def train(rank: int) -> None:
+        raise AssertionError("a process was started")
+
+    def body(rank: int) -> None:
+        getattr(torch.multiprocessing, name)(train, nprocs=2)
+
+    with pytest.raises(
+        WorkerFailedError, match=r"starts workers of its own.*Call train"
+    ):
         run(2, body)
 
 

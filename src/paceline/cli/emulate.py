@@ -57,7 +57,7 @@ def emulate(
         return
     if script is None:
         raise UsageError("expected a script, or --check: paceline emulate train.py")
-    from paceline.report.result import Result
+    from paceline.report.result import read_result
     from paceline.report.tables import print_results
     from paceline.worlds.emulated.fabric import Fabric
     from paceline.worlds.emulated.job import Job
@@ -93,8 +93,8 @@ def emulate(
             status = Job(fabric, str(script), script_arguments or [], options).run()
         if records is not None:
             merge_workers(str(records), "records")
-        if result_file.exists():
-            result = msgspec.json.decode(result_file.read_bytes(), type=Result)
+        result = read_result(result_file)
+        if result is not None:
             result.network = described.describe()
             print(f"compute: {result.compute}", file=sys.stderr)
             if json:

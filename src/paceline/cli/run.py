@@ -34,7 +34,8 @@ def run(
         bool,
         typer.Option(
             "--survive",
-            help="Go on when a worker dies: it is started again (asp, ssp, backup).",
+            help="Go on when a worker dies: it is started again. For methods whose server "
+            "updates (see paceline methods).",
         ),
     ] = False,
     snapshot: Annotated[
@@ -52,7 +53,7 @@ def run(
     ] = False,
     json: o.Json = False,
 ) -> None:
-    """Run a script in real processes: paceline run --workers 2 SCRIPT -- SCRIPT-ARGS.
+    """Run a script in real processes, and print what a step took.
 
     All of torchrun's options are passed through (--nnodes, --node-rank, --rdzv-endpoint,
     ...): for several machines, run the same command on each.
@@ -60,6 +61,8 @@ def run(
     torchrun_options = torchrun_words(context)
     arguments = script_arguments or []
     o.check_job(script, method)
+    from paceline.report.result import read_result
+    from paceline.report.tables import print_results
     from paceline.worlds.launch import launch
     from paceline.worlds.supervisor import Supervisor
 
@@ -69,14 +72,14 @@ def run(
         scratch_folder() as scratch,
         o.standard_output_for_result(json) as output,
     ):
-        result = Path(scratch) / "result.json"
+        result_file = Path(scratch) / "result.json"
         options = RunOptions(
             method=method,
             steps=steps,
             seed=seed,
-            json=json,
+            json=True,
             records=None if records is None else str(Path(records).resolve()),
-            result=str(result) if json else None,
+            result=str(result_file),
         )
         if survive:
             if torchrun_options:
@@ -98,7 +101,10 @@ def run(
             status = launch(workers, torchrun_options, str(script), arguments, options)
         if records is not None:
             merge_workers(str(records), "records")
-        if json and result.exists():
+        result = read_result(result_file)  # where rank 0 is, if anything was trained
+        if result is not None and json:
             with open(output, "w", closefd=False) as stream:
-                stream.write(result.read_text())
+                print(result.to_json(), file=stream)
+        elif result is not None:
+            print_results([(result.method, result)])
     sys.exit(status)

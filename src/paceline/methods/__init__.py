@@ -1,6 +1,7 @@
 """The registry of synchronization methods: one row each.
 
-``METHODS`` maps a method's name to its class. `make` turns a spec into a method object.
+``METHODS`` maps a method's name to its class. `make` turns a spec into a method object,
+`check_survives` says which of them outlive a worker.
 """
 
 from __future__ import annotations
@@ -42,3 +43,13 @@ def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
     mine = {key: value for key, value in spec.values.items() if key in own_keys}
     rest = {key: value for key, value in spec.values.items() if key not in own_keys}
     return cls(**convert_fields(cls, mine)), rest
+
+
+def check_survives(method: Method) -> None:
+    """Raise `UsageError` for a method whose job cannot go on when a worker dies."""
+    if method.updates_on != "server":
+        others = sorted(n for n, cls in METHODS.items() if cls().updates_on == "server")
+        raise UsageError(
+            f"method {method.name!r} under --survive: its workers meet in collectives, "
+            f"which a death stops. Use one whose server updates: {', '.join(others)}"
+        )

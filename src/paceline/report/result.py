@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, median
 
 import msgspec
@@ -96,6 +97,13 @@ class Result(msgspec.Struct, kw_only=True):
     def to_json(self) -> str:
         """One line. Values that are not finite become null: JSON has no words for them."""
         return msgspec.json.encode(self).decode()
+
+
+def read_result(path: Path) -> Result | None:
+    """What a job's rank 0 left at *path*, if it did."""
+    if not path.exists():
+        return None
+    return msgspec.json.decode(path.read_bytes(), type=Result)
 
 
 def _unsettled(steps: int, settled_after: int) -> str:

@@ -398,11 +398,7 @@ class Supervisor:
 def _check_method(text: str, workers: int) -> None:
     """Raise `UsageError` for a method under which no job survives."""
     method, _ = methods.make(spec.parse(text), set(spec.field_types(Settings)))
-    if method.updates_on != "server":
-        raise UsageError(
-            f"method {method.name!r} under --survive: its workers meet in collectives, "
-            "which a death stops. Use one whose server updates: asp, ssp or backup"
-        )
+    methods.check_survives(method)
     cast(UpdatesOnServer, method).server(workers)
 
 

@@ -15,9 +15,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.utils.data import DataLoader
 
 from paceline.errors import UsageError
+from paceline.worlds.own_processes import STARTERS, refuse
 from paceline.worlds.virtual.backend import BACKEND
 
 if TYPE_CHECKING:
@@ -28,14 +30,16 @@ if TYPE_CHECKING:
 def patched_process(simulation: Simulation) -> Iterator[None]:
     """Within it, process-wide calls of worker threads mean the worker."""
     with ExitStack() as stack:
-        for target, name, replacement in (
+        patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (dist, "init_process_group", _init_process_group(simulation)),
             (dist, "new_group", _new_group),
             (dist, "monitored_barrier", _monitored_barrier),
             (torch.nn.parallel.DistributedDataParallel, "__init__", _refuse_ddp),
             (DataLoader, "__init__", _data_loader_init),
             (signal, "signal", _refuse_signal),
-        ):
+            *((torch.multiprocessing, name, _refuse_spawn) for name in STARTERS),
+        )
+        for target, name, replacement in patches:
             original = getattr(target, name)
             stack.enter_context(
                 patch.object(target, name, replacement_of(replacement, original))
@@ -117,6 +121,12 @@ def _data_loader_init(
         for key in ("timeout", "multiprocessing_context"):
             keywords.pop(key, None)
     original(self, *positional, **keywords)
+
+
+def _refuse_spawn(
+    original: Any, function: Any, *arguments: Any, **keywords: Any
+) -> None:
+    refuse(function)
 
 
 def _refuse_signal(original: Any, number: Any, handler: Any) -> Any:

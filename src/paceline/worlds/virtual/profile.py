@@ -45,7 +45,7 @@ def profile_script(
     workers = min(cluster.workers, MAX_WORKERS)
     simulation = Simulation(
         uniform_cluster(workers, "1gbit", "50us"),
-        options=replace(options, steps=PROFILED_STEPS),
+        options=replace(options, steps=PROFILED_STEPS, tells=False),
         profile=True,
         patience=patience,
         output="first",
