@@ -44,6 +44,10 @@ def test_json_is_one_object_and_nothing_else():
         result["compute_seconds"] + result["exposed_communication_seconds"]
     )
     assert set(result["metrics"]) == {"loss"}
+    assert result["settled"] is True
+    trial, processor = result["notes"]
+    assert trial.startswith("fusion: ")
+    assert processor.startswith("messages cost processors nothing here")
 
 
 def test_steps_and_method_win_over_the_script():

@@ -21,7 +21,7 @@ def rows_with_a_failure() -> list[tuple[str, Outcome]]:
 
 
 def test_a_run_that_failed_keeps_its_row_and_the_reason_stands_below() -> None:
-    headings, rows, notes = sheet(rows_with_a_failure())
+    headings, rows, _, notes = sheet(rows_with_a_failure())
     assert headings[-1] == "ratio"
     assert rows[0] == ["asp [1]", "-", "failed", *["-"] * 6]
     assert [len(row) for row in rows] == [len(headings)] * 4
@@ -34,9 +34,22 @@ def test_equal_notes_have_one_number() -> None:
     (_, first), (_, second), (_, third) = three().results
     first.notes = ["fast links", "not settled"]
     third.notes = ["not settled", "small"]
-    _, rows, notes = sheet([("a", first), ("b", second), ("c", third)])
+    _, rows, _, notes = sheet([("a", first), ("b", second), ("c", third)])
     assert [row[0] for row in rows] == ["a [1] [2]", "b", "c [2] [3]"]
     assert notes == ["fast links", "not settled", "small"]
+
+
+def test_the_legend_does_not_add_up_what_does_not() -> None:
+    plain, (_, odd), _ = three().results
+    assert odd.step_seconds is not None
+    legend = sheet([plain]).legend
+    assert legend == "step = compute + exposed (waiting for the network)"
+    odd.step_seconds *= 1.004  # rounding
+    assert sheet([plain, ("odd", odd)]).legend == legend
+    odd.step_seconds *= 1.004
+    assert sheet([plain, ("odd", odd)]).legend == (
+        f"{legend} in each step, and medians of these need not add up"
+    )
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

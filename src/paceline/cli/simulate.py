@@ -102,6 +102,11 @@ def simulate(
             )
         result = result_of(outcome, described.workers)
         result.network = described.describe()
+        if described.processor is None:
+            result.notes.append(
+                "messages cost processors nothing here, as the cluster does not say what "
+                "they cost: paceline probe measures it"
+            )
         result.compute = compute.describe(outcome.paced_by_script, outcome.stand_in)
         print(f"network: {result.network}", file=sys.stderr)
         print(f"compute: {result.compute}", file=sys.stderr)

@@ -67,13 +67,14 @@ def page(
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     first = next(outcome for _, outcome in results if isinstance(outcome, Result))
     many = "worker" if first.workers == 1 else "workers"
-    headings, rows, footnotes = table(results)
+    headings, rows, legend, footnotes = table(results)
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         title=title,
         command=command,
         notes=[*notes, ("world", f"{first.world}, {first.workers} {many}")],
         headings=headings,
         rows=rows,
+        legend=legend,
         footnotes=footnotes,
         pictures=[(picture, Markup(for_page(picture))) for picture in pictures],
         traces=[

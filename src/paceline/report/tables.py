@@ -18,11 +18,12 @@ _WIDTH_OF_FILES = 120
 
 
 class Sheet(NamedTuple):
-    """A table's text: a cell per heading and row, and the notes that rows refer to as
-    ``[1]``, ``[2]``, ... behind their names."""
+    """A table's text: a cell per heading and row, a *legend*, and the notes that rows refer
+    to as ``[1]``, ``[2]``, ... behind their names."""
 
     headings: list[str]
     rows: list[list[str]]
+    legend: str
     notes: list[str]
 
 
@@ -49,7 +50,23 @@ def sheet(rows: Sequence[tuple[str, Outcome]]) -> Sheet:
                 step = outcome.step_seconds
                 cells.append(f"{step / first:.3f}" if step and first else "-")
         table.append([label, *cells])
-    return Sheet(headings, table, list(numbers))
+    return Sheet(headings, table, _legend(results), list(numbers))
+
+
+ADDS_UP = 0.005
+"""To this part of a step its figures are seen to add up."""
+
+
+def _legend(results: Sequence[Result]) -> str:
+    words = "step = compute + exposed (waiting for the network)"
+    for r in results:
+        step, compute = r.step_seconds, r.compute_seconds
+        exposed = r.exposed_communication_seconds
+        if step is None or compute is None or exposed is None:
+            continue
+        if abs(step - compute - exposed) > ADDS_UP * step:
+            return f"{words} in each step, and medians of these need not add up"
+    return words
 
 
 def _figures(result: Result, metrics: Sequence[str]) -> list[str]:
@@ -69,7 +86,7 @@ def print_results(rows: Sequence[tuple[str, Outcome]]) -> None:
     """The table of `sheet`, and what its figures were made with. At least one run has a
     result."""
     first = next(outcome for _, outcome in rows if isinstance(outcome, Result))
-    headings, cells, notes = sheet(rows)
+    headings, cells, legend, notes = sheet(rows)
     many = "worker" if first.workers == 1 else "workers"
     table = Table(title=f"{first.workers} {many}, {first.world} world")
     table.add_column(headings[0], overflow="fold")
@@ -79,7 +96,7 @@ def print_results(rows: Sequence[tuple[str, Outcome]]) -> None:
         table.add_row(*(Text(cell) for cell in row))
     console = _console()
     console.print(table)
-    console.print("step = compute + exposed (waiting for the network); sent per worker")
+    console.print(f"{legend}; sent per worker")
     if first.world == "virtual":
         console.print(
             "all in virtual time: in the script that is paceline.now(), and not time.time()"
