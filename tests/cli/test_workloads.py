@@ -376,7 +376,7 @@ def test_a_profile_that_cannot_be_made_leaves_the_old_one(text, message, tmp_pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--output", "file/x.json"], "cannot write records to file"),
+        (["--output", "file/x.json"], "cannot write the profile to file"),
         (["--output", "."], "--output: expected a file, got the folder ."),
         (["--workers", "0"], "--workers: expected 1 or more"),
         (["--workers", "2", "--nproc-per-node=2"], "give one of them"),

@@ -57,7 +57,7 @@ def probe(
     from paceline.worlds.launch import launch
     from paceline.worlds.virtual import Simulation
 
-    make_folder(str(output.resolve().parent))
+    make_folder(str(output.resolve().parent), "the cluster")
     if not seconds > 0:
         raise UsageError(f"--seconds: expected more than zero, got {seconds:g}")
     with (

@@ -47,7 +47,7 @@ def profile(
     path = output or Path(profile_name(script))
     if path.is_dir():
         raise UsageError(f"--output: expected a file, got the folder {path}")
-    make_folder(str(path.parent))
+    make_folder(str(path.parent), "the profile")
     with (
         scratch_folder() as scratch,
         o.standard_output_for_result(json) as true_output,

@@ -164,8 +164,9 @@ def _claimed(path: Path) -> list[str]:
     return [n for n in names if Path(n).name == n and n not in ("", ".", "..")]
 
 
-def make_folder(folder: str) -> Path:
-    """Make *folder* if need be; raises `UsageError` where nothing can be written there."""
+def make_folder(folder: str, what: str = "records") -> Path:
+    """Make *folder* if need be; raises `UsageError` where nothing can be written there,
+    *what* was to be."""
     path = Path(folder)
     probe = path / f".paceline-probe-{os.getpid()}"
     try:
@@ -173,5 +174,5 @@ def make_folder(folder: str) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"cannot write records to {folder}: {error}") from error
+        raise UsageError(f"cannot write {what} to {folder}: {error}") from error
     return path
