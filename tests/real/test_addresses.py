@@ -11,7 +11,9 @@ from paceline.worlds.addresses import (
     resolve,
     towards_master,
 )
+from paceline.worlds.handover import Address, Board
 from paceline.worlds.liveness import Liveness
+from tests.real.helpers import DictStore
 
 NAMES = {
     "localhost": "127.0.0.1",
@@ -97,12 +99,13 @@ def test_a_rank_that_cannot_reach_the_watch_starts_all_the_same(capsys, monkeypa
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]  # nobody listens there any more
 
-    class Store:
-        def get(self, key):
-            return f'["127.0.0.2", {port}, "token"]'.encode()
-
-    member = Liveness(1, 2, Store(), lambda sentence: None)
+    store = DictStore()
+    board = Board(store, 2)
+    there = Address(host="127.0.0.2", port=port, token="token")
+    board.post("paceline/liveness", there)
+    member = Liveness(1, 2, store, lambda sentence: None)
     member.close()
+    board.close()
     said = capsys.readouterr().err
     assert said.startswith(f"paceline: rank 1 cannot reach rank 0 at 127.0.0.2:{port}")
     assert "gloo or NCCL alone" in said

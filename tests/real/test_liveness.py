@@ -9,23 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
+from paceline.worlds.handover import Board
 from paceline.worlds.liveness import LINE_BYTES, Liveness, News
+from tests.real.helpers import DictStore
 
 SCRIPT = Path(__file__).parent / "scripts" / "dies.py"
 SECONDS = 20
-
-
-class DictStore(dict):
-    """What torch's store is to liveness."""
-
-    def set(self, key, value):
-        self[key] = value.encode()
-
-    def get(self, key):
-        return self[key]
 
 
 @pytest.fixture
@@ -46,8 +37,9 @@ def hear(told, count):
 
 
 def connection(store):
-    host, port, token = msgspec.json.decode(store.get("paceline/liveness"))
-    return socket.create_connection((host, port), SECONDS), token
+    address = Board(store, 3).read("paceline/liveness")
+    connection = socket.create_connection((address.host, address.port), SECONDS)
+    return connection, address.token
 
 
 def wait_until_known(members):

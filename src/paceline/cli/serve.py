@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import sys
 from typing import Annotated
 
@@ -21,22 +21,30 @@ def serve(
 ) -> None:
     """Serve one training after the other; what each does is its method's to say.
 
-    Workers name it: --method ssp:servers=HOST:PORT. Beyond loopback set PACELINE_SECRET,
-    the same for all, or PACELINE_TRUSTED_NETWORK=1 where nobody else is on the network.
+    Workers name it: --method ssp:servers=HOST:PORT. Without PACELINE_SECRET it prints a
+    line that exports its token: run that where workers are started, and before further
+    servers of theirs. Beyond loopback set PACELINE_SECRET, the same for all, or
+    PACELINE_TRUSTED_NETWORK=1 where nobody else is on the network.
     """
     import torch
 
     from paceline.server.process import make_shell
-    from paceline.worlds.servers import DEDICATED_TOKEN, TOKEN_VARIABLE
+    from paceline.server.security import TOKEN, dedicated_token
 
     if workers < 1:
         raise UsageError(f"--workers: expected 1 or more, got {workers}")
     torch.set_num_threads(1)
-    token = os.environ.get(TOKEN_VARIABLE) or DEDICATED_TOKEN
+    token = dedicated_token()
+    made = token is None
+    if token is None:
+        token = secrets.token_hex(16)
     while True:
         shell = make_shell(workers, f"server at {bind}:{port}", bind, port, token)
         try:
             print(f"paceline: serving at {bind}:{shell.port}", file=sys.stderr)
+            if made:  # once there is a server that asks for it
+                print(f"export {TOKEN}={token}", flush=True)
+                made = False
             shell.run(None)
         except KeyboardInterrupt:
             return

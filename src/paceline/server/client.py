@@ -36,7 +36,7 @@ from paceline.instruments import Journal
 from paceline.messages import PROTOCOL, Request
 from paceline.server import payloads, wire
 from paceline.server.channel import Channel, Reception
-from paceline.server.security import SECRET, Security, choose
+from paceline.server.security import SECRET, TOKEN, Security, choose
 from paceline.server.shared_memory import ANSWERS, PUSHES, Region, WorkerEnd
 from paceline.server.wire import RefusalError
 
@@ -246,8 +246,8 @@ class RemoteServer:
         event = recv_monitor_message(channel.monitor, zmq.NOBLOCK)["event"]
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.give_up(
-                "does not know this worker: the job's token, or the value of "
-                f"{SECRET}, differs between the two",
+                f"does not know this worker: its token ({TOKEN}, of a server that is "
+                f"named with HOST:PORT), or the value of {SECRET}, differs between the two",
                 UsageError,
             )
         elif event == zmq.EVENT_DISCONNECTED:

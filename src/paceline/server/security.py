@@ -11,15 +11,26 @@ Both ends decide by this table, so the variables must be the same on all machine
 
 Both CURVE key pairs come from the secret by scrypt: whoever knows it is one of us. ZeroMQ
 asks `Security.judge` about each connection before the first message of it is read; plain
-connections show the job's token there as a password, so that strays and scanners are kept out.
+connections show the server's token there as a password. A server that a job starts has a
+token of its own (`paceline.worlds.handover` says how workers learn it); one that is named with
+HOST:PORT has that of ``PACELINE_SERVERS_TOKEN``, or one derived from the secret. Who does not
+have the token gets no answer but "not of this job".
 
 Threat model. CURVE: who does not have the secret can neither read nor alter what is sent,
-nor speak; he can still cut connections. Plain: whoever reads the network reads gradients
-and the token; loopback is read by the machine's administrator only, and the token keeps
-out its other users. Whoever holds token and secret takes part in the job: the server
+nor speak; he can still cut connections. Plain on loopback: only the administrator reads it,
+and other users of the machine do not have the token. A plain server does not prove itself to
+its workers: where one is named with HOST:PORT, whoever took that port first is shown the
+token. Plain on a trusted network: whoever reads the network, or the job's store, reads
+gradients and the token. Whoever holds token and secret takes part in the job: the server
 checks what he says and bounds what it keeps for him, but ZeroMQ itself collects one
 message's frames without a limit to their number. The liveness connection carries a ticket
 that is good once, and nothing else.
+
+Not ours, and not mended here: torch's store and gloo's connections ask nobody who he is and
+encrypt nothing. Whoever reaches them, every user of the machine among them, does not learn there
+what opens a server, but can make the job fail, change what gloo's all-reduces sum, and, since
+torchrun's agents unpickle what lies in their rendezvous, run code as the job's user. Jobs
+under ``--survive`` have neither.
 """
 
 from __future__ import annotations
@@ -39,8 +50,11 @@ from zmq.utils import z85
 from paceline.errors import UsageError
 
 SECRET = "PACELINE_SECRET"
+TOKEN = "PACELINE_SERVERS_TOKEN"
+"""Of servers that are named with HOST:PORT, where there is no secret to derive it from."""
 TRUSTED = "PACELINE_TRUSTED_NETWORK"
 SECRET_CHARACTERS = 16
+"""Of the secret, and of the token."""
 JUDGE_ADDRESS = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks whether a connection is admitted (ZAP, RFC 27)."""
 
@@ -114,6 +128,41 @@ def from_secret(secret: str) -> Security:
         worker_public=zmq.curve_public(worker),
         worker_secret=worker,
     )
+
+
+def derived(key: bytes, purpose: str) -> str:
+    """A token, or a signature, that only who has *key* can make."""
+    words = f"paceline {purpose}".encode()
+    return hmac.new(key, words, hashlib.sha256).hexdigest()[:32]
+
+
+def job_key(environment: Mapping[str, str] | None = None) -> bytes | None:
+    """What all processes of a job know and nobody else, if its environment has told them:
+    for `derived`. Raises `UsageError` where it is too short to be one."""
+    environment = os.environ if environment is None else environment
+    if environment.get(SECRET):
+        return from_secret(environment[SECRET]).worker_secret
+    token = environment.get(TOKEN)
+    return _long_enough(token).encode() if token else None
+
+
+def dedicated_token(environment: Mapping[str, str] | None = None) -> str | None:
+    """The token of servers that no job has started; None if the environment does not tell.
+    Raises `UsageError` where it is too short."""
+    environment = os.environ if environment is None else environment
+    if environment.get(TOKEN):
+        return _long_enough(environment[TOKEN])
+    key = job_key(environment)
+    return None if key is None else derived(key, "token of dedicated servers")
+
+
+def _long_enough(token: str) -> str:
+    if len(token) < SECRET_CHARACTERS:
+        raise UsageError(
+            f"{TOKEN}: expected at least {SECRET_CHARACTERS} characters, got "
+            f"{len(token)}; `paceline serve` makes one, and prints the line that exports it"
+        )
+    return token
 
 
 def choose(address: str, environment: Mapping[str, str] | None = None) -> Security:

@@ -11,10 +11,11 @@ itself is lost, everybody knows that it was rank 0.
 A survivor may be blocked in a collective for ever, where Python cannot interrupt it. So
 after the news it gets a few seconds to end by itself, and is then ended.
 
-Lines of JSON, each bounded; a connection that does not begin with the job's token, which
-only the job's own store tells, is closed. Nothing is unpickled. Threat model: torch's store
-has no authentication, so whoever reaches MASTER_PORT can read the token, as they could join
-the job itself: this keeps out strays and scanners, not an attacker inside the network.
+Lines of JSON, each bounded; a connection that does not begin with the hub's token is closed.
+Nothing is unpickled. Threat model: ranks learn the token as `handover` says, so other users of
+one machine do not have it; several machines need PACELINE_SECRET for that, else whoever
+reaches torch's store reads it, and the token keeps out strays and scanners alone. It travels in the clear:
+whoever reads the network between machines has it.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
-import secrets
 import selectors
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from paceline import lifelines
+from paceline.errors import UsageError
 from paceline.worlds import addresses
+from paceline.worlds.handover import Address, Board, Store
 
 GRACE_SECONDS = 3.0
 """How long a survivor may take to end by itself."""
@@ -42,14 +44,6 @@ LINE_BYTES = 4096
 FAULT_CHARACTERS = 500
 
 _KEY = "paceline/liveness"
-
-
-class Store(Protocol):
-    """The part of torch's store that is used: a place that all ranks reach."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
 
 
 class Hello(msgspec.Struct, kw_only=True):
@@ -82,37 +76,51 @@ class Liveness:
         self._lost = lost
         self._over = False
         self._hub: Hub | None = None
+        self._board = Board(store, size)
         if rank == 0:
-            self._hub = _make_hub(size, store)
-        host, port, token = msgspec.json.decode(
-            store.get(_KEY), type=tuple[str, int, str]
-        )
-        if not port:
-            self._over = True  # rank 0 has said why
+            self._hub = _make_hub(size, self._board)
+        try:
+            address = self._board.read(_KEY)
+        except UsageError as error:
+            self._goes_unwatched(f"cannot learn where rank 0 watches: {error}")
             return
-        host = addresses.found_at(host)
+        if address.fault:
+            self._over = True
+            if rank == 0:
+                print(
+                    f"paceline: {address.fault}; when a rank dies, the others will learn "
+                    "it from gloo or NCCL alone",
+                    file=sys.stderr,
+                )
+            return
+        host, port = addresses.found_at(address.host), address.port
         try:
             self._socket = socket.create_connection((host, port), CONNECT_SECONDS)
         except OSError as error:
-            self._over = True
-            print(
-                f"paceline: rank {rank} cannot reach rank 0 at {host}:{port}: {error}; "
-                f"when a rank dies, it will learn it from gloo or NCCL alone, and the "
-                "others will learn its own death from them alone",
-                file=sys.stderr,
-            )
+            self._goes_unwatched(f"cannot reach rank 0 at {host}:{port}: {error}")
             return
         self._socket.settimeout(None)
         lifelines.watch(self._socket)
         self._say(
             Hello(
-                token=token, rank=rank, host=socket.gethostname(), process=os.getpid()
+                token=address.token,
+                rank=rank,
+                host=socket.gethostname(),
+                process=os.getpid(),
             )
         )
         self._thread = threading.Thread(
             target=self._listen, name="paceline liveness", daemon=True
         )
         self._thread.start()
+
+    def _goes_unwatched(self, why: str) -> None:
+        self._over = True
+        print(
+            f"paceline: rank {self._rank} {why}; when a rank dies, it will learn it from "
+            "gloo or NCCL alone, and the others will learn its own death from them alone",
+            file=sys.stderr,
+        )
 
     def close(self, fault: str | None = None) -> None:
         """This rank ends: well, or with a *fault* that the others are told."""
@@ -124,6 +132,7 @@ class Liveness:
                 self._socket.shutdown(socket.SHUT_RDWR)  # the listener closes it
         if self._hub is not None:  # also after bad news
             self._hub.close()
+        self._board.close()
 
     def _say(self, words: msgspec.Struct) -> None:
         self._socket.sendall(_line(words))
@@ -158,9 +167,9 @@ class Liveness:
 class Hub:
     """Rank 0's side: hears from all ranks, and passes the first bad news on to all."""
 
-    def __init__(self, size: int, meeting: addresses.Meeting, store: Store) -> None:
+    def __init__(self, size: int, meeting: addresses.Meeting, board: Board) -> None:
         self._size = size
-        self._token = secrets.token_hex(16)
+        self._token = board.new_token()
         self._listener = socket.create_server(
             (meeting.bind, 0),
             family=addresses.family_of(meeting.bind),
@@ -178,8 +187,7 @@ class Hub:
         for end in (self._listener, self._wake, waker):
             lifelines.close_in_children(end)
         port = self._listener.getsockname()[1]
-        words = msgspec.json.encode((meeting.publish, port, self._token)).decode()
-        store.set(_KEY, words)
+        board.post(_KEY, Address(host=meeting.publish, port=port, token=self._token))
         self._thread = threading.Thread(
             target=self._serve, name="paceline liveness hub", daemon=True
         )
@@ -284,17 +292,13 @@ class Hub:
                 peer.send(_line(news))  # fits into an idle connection's buffer
 
 
-def _make_hub(size: int, store: Store) -> Hub | None:
+def _make_hub(size: int, board: Board) -> Hub | None:
     try:
-        return Hub(size, addresses.at_master(size), store)
+        return Hub(size, addresses.at_master(size), board)
     except OSError as error:
         address = os.environ.get("MASTER_ADDR", addresses.LOOPBACK)
-        print(
-            f"paceline: rank 0 cannot listen on MASTER_ADDR {address}: {error}; when a "
-            "rank dies, the others will learn it from gloo or NCCL alone",
-            file=sys.stderr,
-        )
-        store.set(_KEY, msgspec.json.encode(("", 0, "")).decode())
+        fault = f"rank 0 cannot listen on MASTER_ADDR {address}: {error}"
+        board.post(_KEY, Address(fault=fault))
         return None
 
 

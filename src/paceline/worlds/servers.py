@@ -1,8 +1,8 @@
 """Parameter servers of real workers: started beside them, or found where they are.
 
 *Embedded*: rank 0 starts one as a child process that ends with it. *Per node*: the first
-worker of each node does. Their addresses go to all workers through the job's store. A
-child that cannot start says so there, so that every worker raises, and none waits.
+worker of each node does. Their addresses go to all workers through the job's store, and
+their tokens as `handover` says. A child that cannot start says so there, so that every worker raises, and none waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO, Protocol
+from typing import IO
 
 import msgspec
 
@@ -27,19 +27,18 @@ from paceline.instruments import Journal
 from paceline.interfaces import ServerJob
 from paceline.server.client import RemoteServer
 from paceline.server.orders import Order, Place
+from paceline.server.security import SECRET, TOKEN, dedicated_token
 from paceline.server.wire import HAS_BEEN_HERE
 from paceline.worlds.addresses import Meeting, at_master, found_at, towards_master
+from paceline.worlds.handover import Address, Board, Store
 
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 """Where dedicated servers are, HOST:PORT joined by "+"."""
-TOKEN_VARIABLE = "PACELINE_SERVERS_TOKEN"
 SURVIVE_VARIABLE = "PACELINE_SURVIVE"
 """Set where a supervisor keeps the job alive: workers meet only at their servers."""
 INCARNATION_VARIABLE = "PACELINE_INCARNATION"
 PROGRESS_VARIABLE = "PACELINE_PROGRESS_FILE"
 """Where a worker of such a job writes the number of the step that it has done."""
-DEDICATED_TOKEN = "dedicated"
-"""The token of servers that no job started: what protects them is PACELINE_SECRET."""
 START_SECONDS = 60.0
 END_SECONDS = 10.0
 SERVER_ENVIRONMENT = {
@@ -53,23 +52,6 @@ SERVER_ENVIRONMENT = {
 }
 BETWEEN_SECONDS = 15.0
 """How long a server may take from the end of one training to the next."""
-
-
-class Store(Protocol):
-    """The part of torch's store that is used."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-
-class Address(msgspec.Struct, kw_only=True):
-    """Where a server is (see `addresses`); or, with *fault*, why there is none."""
-
-    host: str = ""
-    port: int = 0
-    token: str = ""
-    fault: str = ""
 
 
 class ServerProcess:
@@ -141,11 +123,9 @@ class ServerPool:
         assert isinstance(self._process.stdin, io.BufferedWriter)
         lifelines.close_in_children(self._process.stdin)
 
-    def start(self, name: str, workers: int, meeting: Meeting) -> Address:
+    def start(self, name: str, workers: int, meeting: Meeting, token: str) -> Address:
         """One more server. Raises `UsageError` if it does not start."""
-        order = Order(
-            name=name, workers=workers, bind=meeting.bind, token=secrets.token_hex(16)
-        )
+        order = Order(name=name, workers=workers, bind=meeting.bind, token=token)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -158,7 +138,7 @@ class ServerPool:
             place = Place(fault="its process has ended; see above for what it said")
         if place.fault:
             raise UsageError(f"{name} did not start at {meeting.bind}: {place.fault}")
-        return Address(host=meeting.publish, port=place.port, token=order.token)
+        return Address(host=meeting.publish, port=place.port, token=token)
 
     def close(self) -> None:
         """End the process."""
@@ -171,6 +151,7 @@ class RealServers:
     def __init__(self, rank: int, workers: int, store: Store, journal: Journal) -> None:
         self._rank, self._workers = rank, workers
         self._store, self._journal = store, journal
+        self._board: Board | None = None
         self._pool: ServerPool | None = None
 
     def find(
@@ -216,6 +197,9 @@ class RealServers:
 
     def close(self) -> None:
         """All trainings are over: end this worker's child."""
+        if self._board is not None:
+            self._board.close()
+            self._board = None
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -232,20 +216,18 @@ class RealServers:
             else environment.get("LOCAL_RANK", "0") == "0"
         )
         keys = [f"paceline/servers/{training}/{i}" for i in range(nodes)]
+        if self._board is None:
+            self._board = Board(self._store, self._workers, environment)
         if starts:
-            self._store.set(
-                keys[node],
-                msgspec.json.encode(self._start(node, environment)).decode(),
-            )
-        addresses = [
-            msgspec.json.decode(self._store.get(key), type=Address) for key in keys
-        ]
+            token = self._board.new_token()
+            self._board.post(keys[node], self._start(node, token, environment))
+        addresses = [self._board.read(key) for key in keys]
         for address in addresses:
             if address.fault:
                 raise UsageError(address.fault)
         return addresses
 
-    def _start(self, node: int, environment: Mapping[str, str]) -> Address:
+    def _start(self, node: int, token: str, environment: Mapping[str, str]) -> Address:
         try:
             meeting = (
                 at_master(self._workers, environment)
@@ -254,7 +236,7 @@ class RealServers:
             )
             if self._pool is None:
                 self._pool = ServerPool()
-            return self._pool.start(f"server {node}", self._workers, meeting)
+            return self._pool.start(f"server {node}", self._workers, meeting, token)
         except (UsageError, OSError) as error:
             return Address(fault=str(error))
 
@@ -267,10 +249,16 @@ def _dedicated(place: str, environment: Mapping[str, str]) -> list[Address]:
             "`paceline serve --workers N --bind HOST --port PORT`, and name them with "
             "servers=HOST:PORT+HOST:PORT"
         )
+    token = dedicated_token(environment)
+    if token is None:
+        raise UsageError(
+            f"servers={text}: nothing tells this worker their token. `paceline serve` has "
+            f"printed a line that exports it ({TOKEN}=...): run that line where the job is "
+            f"started, for every worker; or set the same {SECRET} for servers and workers"
+        )
     addresses = []
     for one in text.split("+"):
         host, _, port = one.rpartition(":")
-        token = environment.get(TOKEN_VARIABLE) or DEDICATED_TOKEN
         addresses.append(Address(host=host, port=int(port), token=token))
     return addresses
 

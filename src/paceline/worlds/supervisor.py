@@ -39,6 +39,7 @@ from paceline import methods, spec
 from paceline.errors import UsageError
 from paceline.interfaces import UpdatesOnServer
 from paceline.options import RunOptions
+from paceline.server.security import TOKEN
 from paceline.server.snapshot import unfinished
 from paceline.settings import Settings
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
@@ -47,7 +48,6 @@ from paceline.worlds.servers import (
     INCARNATION_VARIABLE,
     PROGRESS_VARIABLE,
     SURVIVE_VARIABLE,
-    TOKEN_VARIABLE,
     ServerProcess,
 )
 
@@ -211,7 +211,7 @@ class Supervisor:
             SURVIVE_VARIABLE: "1",
             INCARNATION_VARIABLE: str(worker.incarnation),
             ADDRESSES_VARIABLE: f"127.0.0.1:{self._server.port}",
-            TOKEN_VARIABLE: self._token,
+            TOKEN: self._token,
             PROGRESS_VARIABLE: str(self._progress_file(worker.rank)),
         }
         worker.process = subprocess.Popen(self._command, env=environment)

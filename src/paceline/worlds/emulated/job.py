@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import msgspec
 from paceline.errors import PacelineError
 from paceline.network.rules import Rule
 from paceline.options import RunOptions
-from paceline.server.security import TRUSTED
+from paceline.server.security import TOKEN, TRUSTED
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.messages import INTERFACE
 from paceline.worlds.emulated.process import HostProcess
@@ -113,6 +114,8 @@ class Job:
         quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         base = quiet | os.environ | shared
         base |= self._options.to_environment()
+        # Hosts are no machine of their own, and have no network but this job's.
+        base.setdefault(TOKEN, secrets.token_hex(16))
         base |= self._start_servers(base)
         for worker, host in enumerate(per_host):
             own = {

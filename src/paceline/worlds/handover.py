@@ -1,0 +1,246 @@
+"""What one worker tells the others through torch's store, which keeps no secrets.
+
+torch's store asks nobody who he is: whoever reaches MASTER_PORT, every user of the machine
+among them, may read what lies there, and write. So a token, which opens a door, is handed over
+in one of three ways; all workers find the same one by this table:
+
+=============================================  ==========================================
+``PACELINE_SECRET``, or else                   an address lies in the store, signed; its
+``PACELINE_SERVERS_TOKEN``, is set             token is derived from what is set, and from a
+                                               number beside the address
+else: all workers are on this machine          both are in a nameless file of who tells it,
+                                               and the store says where that is
+else, and on systems without ``memfd``         both lie in the store
+=============================================  ==========================================
+
+The second way rests on the kernel: only processes of the same user (and the
+administrator's) open another process's descriptors. Who reads takes the file only if it
+is its own user's, a memfd, and sealed: nobody else can have made such a one. It goes with the
+process that has it.
+
+The last way keeps out strays and scanners, and nobody who reads the store. Servers are on
+it only where ``PACELINE_TRUSTED_NETWORK=1`` says that there is nobody else: see
+`paceline.server.security`.
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.server.security import SECRET, derived, is_loopback, job_key
+
+_LARGEST_BYTES = 4096
+
+
+class Store(Protocol):
+    """The part of torch's store that is used: a place that all ranks reach."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+class Address(msgspec.Struct, kw_only=True):
+    """Where something listens (see `addresses`), and the token that it asks for; or, with
+    *fault*, why there is nothing."""
+
+    host: str = ""
+    port: int = 0
+    token: str = ""
+    fault: str = ""
+
+
+class Posted(msgspec.Struct, kw_only=True):
+    """What lies in the store: an *address*, without its token where that is no secret then;
+    or the *process* and *descriptor* that have it."""
+
+    address: Address | None = None
+    number: str = ""
+    signature: str = ""
+    process: int = 0
+    descriptor: int = -1
+
+
+class Sheet(msgspec.Struct, kw_only=True):
+    """What a nameless file holds: *name* says of which job, and what it is."""
+
+    name: str
+    address: Address
+
+
+class Way(enum.Enum):
+    """How tokens are handed over: the table at the top."""
+
+    SIGNED = enum.auto()
+    HERE = enum.auto()
+    OPEN = enum.auto()
+
+
+def way_of(size: int, environment: Mapping[str, str]) -> Way:
+    """For a job of *size* workers. Raises `UsageError` for a secret that is too short."""
+    if job_key(environment) is not None:
+        return Way.SIGNED
+    local = environment.get("LOCAL_WORLD_SIZE")
+    if local is not None:
+        all_here = int(local) >= size
+    else:
+        all_here = size == 1 or is_loopback(environment.get("MASTER_ADDR", "localhost"))
+    return Way.HERE if all_here and hasattr(os, "memfd_create") else Way.OPEN
+
+
+class Board:
+    """One worker's side of the handover, for a job of *size* workers."""
+
+    def __init__(
+        self, store: Store, size: int, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Raises `UsageError` for a secret that is too short."""
+        environment = os.environ if environment is None else environment
+        self._store = store
+        self._job = environment.get("MASTER_PORT", "")
+        self._key = job_key(environment)
+        self._way = way_of(size, environment)
+        self._numbers: dict[str, str] = {}  # by token: what it was derived from
+        self._files: list[int] = []
+
+    def new_token(self) -> str:
+        """For something that is to be posted."""
+        number = secrets.token_hex(16)
+        if self._key is None:
+            return number
+        token = derived(self._key, f"token {number}")
+        self._numbers[token] = number
+        return token
+
+    def post(self, name: str, address: Address) -> None:
+        """Tell all workers *address*, whose token, if any, is a `new_token`."""
+        posted = self._posted(name, address)
+        self._store.set(name, msgspec.json.encode(posted).decode())
+
+    def read(self, name: str) -> Address:
+        """What was posted under *name*, once it is. Raises `UsageError` where that is of
+        somebody else, or out of this worker's reach."""
+        text = self._store.get(name)
+        try:
+            posted = msgspec.json.decode(text, type=Posted)
+        except msgspec.MsgspecError as error:
+            raise UsageError(
+                f"what lies in the job's store as {name!r} is none of ours ({error}): is "
+                "the same paceline installed everywhere?"
+            ) from None
+        address = posted.address
+        if address is not None and address.fault:
+            return address
+        if self._way is Way.HERE:
+            return self._read_file(name, posted)
+        if address is None:
+            raise UsageError(
+                f"{name}: it was told to the workers of one machine, and this worker is "
+                f"on another: set the same {SECRET} for all"
+            )
+        if self._key is None:
+            return address
+        if not hmac.compare_digest(
+            posted.signature.encode(),
+            self._signature(self._key, name, address, posted.number).encode(),
+        ):
+            raise UsageError(
+                f"{name}: what lies in the job's store is not signed with this worker's "
+                f"{SECRET}: set the same for all. If it is, somebody else writes there"
+            )
+        address.token = derived(self._key, f"token {posted.number}")
+        return address
+
+    def close(self) -> None:
+        """Nobody reads any more what this worker has posted."""
+        for descriptor in self._files:
+            os.close(descriptor)
+        self._files.clear()
+
+    def _posted(self, name: str, address: Address) -> Posted:
+        if address.fault:
+            return Posted(address=Address(fault=address.fault))
+        if self._way is Way.HERE:
+            try:
+                descriptor = _sealed(Sheet(name=self._named(name), address=address))
+            except OSError as error:  # a sandbox may forbid it
+                return Posted(
+                    address=Address(
+                        fault=f"{name}: its token cannot be handed over here ({error}): "
+                        f"set the same {SECRET} for all workers"
+                    )
+                )
+            self._files.append(descriptor)
+            return Posted(process=os.getpid(), descriptor=descriptor)
+        if self._key is None:
+            return Posted(address=address)
+        number = self._numbers.get(address.token, "")
+        public = Address(host=address.host, port=address.port)
+        signature = self._signature(self._key, name, public, number)
+        return Posted(address=public, number=number, signature=signature)
+
+    def _named(self, name: str) -> str:
+        """Of this job: another one's has another port."""
+        return f"{self._job}/{name}"
+
+    def _signature(self, key: bytes, name: str, address: Address, number: str) -> str:
+        words = [self._named(name), address.host, address.port, number]
+        return derived(key, f"address {msgspec.json.encode(words).decode()}")
+
+    def _read_file(self, name: str, posted: Posted) -> Address:
+        path = f"/proc/{posted.process}/fd/{posted.descriptor}"
+        try:
+            return _read_sealed(path, self._named(name))
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{name}: this worker cannot read what process {posted.process} has "
+                f"posted ({error}): workers of one machine that are different users', or "
+                f"in different containers, need the same {SECRET}"
+            ) from None
+
+
+def _seals() -> int:
+    return (
+        fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    )
+
+
+def _sealed(sheet: Sheet) -> int:
+    """A descriptor of a nameless file that nobody can change. Raises `OSError`."""
+    flags = os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC
+    descriptor = os.memfd_create("paceline", flags)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.write(descriptor, msgspec.json.encode(sheet))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _read_sealed(path: str, name: str) -> Address:
+    """Raises `OSError` or `ValueError` for what is not such a file of this user."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise ValueError(f"it is user {status.st_uid}'s")
+        # Not every file can be asked for seals: OSError then.
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
+            raise ValueError("it can be changed")
+        sheet = msgspec.json.decode(os.pread(descriptor, _LARGEST_BYTES, 0), type=Sheet)
+    finally:
+        os.close(descriptor)
+    if sheet.name != name:
+        raise ValueError(f"it is {sheet.name!r}")
+    return sheet.address

@@ -1,0 +1,68 @@
+"""``paceline serve``: which token its server asks for, and what it says of it."""
+
+import re
+
+import pytest
+import torch
+
+from paceline.cli import serve as command
+from paceline.errors import UsageError
+from paceline.server import process
+from paceline.server.security import SECRET, TOKEN, dedicated_token
+
+LONG = "a secret of the job"
+
+
+class Shell:
+    """A server whose training is over at once; remembers what tokens were asked for."""
+
+    port = 29600
+    tokens: list[str]
+
+    def __init__(self, workers: int, name: str, bind: str, port: int, token: str):
+        self.tokens.append(token)
+
+    def run(self, stop: int | None) -> None:
+        """There is nobody to serve."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@pytest.fixture
+def serve(monkeypatch, capsys):
+    """Serves one training; returns the token, and what was printed."""
+    monkeypatch.delenv(SECRET, raising=False)
+    monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.setattr(Shell, "tokens", [], raising=False)
+    monkeypatch.setattr(process, "make_shell", Shell)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+
+    def once() -> tuple[str, str]:
+        command.serve(workers=1, once=True)
+        return Shell.tokens[-1], capsys.readouterr().out
+
+    return once
+
+
+def test_without_a_secret_it_makes_a_token_and_prints_the_line_that_exports_it(serve):
+    first, out = serve()
+    assert out == f"export {TOKEN}={first}\n"
+    assert re.fullmatch("[0-9a-f]{32}", first)
+    assert dedicated_token({TOKEN: first}) == first  # what workers make of that line
+    second, _ = serve()
+    assert first != second
+
+
+@pytest.mark.parametrize("name", [SECRET, TOKEN])
+def test_what_all_know_already_is_not_printed(serve, monkeypatch, name):
+    monkeypatch.setenv(name, LONG)
+    token, out = serve()
+    assert out == ""
+    assert token == dedicated_token({name: LONG})
+
+
+def test_a_short_token_is_refused(serve, monkeypatch):
+    monkeypatch.setenv(TOKEN, "dedicated")
+    with pytest.raises(UsageError, match="at least 16 characters"):
+        serve()
