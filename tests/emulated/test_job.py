@@ -67,6 +67,26 @@ def test_a_job_trains_and_says_what_it_was(tmp_path):
     assert result["exposed_communication_seconds"] >= 0.02
 
 
+SPEAKS = "import os, sys\nprint('I am', os.environ['RANK'])\nprint('trouble', file=sys.stderr)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        ("first", ["I am 0"]),
+        ("all", ["[0] I am 0", "[1] I am 1", "[2] I am 2"]),
+    ],
+)
+def test_whose_words_are_shown(shown, said, tmp_path):
+    (tmp_path / "speaks.py").write_text(SPEAKS)
+    words = ("--workers=3", "--no-measure", f"--output={shown}")
+    _, out, err = finish(start(tmp_path, "emulate", "speaks.py", *words))
+    assert sorted(out.splitlines()) == said
+    lines = [line for line in err.splitlines() if "trouble" in line]
+    assert sorted(lines) == ["[1] trouble", "[2] trouble", "trouble"]
+
+
 @pytest.mark.slow
 def test_speeds_and_a_workload_pace_the_workers(tmp_path):
     cluster = tmp_path / "cluster.toml"

@@ -41,6 +41,7 @@ def emulate(
     measure: Annotated[
         bool, typer.Option(help="First measure what the links really give.")
     ] = True,
+    output: o.Output = "first",
     records: o.Records = None,
     json: o.Json = False,
     check: Annotated[
@@ -72,7 +73,7 @@ def emulate(
         forget_workers(str(records))
     with (
         scratch_folder() as scratch,
-        o.standard_output_for_result(json) as output,
+        o.standard_output_for_result(json) as true_output,
     ):
         result_file = Path(scratch) / "result.json"
         options = RunOptions(
@@ -90,7 +91,8 @@ def emulate(
                 print(f"paceline: {warning}", file=sys.stderr)
             if measure:
                 _measure(fabric)
-            status = Job(fabric, str(script), script_arguments or [], options).run()
+            job = Job(fabric, str(script), script_arguments or [], options, output)
+            status = job.run()
         if records is not None:
             merge_workers(str(records), "records")
         result = read_result(result_file)
@@ -98,7 +100,7 @@ def emulate(
             result.network = described.describe()
             print(f"compute: {result.compute}", file=sys.stderr)
             if json:
-                with open(output, "w", closefd=False) as stream:
+                with open(true_output, "w", closefd=False) as stream:
                     print(result.to_json(), file=stream)
             else:
                 print_results([(result.method, result)])

@@ -22,6 +22,7 @@ from paceline.options import RunOptions
 from paceline.server.security import TOKEN, TRUSTED
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.messages import INTERFACE
+from paceline.worlds.emulated.output import Shown, WorkerOutput
 from paceline.worlds.emulated.process import HostProcess
 from paceline.worlds.emulated.world import (
     PROGRESS_VARIABLE,
@@ -45,7 +46,8 @@ TERMINATE_SECONDS = 5.0
 
 
 class Job:
-    """Runs a script once per worker of *fabric*'s cluster."""
+    """Runs a script once per worker of *fabric*'s cluster. *output*: whose prints are shown,
+    see `WorkerOutput`."""
 
     def __init__(
         self,
@@ -53,7 +55,9 @@ class Job:
         script: str,
         arguments: Sequence[str],
         options: RunOptions,
+        output: Shown | None = None,
     ) -> None:
+        self._output = WorkerOutput(output)
         self._fabric = fabric
         self._command = [sys.executable, script, *arguments]
         self._options = options
@@ -89,6 +93,7 @@ class Job:
                     return 128 + told.number
                 finally:
                     self._end_all()
+                    self._output.finish()
                     for timer in self._timers:
                         timer.cancel()
                     with contextlib.suppress(OSError):
@@ -127,9 +132,16 @@ class Job:
             }
             if worker == 0:
                 own[PROGRESS_VARIABLE] = progress
-            self._processes.append(
-                self._fabric.popen(host, self._command, env=base | own)
+            stdout, stderr = self._output.streams(worker)
+            process = self._fabric.popen(
+                host,
+                self._command,
+                env={**base, **own, **self._output.environment()},
+                stdout=stdout,
+                stderr=stderr,
             )
+            self._processes.append(process)
+            self._output.show(worker, process)
 
     def _start_servers(self, environment: Mapping[str, str]) -> dict[str, str]:
         """One parameter server on each host that stands for one; returns the variables by
