@@ -1,5 +1,6 @@
 """The kit itself: methods that break one law each must be caught."""
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +9,8 @@ import torch
 
 from paceline.errors import CollectiveMismatchError, WorkerFailedError
 from paceline.methods.bsp import BSP
-from paceline.testing import Case, CheckFailedError, check_method
+from paceline.testing import CASES, CHECKS, Case, CheckFailedError, check_method
+from paceline.testing.checks import checks_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,7 @@ class NeverAgrees:
     name: ClassVar[str] = "never-agrees"
     updates_on: ClassVar[str] = "worker"
     gradient_seen_by_user: ClassVar[str] = "local-kept"
+    clips: ClassVar[str] = "own"
 
     def init(self, run):
         return None
@@ -63,6 +66,45 @@ class AlsoScalesAlone(BSP):
             bucket.buffer.mul_(1.0 + 1e-6)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LosesTheLast(BSP):
+    """Each step uses the gradients of the one before; the last ones are never used."""
+
+    def init(self, run):
+        state = super().init(run)
+        state.last = {}
+        return state
+
+    def backward_ended(self, state, run):
+        super().backward_ended(state, run)
+        for bucket in run.buckets:
+            now = bucket.buffer.clone()
+            bucket.buffer.copy_(state.last.get(bucket.index, torch.zeros(())))
+            state.last[bucket.index] = now
+
+
+@dataclass(frozen=True, kw_only=True)
+class LosesWhereOneLooks(BSP):
+    """After a look at its result a worker leaves out its next gradient."""
+
+    def init(self, run):
+        state = super().init(run)
+        state.looked = False
+        return state
+
+    def consolidate(self, state, run):
+        state.looked = True
+        return lambda: None
+
+    def bucket_ready(self, state, run, bucket):
+        if state.looked:
+            bucket.buffer.zero_()
+        super().bucket_ready(state, run, bucket)
+
+    def after_update(self, state, run):
+        state.looked = False
+
+
 @pytest.mark.parametrize(
     ("method", "law"),
     [
@@ -78,6 +120,44 @@ def test_a_broken_law_is_caught(method, law):
         check_method(Case(method=method), workers=(1, 3))
     assert isinstance(caught.value.__cause__, CheckFailedError)
     assert law in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("method", "law"),
+    [
+        (LosesTheLast(), "after finish.. the gradients of 2.000 to 2.000 steps are in"),
+        (
+            LosesWhereOneLooks(),
+            "with evaluations in between the gradients of 3.667 to",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_a_gradient_that_is_lost_is_missed_where_no_bit_can_be_promised(method, law):
+    case = Case(method=method, timing_free=False, learning_rate=0.3, steps=150)
+    with pytest.raises(WorkerFailedError) as caught:
+        check_method(case, workers=(3,))
+    assert isinstance(caught.value.__cause__, CheckFailedError)
+    assert re.search(law, str(caught.value.__cause__))
+
+
+def test_a_check_is_run_only_where_its_law_says_something():
+    ran = set()
+    timed = Case(method="asp", timing_free=False)
+
+    def names(case, rule, workers):
+        return {check.name for check in checks_of(case, rule, workers)}
+
+    for case, rule in [(CASES[0], "ddp"), (CASES[0], "optimal"), (timed, "ddp")]:
+        ran |= names(case, rule, 1)
+        assert "one_worker_is_the_reference" not in names(case, rule, 2)
+        assert {"a_restart_loses_nothing", "a_checkpoint_loses_nothing"} < names(
+            case, rule, 2
+        )
+    assert ran == set(CHECKS)
+    bits = {"state_survives_a_restart", "a_checkpoint_is_a_restart"}
+    assert bits < names(CASES[0], "ddp", 3)
+    assert bits.isdisjoint(names(CASES[0], "optimal", 3) | names(timed, "ddp", 3))
 
 
 def test_a_worker_that_leaves_is_an_error_and_not_a_hang():

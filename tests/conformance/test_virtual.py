@@ -5,26 +5,46 @@ import pytest
 from paceline.methods import METHODS
 from paceline.network import uniform_cluster
 from paceline.spec import parse
-from paceline.testing import CASES, CHECKS
-from paceline.testing.checks import RULES
+from paceline.testing import CASES
+from paceline.testing.checks import RULES, WORLD_CHECKS, checks_of
 from paceline.worlds.virtual import Simulation
 
 
-def setting(rule, workers):
+def row(case, rule, check, workers):
     """The whole table takes minutes: most of it is for the slow tests."""
     fast = rule == "ddp" or (rule == "optimal" and workers == 3)
-    marks = () if fast else (pytest.mark.slow,)
-    return pytest.param(rule, workers, marks=marks, id=f"{rule}-{workers}")
+    return pytest.param(
+        case,
+        rule,
+        check,
+        workers,
+        marks=() if fast else (pytest.mark.slow,),
+        id=f"{case.name}-{rule}-{workers}-{check.name}",
+    )
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
-@pytest.mark.parametrize(
-    ("rule", "workers"), [setting(rule, n) for rule in RULES for n in (1, 2, 3)]
-)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+ROWS = [
+    row(case, rule, check, workers)
+    for case in CASES
+    for rule in RULES
+    for workers in (1, 2, 3)
+    for check in checks_of(case, rule, workers)
+]
+
+
+def simulate(workers, body):
+    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(body)
+
+
+@pytest.mark.parametrize(("case", "rule", "check", "workers"), ROWS)
 def test_row(case, rule, check, workers):
-    simulation = Simulation(uniform_cluster(workers, "1gbit", "50us"))
-    simulation.run(lambda rank: check(case, rule))
+    simulate(workers, lambda rank: check(case, rule))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("check", WORLD_CHECKS.values(), ids=WORLD_CHECKS)
+def test_the_world(check, workers):
+    simulate(workers, lambda rank: check())
 
 
 def test_every_registered_method_has_a_row():

@@ -258,6 +258,24 @@ def test_the_ring_begins_where_all_have_done_equally_many_steps() -> None:
     assert talk.ring_at(gap) == [1]
 
 
+def test_who_has_not_joined_yet_is_waited_for() -> None:
+    server = ParameterServer(2, R2SP(warm_up=2).server(2))
+    requests: list[tuple[Request, torch.Tensor | None]] = [
+        (join(), None),
+        (Load(bucket=0), one()),
+    ]
+    requests += [(push(step), one()) for step in range(3)]
+    for number, (request, payload) in enumerate(requests):
+        answers = server.on_message(Sender(0, 0, "", number), request, payload, 1.0)
+        # It goes on twice; then worker 1 has yet to do as much.
+        assert bool(answers) == (number < 4)
+    server.on_message(Sender(1, 0, "", 0), join(), None, 2.0)
+    first = server.on_message(Sender(1, 0, "", 1), push(0), one(), 3.0)
+    assert went_on(first) == [1]
+    second = server.on_message(Sender(1, 0, "", 2), push(1), one(), 4.0)
+    assert went_on(second)[0] == 1
+
+
 def test_who_leaves_meanwhile_is_not_waited_for() -> None:
     talk = Talk(R2SP(warm_up=2), 2)
     for now, step in ((1.0, 0), (2.0, 1)):

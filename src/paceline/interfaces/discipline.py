@@ -45,8 +45,8 @@ class Shard(Protocol):
         ...
 
     def clock(self, worker: int) -> int:
-        """How many steps of a worker that takes part have come in whole: the number of
-        the one that comes next."""
+        """How many steps of a worker that takes part, or is to come, have come in whole: the
+        number of the one that comes next."""
         ...
 
     def move_on(self, worker: int, step: int) -> None:

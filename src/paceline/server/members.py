@@ -210,6 +210,11 @@ class Members:
         mine = {w for w, m in self._training() if m.first_step <= step}
         return sorted(mine | self._awaited)
 
+    def clock(self, worker: int) -> int:
+        """The number of a worker's next step; of one that is to come, the first one."""
+        member = self._known.get(worker)
+        return member.clock if member is not None and member.joined else self.begin
+
     def slowest(self) -> int:
         clocks = [member.clock for _, member in self._training()]
         return min(

@@ -307,7 +307,7 @@ class ParameterServer:
         return self._members.expected(step)
 
     def clock(self, worker: int) -> int:
-        return self._members[worker].clock
+        return self._members.clock(worker)
 
     def move_on(self, worker: int, step: int) -> None:
         member = self._members[worker]

@@ -1,7 +1,7 @@
 """The conformance kit: what every synchronization method must hold, in every world.
 
-One table of rows (`CASES`), one list of checks (`CHECKS`); every row runs every check under
-every fusion rule, in the virtual world (`check_method`) and in real processes
+One table of rows (`CASES`), one list of checks (`CHECKS`); every row runs every check that
+applies to it under every fusion rule, in the virtual world (`check_method`) and in real processes
 (``torchrun --nproc-per-node 3 -m paceline.testing``). A method of your own:
 
     from paceline.testing import Case, check_method
@@ -9,12 +9,14 @@ every fusion rule, in the virtual world (`check_method`) and in real processes
 """
 
 from paceline.testing.cases import CASES, Case
-from paceline.testing.checks import CHECKS, CheckFailedError, check_method, run_checks
+from paceline.testing.checks import CHECKS, Check, check_method, run_checks
+from paceline.testing.trial import CheckFailedError
 
 __all__ = [
     "CASES",
     "CHECKS",
     "Case",
+    "Check",
     "CheckFailedError",
     "check_method",
     "run_checks",

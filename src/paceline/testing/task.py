@@ -1,4 +1,5 @@
-"""A problem with a known optimum: quadratics whose minima differ between workers."""
+"""Problems with known ends: quadratics whose minima differ between workers, and a model
+that counts."""
 
 from __future__ import annotations
 
@@ -29,6 +30,20 @@ class Quadratic(torch.nn.Module):
             loss = loss + (curvatures()[own] / 2 * distance.square()).sum()
             position += count
         return loss
+
+
+class Counting(torch.nn.Module):
+    """Every element's gradient is one, always: under plain SGD the parameters say how many
+    steps' gradients were applied to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.zeros(4, 3))
+        self.vector = torch.nn.Parameter(torch.zeros(5))
+        self.scalar = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self) -> torch.Tensor:
+        return self.matrix.sum() + self.vector.sum() + self.scalar
 
 
 SIZE = 18

@@ -1,0 +1,72 @@
+"""A checkpoint is of one moment: of all tensors, and of parameters and optimizer alike."""
+
+import pytest
+import torch
+
+import paceline
+from paceline.testing import CASES
+from paceline.testing.task import Counting
+
+from .test_save_load import on
+
+STEPS, MOMENTUM, RATE = 4, 0.9, 0.25
+METHODS = [case.method for case in CASES]
+
+
+def train(rank, method, folder):
+    model, optimizer = begin(method)
+    steps(model, optimizer, STEPS, lambda: 0.01 * (1 + 3 * rank))
+    paceline.save(folder)
+    steps(model, optimizer, 2, lambda: 0.01 * (3 - rank))
+    optimizer.finish()
+
+
+def begin(method):
+    model = Counting()
+    inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    return model, paceline.distribute(model, inner, method=method, fusion="wfbp")
+
+
+def steps(model, optimizer, count, seconds):
+    for _ in range(count):
+        paceline.pace(seconds())
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+
+
+def read(rank, folder):
+    """What is in the checkpoint: elements of the parameters, and of their momentum."""
+    model, optimizer = begin("bsp")
+    paceline.load(folder)
+    optimizer.finish()
+    buffers = [
+        state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()
+    ]
+    return [
+        torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).tolist()
+        for tensors in (model.parameters(), buffers)
+    ]
+
+
+def updates(number, part):
+    """Where so many updates lead, each at *part* of the learning rate."""
+    place = velocity = 0.0
+    for _ in range(number):
+        velocity = MOMENTUM * velocity + 1.0
+        place -= part * RATE * velocity
+    return place, velocity
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_tensor_is_of_the_same_number_of_updates(method, tmp_path):
+    """Gradients are one. Worker 0 comes to save first; each of the others' steps until then
+    is in what was saved, and none after."""
+    workers = 3
+    on(workers, lambda rank: train(rank, method, tmp_path / "checkpoint"))
+    (found,) = on(1, lambda rank: read(rank, tmp_path / "checkpoint"))
+    apart = method.startswith(("asp", "ssp", "r2sp"))  # each gradient is an update
+    number, part = (workers * STEPS, 1 / workers) if apart else (STEPS, 1.0)
+    place, velocity = updates(number, part)
+    assert found[0] == pytest.approx([place] * 18, rel=1e-5)
+    assert found[1] == pytest.approx([velocity] * 18, rel=1e-5)
