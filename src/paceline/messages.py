@@ -263,7 +263,7 @@ class Joined(msgspec.Struct, tag="joined", kw_only=True):
 
 
 class Met(msgspec.Struct, tag="met", kw_only=True):
-    """All are there. *leads*: this worker is the one that now loads. *load*: how many loads
+    """All are there. *leads*: this worker is the one that now loads, or the lowest rank. *load*: how many loads
     the server has come through."""
 
     leads: bool = False

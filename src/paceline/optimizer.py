@@ -14,7 +14,6 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, World
-from paceline.sampler import Sampler
 from paceline.training import Training
 
 
@@ -203,11 +202,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """How many steps the job had done when this worker joined it: 0, but for a worker
         that was started again (``paceline run --survive``)."""
         return self._training.first_step
-
-    @property
-    def sampler(self) -> Sampler | None:
-        """The one that was given to `distribute`."""
-        return self._training.sampler
 
     def _sets_the_pace(self) -> bool:
         """Of several optimizers the first one's steps are counted and measured: the others

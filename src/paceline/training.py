@@ -86,6 +86,8 @@ class Training:
         self._updater: TorchUpdater | None = None
         self.active = True
         self.finished = False
+        self.leads = False
+        """Whether this worker was the lowest rank of those who met last."""
         self.looking = False  # inside `consolidated`
         self.participants = list(range(comm.size))
         self.behind: list[int] = []
@@ -373,11 +375,12 @@ class Training:
         Collective."""
         if not self._world.alone:
             self.comm.all_reduce(torch.zeros(1), "sum").wait()
+            self.leads = self.comm.rank == 0
             return True
         assert self._loading is not None, "alone, with a method whose workers meet"
         if not self.active or self._loading.is_guest:
             return False
-        self.remote.meet()
+        self.leads = self.remote.meet()
         return True
 
     def keep_company(self) -> None:

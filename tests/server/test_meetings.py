@@ -244,14 +244,14 @@ def test_all_meet(method: UpdatesOnServer) -> None:
     case = train(Case(method), 0, 1)
     assert case.arrive(1, purpose="meet") == []
     answers = heard(case.arrive(0, purpose="meet"))
-    assert answers == [(1, Met()), (0, Met())]
+    assert answers == [(1, Met()), (0, Met(leads=True))]
     assert len(case.whole_step(0, 0) + case.whole_step(1, 0)) >= 2
 
 
 def test_a_meet_ends_where_the_others_wait_for_who_is_there() -> None:
     case = train(Case(SSP(staleness=0)), 0, 1)
     case.arrive(0, purpose="meet")
-    assert heard(case.whole_step(1, 0)) == [(0, Met())]
+    assert heard(case.whole_step(1, 0)) == [(0, Met(leads=True))]
 
 
 def test_a_meet_does_not_wait_for_who_has_come_back_after_its_step() -> None:
@@ -264,7 +264,7 @@ def test_a_meet_does_not_wait_for_who_has_come_back_after_its_step() -> None:
     for bucket in range(2):
         assert len(case.ask(2, Pull(bucket=bucket), life=1)) == 1
     case.arrive(0, purpose="meet")
-    assert heard(case.arrive(1, purpose="meet")) == [(0, Met()), (1, Met())]
+    assert heard(case.arrive(1, purpose="meet")) == [(0, Met(leads=True)), (1, Met())]
 
 
 def test_some_load_and_some_meet() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -25,10 +26,14 @@ from paceline.checkpoint.structure import is_packed, name_of, pack, unpack
 from paceline.context import current_world
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import World
-from paceline.optimizer import DistributedOptimizer
+from paceline.optimizer import DistributedOptimizer, is_finished, training_of
+from paceline.training import Training
 from paceline.worlds.seeding import random_states, set_random_states
 
 T = TypeVar("T")
+
+_WITHOUT_GROUP = "torch.distributed is disabled, unavailable or uninitialized"
+"""How torch's warning begins; it is right, and meant."""
 
 
 class Stateful(Protocol):
@@ -47,21 +52,22 @@ def save(path: str | Path, **others: Stateful) -> None:
     which every worker has called this: what their steps have sent is in it, and nothing that
     any of them does later. Under bsp, any number of workers can load it.
 
+    Under ``paceline run --survive`` the workers that train then wait for each other, and the
+    lowest rank of them writes, with its own random states and buffers only. Nobody waits for
+    a worker that has died, or has come back at a later step than this.
+
     An older checkpoint there is replaced when the new one is complete; whenever a process is
     killed meanwhile, `load` finds one of the two. Raises `UsageError` on every worker, with
     nothing written, for states that are not data, or if *path* is there and is no checkpoint.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-
     world = _world()
+    if world.alone:
+        _save_alone(world, path, others)
+        return
     tensors: dict[str, torch.Tensor] = {}
 
     def begin() -> Path:
-        _check_names(others)
-        folder = folders.as_folder(path)
-        own = {"random": random_states(), "buffers": _buffers(world)}
-        pack(_own_name(world), own, tensors)
+        folder = _begin(world, path, others, tensors)
         if world.rank == 0:
             folders.settle(folder)
         return folder
@@ -69,9 +75,11 @@ def save(path: str | Path, **others: Stateful) -> None:
     # When all are here, each has the answers to what it sent; and none goes on before all
     # have met again, when rank 0 has the state.
     folder = _together("save", begin)
-    _together("save", lambda: _pack_shared(world, others, tensors))
-    partial = folders.partial(folder)
-    save_tensors(tensors, storage_writer=FileSystemWriter(partial, thread_count=1))
+    _together(
+        "save",
+        lambda: _pack_shared(world, others, tensors) if world.rank == 0 else None,
+    )
+    _write(tensors, folder)
     _together("save", lambda: folders.replace(folder) if world.rank == 0 else None)
 
 
@@ -79,31 +87,50 @@ def load(path: str | Path, **others: Stateful) -> None:
     """Restore what `save` wrote, into the models, optimizers and samplers of this job and
     *others*.
 
-    Collective; call it after `distribute`. Raises `UsageError`, on every worker, if there is
+    Collective; call it after `distribute`, and after the same step on every worker. When it
+    returns, all go on from what was loaded. Raises `UsageError`, on every worker, if there is
     no checkpoint, or if it holds other states than this job. A worker that the saving job
     did not have keeps its own random state, and has rank 0's buffers.
-    """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
+    Under ``paceline run --survive`` a worker that was started again calls this too, alone:
+    then models and optimizers stay as the servers hold them, since the job goes on.
+    """
     world = _world()
     states = dict(_shared_states(world, others))
 
-    def begin() -> tuple[FileSystemReader, dict[str, torch.Tensor]]:
+    def begin() -> tuple[Path, dict[str, torch.Tensor]]:
         folder = folders.as_folder(path)
         found = folders.find(folder)
-        if found != folder and world.rank == 0:
+        if found != folder and (world.rank == 0 or world.alone):
             print(
                 f"paceline: a save into {folder} was interrupted: loading {found}",
                 file=sys.stderr,
             )
-        reader = FileSystemReader(found)
-        entries = reader.read_metadata().state_dict_metadata
-        return reader, _room(folder, entries, set(states), _own_name(world))
+        return found, _room(folder, found, set(states), _own_name(world))
 
-    reader, tensors = _together("load", begin)
-    load_tensors(tensors, storage_reader=reader)
-    _together("load", lambda: _unpack_all(world, states, tensors))
+    together = _by_itself if world.alone else _together
+    found, tensors = together("load", begin)
+    _read(tensors, found, world.alone)
+    together("load", lambda: _unpack_shared(states, tensors))
+    used = [training.load_is_complete() for training in _trainings(world)]
+    together("load", lambda: _unpack_own(world, tensors) if all(used) else None)
+
+
+def _save_alone(world: World, path: str | Path, others: dict[str, Stateful]) -> None:
+    """`save` where workers meet only at their servers."""
+    tensors: dict[str, torch.Tensor] = {}
+    folder = _begin(world, path, others, tensors)
+    trainings = _trainings(world)
+    here = [training.meet() for training in trainings]
+    if not here or not all(here):
+        return
+    if trainings[0].leads:
+        folders.settle(folder)
+        _pack_shared(world, others, tensors)
+        _write(tensors, folder, alone=True)
+        folders.replace(folder)
+    for training in trainings:
+        training.meet()
 
 
 def _world() -> World:
@@ -111,6 +138,20 @@ def _world() -> World:
     if world is None or not world.trained:
         raise UsageError("call paceline.distribute(...) before save and load")
     return world
+
+
+def _trainings(world: World) -> list[Training]:
+    """Those that go on."""
+    return [
+        training_of(optimizer)
+        for _, optimizer in world.trained
+        if not is_finished(optimizer)
+    ]
+
+
+def _by_itself(what: str, attempt: Callable[[], T]) -> T:
+    """As `_together`, where there is nobody to wait for."""
+    return attempt()
 
 
 def _together(what: str, attempt: Callable[[], T]) -> T:
@@ -136,19 +177,63 @@ def _together(what: str, attempt: Callable[[], T]) -> T:
     return result[0]
 
 
+# ---- torch's part ----
+
+
+def _write(tensors: dict[str, torch.Tensor], folder: Path, alone: bool = False) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+    writer = FileSystemWriter(folders.partial(folder), thread_count=1)
+    with _unwarned(alone):
+        save_tensors(tensors, storage_writer=writer, no_dist=alone)
+
+
+def _read(tensors: dict[str, torch.Tensor], found: Path, alone: bool) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+
+    with _unwarned(alone):
+        load_tensors(tensors, storage_reader=FileSystemReader(found), no_dist=alone)
+
+
+@contextlib.contextmanager
+def _unwarned(alone: bool) -> Iterator[None]:
+    if not alone:  # filters are the whole process's, which workers may share
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _WITHOUT_GROUP)
+        yield
+
+
 # ---- what a checkpoint holds ----
+
+
+def _begin(
+    world: World,
+    path: str | Path,
+    others: dict[str, Stateful],
+    tensors: dict[str, torch.Tensor],
+) -> Path:
+    """Put this worker's own part into *tensors*; returns the folder."""
+    _check_names(others)
+    folder = folders.as_folder(path)
+    own = {"random": random_states(), "buffers": _buffers(world)}
+    pack(_own_name(world), own, tensors)
+    return folder
 
 
 def _shared_states(
     world: World, others: dict[str, Stateful]
 ) -> Iterator[tuple[str, Stateful]]:
     """Names and states that are equal on all workers."""
-    for number, (model, wrapped) in enumerate(world.trained):
-        optimizer = cast(DistributedOptimizer, wrapped)
+    for number, (model, optimizer) in enumerate(world.trained):
         yield f"model{number}", model
         yield f"optimizer{number}", optimizer
-        if optimizer.sampler is not None:
-            yield f"sampler{number}", optimizer.sampler
+        sampler = training_of(optimizer).sampler
+        if sampler is not None:
+            yield f"sampler{number}", sampler
     for name, state in others.items():
         yield f"other.{name}", state
 
@@ -156,8 +241,6 @@ def _shared_states(
 def _pack_shared(
     world: World, others: dict[str, Stateful], tensors: dict[str, torch.Tensor]
 ) -> None:
-    if world.rank != 0:
-        return
     with contextlib.ExitStack() as stack:
         for _, optimizer in world.trained:
             # The method's result: a worker's own parameters may be tentative.
@@ -188,12 +271,14 @@ def _check_names(others: dict[str, Stateful]) -> None:
 
 
 def _room(
-    folder: Path, entries: dict[str, Any], wanted: set[str], own: str
+    folder: Path, found: Path, wanted: set[str], own: str
 ) -> dict[str, torch.Tensor]:
     """Empty tensors for what this worker reads. Raises `UsageError` where the checkpoint
     holds other states."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    entries = FileSystemReader(found).read_metadata().state_dict_metadata
     saved = {name_of(key) for key in entries}
     saved = {name for name in saved if not name.startswith("worker")}
     if saved != wanted:
@@ -209,15 +294,17 @@ def _room(
     }
 
 
-def _unpack_all(
-    world: World, states: dict[str, Stateful], tensors: dict[str, torch.Tensor]
+def _unpack_shared(
+    states: dict[str, Stateful], tensors: dict[str, torch.Tensor]
 ) -> None:
     for name, state in states.items():
         state.load_state_dict(unpack(name, tensors))
-    mine = _own_name(world)
-    if not is_packed(mine, tensors):
+
+
+def _unpack_own(world: World, tensors: dict[str, torch.Tensor]) -> None:
+    if not is_packed(_own_name(world), tensors):
         return
-    own = unpack(mine, tensors)
+    own = unpack(_own_name(world), tensors)
     set_random_states(own["random"])
     with torch.no_grad():
         for here, saved in zip(_buffers(world), own["buffers"], strict=True):

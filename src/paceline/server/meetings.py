@@ -2,7 +2,7 @@
 
 A worker *arrives*, and its request is answered when all that train are there. Then nothing is
 under way: each has the answers to all that it sent, and sends nothing. At a *meet* that is
-all. At a *load* the lowest rank of those that bring something is answered first: it leads, and
+all, and the lowest rank is told that it leads. At a *load* the lowest rank of those that bring something is answered first: it leads, and
 sends what all go on from; when that is whole it takes effect, gradients that are held (of
 workers that died) are dropped, and the others are answered. If the leader dies before, the
 next one leads. Then each takes what was loaded, and arrives once more: nobody sends a
@@ -165,8 +165,9 @@ class Meetings:
     def _answer(self) -> None:
         """Those who were not answered yet."""
         arrived, self._arrived = self._arrived, {}
-        for sender, _ in arrived.values():
-            self._answers.send(sender, Met(load=self.loads))
+        for worker, (sender, arrive) in arrived.items():
+            leads = arrive.purpose == "meet" and worker == min(arrived)
+            self._answers.send(sender, Met(leads=leads, load=self.loads))
 
     def _let_join(self) -> None:
         joining, self._joining = self._joining, {}

@@ -312,10 +312,10 @@ class RemoteParameters:
             self._untrained.pull()
         self._arrive("pulled", False, self._shards)
 
-    def meet(self) -> None:
-        """Wait for all that train: then each has the answers to what it sent. Collective over
-        them."""
-        self._arrive("meet", False, self._shards)
+    def meet(self) -> bool:
+        """Wait for all that train: then each has the answers to what it sent. Returns whether
+        this is the lowest rank of those who met. Collective over them."""
+        return 0 in self._arrive("meet", False, self._shards)
 
     def take_again(self) -> None:
         """What the script has written is not wanted: take all from the servers."""

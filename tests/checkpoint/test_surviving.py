@@ -1,0 +1,83 @@
+"""`save` and `load` where workers meet only at their servers, and die: in real processes."""
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+import paceline
+from paceline.testing.task import Counting
+from tests.real.helpers import run
+
+from .test_save_load import Counter, on
+
+RATE = 0.25
+
+
+def begin(method):
+    model = Counting()
+    plain = torch.optim.SGD(model.parameters(), lr=RATE)
+    return model, paceline.distribute(model, plain, method=method, fusion="wfbp")
+
+
+def write(folder, steps):
+    """A checkpoint in which so many steps were done."""
+    model, optimizer = begin("bsp")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(-RATE * steps)
+    paceline.save(folder, script=Script(steps))
+    optimizer.finish()
+
+
+class Script(Counter):
+    """As the script has it."""
+
+    def state_dict(self):
+        return {"step": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["step"]
+
+
+def read(folder):
+    """How many steps' gradients are in a checkpoint, what its script had, and whose parts it
+    has."""
+    model, optimizer = begin("bsp")
+    script = Script(None)
+    paceline.load(folder, script=script)
+    optimizer.finish()
+    values = torch.cat([-p.detach().reshape(-1) / RATE for p in model.parameters()])
+    assert values.min() == pytest.approx(values.max().item(), abs=1e-3)
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    names = {key.partition("/")[0] for key in entries}
+    workers = sorted(name for name in names if name.startswith("worker"))
+    return values.mean().item(), script.value, workers
+
+
+@pytest.mark.slow
+def test_who_dies_and_who_comes_back_destroys_no_checkpoint(tmp_path):
+    """Of three workers the first dies while it saves, and is back for the last save: in each
+    checkpoint is all that was done by then, written by the lowest that trained."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    on(1, lambda rank: write(folder / "begin", 100))
+    job = run(
+        3,
+        "survive_save.py",
+        folder,
+        folder=tmp_path / "job",
+        options=["--survive"],
+    )
+    job.wait(180).check_ended_well()
+
+    def found(name):
+        (result,) = on(1, lambda rank: read(folder / name))
+        return result
+
+    assert found("3") == (pytest.approx(104, abs=1e-3), 3, ["worker0"])
+    # Worker 0 did 6 steps by then, and the others 9.
+    assert found("8") == (pytest.approx(108, abs=1e-3), 8, ["worker1"])
+    # It is back from step 9 on, and what it loads again is not used.
+    assert found("10") == (pytest.approx(110, abs=1e-3), 10, ["worker0"])
+    left = {path.name for path in folder.iterdir()}
+    assert left - {"5.partial"} == {"begin", "3", "8", "10", "eighth", "back"}
