@@ -39,17 +39,29 @@ def test_equal_notes_have_one_number() -> None:
     assert notes == ["fast links", "not settled", "small"]
 
 
+def test_what_is_said_of_all_has_no_number() -> None:
+    (_, first), (_, second), _ = three().results
+    first.notes = ["idle processors", "not settled"]
+    second.notes = ["idle processors"]
+    _, rows, legend, notes = sheet([("a", first), ("b", second), ("c", FAILED)])
+    assert [row[0] for row in rows] == ["a [1]", "b", "c [2]"]
+    assert legend[1:] == ["idle processors"]
+    assert notes == ["not settled", *FAILED.notes]
+    assert sheet([("b", second)]).notes == ["idle processors"]
+
+
 def test_the_legend_does_not_add_up_what_does_not() -> None:
     plain, (_, odd), _ = three().results
     assert odd.step_seconds is not None
-    legend = sheet([plain]).legend
-    assert legend == "step = compute + exposed (waiting for the network)"
+    (legend,) = sheet([plain]).legend
+    words = "step = compute + exposed (waiting for the network)"
+    assert legend == f"{words}; sent per worker"
     odd.step_seconds *= 1.004  # rounding
-    assert sheet([plain, ("odd", odd)]).legend == legend
+    assert sheet([plain, ("odd", odd)]).legend == [legend]
     odd.step_seconds *= 1.004
-    assert sheet([plain, ("odd", odd)]).legend == (
-        f"{legend} in each step, and medians of these need not add up"
-    )
+    assert sheet([plain, ("odd", odd)]).legend == [
+        f"{words} in each step, and medians of these need not add up; sent per worker"
+    ]
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

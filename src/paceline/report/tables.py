@@ -18,12 +18,12 @@ _WIDTH_OF_FILES = 120
 
 
 class Sheet(NamedTuple):
-    """A table's text: a cell per heading and row, a *legend*, and the notes that rows refer
-    to as ``[1]``, ``[2]``, ... behind their names."""
+    """A table's text: a cell per heading and row, a *legend* of one or more sentences, and
+    the notes that rows refer to as ``[1]``, ``[2]``, ... behind their names."""
 
     headings: list[str]
     rows: list[list[str]]
-    legend: str
+    legend: list[str]
     notes: list[str]
 
 
@@ -37,10 +37,20 @@ def sheet(rows: Sequence[tuple[str, Outcome]]) -> Sheet:
     headings = ["variant", "buckets", "step", "compute", "exposed", "sent", *metrics]
     if len(rows) > 1:
         headings.append("ratio")
+    # What is to be known about all of them needs no mark.
+    common = [
+        note
+        for note in (results[0].notes if len(results) > 1 else ())
+        if all(note in result.notes for result in results)
+    ]
     numbers: dict[str, int] = {}
     table = []
     for name, outcome in rows:
-        marks = [numbers.setdefault(note, len(numbers) + 1) for note in outcome.notes]
+        marks = [
+            numbers.setdefault(note, len(numbers) + 1)
+            for note in outcome.notes
+            if note not in common
+        ]
         label = name + "".join(f" [{number}]" for number in marks)
         if isinstance(outcome, Failed):
             cells = ["-", "failed", *["-"] * (len(headings) - 3)]
@@ -50,14 +60,14 @@ def sheet(rows: Sequence[tuple[str, Outcome]]) -> Sheet:
                 step = outcome.step_seconds
                 cells.append(f"{step / first:.3f}" if step and first else "-")
         table.append([label, *cells])
-    return Sheet(headings, table, _legend(results), list(numbers))
+    return Sheet(headings, table, [_sum(results), *common], list(numbers))
 
 
 ADDS_UP = 0.005
 """To this part of a step its figures are seen to add up."""
 
 
-def _legend(results: Sequence[Result]) -> str:
+def _sum(results: Sequence[Result]) -> str:
     words = "step = compute + exposed (waiting for the network)"
     for r in results:
         step, compute = r.step_seconds, r.compute_seconds
@@ -65,8 +75,9 @@ def _legend(results: Sequence[Result]) -> str:
         if step is None or compute is None or exposed is None:
             continue
         if abs(step - compute - exposed) > ADDS_UP * step:
-            return f"{words} in each step, and medians of these need not add up"
-    return words
+            words += " in each step, and medians of these need not add up"
+            break
+    return f"{words}; sent per worker"
 
 
 def _figures(result: Result, metrics: Sequence[str]) -> list[str]:
@@ -96,7 +107,8 @@ def print_results(rows: Sequence[tuple[str, Outcome]]) -> None:
         table.add_row(*(Text(cell) for cell in row))
     console = _console()
     console.print(table)
-    console.print(f"{legend}; sent per worker")
+    for sentence in legend:
+        console.print(Text(sentence))
     if first.world == "virtual":
         console.print(
             "all in virtual time: in the script that is paceline.now(), and not time.time()"
