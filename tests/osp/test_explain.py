@@ -55,5 +55,6 @@ def test_a_training_says_it_once_where_nothing_was_deferred(
     train(f"osp:collective={collective}", steps=3)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("paceline: osp deferred nothing: budget=loss grows as")
+    assert "(of 3 here)" in line
     train(HALF.replace("native", collective), steps=4)
     assert capsys.readouterr().err == ""

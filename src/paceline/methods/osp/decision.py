@@ -53,6 +53,7 @@ class Decider:
         self._options, self._layout, self._channel = options, layout, channel
         self._growth = Growth(options.budget, options.ramp, run.say)
         self._round = 0
+        self._steps = 0  # without those that only kept the others company
         self._deferred = False  # anything, ever
         self._leads = run.comm.rank == 0
         self._values = [0.0] * len(layout.pieces)
@@ -106,6 +107,7 @@ class Decider:
             self._exchange = self._notes(run)
             pending.append(self._channel.all_reduce(self._exchange, "max"))
         self._round += 1
+        self._steps += run.active
         self.watch.step_begins()
 
     def ended(self, run: Run) -> None:
@@ -113,7 +115,7 @@ class Decider:
         if self._deferred:
             return
         waited = self._per_byte > 0
-        why = why_nothing(self._options, self._round, self._growth.part, waited)
+        why = why_nothing(self._options, self._steps, self._growth.part, waited)
         if why is not None:
             run.say(why)
 
