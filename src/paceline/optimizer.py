@@ -229,6 +229,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for endpoint in self._endpoints:
                 endpoint.close()
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether this training cannot go on after an error; `finish` only ends it then."""
+        return self._training.is_broken
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it is neither finished nor broken."""
+        return not (self._training.finished or self._training.is_broken)
+
     @contextmanager
     def join(self) -> Iterator[None]:
         """``with optimizer.join():`` around a loop that is shorter on some workers."""

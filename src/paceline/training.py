@@ -128,7 +128,9 @@ class Training:
         self._accumulated = False  # under `no_sync`, and not delivered yet
         self._guarded = False
         self._delivered = False
-        self._broken = False
+        self._broken = ""
+        """Why this training cannot go on, where it cannot: `finish` only says so."""
+        self._number = len(world.trained)
         self._steps = 0
         device = parameters[0][1].device
         self.stopwatch = world.stopwatch(device)
@@ -216,6 +218,11 @@ class Training:
         return self._loading
 
     @property
+    def is_broken(self) -> bool:
+        """Whether it cannot go on, since an error has left the ranks out of step."""
+        return bool(self._broken)
+
+    @property
     def updates_on_server(self) -> bool:
         """Whether the optimizer's state is on servers."""
         return self._remote is not None
@@ -267,8 +274,8 @@ class Training:
         if self._loading is not None:
             try:
                 self._loading.before_update()
-            except UsageError:
-                self._broken = True  # the gradients were sent
+            except UsageError as error:
+                self._broken = _described(error)  # the gradients were sent
                 raise
         if self.optimizer_steps:
             every = (parameter.grad for _, parameter in self._parameters)
@@ -303,21 +310,36 @@ class Training:
         self._shared.put()
 
     def finish(self) -> None:
-        """This worker is out of data. Collective over the ranks, each in its own time."""
+        """This worker is out of data. Collective over the ranks, each in its own time; but
+        not where the training is broken: then the others are told."""
         self.finished = True
-        if self.step_is_due and not self._broken and not self.optimizer_steps:
+        if self._in_backward and self._next_bucket:
+            self._broken = self._broken or (
+                "its last backward pass ended with an exception after a part of its "
+                "gradients had been sent"
+            )
+        try:
+            if not self._broken:
+                self._end_well()
+        finally:
+            self.active = False
+            if self._broken:
+                self._world.training_broke(self._number, self._broken)
+            self.detach()
+
+    def _end_well(self) -> None:
+        if self.step_is_due and not self.optimizer_steps:
             self._take_due_step()
         self.active = False
-        if not self._broken:
-            self._shared.put()
-            if self._loading is not None and self._loading.is_due:
-                self._loading.complete()
-            self._moment("finish")
-            if self._remote is not None:
-                self._remote.keep_state()
-            if self._updater is not None:
-                self._updater.close()
-        self.detach()
+        self._shared.put()
+        if self._loading is not None and self._loading.is_due:
+            self._loading.complete()
+        self._moment("finish")
+        if self._remote is not None:
+            self._remote.keep_state()
+        if self._updater is not None:
+            self._updater.close()
+        self.comm.leave()
 
     def _take_due_step(self) -> None:
         """The script left its loop between ``backward()`` and ``step()``. The gradients have
@@ -652,16 +674,22 @@ class Training:
                     parameter.grad = view
 
     def _refused(self, message: str) -> GradientError:
-        """An error after which the ranks may be out of step: `finish` only detaches."""
-        self._broken = True
-        return GradientError(message)
+        """An error after which the ranks may be out of step."""
+        error = GradientError(message)
+        self._broken = _described(error)
+        return error
 
     # ---- moments ----
 
     def _moment(self, name: str, *arguments: Any) -> None:
         moment = getattr(self._method, name, None)
-        if moment is not None:
+        if moment is None:
+            return
+        try:
             moment(self._state, self, *arguments)
+        except BaseException as error:
+            self._broken = self._broken or _described(error)
+            raise
 
     def _begin_step(self) -> None:
         """The first forward after a backward that ended; or, where the model itself is not
@@ -678,6 +706,10 @@ class Training:
         data, from the first rank that still has some."""
         if self.participants:
             self._shared.send(source=self.participants[0])
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

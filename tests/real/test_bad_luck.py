@@ -16,6 +16,7 @@ from tests.real.helpers import (
     run,
     somebody_listens,
     torchrun,
+    wait_for_all,
     wait_until,
 )
 
@@ -100,6 +101,31 @@ def test_a_worker_skips_a_collective(start):
     job.wait(BAD_END_SECONDS)
     [rank] = [r for r in range(WORKERS) if f"job failed: rank {r} " in job.stderr]
     check_bad_end(job, folder, rank)
+
+
+@pytest.mark.slow
+def test_a_worker_catches_the_error_that_puts_it_out_of_step(tmp_path):
+    """Those who would wait for it end with its cause; or go on, in a job that survives."""
+    methods = ["bsp", "osp:collective=native", "backup"]
+    jobs = [
+        run(2, "breaks_off.py", method, folder=tmp_path / str(number))
+        for number, method in enumerate(methods)
+    ]
+    options = ["--survive"]
+    survives = run(
+        2, "breaks_off.py", "backup", folder=tmp_path / "on", options=options
+    )
+    wait_for_all([*jobs, survives])
+    for job in jobs:
+        assert job.status == 1, job.output
+        assert "rank 1 goes on without" in job.stdout
+        assert (
+            "paceline: rank 1 broke off its training: its last backward pass ended "
+            "with an exception after a part of its gradients had been sent; rank 0 ends"
+        ) in job.stderr, job.output
+        job.check_nothing_left()
+    survives.check_ended_well()
+    assert "rank 0 trained" in survives.stdout
 
 
 def test_a_worker_fails_under_torchrun(start):

@@ -81,6 +81,30 @@ def test_a_goodbye_is_no_alarm_and_hides_no_later_death(ranks):
     assert told.empty()
 
 
+def test_a_training_that_broke_is_told_and_its_rank_goes_on():
+    store, told = DictStore(), queue.Queue()
+    members = [
+        Liveness(
+            rank,
+            3,
+            store,
+            lambda text, rank=rank: told.put((rank, text)),
+            lambda *news, rank=rank: told.put((rank, news)),
+        )
+        for rank in range(3)
+    ]
+    wait_until_known(members)
+    members[1].tell_of_training(4, "broke off: boom")
+    assert hear(told, 2) == dict.fromkeys((0, 2), (4, "rank 1 broke off: boom"))
+    members[1]._over = True  # and then it dies
+    members[1]._socket.shutdown(socket.SHUT_RDWR)
+    heard = hear(told, 2)
+    assert set(heard) == {0, 2}
+    assert all(text.startswith("rank 1 (host") for text in heard.values())
+    for member in reversed(members):
+        member.close()
+
+
 def test_the_end_of_rank_0_is_no_alarm(ranks):
     members, told, _ = ranks
     wait_until_known(members)

@@ -16,15 +16,18 @@ from paceline.messages import (
     DTYPES,
     PROTOCOL,
     Done,
+    Join,
     Leave,
     Load,
     Parameters,
     Pull,
     PullState,
     Reduce,
+    Reduced,
     Refused,
 )
 from paceline.server import client, payloads, wire
+from paceline.server.process import make_machine
 from paceline.server.security import PLAIN, from_secret
 from tests.server import (
     SECONDS,
@@ -241,6 +244,36 @@ def test_a_worker_that_says_goodbye_is_not_lost():
         shell.thread.join(20)
         assert not shell.thread.is_alive()
     assert not adder.lost
+
+
+def test_a_goodbye_of_one_who_has_joined_and_not_left_is_a_loss():
+    adder = Adder(2)
+    with running(adder, 2) as shell:
+        first, second = connect(shell, 0), connect(shell, 1)
+        for worker in (first, second):
+            worker.request(Join(options=""))
+        first.request(Leave())
+        first.close()
+        second.close()
+        shell.thread.join(20)
+        assert not shell.thread.is_alive()
+    assert adder.lost == [(1, 0)]
+
+
+def test_who_waits_for_one_who_breaks_off_goes_on():
+    machine = make_machine(2, "server")
+    with running(machine, 2) as shell:
+        first, second = connect(shell, 0), connect(shell, 1)
+        for worker in (first, second):
+            worker.request(Join(options="")).wait()
+        waiting = first.request(
+            Reduce(channel="", number=0, operation="sum"), torch.ones(4)
+        )
+        second.close()
+        assert isinstance(waiting.wait(), Reduced)
+        first.request(Leave()).wait()
+        first.close()
+    assert machine.counts["workers lost"] == 1
 
 
 def test_a_newer_incarnation_replaces_an_older_one():

@@ -1,9 +1,11 @@
-"""A loop that is left between ``backward()`` and ``step()``, on some workers."""
+"""A loop that is left between ``backward()`` and ``step()``, on some workers, or in the
+middle of ``backward()``, on one."""
 
 import pytest
 import torch
 
 import paceline
+from paceline.errors import DeadlockError, GradientError
 from tests.osp.helpers import ALL, HALF, flat, loss_of, network, sgd, simulate
 
 STEPS = 9
@@ -66,3 +68,51 @@ def test_the_others_may_train_on(method):
     models = train(method, leavers=(1,), more=4)
     assert_all_equal(models)
     assert not torch.equal(models[0], train(method, leavers=(1,))[0])
+
+
+def in_the_middle_of_backward(model):
+    def fail(gradient):
+        raise ValueError("a thing of its own")
+
+    def sabotage(module, arguments, output):
+        output.register_hook(fail)
+
+    model[0].register_forward_hook(sabotage)
+    with pytest.raises(ValueError, match="a thing of its own"):
+        loss_of(model, 1, 3).backward()
+
+
+def by_a_second_pass(model):
+    loss_of(model, 1, 3).backward()
+    with pytest.raises(GradientError, match="second backward pass"):
+        loss_of(model, 1, 3).backward()
+
+
+@pytest.mark.parametrize(
+    ("method", "breaks", "words"),
+    [
+        ("bsp", in_the_middle_of_backward, "a part of its gradients had been sent"),
+        (ALL, by_a_second_pass, "GradientError: a second backward pass before"),
+        ("backup", by_a_second_pass, "GradientError: a second backward pass before"),
+    ],
+)
+def test_who_waits_for_a_broken_training_learns_the_cause(method, breaks, words):
+    """Where virtual time cannot go on; real processes are told (see `worlds.real`)."""
+
+    def body(rank):
+        model = network()
+        optimizer = paceline.distribute(
+            model, sgd(model.parameters()), method=method, fusion="wfbp"
+        )
+        for step in range(STEPS):
+            if rank == 1 and step == 3:
+                breaks(model)
+                break
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        optimizer.finish()
+
+    ended = rf"worker 1 has ended: it broke off its training: .*{words}"
+    with pytest.raises(DeadlockError, match=ended):
+        simulate(2, body)

@@ -43,6 +43,9 @@ class AloneComm:
     def group(self, ranks: Sequence[int]) -> NoReturn:
         self._refuse("a group")
 
+    def leave(self) -> None:
+        """Nobody waits."""
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -47,6 +47,9 @@ class TorchComm:
         group: dist.ProcessGroup = self._group
         return group
 
+    def leave(self) -> None:
+        """This worker's last all-reduce is over."""
+
     def close(self) -> None:
         """Let go of the process groups: their threads end with the last reference."""
         for other in (*self._channels.values(), *self._groups.values()):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paceline.collectives.comm import TorchComm
 from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, World
-from paceline.messages import Reduce
+from paceline.messages import Leave, Reduce
 from paceline.server.shards import SMALL_BYTES
 from paceline.tensors import stand_in_for, wire_bytes
 
@@ -48,6 +48,12 @@ class ServerComm(TorchComm):
             for endpoint, part in self._parts(number, _flat(buffer))
         ]
         return Receptions(receptions)
+
+    def leave(self) -> None:
+        for endpoint in self._endpoints:
+            endpoint.request(
+                Leave()
+            )  # answered when all have left: nobody waits for that
 
     def lanes(self, device: torch.device) -> int:
         return 1

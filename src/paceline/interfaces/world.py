@@ -112,6 +112,11 @@ class World(Protocol):
         """Spend *seconds* of compute time (at a speed of 1)."""
         ...
 
+    def training_broke(self, number: int, cause: str) -> None:
+        """This worker's part in training *number* (counted from 0) has ended with an error
+        that the script has caught: those who would wait for it are to learn the *cause*."""
+        ...
+
     def at_exit(self, action: Callable[[], None]) -> None:
         """Call *action* when this worker's script ends without an error."""
         ...

@@ -8,7 +8,8 @@ Theory of operation
 3. That connection stays idle. ZeroMQ does not say whose connection was lost, but this one
    does (see `lifelines`). Then the worker is *lost*.
 4. A worker *departs*, which is no loss, with `Bye` on each channel, or with ``bye`` on the
-   liveness connection.
+   liveness connection. But if it has joined the training and has not left that, others wait
+   for it: then it is lost all the same.
 
 Whoever departs or is lost is forgotten at once, with all its connections: only its
 incarnation is remembered. The worker may come back with a newer one, which replaces one
@@ -70,6 +71,8 @@ class Presence:
         self.shared: ServerEnd | None = None
         self.connections: dict[str, Connection] = {}
         self.leaves_well = False
+        self.takes_part = False
+        """Whether it has joined the training, and has not left it."""
 
     @property
     def is_admitted(self) -> bool:
@@ -234,7 +237,7 @@ class Attendance:
             if over or lines:
                 raise RefusalError("liveness", "a connection without a ticket")
         elif presence.leaves_well:
-            self._depart(presence)
+            self._depart(presence, report)
         elif over:
             self.lose(presence, report)
 
@@ -273,13 +276,13 @@ class Attendance:
 
     # ---- going ----
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: Connection, report: Report) -> None:
         """A channel has said goodbye; with the last one its worker departs."""
         del self._connections[connection.identity]
         presence = connection.presence
         del presence.connections[connection.channel]
         if not presence.connections:
-            self._depart(presence)
+            self._depart(presence, report)
 
     def lose(self, presence: Presence, report: Report) -> None:
         """A worker is gone, or is as good as gone: told to *report* if it was present."""
@@ -288,11 +291,14 @@ class Attendance:
         if here:
             report(presence)
 
-    def _depart(self, presence: Presence) -> None:
-        """A worker has said goodbye."""
-        if self._present.get(presence.worker) is presence:
+    def _depart(self, presence: Presence, report: Report) -> None:
+        """A worker has said goodbye: to *report*, if its training goes on without it."""
+        here = self._present.get(presence.worker) is presence
+        if here:
             self._departed.add(presence.worker)
         self._forget(presence)
+        if here and presence.takes_part:
+            report(presence)
 
     def _forget(self, presence: Presence) -> None:
         for connection in presence.connections.values():

@@ -31,7 +31,7 @@ import zmq
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender, Server
-from paceline.messages import Refused
+from paceline.messages import Join, Leave, Refused
 from paceline.server import payloads, wire
 from paceline.server.attendance import Attendance, Connection, Presence
 from paceline.server.security import JUDGE_ADDRESS, Security, choose
@@ -203,7 +203,7 @@ class Shell:
                 connection.presence.shared.reads = True
         elif isinstance(words, wire.Bye):
             self._say(connection.identity, wire.Farewell())
-            self._attendance.leave(connection)
+            self._attendance.leave(connection, self._report)
         else:
             raise RefusalError("order", "a second hello", fatal=True)
 
@@ -222,6 +222,8 @@ class Shell:
         if complete is None:
             return []
         begun, payload = complete
+        if isinstance(begun.message, Join | Leave):
+            presence.takes_part = isinstance(begun.message, Join)
         sender = Sender(
             presence.worker,
             presence.incarnation,

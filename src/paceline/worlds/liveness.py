@@ -56,24 +56,32 @@ class Hello(msgspec.Struct, kw_only=True):
 
 
 class News(msgspec.Struct, kw_only=True):
-    """How a rank ended: well (no *fault*), or how not."""
+    """How a rank ended: well (no *fault*), or how not. With *training*, it is only that
+    training which has ended for it."""
 
     rank: int
     fault: str | None = None
+    training: int | None = None
 
 
 class Liveness:
     """This rank's watch over the others.
 
     *lost* is called once, on a thread of this object, with a sentence that names the rank
-    that ended badly.
+    that ended badly; *broke* for each training of another that ended with an error, with its
+    number and such a sentence.
     """
 
     def __init__(
-        self, rank: int, size: int, store: Store, lost: Callable[[str], None]
+        self,
+        rank: int,
+        size: int,
+        store: Store,
+        lost: Callable[[str], None],
+        broke: Callable[[int, str], None] = lambda *_: None,
     ) -> None:
         self._rank = rank
-        self._lost = lost
+        self._lost, self._broke = lost, broke
         self._over = False
         self._hub: Hub | None = None
         self._board = Board(store, size)
@@ -122,6 +130,13 @@ class Liveness:
             file=sys.stderr,
         )
 
+    def tell_of_training(self, number: int, fault: str) -> None:
+        """A training has ended for this rank with a *fault*; the rank itself goes on."""
+        if not self._over:
+            with contextlib.suppress(OSError):
+                brief = fault[:FAULT_CHARACTERS]
+                self._say(News(rank=self._rank, fault=brief, training=number))
+
     def close(self, fault: str | None = None) -> None:
         """This rank ends: well, or with a *fault* that the others are told."""
         if not self._over:
@@ -148,8 +163,12 @@ class Liveness:
                 news = msgspec.json.decode(line, type=News)
                 if news.fault is None:  # rank 0 ends well, and its hub with it
                     return
-                self._tell(f"rank {news.rank} {news.fault}")
-                return
+                sentence = f"rank {news.rank} {news.fault}"
+                if news.training is None:
+                    self._tell(sentence)
+                    return
+                if not self._over:
+                    self._broke(news.training, sentence)
             lost = None
         except OSError as error:
             lost = error
@@ -270,7 +289,10 @@ class Hub:
         news = msgspec.json.decode(line, type=News)
         hello = self._ranks.pop(peer)
         if news.fault is not None:
-            self._tell_all(News(rank=hello.rank, fault=news.fault))
+            words = News(rank=hello.rank, fault=news.fault, training=news.training)
+            self._tell_all(words)
+        if news.training is not None:
+            self._ranks[peer] = hello  # it goes on, and may end otherwise
 
     def _lose(self, peer: socket.socket, error: OSError | None = None) -> None:
         hello = self._ranks.pop(peer, None)

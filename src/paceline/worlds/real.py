@@ -63,6 +63,10 @@ class RealWorld:
                 lambda step: self._note_progress(progress, step)
             )
         self._bad_news = threading.Event()
+        self._ends_badly = threading.Event()
+        self._weighed = threading.Event()
+        self._weighed.set()
+        self._broke = False
         Ending(lambda: self.journal.step_count, self._close, self._leave)
 
     def connect(self) -> None:
@@ -74,7 +78,11 @@ class RealWorld:
         self.journal.worker = self.rank
         if self.size > 1 and self._liveness is None:
             self._liveness = Liveness(
-                self.rank, self.size, default_store(), self._lost_a_peer
+                self.rank,
+                self.size,
+                default_store(),
+                self._lost_a_peer,
+                self._training_of_a_peer_broke,
             )
 
     def _initialize(self) -> None:
@@ -143,6 +151,26 @@ class RealWorld:
             first = max(getattr(o, "first_step", 0) for _, o in self.trained)
             Path(path).write_text(str(first + step))
 
+    def training_broke(self, number: int, cause: str) -> None:
+        self._broke = True
+        if self._liveness is not None and not _is_consequence(cause):
+            fault = f"broke off its training: {cause}"
+            self._liveness.tell_of_training(number, fault)
+
+    def _training_of_a_peer_broke(self, number: int, sentence: str) -> None:
+        """Somebody's training has ended with an error that his script has caught: those who
+        are in it would wait for ever. Not so where all ranks meet the same error; it takes
+        this one a moment to come to it."""
+        begun = number < len(self.trained)
+        if begun and not getattr(self.trained[number][1], "is_under_way", False):
+            return
+        self._weighed.clear()
+        self._ends_badly.wait(GRACE_SECONDS)  # of the consequence, in gloo's words
+        begun = number < len(self.trained)
+        if not begun or not getattr(self.trained[number][1], "is_broken", False):
+            self._lost_a_peer(sentence)
+        self._weighed.set()
+
     def _lost_a_peer(self, sentence: str) -> None:
         report_to_launcher(PeerLostError(sentence))
         end_after_grace(self.rank, sentence, self._bad_news)
@@ -150,9 +178,12 @@ class RealWorld:
     def _leave(self, fault: str | None) -> None:
         if self._liveness is None:
             return
-        if fault is not None and any(words in fault for words in LOST_PEER):
+        if fault is None:
+            self._weighed.wait()  # whether this is a good end, after all
+        elif _is_consequence(fault):
             # gloo or NCCL was faster: this rank's end is a consequence, and who died is
             # about to be known. Telling the others of this one would blame it.
+            self._ends_badly.set()
             self._bad_news.wait(GRACE_SECONDS)
         self._liveness.close(fault)
 
@@ -170,10 +201,12 @@ class RealWorld:
         if not self.journal.method or self._results_written:
             return
         self._results_written = True
-        if self.options.profile is not None:
-            self._write_profile(self.options.profile)
         if self._records is not None:
             self._records.close()
+        if self._broke and dist.is_initialized() and self.size > 1:
+            return  # the others may be elsewhere, and there is no result of them all
+        if self.options.profile is not None:
+            self._write_profile(self.options.profile)
         if self.options.json:
             mine = Summary.of(self.journal)
             summaries = gather_summaries(mine) if dist.is_initialized() else [mine]
@@ -214,6 +247,11 @@ class RealWorld:
             f"measured: medians of {len(self._profilers[0].forwards)} steps, {workers}, "
             f"{processor}"
         )
+
+
+def _is_consequence(fault: str) -> bool:
+    """Whether it only says that a peer has gone."""
+    return any(words in fault for words in LOST_PEER)
 
 
 def _find_place() -> Place | None:

@@ -57,13 +57,14 @@ class Completion:
 class Worker:
     """One worker's thread and its place in virtual time."""
 
-    __slots__ = ("baton", "finished", "rank", "thread", "time", "waits_for")
+    __slots__ = ("baton", "fault", "finished", "rank", "thread", "time", "waits_for")
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.time = 0.0
         self.waits_for: Completion | None = None
         self.finished = False
+        self.fault = ""  # what its script has caught, and the others may wait for
         self.baton = threading.Lock()
         self.baton.acquire()
         self.thread: threading.Thread | None = None
@@ -259,7 +260,8 @@ class Clock:
                     f"  worker {worker.rank} waits for {worker.waits_for.describe()}"
                 )
             else:
-                lines.append(f"  worker {worker.rank} has ended")
+                why = f": {worker.fault}" if worker.fault else ""
+                lines.append(f"  worker {worker.rank} has ended{why}")
         if len(self.workers) > MAX_NAMED:
             lines.append(f"  and {len(self.workers) - MAX_NAMED} more")
         lines.append(self.explain())

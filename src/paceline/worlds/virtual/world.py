@@ -163,6 +163,10 @@ class VirtualWorld:
         """Whether the model's own workload was charged."""
         return self._compute.stand_in
 
+    def training_broke(self, number: int, cause: str) -> None:
+        """Whoever waits for it waits for ever: the deadlock's words tell why."""
+        self._worker.fault = f"it broke off its training: {cause}"
+
     def at_exit(self, action: Callable[[], None]) -> None:
         self._exit_actions.append(action)
 
