@@ -166,6 +166,35 @@ def test_a_state_that_does_not_fit_on_one_worker_is_an_error_on_all(tmp_path):
     on(2, body)
 
 
+# ---- after the training ----
+
+
+@pytest.mark.parametrize("method", ["bsp", "asp", "osp:collective=native"])
+def test_what_is_saved_after_finish_is_what_all_hold(method, tmp_path):
+    def train(rank):
+        model = torch.nn.Linear(3, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = paceline.distribute(model, inner, method=method, fusion="ddp")
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 1.0 + rank)).sum().backward()
+            optimizer.step()
+        optimizer.finish()
+        paceline.save(tmp_path / "checkpoint")
+        return model.weight.tolist(), inner.state_dict()["state"][0]
+
+    def read(rank):
+        model, optimizer = begin()
+        paceline.load(tmp_path / "checkpoint")
+        optimizer.finish()
+        return model.weight.tolist(), optimizer.state_dict()["state"][0]
+
+    (weight, state), (other, _) = on(2, train)
+    ((found, kept),) = on(1, read)
+    assert found == weight == other
+    assert torch.equal(kept["momentum_buffer"], state["momentum_buffer"])
+
+
 # ---- samplers ----
 
 

@@ -68,7 +68,7 @@ def test_who_dies_and_who_comes_back_destroys_no_checkpoint(tmp_path):
         folder=tmp_path / "job",
         options=["--survive"],
     )
-    job.wait(180).check_ended_well()
+    job.wait(300).check_ended_well()
 
     def found(name):
         (result,) = on(1, lambda rank: read(folder / name))
@@ -79,5 +79,6 @@ def test_who_dies_and_who_comes_back_destroys_no_checkpoint(tmp_path):
     assert found("8") == (pytest.approx(108, abs=1e-3), 8, ["worker1"])
     # It is back from step 9 on, and what it loads again is not used.
     assert found("10") == (pytest.approx(110, abs=1e-3), 10, ["worker0"])
+    assert found("end") == (pytest.approx(111, abs=1e-3), 11, ["worker0"])
     left = {path.name for path in folder.iterdir()}
-    assert left - {"5.partial"} == {"begin", "3", "8", "10", "eighth", "back"}
+    assert left - {"5.partial"} == {"begin", "3", "8", "10", "end", "eighth", "back"}

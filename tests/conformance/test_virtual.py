@@ -9,10 +9,14 @@ from paceline.testing import CASES
 from paceline.testing.checks import RULES, WORLD_CHECKS, checks_of
 from paceline.worlds.virtual import Simulation
 
+WRITES = {"a_checkpoint_is_a_restart", "a_checkpoint_loses_nothing"}
+"""Files, which take their time."""
+
 
 def row(case, rule, check, workers):
     """The whole table takes minutes: most of it is for the slow tests."""
-    fast = rule == "ddp" or (rule == "optimal" and workers == 3)
+    three = workers == 3 and rule in ("ddp", "optimal")
+    fast = three or (rule == "ddp" and check.name not in WRITES)
     return pytest.param(
         case,
         rule,

@@ -53,8 +53,9 @@ def save(path: str | Path, **others: Stateful) -> None:
     any of them does later. Under bsp, any number of workers can load it.
 
     Under ``paceline run --survive`` the workers that train then wait for each other, and the
-    lowest rank of them writes, with its own random states and buffers only. Nobody waits for
-    a worker that has died, or has come back at a later step than this.
+    lowest rank of them writes, with its own random states and buffers only (and raises what
+    there is to raise). Nobody waits for a worker that has died, or has come back at a later step
+    than this.
 
     An older checkpoint there is replaced when the new one is complete; whenever a process is
     killed meanwhile, `load` finds one of the two. Raises `UsageError` on every worker, with
@@ -117,19 +118,19 @@ def load(path: str | Path, **others: Stateful) -> None:
 
 
 def _save_alone(world: World, path: str | Path, others: dict[str, Stateful]) -> None:
-    """`save` where workers meet only at their servers."""
+    """`save` where workers meet only at their servers; after the training they no longer do,
+    and all hold the same."""
     tensors: dict[str, torch.Tensor] = {}
     folder = _begin(world, path, others, tensors)
     trainings = _trainings(world)
-    here = [training.meet() for training in trainings]
-    if not here or not all(here):
-        return
-    if trainings[0].leads:
+    met = [training for training in trainings if training.meet()]
+    leads = met[0].leads if met else world.rank == 0
+    if leads and len(met) == len(trainings):
         folders.settle(folder)
         _pack_shared(world, others, tensors)
         _write(tensors, folder, alone=True)
         folders.replace(folder)
-    for training in trainings:
+    for training in met:
         training.meet()
 
 

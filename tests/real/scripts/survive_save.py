@@ -1,4 +1,4 @@
-"""Saves after steps 3, 5, 8 and 10; worker 0 dies while it saves after step 5, and comes back
+"""Saves after steps 3, 5, 8 and 10, and at the end; worker 0 dies while it saves after step 5, and comes back
 before the others' step 9. Gradients are one: checkpoints tell how many are in them.
 
 Argument: the folder for all of that, in which the checkpoint ``begin`` is loaded.
@@ -60,3 +60,5 @@ for step in range(optimizer.first_step, 12):
         paceline.save(folder / str(step), script=script)
     if step == 8 and rank == 1:
         (folder / "eighth").touch()
+optimizer.finish()
+paceline.save(folder / "end", script=script)
