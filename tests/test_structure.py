@@ -90,6 +90,16 @@ def test_private_names_of_torch_live_in_one_file():
         assert not any(".torch._" in f".{name}" for name in imports_of(path)), path
 
 
+def test_nothing_is_unpickled_from_a_network():
+    """torch's object collectives pickle what they send."""
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                pickles = node.attr.endswith(("_object", "_object_list"))
+                assert not pickles, f"{path}:{node.lineno} uses {node.attr}"
+
+
 def test_every_part_has_a_level():
     parts = {part_of(path) for path in FILES} - {"__init__", "__main__"}
     assert parts == set(LEVEL_OF)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from paceline.interfaces import Comm, Pending
 from paceline.settings import ModuleBuffers
@@ -23,6 +24,26 @@ def broadcast_tensors(
         comm.broadcast(flat, source).wait()
         if comm.rank != source:
             unflatten_into(flat, piece)
+
+
+def gather_bytes(own: bytes, device: torch.device) -> list[bytes]:
+    """Every rank's bytes, in rank order: data, where torch's object collectives would
+    unpickle what comes. Collective over the default group."""
+    ranks = dist.get_world_size()
+    sizes = torch.empty(ranks, dtype=torch.int64, device=device)
+    dist.all_gather_single(sizes, torch.tensor([len(own)], device=device))
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(own)] = torch.frombuffer(
+        bytearray(own) or bytearray(1), dtype=torch.uint8
+    )[: len(own)]
+    everyone = torch.empty(ranks * longest, dtype=torch.uint8, device=device)
+    if longest:
+        dist.all_gather_single(everyone, padded)
+    return [
+        part[: int(size)].cpu().numpy().tobytes()
+        for part, size in zip(everyone.view(ranks, longest), sizes, strict=True)
+    ]
 
 
 class SharedBuffers:

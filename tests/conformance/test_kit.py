@@ -67,6 +67,13 @@ class AlsoScalesAlone(BSP):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForgetsTheLimit(BSP):
+    """Clips neither the mean nor anybody's own gradient."""
+
+    clips: ClassVar[str] = "neither"
+
+
+@dataclass(frozen=True, kw_only=True)
 class LosesTheLast(BSP):
     """Each step uses the gradients of the one before; the last ones are never used."""
 
@@ -112,6 +119,7 @@ class LosesWhereOneLooks(BSP):
         (SumsInsteadOfMean(), "from the optimum"),
         (EvaluationLeaks(), "evaluations in between change the result"),
         (AlsoScalesAlone(), "one worker differs from the reference"),
+        (ForgetsTheLimit(), "5 gradients of norm 0.5 have moved parameters by 21.2"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )

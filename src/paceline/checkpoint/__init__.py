@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
+import msgspec
 import torch
-import torch.distributed as dist
 
 from paceline.checkpoint import folder as folders
 from paceline.checkpoint.structure import is_packed, name_of, pack, unpack
 from paceline.context import current_world
 from paceline.errors import PacelineError, UsageError
+from paceline.exchange import gather_bytes
 from paceline.interfaces import World
 from paceline.optimizer import DistributedOptimizer, is_finished, training_of
 from paceline.training import Training
@@ -150,6 +151,14 @@ def _trainings(world: World) -> list[Training]:
     ]
 
 
+class _Fault(msgspec.Struct, frozen=True, array_like=True):
+    """What has gone wrong on a rank, if anything; *usage*: it was the caller's fault."""
+
+    failed: bool = False
+    usage: bool = False
+    words: str = ""
+
+
 def _by_itself(what: str, attempt: Callable[[], T]) -> T:
     """As `_together`, where there is nobody to wait for."""
     return attempt()
@@ -164,17 +173,19 @@ def _together(what: str, attempt: Callable[[], T]) -> T:
         result.append(attempt())
     except Exception as error:
         fault = error
-    mine = None
+    mine = _Fault()
     if fault is not None:
-        mine = isinstance(fault, UsageError), f"{type(fault).__name__}: {fault}"
-    everyone: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+        usage, words = isinstance(fault, UsageError), f"{type(fault).__name__}: {fault}"
+        mine = _Fault(True, usage, words)
+    device = next(_world().trained[0][0].parameters()).device
+    everyone = gather_bytes(msgspec.msgpack.encode(mine), device)
     if fault is not None:
         raise fault
-    for rank, theirs in enumerate(everyone):
-        if theirs is not None:
-            kind = UsageError if theirs[0] else PacelineError
-            raise kind(f"{what} failed on rank {rank}: {theirs[1]}")
+    for rank, encoded in enumerate(everyone):
+        theirs = msgspec.msgpack.decode(encoded, type=_Fault)
+        if theirs.failed:
+            kind = UsageError if theirs.usage else PacelineError
+            raise kind(f"{what} failed on rank {rank}: {theirs.words}")
     return result[0]
 
 

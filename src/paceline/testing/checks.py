@@ -28,7 +28,7 @@ from paceline.testing.restarts import (
     evaluations_lose_nothing,
     state_survives_a_restart,
 )
-from paceline.testing.task import Quadratic, centers_of, flat_parameters
+from paceline.testing.task import Counting, Quadratic, centers_of, flat_parameters
 from paceline.testing.trial import (
     OPTIMIZERS,
     begin,
@@ -36,6 +36,7 @@ from paceline.testing.trial import (
     momentum,
     require,
     require_equal,
+    sgd,
     step,
 )
 from paceline.worlds.join import join_world
@@ -107,6 +108,24 @@ def types_and_shapes_are_kept(case: Case, rule: str) -> None:
             f"the momentum of a {dtype} parameter has changed its type or shape",
         )
     optimizer.finish()
+
+
+def gradients_are_clipped_once(case: Case, rule: str) -> None:
+    """With equal gradients on all workers the norm of the mean is that of each one's own:
+    either way as many clipped gradients are applied as steps were done."""
+    model, limit, steps = Counting(), 0.5, 5
+    inner = sgd(model, case.learning_rate)
+    optimizer = distribute_as(case, rule, model, inner, clip_norm=limit)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+    optimizer.finish()
+    moved = flat_parameters(model).norm().item() / case.learning_rate
+    require(
+        abs(moved - steps * limit) <= 1e-4,
+        f"{steps} gradients of norm {limit} have moved parameters by {moved:.6g}",
+    )
 
 
 def uneven_data_ends(case: Case, rule: str) -> None:
@@ -194,6 +213,7 @@ CHECKS: dict[str, Check] = {
         Check(evaluations_lose_nothing),
         Check(a_checkpoint_is_a_restart, repeats),
         Check(a_checkpoint_loses_nothing),
+        Check(gradients_are_clipped_once),
     )
 }
 

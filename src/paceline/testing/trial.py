@@ -14,6 +14,7 @@ import torch.distributed as dist
 import paceline
 from paceline.distributing import distribute
 from paceline.errors import PacelineError
+from paceline.exchange import gather_bytes
 from paceline.optimizer import DistributedOptimizer
 from paceline.testing.cases import Case
 from paceline.testing.task import Quadratic, flat_parameters
@@ -50,9 +51,15 @@ def begin(
 
 
 def distribute_as(
-    case: Case, rule: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    case: Case,
+    rule: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip_norm: float | None = None,
 ) -> DistributedOptimizer:
-    return distribute(model, optimizer, method=case.method, fusion=rule)
+    return distribute(
+        model, optimizer, method=case.method, fusion=rule, clip_norm=clip_norm
+    )
 
 
 def step(
@@ -80,10 +87,9 @@ def only_these_trainings() -> Iterator[None]:
 def shared_folder() -> Iterator[Path]:
     """A temporary folder of all workers. Collective, also where it ends well."""
     own = tempfile.mkdtemp() if paceline.rank() == 0 else ""
-    names = [own]
-    dist.broadcast_object_list(names)
+    names = gather_bytes(own.encode(), torch.device("cpu"))
     with _removed(own):
-        yield Path(names[0])
+        yield Path(names[0].decode())
         dist.barrier()
 
 
