@@ -148,9 +148,21 @@ def test_mpi_on_several_machines_needs_a_master(environment):
     assert find(environment | {"MASTER_ADDR": "node0"}).master == "node0"
 
 
-def test_mpiruns_daemons_are_tasks_of_a_step_too():
-    place = find(TASK | MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+@pytest.mark.parametrize(
+    "launched",
+    [
+        MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+        MPIEXEC | {"MPI_LOCALNRANKS": "1"},
+    ],
+    ids=["mpirun", "mpiexec"],
+)
+def test_daemons_of_mpi_are_tasks_of_a_step_too(launched):
+    place = find(TASK | launched)
     assert (place.rank, place.size, place.master) == (1, 2, "node07")
+
+
+def test_what_srun_says_for_mpi_is_less_than_it_says_for_itself():
+    assert find(TASK | {"PMI_RANK": "2", "PMI_SIZE": "3"}) == find(TASK)
 
 
 def test_one_process_a_machine_in_kubeflow():

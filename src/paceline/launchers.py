@@ -3,13 +3,14 @@
 ================================  ===================================================
 ``RANK``                          torchrun, `paceline run`, PyTorchJob, Ray, by hand
 ``OMPI_COMM_WORLD_RANK``          mpirun of Open MPI
-``SLURM_PROCID`` in a step        srun
 ``PMI_RANK``                      mpiexec of MPICH and Intel MPI
+``SLURM_PROCID`` in a step        srun
 ``PET_NNODES`` and its like       torchrun's own, as Kubeflow sets them, without torchrun
 ================================  ===================================================
 
-The first that holds counts. Open MPI comes before Slurm, since mpirun starts its daemons by
-srun, and what they start inherits the variables of *their* step.
+The first that holds counts. Slurm comes after MPI's own launchers, since these start their daemons
+by srun, and what the daemons start inherits the variables of *their* step. What srun itself
+sets for MPI says less than Slurm's own.
 
 Variables lie around in shells too, where they mean nothing. Slurm sets SLURM_NTASKS for an
 allocation, and in a batch script even SLURM_PROCID: only srun's tasks have a step's number.
@@ -72,7 +73,7 @@ def find(environment: Mapping[str, str]) -> Place | None:
     Raises `UsageError` where it is one of several that cannot find each other, and for
     variables that do not hold what they should.
     """
-    for look in (_by_rank, _by_open_mpi, _by_slurm, _by_pmi, _by_torchrun):
+    for look in (_by_rank, _by_open_mpi, _by_pmi, _by_slurm, _by_torchrun):
         place = look(environment)
         if place is not None:
             return None if place == ALONE else place
@@ -85,13 +86,12 @@ def find(environment: Mapping[str, str]) -> Place | None:
 def _by_rank(environment: Mapping[str, str]) -> Place | None:
     if "RANK" not in environment:
         return None
-    node = next((n for n in ("GROUP_RANK", "NODE_RANK") if environment.get(n)), "")
     return Place(
         rank=_whole(environment, "RANK"),
         size=_whole(environment, "WORLD_SIZE", 1),
         local_rank=_whole(environment, "LOCAL_RANK", 0),
         local_size=_whole(environment, "LOCAL_WORLD_SIZE", 0),
-        node=_whole(environment, node) if node else 0,
+        node=_whole(environment, "GROUP_RANK", _whole(environment, "NODE_RANK", 0)),
         master=environment.get("MASTER_ADDR", ""),
         port=_whole(environment, "MASTER_PORT", 0),
     )
@@ -105,9 +105,7 @@ def _by_open_mpi(environment: Mapping[str, str]) -> Place | None:
         return ALONE
     local_size = _whole(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
     rank = _whole(environment, "OMPI_COMM_WORLD_RANK")
-    job = environment.get("PMIX_NAMESPACE") or environment.get(
-        "OMPI_MCA_ess_base_jobid", ""
-    )
+    job = _first(environment, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     return Place(
         rank=rank,
         size=size,
@@ -122,21 +120,18 @@ def _by_open_mpi(environment: Mapping[str, str]) -> Place | None:
 
 
 def _by_slurm(environment: Mapping[str, str]) -> Place | None:
-    step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID", "")
-    in_step = step.isdecimal() and int(step) < _NO_STEP
-    if not in_step or "SLURM_PROCID" not in environment:
+    step = _step(environment)
+    if step is None or "SLURM_PROCID" not in environment:
         return None
     of_step = "SLURM_STEP_NUM_TASKS" in environment
     size = _whole(environment, "SLURM_STEP_NUM_TASKS" if of_step else "SLURM_NTASKS", 1)
     if size == 1:
         return ALONE
     node = _whole(environment, "SLURM_NODEID", 0)
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get(
-        "SLURM_TASKS_PER_NODE", ""
-    )
-    job = environment.get("SLURM_JOB_ID") or environment.get("SLURM_JOBID", "0")
+    tasks = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    job = _first(environment, "SLURM_JOB_ID", "SLURM_JOBID")
     # Steps of one job may run side by side, and so may jobs whose numbers are neighbours.
-    number = (int(job) if job.isdecimal() else 0) + 1009 * int(step)
+    number = (int(job) if job.isdecimal() else 0) + 1009 * step
     local_size = tasks_on(node, tasks) if tasks else 0
     return Place(
         rank=_whole(environment, "SLURM_PROCID"),
@@ -151,15 +146,23 @@ def _by_slurm(environment: Mapping[str, str]) -> Place | None:
     )
 
 
+def _step(environment: Mapping[str, str]) -> int | None:
+    """The number of the step that this process is in."""
+    text = _first(environment, "SLURM_STEP_ID", "SLURM_STEPID")
+    return int(text) if text.isdecimal() and int(text) < _NO_STEP else None
+
+
 def _by_pmi(environment: Mapping[str, str]) -> Place | None:
     if "PMI_RANK" not in environment or "PMI_SIZE" not in environment:
         return None
+    if _step(environment) is not None and "MPI_LOCALNRANKS" not in environment:
+        return None  # by srun
     size = _whole(environment, "PMI_SIZE")
     if size == 1:
         return ALONE
     local_size = _whole(environment, "MPI_LOCALNRANKS", 0)
     rank = _whole(environment, "PMI_RANK")
-    job = environment.get("HYDRA_JOBID") or environment.get("PMI_PORT", "")
+    job = _first(environment, "HYDRA_JOBID", "PMI_PORT", "SLURM_JOB_ID")
     return Place(
         rank=rank,
         size=size,
@@ -254,6 +257,11 @@ def _master(
         f"{launcher} started {size} workers, and no variable says on which machine worker 0 "
         f"is: {how}, the same for all, or {_START}"
     )
+
+
+def _first(environment: Mapping[str, str], *names: str) -> str:
+    """What the first of these variables says that says anything."""
+    return next(filter(None, map(environment.get, names)), None) or ""
 
 
 def _port(environment: Mapping[str, str], number: int) -> int:
