@@ -255,8 +255,9 @@ def _is_consequence(fault: str) -> bool:
 
 
 def _find_place() -> Place | None:
-    """This process's place in its job; torchrun's variables say it from then on, to
-    everything that looks for them. A script that has made its process group knows better."""
+    """This process's place in its job; if another launcher than torchrun said it, torchrun's
+    variables do from then on, to everything that looks for them. A script that has made its
+    process group knows better."""
     try:
         place = launchers.find(os.environ)
     except UsageError:
@@ -267,7 +268,7 @@ def _find_place() -> Place | None:
         group = (dist.get_rank(), dist.get_world_size())
         if group != (place.rank, place.size):
             return None
-    if place is not None:
+    if place is not None and "RANK" not in os.environ:
         for name, value in place.to_environment().items():
             os.environ.setdefault(name, value)
     return place

@@ -209,7 +209,8 @@ class RealServers:
     ) -> list[Address]:
         on_node = int(environment.get("LOCAL_WORLD_SIZE", self._workers))
         nodes = 1 if place == "embedded" else max(1, self._workers // on_node)
-        node = int(environment.get("GROUP_RANK", "0")) if nodes > 1 else 0
+        of_launcher = environment.get("GROUP_RANK") or environment.get("NODE_RANK", "0")
+        node = int(of_launcher) if nodes > 1 else 0
         starts = (
             self._rank == 0
             if place == "embedded"
