@@ -45,6 +45,19 @@ class LeavesTheOthersAlone(BSP):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeavesWithAStepDue(BSP):
+    """Whoever has left a step short of the others keeps it to himself."""
+
+    def finish(self, state, run):
+        last = run.participants
+        while run.participants:
+            last = run.participants
+            run.keep_company()
+        if len(last) < run.comm.size:
+            run.take_model(last[0])
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationLeaks(BSP):
     """What undoes a consolidation leaves the model changed."""
 
@@ -117,6 +130,7 @@ class LosesWhereOneLooks(BSP):
     [
         (NeverAgrees(), "from the optimum"),
         (SumsInsteadOfMean(), "from the optimum"),
+        (LeavesWithAStepDue(), "workers hold different models after finish()"),
         (EvaluationLeaks(), "evaluations in between change the result"),
         (AlsoScalesAlone(), "one worker differs from the reference"),
         (ForgetsTheLimit(), "5 gradients of norm 0.5 have moved parameters by 21.2"),

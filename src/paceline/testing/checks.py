@@ -19,6 +19,7 @@ from paceline import fusion
 from paceline.collectives.comm import TorchComm
 from paceline.errors import PacelineError
 from paceline.network import uniform_cluster
+from paceline.optimizer import DistributedOptimizer
 from paceline.testing.cases import Case
 from paceline.testing.restarts import (
     a_checkpoint_is_a_restart,
@@ -134,6 +135,24 @@ def uneven_data_ends(case: Case, rule: str) -> None:
     with optimizer.join():
         for number in range(1, 4 + 2 * paceline.rank()):
             step(model, optimizer, centers_of(paceline.rank(), number))
+    _require_one_model(model, optimizer)
+
+
+def leaving_after_backward_ends_with_one_model(case: Case, rule: str) -> None:
+    """Some workers leave their loop between ``backward()`` and ``step()``, in a step that the
+    others take; as after a time limit of their own."""
+    model, optimizer = begin(case, rule)
+    for number in range(1, 5):
+        step(model, optimizer, centers_of(paceline.rank(), number))
+    optimizer.zero_grad()
+    model(centers_of(paceline.rank(), 5)).backward()
+    if paceline.rank() % 2:
+        optimizer.step()
+    optimizer.finish()
+    _require_one_model(model, optimizer)
+
+
+def _require_one_model(model: torch.nn.Module, optimizer: DistributedOptimizer) -> None:
     with optimizer.consolidated():
         mine = flat_parameters(model)
     everyone = torch.empty(paceline.world_size() * mine.numel(), dtype=mine.dtype)
@@ -175,6 +194,10 @@ def _alone(case: Case, rule: str, workers: int) -> bool:
     return workers == 1
 
 
+def _together(case: Case, rule: str, workers: int) -> bool:
+    return workers > 1
+
+
 def repeats(case: Case, rule: str, workers: int) -> bool:
     """Whether the same training ends with the same bits: neither who is fast decides, nor
     a plan that was measured, on whose buckets the order of sums depends."""
@@ -207,6 +230,7 @@ CHECKS: dict[str, Check] = {
         Check(one_worker_is_the_reference, _alone),
         Check(types_and_shapes_are_kept),
         Check(uneven_data_ends),
+        Check(leaving_after_backward_ends_with_one_model, _together),
         Check(evaluations_change_nothing, repeats),
         Check(state_survives_a_restart, repeats),
         Check(a_restart_loses_nothing),
