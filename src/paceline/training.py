@@ -395,11 +395,10 @@ class Training:
         sends nothing until this has returned. Returns False, at once, where there is nobody
         to be met: this worker is out of data, or was started again and has not trained since.
         Collective."""
-        if not self._world.alone:
+        if self._loading is None:
             self.comm.all_reduce(torch.zeros(1), "sum").wait()
             self.leads = self.comm.rank == 0
             return True
-        assert self._loading is not None, "alone, with a method whose workers meet"
         if not self.active or self._loading.is_guest:
             return False
         self.leads = self.remote.meet()

@@ -70,3 +70,31 @@ def test_every_tensor_is_of_the_same_number_of_updates(method, tmp_path):
     place, velocity = updates(number, part)
     assert found[0] == pytest.approx([place] * 18, rel=1e-5)
     assert found[1] == pytest.approx([velocity] * 18, rel=1e-5)
+
+
+def test_who_is_spared_by_each_step_comes_to_save_all_the_same(tmp_path):
+    """Where the fastest 2 of 3 are waited for, the slowest goes on alone once these are there:
+    it would wait for them, and they for it."""
+    seen = {}
+
+    def train(rank):
+        model, optimizer = begin("backup:wait_for=2")
+        steps(model, optimizer, 6, lambda: 0.01 * (1 + 3 * rank))
+        paceline.save(tmp_path / "checkpoint")
+        with optimizer.consolidated():
+            seen[rank] = model.vector[0].item()
+        torch.distributed.barrier()
+        steps(model, optimizer, 3, lambda: 0.01)
+        optimizer.finish()
+        return model.vector[0].item()
+
+    ends = on(3, train)
+    (found,) = on(1, lambda rank: read(rank, tmp_path / "checkpoint"))
+    # The first two have done 6 steps, and the slowest goes on with the job's next each time.
+    number = next(n for n in range(6, 19) if updates(n, 1.0)[0] <= found[0][0] + 1e-4)
+    place, velocity = updates(number, 1.0)
+    assert found[0] == pytest.approx([place] * 18, rel=1e-5)
+    assert found[1] == pytest.approx([velocity] * 18, rel=1e-5)
+    assert seen == dict.fromkeys(range(3), found[0][5])
+    assert len(set(ends)) == 1
+    assert ends[0] < place

@@ -75,7 +75,11 @@ def save(path: str | Path, **others: Stateful) -> None:
         return folder
 
     # When all are here, each has the answers to what it sent; and none goes on before all
-    # have met again, when rank 0 has the state.
+    # have met again, when rank 0 has the state. Servers are told first: under some methods
+    # who is not here yet would wait for those who are.
+    for training in _trainings(world):
+        if training.updates_on_server:
+            training.meet()
     folder = _together("save", begin)
     _together(
         "save",

@@ -33,6 +33,7 @@ from paceline.interfaces.discipline import (
     HeldPush,
     Led,
     Shard,
+    Sparing,
     Timed,
 )
 from paceline.interfaces.method import (
@@ -73,6 +74,7 @@ __all__ = [
     "Server",
     "ServerJob",
     "Shard",
+    "Sparing",
     "StagedRemote",
     "Stopwatch",
     "Timed",

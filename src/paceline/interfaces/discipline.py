@@ -162,6 +162,17 @@ class Led(Discipline, Protocol):
 
 
 @runtime_checkable
+class Sparing(Discipline, Protocol):
+    """A discipline whose steps may end without some of those who take part."""
+
+    @property
+    def spares(self) -> bool:
+        """Whether they may here. `Shard.expected` then names none who waits where all meet,
+        while the others have to go on to come there."""
+        ...
+
+
+@runtime_checkable
 class Deferring(Discipline, Protocol):
     """A discipline that takes a part of each step in its second stage."""
 

@@ -51,7 +51,9 @@ class Backup(PushPull):
             raise UsageError(
                 f"backup:wait_for={self.wait_for}: there are only {workers} workers"
             )
-        return FastestOfAll(self.wait_for or workers)
+        return FastestOfAll(
+            self.wait_for or workers, spares=0 < self.wait_for < workers
+        )
 
 
 class FastestOfAll:
@@ -59,8 +61,9 @@ class FastestOfAll:
     are waited for, each bucket is updated as soon as all have sent it. Of several servers
     the first decides who counts, and the others wait to be told."""
 
-    def __init__(self, wait_for: int) -> None:
+    def __init__(self, wait_for: int, spares: bool = False) -> None:
         self._wait_for = wait_for
+        self.spares = spares
         self._rounds: dict[tuple[int, int], list[HeldPush]] = {}
         self._complete: dict[int, list[int]] = {}
         """By open step: whose gradients are in as a whole, as they came."""

@@ -12,6 +12,7 @@ from paceline.interfaces import (
     Discipline,
     HeldPush,
     Shard,
+    Sparing,
     Timed,
 )
 from paceline.server.clipping import ClippedSteps
@@ -47,6 +48,7 @@ class BoundDiscipline:
         # Looked up once: to ask whether an object fits a protocol takes 16 us.
         self._timed = discipline if isinstance(discipline, Timed) else None
         self._deferring = discipline if isinstance(discipline, Deferring) else None
+        self.spares = isinstance(discipline, Sparing) and discipline.spares
 
     @property
     def _present(self) -> Discipline:

@@ -16,7 +16,8 @@ A point at which only some arrive
 ---------------------------------
 Who has left is not waited for, whenever it left. Of the others each may still come, and is
 waited for, with two exceptions. Where all of them wait for those who have arrived, none will:
-a meet ends with those who are there, and a load is refused. And where one who has not done a
+a meet ends with those who are there, and a load is refused. (Where a step may end without
+some, backup:wait_for=M, it ends without those who have arrived, and the others come too.) And where one who has not done a
 step waits to load, and another one does steps, the other one's script does not load there:
 that is refused too.
 """
@@ -98,6 +99,7 @@ class Meetings:
         """It is lost."""
         self._arrived.pop(worker, None)
         self._joining.pop(worker, None)
+        self._members.resting.discard(worker)
         self._pulling.discard(worker)
         if worker == self.leader:
             self.leader = None
@@ -164,6 +166,7 @@ class Meetings:
 
     def _answer(self) -> None:
         """Those who were not answered yet."""
+        self._members.resting = set()
         arrived, self._arrived = self._arrived, {}
         for worker, (sender, arrive) in arrived.items():
             leads = arrive.purpose == "meet" and worker == min(arrived)
@@ -177,6 +180,12 @@ class Meetings:
     # ---- who is not there ----
 
     def _look_for_mistakes(self, missing: Sequence[int], purposes: set[str]) -> None:
+        if purposes == {"meet"} and self._discipline.spares:
+            # A step ends without those who are here, so that the others come here too.
+            if self._members.resting != self._arrived.keys():
+                self._members.resting = set(self._arrived)
+                self._discipline.changed()
+            return
         if all(self._waits_for_others(worker) for worker in missing):
             if self._discipline.next_deadline() is not None or self.follows:
                 return
@@ -223,6 +232,7 @@ class Meetings:
 
     def give_up(self, reason: str) -> None:
         """It cannot be: tell all who wait, for this or for who waits for it."""
+        self._members.resting = set()
         arrived, self._arrived = self._arrived, {}
         waiting = [sender for sender, _ in arrived.values()] + self._pushes.give_up()
         for sender in waiting:

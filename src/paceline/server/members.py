@@ -98,6 +98,8 @@ class Members:
         self._returning: set[int] = set()
         self._awaited = set(range(workers))
         """Workers that have not joined yet: they will, at the first step."""
+        self.resting: set[int] = set()
+        """Workers without which the others go on, until all meet."""
         self.begin = 0
         """The step with which training begins: later than 0 where a snapshot was restored."""
         self.furthest = 0
@@ -208,7 +210,7 @@ class Members:
 
     def expected(self, step: int) -> list[int]:
         mine = {w for w, m in self._training() if m.first_step <= step}
-        return sorted(mine | self._awaited)
+        return sorted((mine | self._awaited) - self.resting)
 
     def clock(self, worker: int) -> int:
         """The number of a worker's next step; of one that is to come, the first one."""

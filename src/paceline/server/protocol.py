@@ -513,7 +513,8 @@ class ParameterServer:
     # ---- the other requests ----
 
     def _push(self, sender: Sender, push: Push, payload: torch.Tensor | None) -> None:
-        self._meetings.check_not_there("push", sender.worker)
+        if push.stage == FIRST:  # a second stage may come after its worker
+            self._meetings.check_not_there("push", sender.worker)
         held = self._pushes.take(sender, push, payload)
         is_last = push.stage == FIRST and self.clock(sender.worker) > push.step
         self._discipline.pushed(held)
