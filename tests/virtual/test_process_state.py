@@ -34,6 +34,7 @@ from paceline.network import Cluster, Rack
 from paceline.options import RunOptions
 from paceline.torch_private import load_lazy_modules
 from paceline.worlds.virtual import Simulation
+from paceline.worlds.virtual.world import place_of
 from tests.virtual.helpers import run, run_on, simulation
 
 
@@ -311,6 +312,14 @@ def test_each_worker_sees_its_own_rank_variables() -> None:
             "GROUP_RANK": "0",
             "LOCAL_WORLD_SIZE": "3",
         }
+
+
+def test_local_ranks_are_devices_where_there_are_any() -> None:
+    """So that `torch.cuda.set_device(local_rank)` works, however many workers there are."""
+    ranks = [place_of(rank, range(4), 2)["LOCAL_RANK"] for rank in range(4)]
+    assert ranks == ["0", "1", "0", "1"]
+    ranks = [place_of(rank, [0, 0, 0, 1], 2)["LOCAL_RANK"] for rank in range(4)]
+    assert ranks == ["0", "1", "0", "0"]
 
 
 def test_workers_of_one_host_are_numbered_there() -> None:

@@ -225,6 +225,7 @@ class Simulation:
         self._random = RandomStates(self.options.seed or 0)
         self.mains = MainModules()
         self.speeds = cluster.speeds
+        self._hosts = [cluster.host_of(worker) for worker in range(cluster.workers)]
         self.clock = Clock(cluster.workers, self._resumed)
         self.links = Links(self.clock, cluster)
         self.conditions = Conditions(
@@ -339,7 +340,7 @@ class Simulation:
             {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world.size),
-                **_place_of(rank, self.cluster),
+                **place_of(rank, self._hosts, torch.cuda.device_count()),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "29500",
                 "TORCH_DIST_INIT_BARRIER": "0",  # would wait in a store, outside the clock
@@ -369,22 +370,19 @@ class Simulation:
 _of_thread = threading.local()
 
 
-def _place_of(rank: int, cluster: Cluster) -> dict[str, str]:
-    """On which machine a worker is, and its number there.
+def place_of(rank: int, hosts: Sequence[int], devices: int) -> dict[str, str]:
+    """On which machine a worker is, and its number there; *hosts* are all workers'.
 
     A cluster whose hosts have a worker each is taken for one machine, which it really is:
     "once per machine" then means once, for files that are loaded or written. With GPUs a
-    number is also a device, and of these there are as many as there are.
+    number is also that of a device, and of these there are *devices*.
     """
-    hosts = [cluster.host_of(worker) for worker in range(cluster.workers)]
     if len(set(hosts)) == len(hosts):
         hosts = [0] * len(hosts)
     mine = hosts[rank]
     number = hosts[:rank].count(mine)
-    if torch.cuda.is_available():
-        number %= torch.cuda.device_count()
     return {
-        "LOCAL_RANK": str(number),
+        "LOCAL_RANK": str(number % devices if devices else number),
         "LOCAL_WORLD_SIZE": str(hosts.count(mine)),
         "GROUP_RANK": str(mine),
     }
