@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +26,26 @@ WorkBase: Any = torch._C._distributed_c10d.Work
 def default_store() -> Any:
     """The store by which the default process group was set up."""
     return c10d._get_default_store()
+
+
+def forget_default_group() -> None:
+    """Let torch's own functions forget the default process group.
+
+    Modules that torch imports after it was made (``torch._dynamo`` brings one, in the first
+    optimizer step) keep it as the default of a parameter, ``group=group.WORLD``: for ever,
+    and its threads with it. Imported before, they have None there, which means the same.
+    """
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("torch.distributed."):
+            continue
+        for value in list(vars(module).values()):
+            members = vars(value).values() if isinstance(value, type) else (value,)
+            for function in list(members):
+                if isinstance(function, FunctionType) and function.__defaults__:
+                    function.__defaults__ = tuple(
+                        None if isinstance(default, dist.ProcessGroup) else default
+                        for default in function.__defaults__
+                    )
 
 
 def local_store() -> Any:

@@ -40,6 +40,14 @@ def test_ddp_idioms_give_the_same_metric_everywhere(tmp_path):
     assert (result["workers"], result["steps"]) == (2, 16)
 
 
+def test_no_thread_of_a_process_group_outlives_a_good_end(tmp_path):
+    """The interpreter may abort while it is taken down, now and then, if one does."""
+    job = run(1, "threads.py", folder=tmp_path / "job").wait().check_ended_well()
+    before, after = beginning(job, "alive: ")
+    assert "gloo" in before
+    assert after == "alive: []"
+
+
 MISMATCHES = {
     "name": ("'weight float32[3x2]'", "'kernel float32[3x2]'"),
     "shape": ("'weight float32[3x2]'", "'weight float32[2x3]'"),

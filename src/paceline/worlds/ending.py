@@ -47,6 +47,7 @@ import msgspec
 import torch.distributed as dist
 
 from paceline.errors import PeerLostError
+from paceline.torch_private import forget_default_group
 
 LOST_PEER = (
     "Connection closed by peer",
@@ -116,6 +117,7 @@ class Ending:
             good = error is None or (isinstance(error, SystemExit) and not error.code)
             if good and (group is None or group is dist.group.WORLD):
                 self._close()
+                forget_default_group()
             destroy(group)
 
         sys.excepthook = note_exception
