@@ -3,6 +3,7 @@
 Small model workers talk to real `ParameterServer`s over a network that Hypothesis steers.
 Every gradient is 1 at an element of its own, so that parameters under plain SGD with a
 learning rate of 1 are the ledger: they say which gradients are in, and with what weight.
+A load makes all of it zeros again, and counts itself in an element of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from hypothesis import strategies as st
 
 from paceline.interfaces import Answer, Sender, UpdatesOnServer
 from paceline.messages import (
+    Arrive,
     Done,
     Join,
     Joined,
     Leave,
     Load,
+    Met,
     Parameters,
     Pull,
     Push,
@@ -158,6 +161,25 @@ class Life:
     numbers: Counter[tuple[int, str]] = field(default_factory=Counter)
     loaded: bool = True
     next_step: int = 0
+    joins_at: list[int] = field(default_factory=list)
+    joined_at: int = 0
+    pulls_from: list[int] = field(default_factory=list)
+    guest: bool = False
+    has_loaded: set[int] = field(default_factory=set)
+    """The steps before which its script has loaded."""
+    is_fresh: bool = False
+    """It has just loaded, and not sent a gradient since."""
+    meets_on: list[int] = field(default_factory=list)
+    """The shards where it meets others: the first one now, the others then."""
+    awaits: set[tuple[int, str, int]] = field(default_factory=set)
+    """Of what is unanswered: that it has arrived, for a load."""
+    met: set[int] = field(default_factory=set)
+    leads: set[int] = field(default_factory=set)
+    """The shards where all were there; those where it is the one to load."""
+    loads: dict[int, int] = field(default_factory=dict)
+    """By shard: how many loads that has come through."""
+    model: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """By shard and bucket."""
 
     def received(self, shard: int, channel: str) -> int:
         mine = [n for s, c, n in self.unanswered if (s, c) == (shard, channel)]
@@ -173,6 +195,12 @@ class Case:
     data: list[int]
     shards: int
     deaths: int
+    loads: frozenset[int] = frozenset()
+    """The steps before which every worker's script loads."""
+
+
+IN_TRAINING = ("pull", "train", "arrive", "lead", "take", "pulled")
+AT_A_LOAD = ("arrive", "lead", "take", "pulled")
 
 
 class Training:
@@ -189,6 +217,11 @@ class Training:
         )
         self.lives = [self.born(w, 0) for w in range(case.workers)]
         self.deaths = case.deaths
+        self.died = False
+        self.refused = 0
+        self.loads = dict.fromkeys(range(case.shards), 0)
+        self.from_before: dict[tuple[int, int], list[int]] = {}
+        """By shard and bucket: elements of the gradients that were taken before a load."""
         self.pushed: dict[int, tuple[int, int]] = {}
         """By element: the step whose gradient it is, and the weight."""
         self.accepted: dict[tuple[int, int], list[int]] = {}
@@ -203,20 +236,24 @@ class Training:
         return Life(worker, incarnation, self.case.data[worker])
 
     def enter(self, life: Life) -> None:
-        life.phase = "join"
-        for shard in range(self.case.shards):
-            units = [
-                [Unit(0, 0, self.elements, 0)] if shard in where else []
-                for where in self.case.layout
-            ]
-            join = Join(
-                options="",
-                units=units,
-                dtypes=["float64"] * len(units),
-                optimizer="SGD",
-                hyperparameters=HYPERPARAMETERS,
-            )
-            life.to_send.append((shard, join, None))
+        life.phase, life.joins_at = "join", list(range(self.case.shards))
+        self.join_the_next(life)
+
+    def join_the_next(self, life: Life) -> None:
+        """At one shard after the other, backwards."""
+        shard = life.joins_at.pop()
+        units = [
+            [Unit(0, 0, self.elements + 1, 0)] if shard in where else []
+            for where in self.case.layout
+        ]
+        join = Join(
+            options="",
+            units=units,
+            dtypes=["float64"] * len(units),
+            optimizer="SGD",
+            hyperparameters=HYPERPARAMETERS,
+        )
+        life.to_send.append((shard, join, None))
 
     def to_all(
         self, life: Life, make: Callable[[int], Request], payload: torch.Tensor | None
@@ -227,14 +264,29 @@ class Training:
 
     def advance(self, life: Life) -> None:
         """All is sent and answered: the next thing."""
-        if life.phase == "join" and not life.loaded and life.worker == 0:
+        if life.phase == "join" and life.joins_at:
+            self.join_the_next(life)
+        elif life.phase == "join" and not life.loaded and life.worker == 0:
             life.phase = "load"
             self.to_all(life, lambda b: Load(bucket=b), self.zeros())
         elif life.phase in ("join", "load"):
-            life.phase = "pull"
-            self.to_all(life, lambda b: Pull(bucket=b, step=life.next_step), None)
+            life.phase, life.pulls_from = "pull", self.holding()
+            self.pull_the_next(life)
+        elif life.phase == "pull" and life.pulls_from:
+            self.pull_the_next(life)
+        elif life.phase in AT_A_LOAD:
+            self.go_on_with_load(life)
+        elif life.phase == "pull" and self.behind(life):
+            # Others load just now, and not all shards are through with it.
+            self.go_to_load(life, self.behind(life), brings=False)
         elif life.phase in ("pull", "train") and life.done < life.data:
-            life.step = life.next_step
+            step = life.next_step
+            ignored = life.guest and not life.done
+            if step in self.case.loads - life.has_loaded and not ignored:
+                life.has_loaded.add(step)
+                self.go_to_load(life, self.holding(), brings=True)
+                return
+            life.step = step
             life.phase = "train"
             self.begin_step(life)
         elif life.phase in ("pull", "train"):
@@ -247,9 +299,82 @@ class Training:
         else:
             life.phase = "end"
 
+    def pull_the_next(self, life: Life) -> None:
+        """From one shard after the other, backwards."""
+        shard = life.pulls_from.pop()
+        for bucket, where in enumerate(self.case.layout):
+            if shard in where:
+                pull = Pull(bucket=bucket, step=life.joined_at)
+                life.to_send.append((shard, pull, None))
+
+    # ---- loads ----
+
+    def holding(self) -> list[int]:
+        return sorted({shard for where in self.case.layout for shard in where})
+
+    def behind(self, life: Life) -> list[int]:
+        most = max(life.loads.values())
+        return [shard for shard in self.holding() if life.loads[shard] < most]
+
+    def go_to_load(self, life: Life, shards: list[int], brings: bool) -> None:
+        """It arrives at all shards, and then does its part at one after the other."""
+        life.is_fresh = brings
+        life.meets_on = shards
+        life.leads, life.met = set(), set()
+        life.phase = "arrive"
+        for shard in shards:
+            life.to_send.append((shard, Arrive(purpose="load", brings=brings), None))
+
+    def may_go_on(self, life: Life) -> bool:
+        """Whether all that it waits for is answered."""
+        if life.phase in AT_A_LOAD:
+            return all(place in life.awaits for place in life.unanswered)
+        return not life.unanswered
+
+    def go_on_with_load(self, life: Life) -> None:
+        shard, *others = life.meets_on
+        if life.phase == "arrive" and shard not in life.met:
+            return
+        buckets = [b for b, where in enumerate(self.case.layout) if shard in where]
+        if life.phase == "arrive" and shard in life.leads:
+            life.phase = "lead"
+            new = self.zeros()
+            new[-1] = life.loads[shard] + 1
+            life.to_send += [(shard, Load(bucket=b), new) for b in buckets]
+        elif life.phase in ("arrive", "lead"):
+            life.phase = "take"
+            life.to_send += [(shard, Pull(bucket=b), None) for b in buckets]
+        elif life.phase == "take":
+            life.phase = "pulled"
+            life.to_send.append((shard, Arrive(purpose="pulled"), None))
+        elif others:
+            life.phase, life.meets_on = "arrive", others
+        else:
+            life.phase = "pull"
+
+    def is_torn(self) -> bool:
+        """All who had something to load have died between two shards."""
+        servers = self.network.servers
+        torn = any(server.counts["loads that nobody has brought"] for server in servers)
+        assert self.died or not torn
+        return torn
+
+    def check_model(self, life: Life) -> None:
+        """It computes with one model: no part of it is from before a load that another part
+        has come through; and right after a load with just what was loaded."""
+        if self.is_torn():
+            return
+        numbers = {values[-1].item() for values in life.model.values()}
+        assert len(numbers) == 1, life
+        assert numbers == {life.loads[shard] for shard in self.holding()}
+        if life.is_fresh:
+            assert not any(values[:-1].any() for values in life.model.values()), life
+            life.is_fresh = False
+
     def begin_step(self, life: Life) -> None:
         if isinstance(self.case.method, SSP):
             self.check_bound(life, self.case.method.staleness)
+        self.check_model(life)
         element = (life.worker * LIVES + life.incarnation) * STEPS + life.done
         weight = 1 + life.worker % 3
         self.pushed[element] = (life.step, weight)
@@ -269,13 +394,13 @@ class Training:
         )
 
     def zeros(self) -> torch.Tensor:
-        return torch.zeros(self.elements, dtype=torch.float64)
+        return torch.zeros(self.elements + 1, dtype=torch.float64)
 
     # ---- what can happen ----
 
     def act(self, life: Life, index: int) -> None:
         if not life.to_send:
-            if not life.unanswered and life.phase != "end":
+            if self.may_go_on(life) and life.phase != "end":
                 self.advance(life)
             return
         self.send(life, *life.to_send.pop(index % len(life.to_send)))
@@ -291,6 +416,8 @@ class Training:
         number = life.numbers[shard, channel]
         life.numbers[shard, channel] += 1
         life.unanswered.add((shard, channel, number))
+        if isinstance(message, Arrive) and message.purpose == "load":
+            life.awaits.add((shard, channel, number))
         received = life.received(shard, channel)
         sender = Sender(life.worker, life.incarnation, channel, number, received)
         self.network.send(Letter(shard, sender, message, payload))
@@ -302,6 +429,7 @@ class Training:
                 answer.to.number == letter.sender.number
                 and answer.to.worker == letter.sender.worker
                 and isinstance(answer.message, Refused)
+                and " to load" not in answer.message.reason  # it was taken
                 for answer in answers
             )
             if not refused:
@@ -321,19 +449,41 @@ class Training:
         if life.incarnation != answer.to.incarnation or life.dead:
             return
         message = answer.message
-        assert not isinstance(message, Refused), f"{life}: {message.reason}"
+        if isinstance(message, Refused):
+            # Its script ends with an error, and may be started again.
+            assert " to load" in message.reason, f"{life}: {message.reason}"
+            self.refused += 1
+            self.end(life)
+            return
         place = (shard, answer.to.channel, answer.to.number)
         if place not in life.unanswered:
             return  # it is here already
         life.unanswered.discard(place)
         if isinstance(message, Joined):
             life.next_step = max(life.next_step, message.step)
+            life.joined_at = life.next_step
             life.loaded = life.loaded and message.loaded
+            life.guest = life.guest or message.guest
+            life.loads[shard] = message.load
             self.first_steps[shard, life.worker, life.incarnation] = message.step
         elif isinstance(message, Parameters):
             life.next_step = max(life.next_step, message.step)
+            life.loads[shard] = max(life.loads[shard], message.load)
+            assert answer.payload is not None
+            life.model[shard, message.bucket] = answer.payload
+        elif isinstance(message, Met):
+            life.loads[shard] = max(life.loads[shard], message.load)
+            life.met.add(shard)
+            if message.leads:
+                life.leads.add(shard)
         else:
             assert isinstance(message, Done)
+
+    def end(self, life: Life) -> None:
+        life.dead = True
+        self.network.losses += [
+            (shard, life.worker, life.incarnation) for shard in range(self.case.shards)
+        ]
 
     def die(self, worker: int) -> None:
         life = self.lives[worker]
@@ -341,10 +491,8 @@ class Training:
             return  # nobody else would ever load the parameters
         if self.deaths and not life.dead:
             self.deaths -= 1
-            life.dead = True
-            self.network.losses += [
-                (shard, worker, life.incarnation) for shard in range(self.case.shards)
-            ]
+            self.died = True
+            self.end(life)
 
     def come_back(self, worker: int) -> None:
         life = self.lives[worker]
@@ -394,9 +542,9 @@ class Training:
             if self.progress() == before:
                 return
 
-    def progress(self) -> list[tuple[str, int, int, int]]:
+    def progress(self) -> list[tuple[str, int, int, int, bool]]:
         return [
-            (life.phase, life.done, len(life.to_send), len(life.unanswered))
+            (life.phase, life.done, len(life.to_send), len(life.unanswered), life.dead)
             for life in self.lives
         ]
 
@@ -406,7 +554,7 @@ class Training:
         """It starts a step only when all that train have completed the one *staleness*
         steps before."""
         for other in self.lives:
-            trains = other.phase in ("pull", "train")
+            trains = other.phase in IN_TRAINING
             if not other.dead and (trains or other.incarnation == 0):
                 if other.phase in ("leave", "last pull", "end"):
                     continue
@@ -419,6 +567,12 @@ class Training:
     def check_new(self, shard: int, answers: list[Answer]) -> None:
         """What a server has just said to pushes is right at this moment."""
         server = self.network.servers[shard]
+        if server._meetings.loads > self.loads[shard]:
+            self.loads[shard] = server._meetings.loads
+            for (where, bucket), taken in self.accepted.items():
+                if where == shard:
+                    self.from_before.setdefault((shard, bucket), []).extend(taken)
+                    taken.clear()
         for answer in answers:
             if not isinstance(answer.message, Parameters):
                 continue
@@ -445,7 +599,12 @@ class Training:
         final = self.final()
         for place, parameters in final.items():
             self.check_ledger(place, parameters)
+        # Only who comes back, or is carried past a step, can miss where others load.
+        some = isinstance(self.case.method, Backup) and self.case.method.wait_for
+        assert self.died or some or not self.refused
         for shard, server in enumerate(self.network.servers):
+            if self.loads[shard]:
+                continue  # what the dead had pushed was dropped, and not counted
             taken = sum(len(a) for (s, _), a in self.accepted.items() if s == shard)
             counted = server.counts["gradients applied"]
             assert taken == counted + server.counts["gradients dropped"]
@@ -467,6 +626,10 @@ class Training:
         taken = self.accepted.get(place, [])
         assert len(taken) == len(set(taken))
         values = {e: -parameters[e].item() for e in range(self.elements)}
+        if self.is_torn():
+            return
+        assert parameters[-1] == self.loads[place[0]]
+        assert not any(values[e] for e in self.from_before.get(place, []))
         assert all(values[e] == 0.0 for e in values if e not in taken)
         if not isinstance(self.case.method, Backup):
             # Each is in once, at its weight.
@@ -494,7 +657,7 @@ class Training:
             return
         for key, (answer, carried) in self.network.first.items():
             message, letter = answer.message, self.network.letters[key]
-            if not isinstance(message, Parameters):
+            if not isinstance(message, Parameters) or self.loads[letter.shard]:
                 continue
             assert carried is not None
             there = final[letter.shard, message.bucket]
@@ -541,7 +704,9 @@ def cases(draw: st.DrawFn, name: str) -> Case:
     else:
         some = name == "backup, some"
         method = Backup(wait_for=draw(st.integers(1, workers)) if some else 0)
-    return Case(method, workers, layout, data, shards, draw(st.integers(0, 4)))
+    loads = draw(st.frozensets(st.integers(0, STEPS - 1), max_size=2))
+    deaths = draw(st.integers(0, 4))
+    return Case(method, workers, layout, data, shards, deaths, loads)
 
 
 NAMES = ["asp", "r2sp", "ssp 0", "ssp 1", "ssp 3", "backup, all", "backup, some"]

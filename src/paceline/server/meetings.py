@@ -8,7 +8,9 @@ workers that died) are dropped, and the others are answered. If the leader dies 
 next one leads. Then each takes what was loaded, and arrives once more: nobody sends a
 gradient before all have it.
 
-Who comes back (another life of a worker) while others have arrived joins when they have met.
+Who comes back (another life of a worker) while others have arrived joins when they have met,
+and who has joined but has no parameters yet is given them then; unless those who have yet to
+arrive wait for its gradients.
 Who has come back just before, at a step that those who meet have yet to do, may have missed
 the point where they met: a meet does not wait for it.
 
@@ -62,6 +64,8 @@ class Meetings:
         self._arrived: dict[int, tuple[Sender, Arrive]] = {}
         self._pulling: set[int] = set()
         """Who has yet to say that it has taken what was loaded."""
+        self._lets_pull = False
+        """Who has joined is given parameters though others have arrived."""
         self._joining: dict[int, Callable[[], None]] = {}
 
     # ---- what happens ----
@@ -85,8 +89,13 @@ class Meetings:
         return bool(self._arrived or self._pulling)
 
     def may_pull(self, worker: int) -> bool:
-        """Not what was just loaded, before all who were there have it."""
-        return not self._pulling or worker in self._pulling
+        """Not who is not awaited where others have arrived; and not what was just loaded,
+        before all who were there have it."""
+        if self._pulling:
+            return worker in self._pulling
+        member = self._members[worker]
+        held = self._arrived and member.guest and not member.settled
+        return self._lets_pull or not held
 
     def put_off(self, worker: int, join: Callable[[], None]) -> None:
         """Who comes back joins when the others have met. Raises `UsageError` for a second
@@ -124,7 +133,7 @@ class Meetings:
             self._end()
             return False
         purposes: set[str] = {arrive.purpose for _, arrive in self._arrived.values()}
-        missing = [w for w in self._members.trains() if self._is_awaited(w, purposes)]
+        missing = self._missing(purposes)
         if missing:
             self._look_for_mistakes(missing, purposes)
             return False
@@ -138,13 +147,16 @@ class Meetings:
             return self._choose_leader()
         return False
 
+    def _missing(self, purposes: set[str]) -> list[int]:
+        return [w for w in self._members.trains() if self._is_awaited(w, purposes)]
+
     def _is_awaited(self, worker: int, purposes: set[str]) -> bool:
         if worker in self._arrived:
             return False
         if not self._members.has_joined(worker):
             return True
         member = self._members[worker]
-        if not member.settled and self._pulls.waits(worker):
+        if member.guest and not member.settled:
             return False  # it gets its first parameters afterwards
         missed = member.guest and member.first_step >= self.step()
         return not (missed and purposes == {"meet"})
@@ -160,7 +172,7 @@ class Meetings:
 
     def _end(self) -> None:
         """All have met."""
-        self._pulling = set()
+        self._pulling, self._lets_pull = set(), False
         self._answer()
         self._let_join()
 
@@ -193,6 +205,11 @@ class Meetings:
                 return
             if purposes == {"meet"}:
                 self._end()
+                return
+            if not self._lets_pull:  # they may wait for who has joined
+                self._lets_pull = True
+                self._pulls.let_go()
+                self._look_for_mistakes(self._missing(purposes), purposes)
                 return
             self.give_up(
                 f"{self._here()} to load, and {_workers(missing)} for them, in the middle "
@@ -234,6 +251,7 @@ class Meetings:
         """It cannot be: tell all who wait, for this or for who waits for it."""
         self._members.resting = set()
         arrived, self._arrived = self._arrived, {}
+        self._lets_pull = False
         waiting = [sender for sender, _ in arrived.values()] + self._pushes.give_up()
         for sender in waiting:
             self._answers.refuse(sender, reason)

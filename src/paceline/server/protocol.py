@@ -462,6 +462,7 @@ class ParameterServer:
         """Whether those who have arrived have met by now."""
         meets = self._meetings.is_under_way()
         if self._meetings.look():
+            self.counts["loads that nobody has brought"] += 1
             self._take_load()
         if meets and not self._meetings.is_under_way():
             self._let_go()

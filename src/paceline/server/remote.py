@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from paceline.messages import (
     Pull,
     PullNorm,
     PullState,
-    Purpose,
     Push,
 )
 from paceline.pieces import check_servers_can_hold
@@ -99,33 +98,12 @@ class RemoteParameters:
     # ---- the `Remote` ----
 
     def join(self) -> int:
-        receptions = []
-        for shard, endpoint in enumerate(self._endpoints):
-            join = Join(
-                options=self._options,
-                method=self._job.spec,
-                sums=self._job.sums,
-                shard=shard,
-                units=[
-                    [
-                        unit
-                        for part in parts
-                        if part.shard == shard
-                        for unit in part.units
-                    ]
-                    for parts in self._plan
-                ],
-                dtypes=[_NAMES[bucket.buffer.dtype] for bucket in self._buckets],
-                optimizer=type(self._optimizer).__name__,
-                hyperparameters=self._hyperparameters(),
-                clip_norm=self._job.clip_norm,
-                servers=len(self._holding()),
-                tensors=self._tensors,
-            )
-            receptions.append(endpoint.request(join))
-        joined = [reception.wait() for reception in receptions]
+        # All who train may just meet at one server after the other. So who joins comes to
+        # them backwards, and takes parameters backwards: wherever it is waited for, it is not
+        # held up at a server before.
         step, empty = 0, []
-        for shard, answer in enumerate(joined):
+        for shard in reversed(range(len(self._endpoints))):
+            answer = self._endpoints[shard].request(self._description(shard)).wait()
             assert isinstance(answer, Joined), answer
             step, self._loads[shard] = max(step, answer.step), answer.load
             self.is_guest = self.is_guest or answer.guest
@@ -133,12 +111,33 @@ class RemoteParameters:
         if empty and self._rank == 0:
             self._load(empty, dict(self._optimizer.state) or None, self._meet_here)
         self._optimizer.state.clear()
-        self._pull(step)  # servers may be at different steps: all are told the latest
+        # Servers may be at different steps: all are told the latest.
+        for shard in reversed(self._shards):
+            self._take([shard], step)
+        self._put_all()
         self._catch_up(step)
         if self._meet_here or max(self._loads):
             self._untrained.pull()
         self.first_step = step
         return step
+
+    def _description(self, shard: int) -> Join:
+        return Join(
+            options=self._options,
+            method=self._job.spec,
+            sums=self._job.sums,
+            shard=shard,
+            units=[
+                [unit for part in parts if part.shard == shard for unit in part.units]
+                for parts in self._plan
+            ],
+            dtypes=[_NAMES[bucket.buffer.dtype] for bucket in self._buckets],
+            optimizer=type(self._optimizer).__name__,
+            hyperparameters=self._hyperparameters(),
+            clip_norm=self._job.clip_norm,
+            servers=len(self._holding()),
+            tensors=self._tensors,
+        )
 
     def _catch_up(self, step: int) -> None:
         """Others may load just now: then some servers are through with that, and the rest
@@ -148,9 +147,9 @@ class RemoteParameters:
             behind = [shard for shard in self._shards if self._loads[shard] < most]
             if not behind:
                 return
-            self._arrive("load", False, behind)
-            self._pull(step)
-            self._arrive("pulled", False, behind)
+            for shard, _ in self._meet_at(behind, Arrive(purpose="load")):
+                self._pull(step)
+                self._has_pulled(shard)
 
     def push(self, bucket: Bucket, step: int, stage: int = FIRST) -> None:
         hyperparameters, weight = self._hyperparameters(), self._weight()
@@ -304,36 +303,42 @@ class RemoteParameters:
         """What the script has loaded into the model since the last step, the optimizer's
         *state* unless it stays, and the *rest* of the model, as the lowest rank has them,
         become the servers' and everybody's. Collective over those that train."""
-        leads = self._arrive("load", True, self._shards)
-        if leads:
-            self._load(leads, state, rest and self._shards[0] in leads)
-        self._pull()
-        if rest:
-            self._untrained.pull()
-        self._arrive("pulled", False, self._shards)
+        arrive = Arrive(purpose="load", brings=True)
+        for shard, leads in self._meet_at(self._shards, arrive):
+            if leads:
+                self._load([shard], state, rest and shard == self._shards[0])
+            self._take([shard])
+            if rest and shard == self._shards[0]:
+                self._untrained.pull()
+            self._has_pulled(shard)
+        self._put_all()
 
     def meet(self) -> bool:
         """Wait for all that train: then each has the answers to what it sent. Returns whether
         this is the lowest rank of those who met. Collective over them."""
-        return 0 in self._arrive("meet", False, self._shards)
+        arrive = Arrive(purpose="meet")
+        return [leads for _, leads in self._meet_at(self._shards, arrive)][0]
 
     def take_again(self) -> None:
         """What the script has written is not wanted: take all from the servers."""
         self._pull()
         self._untrained.pull()
 
-    def _arrive(
-        self, purpose: Purpose, brings: bool, shards: Collection[int]
-    ) -> list[int]:
-        """Returns where this worker is to load what all go on from."""
-        arrive = Arrive(purpose=purpose, brings=brings)
-        receptions = [(s, self._endpoints[s].request(arrive)) for s in shards]
-        leads = []
-        for shard, reception in receptions:
+    def _meet_at(
+        self, shards: Collection[int], arrive: Arrive
+    ) -> Iterator[tuple[int, bool]]:
+        """Arrive at these servers; then for each whether this worker is to load what all go
+        on from. One after the other, in the same order on all workers: who waits for one
+        server has done its part at those before."""
+        waiting = [(shard, self._endpoints[shard].request(arrive)) for shard in shards]
+        for shard, reception in waiting:
             answer = reception.wait()
             assert isinstance(answer, Met), answer
-            leads += [shard] if answer.leads else []
-        return leads
+            yield shard, answer.leads
+
+    def _has_pulled(self, shard: int) -> None:
+        for _ in self._meet_at([shard], Arrive(purpose="pulled")):
+            pass
 
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """The optimizer's state, by parameter, in torch's own form."""
@@ -450,13 +455,25 @@ class RemoteParameters:
 
     def _pull(self, step: int = 0) -> None:
         """The servers' parameters become the model's; those of *step*, or newer ones."""
-        waiting = self._ask_for_all(range(len(self._endpoints)), step)
+        self._take(self._shards, step)
+        self._put_all()
+
+    def _take(self, shards: Collection[int], step: int = 0) -> None:
+        """Pull what these servers hold, and do not put it in yet."""
+        waiting = self._ask_for_all(shards, step)
         answers = [reception.wait() for reception in waiting]
-        places = [(n, part) for n, parts in enumerate(self._plan) for part in parts]
+        places = [
+            (number, part)
+            for number, parts in enumerate(self._plan)
+            for part in parts
+            if part.shard in shards
+        ]
         for (number, part), answer in zip(places, answers, strict=True):
             assert isinstance(answer, Parameters), answer
             self._loads[part.shard] = max(self._loads[part.shard], answer.load)
             self._pulled(number, part, answer)
+
+    def _put_all(self) -> None:
         for number in range(len(self._buckets)):
             self._put(number)
         self._remember_versions()
