@@ -317,7 +317,8 @@ class RemoteParameters:
         """Wait for all that train: then each has the answers to what it sent. Returns whether
         this is the lowest rank of those who met. Collective over them."""
         arrive = Arrive(purpose="meet")
-        return [leads for _, leads in self._meet_at(self._shards, arrive)][0]
+        met = dict(self._meet_at(self._shards, arrive))
+        return met[self._shards[0]]
 
     def take_again(self) -> None:
         """What the script has written is not wanted: take all from the servers."""
