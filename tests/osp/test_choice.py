@@ -20,6 +20,7 @@ from paceline.methods.osp.choice import (
     StepTimes,
     choose,
     fill,
+    levelled,
     measured_rate,
     step_seconds,
     turns,
@@ -50,7 +51,7 @@ def steps(draw):
 def test_what_is_chosen_fits_and_pays(step, most, cost):
     parts, times, rate, order = step
     budget = most * sum(parts.sizes)
-    chosen = choose(parts, order, times, rate, budget, cost)
+    chosen = choose(parts, [order], times, rate, budget, cost)
     assert chosen == sorted(set(chosen))
     assert parts.total(chosen) <= budget
     plain = step_seconds(times, 0, parts.left(()), rate)
@@ -66,7 +67,7 @@ def test_what_is_chosen_fits_and_pays(step, most, cost):
 @given(steps())
 def test_a_fast_network_defers_nothing(step):
     parts, times, _, order = step
-    assert choose(parts, order, times, Rate(0.0, 1e-12), math.inf) == []
+    assert choose(parts, [order], times, Rate(0.0, 1e-12), math.inf) == []
 
 
 @given(steps(), st.floats(0, 1))
@@ -103,17 +104,17 @@ def test_the_unimportant_half_is_deferred_where_that_hides_the_rest():
     # Four pieces, ready when backward ends; r = 1: each half takes half a computation.
     parts = Parts([100] * 4, [0, 0, 0, 0], 1)
     times, rate = StepTimes([4.0], 4.0), Rate(0.0, 0.01)
-    assert choose(parts, [2, 0, 3, 1], times, rate, 200) == [0, 2]
-    assert choose(parts, [2, 0, 3, 1], times, rate, 99) == []
+    assert choose(parts, [[2, 0, 3, 1]], times, rate, 200) == [0, 2]
+    assert choose(parts, [[2, 0, 3, 1]], times, rate, 99) == []
     # deferring costs as much as it saves
-    assert choose(parts, [2, 0, 3, 1], times, rate, 200, 0.01) == []
+    assert choose(parts, [[2, 0, 3, 1]], times, rate, 200, 0.01) == []
 
 
 def test_what_backward_hides_is_not_deferred():
     # Bucket 0 is sent long before backward ends: only bucket 1 is waited for.
     parts = Parts([100, 100], [0, 1], 2)
     times, rate = StepTimes([1.0, 4.0], 4.0), Rate(0.0, 0.01)
-    assert choose(parts, [0, 1], times, rate, 200) == [1]
+    assert choose(parts, [[0, 1]], times, rate, 200) == [1]
 
 
 def test_what_is_ready_last_is_deferred_first_and_of_that_the_least_important() -> None:
@@ -139,6 +140,31 @@ def test_in_turns_as_much_is_gained_as_in_any_other_order_of_as_many(step, most)
         return step_seconds(times, parts.total(chosen), parts.left(chosen), rate)
 
     assert takes(late) <= takes(order) * (1 + 1e-9)
+
+
+def test_where_pulls_follow_pushes_the_largest_bucket_is_waited_for_twice() -> None:
+    # Pushed 1, 3 and 2, and pulled in turn: the three pieces of bucket 1 are in the way.
+    parts = Parts([100] * 6, [0, 1, 1, 1, 2, 2], 3)
+    times, rate = StepTimes([0.9, 1.0, 1.1], 1.1), Rate(0.0, 0.01, pulls=True)
+    late = turns(OSPOptions(), parts, [0.0] * 6, 0)
+    assert levelled(parts, late) == [1, 4, 2, 5, 3, 0]
+    assert step_seconds(times, 0, [100, 300, 200], rate) == pytest.approx(9.9)
+    assert step_seconds(times, 100, [100, 300, 100], rate) == pytest.approx(9.0)
+    assert step_seconds(times, 100, [100, 200, 200], rate) == pytest.approx(8.0)
+    assert choose(parts, [late, levelled(parts, late)], times, rate, 100) == [1]
+    assert choose(parts, [late], times, rate, 100) == [4]
+
+
+@given(steps())
+def test_levelling_takes_each_piece_once_from_what_is_largest(step):
+    parts, _, _, order = step
+    left = parts.left(())
+    turn = levelled(parts, order)
+    assert sorted(turn) == list(range(len(parts.sizes)))
+    for number, piece in enumerate(turn):
+        open_ = {parts.buckets[other] for other in turn[number:]}
+        assert left[parts.buckets[piece]] == max(left[bucket] for bucket in open_)
+        left[parts.buckets[piece]] -= parts.sizes[piece]
 
 
 @given(st.lists(st.integers(1, 100), max_size=20), st.floats(0, 500), st.randoms())

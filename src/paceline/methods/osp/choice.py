@@ -12,6 +12,8 @@ other would, since both are waited for. A message takes a start-up, and a time p
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -128,15 +130,34 @@ def measured_rate(
     return high
 
 
+def levelled(parts: Parts, order: Sequence[int]) -> list[int]:
+    """Pieces of what is then the largest bucket first, in *order* among themselves. Where a bucket is
+    pulled when it has been pushed, a step that only communicates waits for the largest one twice."""
+    waiting: list[list[int]] = [[] for _ in range(parts.count)]
+    for piece in reversed(order):
+        waiting[parts.buckets[piece]].append(piece)
+    heap = [(-size, -bucket) for bucket, size in enumerate(parts.left(()))]
+    heapq.heapify(heap)
+    turn = []
+    while heap:
+        size, bucket = heap[0]
+        if waiting[-bucket]:
+            turn.append(waiting[-bucket].pop())
+            heapq.heapreplace(heap, (size + parts.sizes[turn[-1]], bucket))
+        else:
+            heapq.heappop(heap)
+    return turn
+
+
 def choose(
     parts: Parts,
-    order: Sequence[int],
+    orders: Sequence[Sequence[int]],
     times: StepTimes,
     rate: Rate,
     budget: float,
     update_seconds_per_byte: float = 0.0,
 ) -> list[int]:
-    """The pieces to defer, in *order*: at most *budget* bytes.
+    """The pieces to defer, in the first of *orders* unless another makes steps shorter: at most *budget* bytes.
 
     What backward hides is not deferred, and nothing is where that would not pay: deferring
     a byte costs a worker *update_seconds_per_byte* for its tentative step.
@@ -146,6 +167,23 @@ def choose(
         return []
     if rate.per_byte > 0:
         budget = min(budget, times.end / rate.per_byte)  # what one computation covers
+    takes, chosen = math.inf, list[int]()
+    for order in orders:
+        found = _least(parts, order, times, rate, budget, update_seconds_per_byte)
+        if found[0] < takes * (1 - WORTH_IT):
+            takes, chosen = found
+    return chosen if takes < plain * (1 - WORTH_IT) else []
+
+
+def _least(
+    parts: Parts,
+    order: Sequence[int],
+    times: StepTimes,
+    rate: Rate,
+    budget: float,
+    update_seconds_per_byte: float,
+) -> tuple[float, list[int]]:
+    """How long a step takes, and what is deferred: of what fits into *budget*, no more than it takes."""
     deferred = fill(parts, order, budget)
     left, size = parts.left(deferred), parts.total(deferred)
     enough = step_seconds(times, size, left, rate) * (1 + VISIBLE / 2)
@@ -159,7 +197,7 @@ def choose(
             size += parts.sizes[piece]
             kept.append(piece)
     takes = step_seconds(times, size, left, rate) + size * update_seconds_per_byte
-    return sorted(kept) if takes < plain * (1 - WORTH_IT) else []
+    return takes, sorted(kept)
 
 
 def fill(parts: Parts, order: Sequence[int], budget: float) -> list[int]:

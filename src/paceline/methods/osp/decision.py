@@ -177,7 +177,7 @@ class Decider:
             return []
         rate = Rate(self._start_up, self._per_byte)
         return choose(
-            parts, order, times, rate, budget, UPDATES * self._update_cost(run)
+            parts, [order], times, rate, budget, UPDATES * self._update_cost(run)
         )
 
     def _look_at(self, run: Run, own: StepTimes | None) -> list[int]:

@@ -12,7 +12,15 @@ from collections.abc import Sequence
 
 from paceline.interfaces import HeldPush, Shard
 from paceline.messages import FIRST, Measured
-from paceline.methods.osp.choice import Parts, Rate, StepTimes, choose, fill, turns
+from paceline.methods.osp.choice import (
+    Parts,
+    Rate,
+    StepTimes,
+    choose,
+    fill,
+    levelled,
+    turns,
+)
 from paceline.methods.osp.importance import product
 from paceline.methods.osp.options import INTERVAL, OSPOptions
 from paceline.methods.osp.trial import Seen, Trial, looks_in
@@ -239,7 +247,10 @@ class TwoStages:
             max(one.per_byte for one in told) * whole / max(1, mine),
             pulls=True,
         )
-        return choose(parts, order, times, rate, budget)
+        orders = [order]
+        if self._options.order == "time":
+            orders.append(levelled(parts, order))
+        return choose(parts, orders, times, rate, budget)
 
 
 def _seen(workers: tuple[int, ...], told: Sequence[Measured]) -> Seen:
