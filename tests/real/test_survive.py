@@ -706,7 +706,10 @@ BAD_INPUT = {
         ["--snapshot=FILE"],
         "--snapshot and --resume mean nothing without --survive",
     ),
-    "bsp": (["--survive", "--method=bsp"], "Use one whose server updates: asp, ssp or"),
+    "bsp": (
+        ["--survive", "--method=bsp"],
+        "Use one whose server updates: asp, backup, osp",
+    ),
     "torchrun": (["--survive", "--nnodes=2"], "leave out --nnodes=2"),
     "unknown": (["--survive", "--method=asq"], "unknown method 'asq'"),
     "workers": (["--survive", "--workers=-1"], "--workers: expected 1 or more"),
