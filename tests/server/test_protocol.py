@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, Sender, UpdatesOnServer, Work
@@ -569,6 +570,20 @@ def test_a_server_that_only_reduces() -> None:
     for message in (pushed(), Pull(bucket=0), Load(bucket=0)):
         words = "this server holds no parameters: it only reduces"
         assert case.refusal(0, message, zeros(2)) == words
+
+
+def test_models_that_differ_in_what_nobody_trains() -> None:
+    case = Case(ASP())
+    tensors = ["fc.weight float32[2]", "frozen float32[3] frozen"]
+    case.ask(0, structs.replace(JOIN, tensors=tensors))
+    other = structs.replace(JOIN, tensors=[tensors[0], "frozen float32[4] frozen"])
+    assert case.refusal(1, other) == (
+        "workers train different things: tensors is 'frozen float32[3] frozen' for who "
+        "joined first and 'frozen float32[4] frozen' for worker 1; build the same model, "
+        "with the same options, on every worker"
+    )
+    fewer = structs.replace(JOIN, tensors=tensors[:1])
+    assert "and 'nothing' for worker 1" in case.refusal(1, fewer)
 
 
 def test_strangers() -> None:

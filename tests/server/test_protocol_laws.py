@@ -27,6 +27,7 @@ from paceline.messages import (
     Leave,
     Load,
     Met,
+    Note,
     Parameters,
     Pull,
     Push,
@@ -270,6 +271,11 @@ class Training:
             life.phase = "load"
             self.to_all(life, lambda b: Load(bucket=b), self.zeros())
         elif life.phase in ("join", "load"):
+            life.phase = "tell"
+            life.to_send += [
+                (shard, Note(step=life.next_step), None) for shard in self.holding()
+            ]
+        elif life.phase == "tell":
             life.phase, life.pulls_from = "pull", self.holding()
             self.pull_the_next(life)
         elif life.phase == "pull" and life.pulls_from:
@@ -313,8 +319,8 @@ class Training:
         return sorted({shard for where in self.case.layout for shard in where})
 
     def behind(self, life: Life) -> list[int]:
-        most = max(life.loads.values())
-        return [shard for shard in self.holding() if life.loads[shard] < most]
+        most = max(life.loads.values(), default=0)
+        return [shard for shard in self.holding() if life.loads.get(shard, 0) < most]
 
     def go_to_load(self, life: Life, shards: list[int], brings: bool) -> None:
         """It arrives at all shards, and then does its part at one after the other."""

@@ -138,6 +138,9 @@ class StagedTraining(Training):
             )
             life.to_send.append((shard, join, None))
 
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self.elements, dtype=torch.float64)
+
     @property
     def places(self) -> list[Place]:
         return [(s, b) for b, where in enumerate(self.case.layout) for s in where]
@@ -161,7 +164,7 @@ class StagedTraining(Training):
             life.phase = "train" if life.done < life.data else "settle"
             if life.phase == "train":
                 self.begin_step(life)
-        elif life.phase == "pull" and life.done < life.data:
+        elif life.phase == "pull" and life.done < life.data and not life.pulls_from:
             life.phase = "train"
             self.begin_step(life)
         elif life.phase == "settle":
@@ -402,6 +405,7 @@ class StagedTraining(Training):
         life.unanswered.discard(where)
         if isinstance(message, Joined):
             life.next_step = max(life.next_step, message.step)
+            life.joined_at = life.next_step
             life.loaded = life.loaded and message.loaded
         elif isinstance(message, Parameters):
             request = self.letter(life, where).message

@@ -593,4 +593,7 @@ class ParameterServer:
         self._reductions.add(sender, reduce, payload)
 
     def _note(self, sender: Sender, note: Note, _: object) -> None:
+        if note.step and self._model.is_held:
+            self._pulls.go_on("note", sender.worker, note.step)
+            self._let_go()
         self._answers.send(sender, Done())

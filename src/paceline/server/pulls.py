@@ -54,16 +54,19 @@ class Pulls:
     def ask_parameters(self, sender: Sender, pull: Pull) -> None:
         """Raises `UsageError` for what there is not, and for a step too far ahead."""
         self._model.check_bucket(pull.bucket)
-        member = self._members[sender.worker]
-        if pull.step > member.clock and self._pushes.is_idle(sender.worker):
-            # It joined where servers were at different steps, or came too late for its own,
-            # and goes on with the latest: do not wait for it before that.
-            self._members.check_step("pull", pull.step)
-            self._members.goes_on_with(sender.worker, pull.step)
-            self._discipline.changed()
-        step = max(pull.step, member.first_step)
+        self.go_on("pull", sender.worker, pull.step)
+        step = max(pull.step, self._members[sender.worker].first_step)
         self._parameters.append((sender, pull.bucket, step))
         self.let_go()
+
+    def go_on(self, what: str, worker: int, step: int) -> None:
+        """A worker joined where servers were at different steps, or came too late for its
+        own, and goes on with the latest: do not wait for it before that. Raises `UsageError`
+        for a step too far ahead."""
+        if step > self._members[worker].clock and self._pushes.is_idle(worker):
+            self._members.check_step(what, step)
+            self._members.goes_on_with(worker, step)
+            self._discipline.changed()
 
     def ask_state(self, sender: Sender, pull: PullState) -> None:
         """Raises `UsageError` for units that there are not, and for a step too far ahead."""

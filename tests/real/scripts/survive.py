@@ -35,9 +35,15 @@ def wait_for(name: str) -> None:
 
 
 paceline.init()
-model = Quadratic()
-plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+torch.manual_seed(10 * rank + int(life))  # no two lives make the same
+task = Quadratic()
+plain = torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9)
+model = torch.nn.Sequential(task)
+model.frozen = torch.nn.Parameter(torch.randn(3), requires_grad=False)
+model.register_buffer("features", torch.randn(5))
 optimizer = paceline.distribute(model, plain, fusion="wfbp", method="asp")
+# As a script does that loads a checkpoint: in each of its lives.
+model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
 steps = int(what.removeprefix("steps:")) if what.startswith("steps:") else None
 with open(folder / f"steps-{rank}-{life}", "a", buffering=1) as record:
     for step in count(optimizer.first_step):
@@ -56,4 +62,5 @@ with open(folder / f"steps-{rank}-{life}", "a", buffering=1) as record:
         optimizer.step()
         print(step, file=record)
 optimizer.finish()
-torch.save(flat_parameters(model), folder / f"result-{rank}")
+result = torch.cat([flat_parameters(task), model.frozen, model.features])
+torch.save(result, folder / f"result-{rank}")
