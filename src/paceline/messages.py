@@ -223,10 +223,11 @@ class Reduce(msgspec.Struct, tag="reduce", kw_only=True):
 
 class Note(msgspec.Struct, tag="note", kw_only=True):
     """This worker is alive, and busy with something else than pushes: an evaluation, say; or
-    it has joined, and another server has told it to begin with *step*, and not before.
-    Answer: `Done`, at once."""
+    it has joined, and another server has told it to begin with *step*, and not before, or
+    that it is a *guest*. Answer: `Done`, at once."""
 
     step: int = 0
+    guest: bool = False
 
 
 Request = (

@@ -273,7 +273,8 @@ class Training:
         elif life.phase in ("join", "load"):
             life.phase = "tell"
             life.to_send += [
-                (shard, Note(step=life.next_step), None) for shard in self.holding()
+                (shard, Note(step=life.next_step, guest=life.guest), None)
+                for shard in self.holding()
             ]
         elif life.phase == "tell":
             life.phase, life.pulls_from = "pull", self.holding()

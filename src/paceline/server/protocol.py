@@ -593,6 +593,8 @@ class ParameterServer:
         self._reductions.add(sender, reduce, payload)
 
     def _note(self, sender: Sender, note: Note, _: object) -> None:
+        if note.guest:
+            self._members[sender.worker].guest = True
         if note.step and self._model.is_held:
             self._pulls.go_on("note", sender.worker, note.step)
             self._let_go()

@@ -112,8 +112,10 @@ class RemoteParameters:
             self._load(empty, dict(self._optimizer.state) or None, self._meet_here)
         self._optimizer.state.clear()
         # Servers may be at different steps: all are told the latest, before any is waited for.
-        for reception in [e.request(Note(step=step)) for e in self._holding() if step]:
-            reception.wait()
+        if step or self.is_guest:
+            note = Note(step=step, guest=self.is_guest)
+            for reception in [e.request(note) for e in self._holding()]:
+                reception.wait()
         for shard in reversed(self._shards):
             self._take([shard], step)
         self._put_all()
