@@ -106,7 +106,7 @@ def test_who_joins_in_between_waits_for_what_is_held(method: UpdatesOnServer) ->
     case.whole_step(0, 0, weight=0.5)
     case.push(1, 0, 0, weight=0.5)
     (joined,) = case.ask(2, case_join(), life=1)
-    assert joined.message == Joined(step=1, loaded=True)
+    assert joined.message == Joined(step=1, loaded=True, guest=True)
     assert case.ask(2, Pull(bucket=0, step=1), life=1) == []
     assert not case.server.is_quiet()
     assert case.server.snapshot() == {}
