@@ -214,6 +214,7 @@ def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path):
         "    time.sleep(60)\n"
     )
     words = ("emulate", "train.py", "--workers=2", "--link=1gbit", "--no-measure")
+    words += ("--output=all",)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environment = os.environ | {
@@ -223,8 +224,8 @@ def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path):
     }
     launcher = start(tmp_path, *words, start_new_session=True, env=environment)
     try:
-        for _ in range(2):
-            assert launcher.stdout.readline() == "ready\n"
+        lines = {launcher.stdout.readline() for _ in range(2)}
+        assert lines == {"[0] ready\n", "[1] ready\n"}
         inside = descendants(launcher.pid)
         spaces = {network_of(pid) for pid in inside} - {network_of("self")}
         assert len(spaces) == 3  # the switchboard and two hosts
