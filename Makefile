@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+# Two at a time: many tests start processes of their own, and wait for them.
+PARALLEL := -n 2 --dist worksteal
 READY := $(VENV)/.ready
 
 .PHONY: demo test test-all lint clean
@@ -13,10 +15,10 @@ demo: $(READY)
 	    --variant bsp --variant bsp:fusion=ddp --variant bsp:fusion=wfbp
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from paceline.cli.options import SCRATCH
 from tests.real.helpers import simulate, torchrun
 
 METHODS = [
@@ -23,6 +24,7 @@ def test_virtual_equals_real(tmp_path):
         launch(2, "osp.py", folder, *METHODS, folder=folder).wait(
             120
         ).check_ended_well()
+    folders[1] /= SCRATCH  # where a simulation's checkpoints end up
     for number, method in enumerate(METHODS):
         for rank in range(2):
             real, virtual = (

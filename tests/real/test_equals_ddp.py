@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from paceline.cli.options import SCRATCH
 from tests.real.helpers import simulate, torchrun
 from tests.real.scripts.train_cases import CASES
 
@@ -24,6 +25,7 @@ def trained(request, tmp_path_factory):
         else:
             job = simulate(size, "train_cases.py", folder, "paceline", folder=folder)
         job.wait(120).check_ended_well()
+    folders["virtual"] /= SCRATCH  # where a simulation's checkpoints end up
     return size, folders
 
 
