@@ -39,9 +39,10 @@ def forget_default_group() -> None:
         if not name.startswith("torch.distributed."):
             continue
         for value in list(vars(module).values()):
-            members = vars(value).values() if isinstance(value, type) else (value,)
-            for function in list(members):
-                if isinstance(function, FunctionType) and function.__defaults__:
+            # By type(), since some of torch's objects warn when their class is asked for.
+            is_class = issubclass(type(value), type)
+            for function in list(vars(value).values()) if is_class else (value,):
+                if type(function) is FunctionType and function.__defaults__:
                     function.__defaults__ = tuple(
                         None if isinstance(default, dist.ProcessGroup) else default
                         for default in function.__defaults__
