@@ -104,7 +104,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is not used: the job goes on with what the servers have."""
         with self._settled():
             self._inner.load_state_dict(state_dict)
-        if self._training.updates_on_server:
+        if self._training.updates_on_server and not self._training.finished:
             self._training.loading.take_state(dict(self._inner.state))
             self._inner.state.clear()
 

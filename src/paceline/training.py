@@ -167,7 +167,8 @@ class Training:
         self._handles = [
             model.register_forward_pre_hook(
                 Uncopied(self._before_forward), with_kwargs=True
-            )
+            ),
+            model.register_load_state_dict_pre_hook(Uncopied(self.settle_buffers)),
         ]
         # Kept alive: torch would make these nodes anew in each forward, on whatever stream
         # runs then, and one bucket could be filled from streams that do not wait for each
@@ -343,10 +344,14 @@ class Training:
 
     def _take_due_step(self) -> None:
         """The script left its loop between ``backward()`` and ``step()``. The gradients have
-        left, too, and count, and the others wait for what this step sends after them."""
-        if self._method.gradient_seen_by_user == "local-sent":
-            self._require_unchanged()
+        left, too, and count, and the others wait for what this step sends after them. What
+        the script has loaded since is the result all the same."""
+        loads = self._loading is not None and self._loading.is_due
+        loaded = [p.detach().clone() for _, p in self._parameters] if loads else []
         self.after_update()
+        with torch.no_grad():
+            for (_, parameter), value in zip(self._parameters, loaded, strict=False):
+                parameter.copy_(value)
 
     def detach(self) -> None:
         """Take the hooks out of the model."""
@@ -416,6 +421,11 @@ class Training:
         self._share_buffers()
         self._step_may_begin = True
         self._plan_anew()
+
+    def settle_buffers(self, *_: object) -> None:
+        """Those that are under way are put into the model before others are loaded, or
+        these are saved: a step that was skipped has not done it."""
+        self._shared.put()
 
     def take_model(self, source: int) -> None:
         self._shared.put()

@@ -115,6 +115,11 @@ def load(path: str | Path, **others: Stateful) -> None:
         return found, _room(folder, found, set(states), _own_name(world))
 
     together = _by_itself if world.alone else _together
+    if not world.alone:
+        # Servers are told first: some wait for the fastest only, who are here.
+        for training in _trainings(world):
+            if training.updates_on_server:
+                training.meet()
     found, tensors = together("load", begin)
     _read(tensors, found, world.alone)
     together("load", lambda: _unpack_shared(states, tensors))
@@ -235,6 +240,8 @@ def _begin(
     """Put this worker's own part into *tensors*; returns the folder."""
     _check_names(others)
     folder = folders.as_folder(path)
+    for training in _trainings(world):
+        training.settle_buffers()
     own = {"random": random_states(), "buffers": _buffers(world)}
     pack(_own_name(world), own, tensors)
     return folder

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import msgspec
-import torch
-import torch.distributed as dist
 
 from paceline.instruments import Journal
 
@@ -133,14 +134,30 @@ class Failed(msgspec.Struct, kw_only=True):
 Outcome = Result | Failed
 
 
-def gather_summaries(mine: Summary) -> list[Summary]:
-    """Every rank's summary, in rank order. Collective over the default group."""
-    own = torch.tensor(msgspec.to_builtins(mine), dtype=torch.float64)
-    if dist.get_backend() == "nccl":
-        own = own.cuda()
-    everyone = torch.empty(
-        dist.get_world_size() * own.numel(), dtype=torch.float64, device=own.device
-    )
-    dist.all_gather_single(everyone, own)
-    rows = everyone.view(-1, own.numel()).tolist()
-    return [msgspec.convert(row, Summary) for row in rows]
+PATIENCE = timedelta(seconds=5)
+"""For the figures of ranks that are not at their end yet."""
+
+
+def exchange_summaries(
+    mine: Summary, rank: int, size: int, store: Any
+) -> list[Summary]:
+    """Leave this rank's summary in the job's *store*; rank 0 takes those of all that are at
+    their end by now, in rank order.
+
+    Not a collective: a rank that ends badly, or is in a collective of its own, would keep
+    the others in it, and their ends are what tells it.
+    """
+    try:
+        store.set(_key(rank), msgspec.msgpack.encode(mine))
+        if rank:
+            return [mine]
+        with contextlib.suppress(RuntimeError):
+            store.wait([_key(other) for other in range(size)], PATIENCE)
+        here = [_key(other) for other in range(size) if store.check([_key(other)])]
+        return [msgspec.msgpack.decode(store.get(key), type=Summary) for key in here]
+    except RuntimeError:
+        return [mine]  # who had the store has ended
+
+
+def _key(rank: int) -> str:
+    return f"paceline/summary/{rank}"

@@ -81,6 +81,8 @@ class BoundDiscipline:
 
     def resume(self, step: int) -> None:
         self._present.resume(self._shard, step)
+        if self.clipped is not None:
+            self.clipped.resume(step)
 
     # ---- what only some can ----
 

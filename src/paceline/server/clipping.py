@@ -189,6 +189,10 @@ class ClippedSteps:
             self._norms.setdefault(step, squares)
             self.settle()
 
+    def resume(self, step: int) -> None:
+        """Steps before this one are over: whoever was in one waits for no norm of it."""
+        self._done = max(self._done, step)
+
     # ---- help ----
 
     def _hold(self, update: _Update) -> None:

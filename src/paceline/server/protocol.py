@@ -464,7 +464,8 @@ class ParameterServer:
         if self._meetings.look():
             self.counts["loads that nobody has brought"] += 1
             self._take_load()
-        if meets and not self._meetings.is_under_way():
+        if meets or self._meetings.is_under_way():
+            # Steps may have ended without those who are here, or they have met.
             self._let_go()
 
     def _load(self, sender: Sender, load: Load, payload: torch.Tensor | None) -> None:

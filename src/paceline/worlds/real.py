@@ -23,7 +23,7 @@ from paceline.network.workload import Workload
 from paceline.options import RunOptions
 from paceline.profiling import Profiler, times_of, with_times
 from paceline.report.files import WorkerRecords
-from paceline.report.result import Result, Summary, gather_summaries
+from paceline.report.result import Result, Summary, exchange_summaries
 from paceline.stopwatch import CudaStopwatch, HostStopwatch
 from paceline.torch_private import default_store, local_store
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
@@ -209,7 +209,10 @@ class RealWorld:
             self._write_profile(self.options.profile)
         if self.options.json:
             mine = Summary.of(self.journal)
-            summaries = gather_summaries(mine) if dist.is_initialized() else [mine]
+            summaries = [mine]
+            if dist.is_initialized():
+                store = default_store()
+                summaries = exchange_summaries(mine, self.rank, self.size, store)
             if self.rank == 0:
                 result = Result.of(self.name, self.size, self.journal, summaries)
                 result.compute = self.compute_from
