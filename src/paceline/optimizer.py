@@ -230,14 +230,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 endpoint.close()
 
     @property
-    def is_broken(self) -> bool:
-        """Whether this training cannot go on after an error; `finish` only ends it then."""
-        return self._training.is_broken
+    def broken_by(self) -> str:
+        """The error after which this training cannot go on, if any; `finish` only ends it then."""
+        return self._training.broken_by
 
     @property
     def is_under_way(self) -> bool:
         """Whether it is neither finished nor broken."""
-        return not (self._training.finished or self._training.is_broken)
+        return not (self._training.finished or self._training.broken_by)
 
     @contextmanager
     def join(self) -> Iterator[None]:

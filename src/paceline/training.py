@@ -219,9 +219,9 @@ class Training:
         return self._loading
 
     @property
-    def is_broken(self) -> bool:
-        """Whether it cannot go on, since an error has left the ranks out of step."""
-        return bool(self._broken)
+    def broken_by(self) -> str:
+        """The error that has left the ranks out of step, so that it cannot go on; or nothing."""
+        return self._broken
 
     @property
     def updates_on_server(self) -> bool:

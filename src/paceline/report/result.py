@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
+import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -134,7 +133,7 @@ class Failed(msgspec.Struct, kw_only=True):
 Outcome = Result | Failed
 
 
-PATIENCE = timedelta(seconds=5)
+PATIENCE = 5.0  # seconds
 """For the figures of ranks that are not at their end yet."""
 
 
@@ -151,9 +150,11 @@ def exchange_summaries(
         store.set(_key(rank), msgspec.msgpack.encode(mine))
         if rank:
             return [mine]
-        with contextlib.suppress(RuntimeError):
-            store.wait([_key(other) for other in range(size)], PATIENCE)
-        here = [_key(other) for other in range(size) if store.check([_key(other)])]
+        keys = [_key(other) for other in range(size)]
+        deadline = time.monotonic() + PATIENCE
+        while not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.01)  # store.wait() would warn of its time-out
+        here = [key for key in keys if store.check([key])]
         return [msgspec.msgpack.decode(store.get(key), type=Summary) for key in here]
     except RuntimeError:
         return [mine]  # who had the store has ended

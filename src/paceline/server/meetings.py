@@ -192,14 +192,13 @@ class Meetings:
     # ---- who is not there ----
 
     def _look_for_mistakes(self, missing: Sequence[int], purposes: set[str]) -> None:
-        spared = len(purposes) == 1 and self._discipline.spares
-        if spared and self._members.resting != self._arrived.keys():
+        if purposes == {"meet"} and self._discipline.spares:
             # A step ends without those who are here, so that the others come here too.
-            self._members.resting = set(self._arrived)
-            self._discipline.changed()
-        if spared and purposes == {"meet"}:
+            if self._members.resting != self._arrived.keys():
+                self._members.resting = set(self._arrived)
+                self._discipline.changed()
             return
-        if not spared and all(self._waits_for_others(worker) for worker in missing):
+        if all(self._waits_for_others(worker) for worker in missing):
             if self._discipline.next_deadline() is not None or self.follows:
                 return
             if self._discipline.waits_for_norm():

@@ -162,14 +162,21 @@ class RealWorld:
         are in it would wait for ever. Not so where all ranks meet the same error; it takes
         this one a moment to come to it."""
         begun = number < len(self.trained)
-        if begun and not getattr(self.trained[number][1], "is_under_way", False):
+        is_over = begun and not getattr(self.trained[number][1], "is_under_way", False)
+        if is_over and not _is_consequence(self._broken_by(number)):
             return
         self._weighed.clear()
         self._ends_badly.wait(GRACE_SECONDS)  # of the consequence, in gloo's words
-        begun = number < len(self.trained)
-        if not begun or not getattr(self.trained[number][1], "is_broken", False):
+        own = self._broken_by(number)
+        if not own or _is_consequence(own):
             self._lost_a_peer(sentence)
         self._weighed.set()
+
+    def _broken_by(self, number: int) -> str:
+        """The error that has broken this rank's training of that number, if any."""
+        if number >= len(self.trained):
+            return ""
+        return str(getattr(self.trained[number][1], "broken_by", ""))
 
     def _lost_a_peer(self, sentence: str) -> None:
         report_to_launcher(PeerLostError(sentence))
