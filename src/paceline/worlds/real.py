@@ -220,6 +220,11 @@ class RealWorld:
             if dist.is_initialized():
                 store = default_store()
                 summaries = exchange_summaries(mine, self.rank, self.size, store)
+                if len(summaries) < self.size:
+                    self.journal.note(
+                        f"figures are of {len(summaries)} of {self.size} workers: the "
+                        "others were not at their end yet"
+                    )
             if self.rank == 0:
                 result = Result.of(self.name, self.size, self.journal, summaries)
                 result.compute = self.compute_from
