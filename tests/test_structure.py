@@ -1,53 +1,88 @@
-"""The house rules that a machine can check: who may import whom, and what."""
+"""The house rules that a machine can check: who may import whom, and what.
+
+`LAYERS` is the only list of layers; the table in docs/design.md is made from it.
+"""
 
 import ast
+from functools import cache
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
+DESIGN = SOURCE.parent.parent / "docs" / "design.md"
 
-# Low to high: a module imports its own level's package and what is below.
-LEVELS = [
-    {"errors"},
-    {"clipping", "units"},
-    {"hooks", "launchers", "options", "ring_sum", "spec", "torch_private"},
-    {"instruments", "lifelines", "messages", "tensors", "network"},
-    {"interfaces"},
-    {"context", "fusion", "pieces", "profiling", "stopwatch"},
-    {"sampler", "planning", "stand_ins"},
-    {"methods", "settings", "updater", "weights"},
-    {"server"},
-    {"collectives", "loading"},
-    {"report", "startup", "exchange", "guards", "sent", "same_data"},
-    {"worlds"},
-    {"training", "probe"},
-    {"optimizer"},
-    {"distributing", "checkpoint"},
-    {"api"},
-    {"testing", "cli"},
+# Top to bottom: a module imports its own part, and what is below it.
+LAYERS = [
+    ("cli testing", "verbs without logic; the conformance kit"),
+    ("api", "what scripts call beside `distribute`"),
+    ("distributing checkpoint", "the user's side of a training"),
+    ("optimizer", "what `distribute` gives back"),
+    ("training probe", "hooks; what a network can do, measured"),
+    ("worlds", "where workers live"),
+    (
+        "report startup exchange guards sent same_data",
+        "results; equal starts; mistakes that would be silent",
+    ),
+    ("collectives loading", "schedules as data; the `Comm`s; loads"),
+    ("server", "the parameter server: state machine, parts, transport"),
+    (
+        "methods settings updater weights",
+        "when workers agree; what users choose; the optimizer, bucket by bucket",
+    ),
+    (
+        "planning sampler stand_ins",
+        "buckets found while training; data dealt out; models that stand for others",
+    ),
+    (
+        "context fusion pieces profiling stopwatch",
+        "whose world this is; in which pieces gradients travel; times, measured",
+    ),
+    ("interfaces", "the seams"),
+    (
+        "instruments lifelines messages network tensors",
+        "what is counted; whose process has ended; clusters and links; buckets",
+    ),
+    (
+        "hooks launchers options python_private ring_sum spec torch_private",
+        "small parts, each for itself",
+    ),
+    ("clipping units", "numbers"),
+    ("errors", "what is raised"),
 ]
+LEVELS = [names.split() for names, _ in reversed(LAYERS)]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 METHODS_MAY_IMPORT = {
     *("errors", "spec", "messages", "interfaces", "tensors", "fusion", "methods"),
 }
+FORBIDDEN_TO_METHODS = {
+    *("torch.distributed", "socket", "time", "os", "random", "threading"),
+}
+PRIVATE_NAMES_LIVE_IN = ("torch_private.py", "python_private.py")
+PUBLIC = ("_exit", "_getframe", "_replace")
+"""Python documents these."""
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def part_of(path):
-    relative = path.relative_to(SOURCE)
-    return relative.parts[0].removesuffix(".py")
+@cache
+def nodes_of(path):
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
+@cache
 def imports_of(path):
     """Every module that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    names = []
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names.append(node.module)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def part_of(path):
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
 def paceline_parts(path):
@@ -57,49 +92,89 @@ def paceline_parts(path):
             yield words[1]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_downwards(path):
-    part = part_of(path)
-    if part in ("__init__", "__main__"):
-        return
-    for imported in paceline_parts(path):
-        assert imported == part or LEVEL_OF[imported] < LEVEL_OF[part], (
-            f"{part} (level {LEVEL_OF[part]}) imports {imported}"
-        )
+def test_every_part_has_a_layer():
+    parts = {part_of(path) for path in FILES} - {"__init__", "__main__"}
+    assert parts == set(LEVEL_OF)
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "methods").rglob("*.py")), ids=str)
-def test_methods_see_their_comm_and_nothing_else(path):
-    assert set(paceline_parts(path)) <= METHODS_MAY_IMPORT
-    forbidden = {"torch.distributed", "socket", "time", "os", "random", "threading"}
-    assert forbidden.isdisjoint(imports_of(path))
+def test_imports_point_downwards():
+    upwards = [
+        f"{path}: {part_of(path)} imports {imported}, which is no layer below it"
+        for path in FILES
+        if part_of(path) not in ("__init__", "__main__")
+        for imported in paceline_parts(path)
+        if imported != part_of(path)
+        and LEVEL_OF[imported] >= LEVEL_OF[part_of(path)]
+    ]
+    assert not upwards
 
 
-def test_private_names_of_torch_live_in_one_file():
-    for path in FILES:
-        if path.name == "torch_private.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            private = isinstance(node, ast.Attribute) and node.attr.startswith("_")
-            if private and not node.attr.endswith("__"):  # __file__ is everybody's
-                root = node.value
-                while isinstance(root, ast.Attribute):
-                    root = root.value
-                is_torch = isinstance(root, ast.Name) and root.id in ("torch", "dist")
-                assert not is_torch, f"{path}:{node.lineno} uses torch's {node.attr}"
-        assert not any(".torch._" in f".{name}" for name in imports_of(path)), path
+def test_the_design_shows_these_layers():
+    table = ["| modules | what |", "|---|---|"]
+    for names, what in LAYERS:
+        table.append(f"| {', '.join(f'`{name}`' for name in names.split())} | {what} |")
+    assert "\n".join(table) in DESIGN.read_text()
+
+
+def test_methods_see_their_comm_and_nothing_else():
+    for path in (path for path in FILES if part_of(path) == "methods"):
+        assert set(paceline_parts(path)) <= METHODS_MAY_IMPORT, path
+        assert FORBIDDEN_TO_METHODS.isdisjoint(imports_of(path)), path
+
+
+@cache
+def foreign_names(path):
+    """What a file calls the modules and objects that it has from elsewhere than here."""
+    names = set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.Import):
+            names |= {(a.asname or a.name).partition(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] != "paceline":
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names - {"paceline"}
+
+
+def root_of(node):
+    """Where a chain of attributes and calls begins."""
+    while isinstance(node, ast.Attribute | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_private_names_of_torch_and_of_python_live_in_their_files():
+    """Also at the end of a chain: ``torchrun.get_args_parser()._actions``."""
+    found = [
+        f"{path}:{node.lineno} uses {node.attr} of {root_of(node)}"
+        for path in FILES
+        if path.name not in PRIVATE_NAMES_LIVE_IN
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.endswith("__")  # __file__ is everybody's
+        and node.attr not in PUBLIC
+        and root_of(node) in foreign_names(path)
+    ]
+    found += [
+        f"{path} imports {name}"
+        for path in FILES
+        if path.name not in PRIVATE_NAMES_LIVE_IN
+        for name in imports_of(path)
+        if ".torch._" in f".{name}"
+    ]
+    assert not found
 
 
 def test_nothing_is_unpickled_from_a_network():
     """torch's object collectives pickle what they send."""
-    for path in FILES:
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute):
-                pickles = node.attr.endswith(("_object", "_object_list"))
-                assert not pickles, f"{path}:{node.lineno} uses {node.attr}"
+    found = [
+        f"{path}:{node.lineno} uses {node.attr}"
+        for path in FILES
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute)
+        and node.attr.endswith(("_object", "_object_list"))
+    ]
+    assert not found
 
 
-def test_every_part_has_a_level():
-    parts = {part_of(path) for path in FILES} - {"__init__", "__main__"}
-    assert parts == set(LEVEL_OF)
+def test_nothing_mocks_but_tests():
+    assert not [path for path in FILES if "unittest.mock" in imports_of(path)]

@@ -1,13 +1,7 @@
 """paceline: data-parallel PyTorch training over slow, shared or uneven networks.
 
-How the layers stack, top to bottom; each imports only what is below it:
-
-    cli, testing                      verbs, and the conformance kit
-    distributing, training, checkpoint, worlds, report
-    collectives                       schedules as data, and the one Comm
-    methods, fusion                   when workers agree; in which pieces gradients travel
-    network                           clusters, links, workloads: described, no I/O
-    interfaces, tensors, instruments, errors, units
+Modules stand in layers, and each imports only what is below it: docs/design.md shows them,
+tests/test_structure.py has the list and holds it.
 
 Each public name is imported when it is first used, so that the command line can answer
 before torch, which takes seconds, is there. No module has a public name's name: importing

@@ -30,14 +30,12 @@ import contextlib
 import ctypes
 import functools
 import logging
-import multiprocessing.util
 import os
 import signal
 import sys
 import threading
 import time
 import traceback as tracebacks
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +45,7 @@ import msgspec
 import torch.distributed as dist
 
 from paceline.errors import PeerLostError
+from paceline.python_private import call_finalizers, end_children
 from paceline.torch_private import forget_default_group
 
 LOST_PEER = (
@@ -183,8 +182,8 @@ def _end_at_once(status: int) -> NoReturn:
     What Python tidies up at exit is tidied up: child processes, temporary folders, logs.
     """
     for tidy_up in (
-        multiprocessing.util._exit_function,  # type: ignore[attr-defined]
-        weakref.finalize._exitfunc,  # type: ignore[attr-defined]
+        end_children,
+        call_finalizers,
         logging.shutdown,
         sys.stdout.flush,
         sys.stderr.flush,

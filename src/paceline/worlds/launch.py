@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.errors import UsageError
 from paceline.options import RunOptions
+from paceline.python_private import options_of
 from paceline.worlds.failures import Failure, summary
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
 
@@ -36,11 +37,7 @@ _PLACEMENT_VARIABLES = tuple(
 
 def torchrun_options() -> dict[str, int]:
     """torchrun's options, and how many values each takes."""
-    return {
-        option: 0 if action.nargs == 0 else 1
-        for action in torchrun.get_args_parser()._actions
-        for option in action.option_strings
-    }
+    return options_of(torchrun.get_args_parser())
 
 
 _SHUTDOWN_SECONDS = 10

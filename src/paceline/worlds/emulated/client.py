@@ -129,11 +129,6 @@ class Client:
         assert isinstance(answer, kind), answer
         return answer, received
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the keeper, and every process that it held, has ended."""
-        return self._guard.poll() is not None
-
     def close(self) -> None:
         """End the keeper and everything it holds; returns when that is gone."""
         self._lost = "the emulated cluster was closed: start another"

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -41,9 +40,8 @@ def patched_process(simulation: Simulation) -> Iterator[None]:
         )
         for target, name, replacement in patches:
             original = getattr(target, name)
-            stack.enter_context(
-                patch.object(target, name, replacement_of(replacement, original))
-            )
+            stack.callback(setattr, target, name, original)
+            setattr(target, name, replacement_of(replacement, original))
         yield
 
 

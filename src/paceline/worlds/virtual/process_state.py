@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
+from paceline.python_private import Environ
 from paceline.worlds.seeding import seed_everything
 
 _overlay = threading.local()
 
 
-class _WorkerEnviron(os._Environ[str]):
+class _WorkerEnviron(Environ[str]):
     """``os.environ`` with the current worker's variables laid over it.
 
     What a worker sets or deletes stays the worker's own, as between processes.

@@ -58,8 +58,7 @@ FEW_ELEMENTS = 2
 BYTES_AN_ELEMENT = 1024 * 1024
 """Of a tensor that stands for a large one: methods that cut tensors can cut it too."""
 MOST_ELEMENTS = 1024
-
-"""What a tensor has that stands for a larger one."""
+"""However large the one is that it stands for."""
 
 
 @dataclass

@@ -1,0 +1,33 @@
+"""Every private name of Python's own library that paceline uses, in one place.
+
+Checked against Python 3.11. (``os._exit`` and ``sys._getframe`` are documented, and public.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing.util
+import os
+import weakref
+
+Environ = os._Environ
+"""The class of ``os.environ``."""
+
+
+def end_children() -> None:
+    """End child processes that `multiprocessing` has started, as Python does at exit."""
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+
+
+def call_finalizers() -> None:
+    """Call what `weakref.finalize` keeps for exit: it removes temporary folders, too."""
+    weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, int]:
+    """A parser's options, and how many values each takes: 0, or 1 and maybe more."""
+    return {
+        option: 0 if action.nargs == 0 else 1
+        for action in parser._actions
+        for option in action.option_strings
+    }
