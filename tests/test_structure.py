@@ -103,8 +103,7 @@ def test_imports_point_downwards():
         for path in FILES
         if part_of(path) not in ("__init__", "__main__")
         for imported in paceline_parts(path)
-        if imported != part_of(path)
-        and LEVEL_OF[imported] >= LEVEL_OF[part_of(path)]
+        if imported != part_of(path) and LEVEL_OF[imported] >= LEVEL_OF[part_of(path)]
     ]
     assert not upwards
 
@@ -129,7 +128,9 @@ def foreign_names(path):
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {(a.asname or a.name).partition(".")[0] for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] != "paceline":
+        elif (
+            isinstance(node, ast.ImportFrom) and node.module.split(".")[0] != "paceline"
+        ):
             names |= {alias.asname or alias.name for alias in node.names}
     return names - {"paceline"}
 

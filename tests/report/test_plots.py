@@ -11,14 +11,9 @@ import matplotlib as mpl
 import pytest
 
 from paceline.errors import UsageError
-from paceline.report.plots import (
-    COLOURS,
-    Curve,
-    curves_of,
-    for_page,
-    looks_of,
-    write_plots,
-)
+from paceline.report.curves import Curve, curves_of
+from paceline.report.pictures import COLOURS, for_page
+from paceline.report.plots import looks_of, write_plots
 from tests.report.cases import Comparison, falling, three, wild
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"

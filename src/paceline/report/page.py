@@ -10,18 +10,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from paceline.errors import UsageError
+from paceline.report.curves import read_steps
 from paceline.report.files import claim, make_folder
-from paceline.report.plots import (
-    COLOURS,
-    GRID,
-    GROUND,
-    INK,
-    Picture,
-    for_page,
-    looks_of,
-    read_steps,
-    write_plots,
-)
+from paceline.report.pictures import COLOURS, GRID, GROUND, INK, Picture, for_page
+from paceline.report.plots import looks_of, write_plots
 from paceline.report.result import Outcome, Result
 from paceline.report.tables import Sheet, sheet
 from paceline.report.variants import Variant

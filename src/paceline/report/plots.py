@@ -1,54 +1,35 @@
 """Pictures of a comparison: where a step's time goes, and each metric against time.
 
-Drawn on matplotlib's own figures and canvases, without pyplot's global state, and always
-in the same bytes from the same data. A variant has the same colour (and marker, for print)
-in all pictures. `for_page` makes a picture's colours the page's own: they follow its light
-and dark schemes.
+Drawn on matplotlib's own figures and canvases, without pyplot's global state. A variant has
+the same colour (and marker, for print) in all pictures.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import re
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import fmean
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import matplotlib as mpl
-import matplotlib.style
-import msgspec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from paceline.errors import UsageError
-from paceline.report.files import claim, make_folder
+from paceline.report.curves import (
+    MOST_POINTS,
+    Curve,
+    curves_of,
+    has_values,
+    thinned,
+)
+from paceline.report.files import make_folder
+from paceline.report.pictures import COLOURS, INK, Picture, house_style, write
 from paceline.report.result import Outcome, Result
 from paceline.report.variants import VariantStep
 from paceline.units import show_seconds
-
-COLOURS = (
-    ("#0072b2", "#56b4f5"),
-    ("#d55e00", "#ff8c42"),
-    ("#009e73", "#2fd6a3"),
-    ("#cc79a7", "#f09ccb"),
-    ("#e69f00", "#ffc53d"),
-    ("#56b4e9", "#b3e0ff"),
-    ("#6b7078", "#b4bac2"),
-)
-"""On light and on dark ground: Okabe and Ito's colours, which people who see fewer colours
-can tell apart, without yellow (too pale on white) and with grey for black."""
-
-INK, GRID, GROUND = "#24292f", "#d8dee4", "#ffffff"
-"""Text and axes, grid lines, and what is below them."""
 
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)))
 _MARKERS = "os^DvPX*<"  # not as many as colours: their pairs do not repeat soon
@@ -57,40 +38,6 @@ _LINE_OF_TEXT = 0.19  # inches
 _LETTERS = 48  # that fit in the width
 _LETTERS_OF_LEGEND = 42  # that fit beside a line's sample
 _MOST_LETTERS = 36  # of a metric's name beside its axis
-_MOST_POINTS = 500  # of a line; more would be a big file of dots
-_MOST = 1e300  # of a value: beyond it axes overflow
-
-_STYLE: dict[str, object] = {
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "figure.facecolor": GROUND,
-    "axes.facecolor": "none",
-    "font.family": ["sans-serif"],
-    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: equal everywhere
-    "font.size": 9.0,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "hatch.linewidth": 1.0,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4.5,
-    "svg.fonttype": "none",  # text stays text: to be searched, copied and read aloud
-    "text.color": INK,
-    "text.parse_math": False,  # names may hold dollar signs
-    "xtick.color": INK,
-    "ytick.color": INK,
-}
-
-
-class Picture(NamedTuple):
-    """A drawn picture: its files' *name*, a *title* and a *caption*, and its SVG text."""
-
-    name: str
-    title: str
-    caption: str
-    svg: str
 
 
 class Look(NamedTuple):
@@ -100,21 +47,6 @@ class Look(NamedTuple):
     colour: str
     dashes: str | tuple[int, tuple[float, ...]]
     marker: str
-
-
-@dataclass
-class Curve:
-    """One variant's values of one metric: *seconds* since training began, and the mean
-    over its workers. NaN: something that is no number was logged there."""
-
-    seconds: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-
-def read_steps(folder: str) -> list[VariantStep]:
-    """The records that `merge_records` left in *folder*."""
-    lines = (Path(folder) / "records.jsonl").read_bytes()
-    return msgspec.json.Decoder(VariantStep).decode_lines(lines)
 
 
 def write_plots(
@@ -130,7 +62,7 @@ def write_plots(
     """
     path = make_folder(folder)
     pictures = []
-    with _style():
+    with house_style():
         results, looks = [], []
         for look, (spec, outcome) in zip(
             looks_of([spec for spec, _ in outcomes]), outcomes, strict=True
@@ -139,13 +71,13 @@ def write_plots(
                 results.append((spec, outcome))
                 looks.append(look)
         figure, caption = draw_time(looks, [result for _, result in results])
-        pictures.append(_write(path, "time-per-step", "Time per step", caption, figure))
+        pictures.append(write(path, "time-per-step", "Time per step", caption, figure))
         world = results[0][1].world
         taken: set[str] = set()
         for metric, curves in curves_of(results, steps).items():
             figure, caption = draw_metric(metric, looks, curves, world)
             name = _file_name(metric, taken)
-            pictures.append(_write(path, name, _plain(metric), caption, figure))
+            pictures.append(write(path, name, _plain(metric), caption, figure))
     return pictures
 
 
@@ -162,57 +94,6 @@ def looks_of(specs: Sequence[str]) -> list[Look]:
 
 
 # ---- what is drawn ----
-
-
-def curves_of(
-    results: Sequence[tuple[str, Result]], steps: Iterable[VariantStep]
-) -> dict[str, list[Curve]]:
-    """For each metric, in the order of first mention, a curve per variant.
-
-    A point is the mean over the workers that logged the metric in a step, at the mean of
-    the step's ends. What is logged after the last step is in no record: where a metric is
-    logged now and then (an accuracy, once an epoch), the last value that rank 0 logged
-    makes one more point, at the end.
-    """
-    points: dict[str, list[dict[int, list[tuple[float, float]]]]] = {}
-    by_spec: dict[str, list[int]] = {}
-    for i, (spec, result) in enumerate(results):
-        by_spec.setdefault(spec, []).append(i)
-        for metric in result.metrics:
-            points.setdefault(metric, [{} for _ in results])
-    ends = [0.0] * len(results)
-    last_of_rank_0: dict[tuple[str, int], float | None] = {}
-    seen: Counter[tuple[str, int, int]] = Counter()
-    for record in steps:
-        # A spec that was given twice has each step twice, in the variants' order.
-        key = (record.variant, record.worker, record.step)
-        variant = by_spec[record.variant][seen[key]]
-        seen[key] += 1
-        ends[variant] = max(ends[variant], record.end_seconds)
-        for metric, value in record.metrics.items():
-            runs = points.setdefault(metric, [{} for _ in results])
-            point = (record.end_seconds, _finite(value))
-            runs[variant].setdefault(record.step, []).append(point)
-            if record.worker == 0:
-                last_of_rank_0[metric, variant] = value
-    curves: dict[str, list[Curve]] = {}
-    for metric, runs in points.items():
-        curves[metric] = []
-        for variant, (_, result) in enumerate(results):
-            curve = Curve()
-            for _, values in sorted(runs[variant].items()):
-                curve.seconds.append(fmean(second for second, _ in values))
-                curve.values.append(fmean(value for _, value in values))
-            if (
-                metric in result.metrics
-                and 2 * len(curve.values) <= result.steps
-                and last_of_rank_0.get((metric, variant), math.nan)
-                != result.metrics[metric]
-            ):
-                curve.seconds.append(ends[variant])
-                curve.values.append(_finite(result.metrics[metric]))
-            curves[metric].append(curve)
-    return curves
 
 
 def draw_time(looks: Sequence[Look], results: Sequence[Result]) -> tuple[Figure, str]:
@@ -293,9 +174,9 @@ def draw_metric(
     metric: str, looks: Sequence[Look], curves: Sequence[Curve], world: str
 ) -> tuple[Figure, str]:
     """A line per variant against the time since training began; and a caption."""
-    drawn = [_thinned(curve) for curve in curves]
+    drawn = [thinned(curve) for curve in curves]
     labels = [
-        look.label if _has_values(c) else f"{look.label} (no finite value)"
+        look.label if has_values(c) else f"{look.label} (no finite value)"
         for look, c in zip(looks, curves, strict=True)
     ]
     wrapped = ["\n".join(_wrapped(label, _LETTERS_OF_LEGEND)) for label in labels]
@@ -337,16 +218,12 @@ def draw_metric(
     figure.legend(handles=handles, loc="outside lower left", ncols=columns)
     caption = "Each value is the mean over the workers that logged it in that step."
     if drawn != list(curves):
-        caption += f" Lines of over {_MOST_POINTS} steps: means of neighbouring ones."
+        caption += f" Lines of over {MOST_POINTS} steps: means of neighbouring ones."
     return figure, caption
 
 
 def _say(axes: Axes, text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center")
-
-
-def _has_values(curve: Curve) -> bool:
-    return any(math.isfinite(value) for value in curve.values)
 
 
 def _marked(curve: Curve, place: int) -> list[int]:
@@ -364,23 +241,6 @@ def _marked(curve: Curve, place: int) -> list[int]:
     return sorted(some | alone)
 
 
-def _thinned(curve: Curve) -> Curve:
-    """*curve*, or means of neighbouring points where there are too many to draw."""
-    width = -(-len(curve.values) // _MOST_POINTS)
-    if width <= 1:
-        return curve
-    parts = [slice(i, i + width) for i in range(0, len(curve.values), width)]
-    return Curve(
-        [fmean(curve.seconds[part]) for part in parts],
-        [fmean(curve.values[part]) for part in parts],
-    )
-
-
-def _finite(value: float | None) -> float:
-    """*value*, or NaN: JSON has null for what is not finite, and axes have no room."""
-    return math.nan if value is None or not abs(value) < _MOST else value
-
-
 def _shown(seconds: float | None) -> float:
     return 0.0 if seconds is None else max(0.0, seconds)
 
@@ -391,11 +251,6 @@ def _unit(most: float) -> tuple[float, str]:
         if most >= size:
             return 1 / size, name
     return 1.0, "s"
-
-
-def _plain(text: str) -> str:
-    """*text* without what XML forbids or a line cannot show."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -415,38 +270,9 @@ def _shortened(text: str) -> str:
     return _plain(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…")
 
 
-# ---- files ----
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    """matplotlib's defaults and ours, whatever the user's own settings are."""
-    # Letters that the font lacks are left to the browser; matplotlib warns of each.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        with matplotlib.style.context(["default", _STYLE]):
-            yield
-
-
-def _write(
-    folder: Path, name: str, title: str, caption: str, figure: Figure
-) -> Picture:
-    """Leave *figure* in *folder*, twice."""
-    svg, png = io.StringIO(), io.BytesIO()
-    # The salt makes ids that are the same in every run and differ between pictures.
-    with mpl.rc_context({"svg.hashsalt": name, "svg.id": name}):
-        # No date, and no creator: equal data make equal files.
-        none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(svg, format="svg", metadata={"Title": title, **none})
-    figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
-    text = _simplified(svg.getvalue())
-    claim(str(folder), f"{name}.svg", f"{name}.png")
-    try:
-        (folder / f"{name}.svg").write_text(text, encoding="utf-8")
-        (folder / f"{name}.png").write_bytes(png.getvalue())
-    except OSError as error:
-        raise UsageError(f"cannot write plots to {folder}: {error}") from error
-    return Picture(name, title, caption, text)
+def _plain(text: str) -> str:
+    """*text* without what XML forbids or a line cannot show."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _file_name(metric: str, taken: set[str]) -> str:
@@ -458,28 +284,3 @@ def _file_name(metric: str, taken: set[str]) -> str:
         name = f"{stem}-{number}"
     taken.add(name.lower())
     return name
-
-
-def _simplified(svg: str) -> str:
-    """Without the document type and the metadata, which name addresses."""
-    svg = re.sub(r"<!DOCTYPE[^>]*>\n?", "", svg)
-    return re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-
-
-def for_page(picture: Picture) -> str:
-    """A picture's SVG to stand in a page: colours are the page's variables ``--ink``,
-    ``--grid`` and ``--variant-0`` to 6, ids are the picture's own, the ground is open."""
-    svg = picture.svg[picture.svg.index("<svg") :]
-    svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>{picture.name}-", svg)
-    svg = re.sub(r'(fill|stroke)="(#[0-9a-f]{6})"', r'style="\1: \2"', svg)
-    head, rest = svg.split(">", 1)
-    head = re.sub(r'\s(width|height)="[^"]*"', "", head)  # as wide as there is room
-    svg = f'{head} role="img">{rest}'
-    names = {INK: "var(--ink)", GRID: "var(--grid)", GROUND: "none"}
-    names |= {light: f"var(--variant-{i})" for i, (light, _) in enumerate(COLOURS)}
-    return re.sub(
-        r"\b(fill|stroke): (#[0-9a-f]{6})",
-        lambda found: f"{found[1]}: {names.get(found[2], found[2])}",
-        svg,
-    )
