@@ -22,7 +22,7 @@ from paceline.worlds.own_processes import STARTERS, refuse
 from paceline.worlds.virtual.backend import BACKEND
 
 if TYPE_CHECKING:
-    from paceline.worlds.virtual.world import Simulation
+    from paceline.worlds.virtual.simulation import Simulation
 
 
 @contextmanager

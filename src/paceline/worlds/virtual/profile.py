@@ -16,7 +16,7 @@ from paceline.network.workload import Workload
 from paceline.options import RunOptions
 from paceline.worlds.virtual.inputs import Shapes
 from paceline.worlds.virtual.script import run_script
-from paceline.worlds.virtual.world import Simulation
+from paceline.worlds.virtual.simulation import Simulation
 
 PROFILED_STEPS = 7
 MAX_WORKERS = 32

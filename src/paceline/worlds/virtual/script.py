@@ -9,7 +9,7 @@ from types import ModuleType
 
 from paceline.errors import UsageError
 from paceline.report.result import Result, Summary
-from paceline.worlds.virtual.world import Simulation, SimulationResult
+from paceline.worlds.virtual.simulation import Simulation, SimulationResult
 
 
 def run_script(

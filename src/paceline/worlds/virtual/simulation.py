@@ -1,0 +1,256 @@
+"""A simulation: a script run once per worker, in one process, on a virtual clock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.context import enter_world_in_this_thread
+from paceline.errors import UsageError
+from paceline.instruments import Journal, Kept, Span
+from paceline.interfaces import ServerJob
+from paceline.network.cluster import Cluster
+from paceline.options import RunOptions
+from paceline.profiling import Profiler
+from paceline.torch_private import (
+    GLOO_LANES,
+    group_id_of,
+    load_lazy_modules,
+    local_store,
+    process_groups_per_thread,
+    register_python_backend,
+)
+from paceline.worlds.virtual.backend import BACKEND, VirtualProcessGroup
+from paceline.worlds.virtual.clock import Clock, Worker
+from paceline.worlds.virtual.communicator import Communicator
+from paceline.worlds.virtual.compute import ComputeModel
+from paceline.worlds.virtual.conditions import Conditions
+from paceline.worlds.virtual.inputs import SeenInputs
+from paceline.worlds.virtual.links import Links
+from paceline.worlds.virtual.mailbox import Mailbox
+from paceline.worlds.virtual.output import Shown, speak_as, workers_output
+from paceline.worlds.virtual.patches import patched_process
+from paceline.worlds.virtual.process_state import (
+    EnvironmentOverlay,
+    MainModules,
+    RandomStates,
+    thread_count_kept,
+)
+from paceline.worlds.virtual.servers import VirtualServer, make_servers, rates_of
+from paceline.worlds.virtual.watchdog import Watchdog
+from paceline.worlds.virtual.world import VirtualWorld, place_of
+
+
+@dataclass
+class SimulationResult:
+    """What a simulation gives back: each worker's journal, and how many times the baton
+    changed hands. *kept*: each worker's records, and *spans*: those of collectives, where a
+    trace was asked for. *profilers*: worker 0's, one per model, where asked for, and of
+    each what *inputs* it was given."""
+
+    journals: list[Journal] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    virtual_seconds: float = 0.0
+    switches: int = 0
+    paced_by_script: bool = False
+    stand_in: bool = False
+    profilers: list[Profiler] = field(default_factory=list)
+    inputs: list[SeenInputs] = field(default_factory=list)
+
+
+class Simulation:
+    """Runs one body per worker of *cluster*, in virtual time.
+
+    *play*: play ring collectives message by message too, instead of pricing them.
+    *lanes*: collectives that a communicator moves at a time. *trace*: keep spans.
+    *profile*: measure what worker 0 really computes, and charge nothing.
+    *patience*: real seconds without any progress after which the process is given up.
+    *look*: called now and then, on the calling thread, with the virtual time. *output*:
+    whose prints are shown, see `output`; None: everybody's, as they are.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        options: RunOptions | None = None,
+        compute: ComputeModel | None = None,
+        play: bool = False,
+        lanes: int = GLOO_LANES,
+        trace: bool = False,
+        profile: bool = False,
+        patience: float = 20.0,
+        look: Callable[[float], None] = lambda seconds: None,
+        output: Shown | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.options = options or RunOptions()
+        self.compute_model = compute or ComputeModel(seed=self.options.seed or 0)
+        self.result = SimulationResult()
+        self._play = play
+        self._output = output
+        self._lanes = lanes
+        self.trace = trace
+        self.profile = profile
+        self._watchdog = partial(Watchdog, patience=patience, look=look)
+        self._random = RandomStates(self.options.seed or 0)
+        self.mains = MainModules()
+        self.speeds = cluster.speeds
+        self._hosts = [cluster.host_of(worker) for worker in range(cluster.workers)]
+        self.clock = Clock(cluster.workers, self._resumed)
+        self.links = Links(self.clock, cluster)
+        self.conditions = Conditions(
+            cluster.rules, self.clock, self.links, self.observe
+        )
+        self._worlds = [VirtualWorld(self, rank) for rank in range(cluster.workers)]
+        self._communicators: dict[tuple[str, tuple[int, ...], int], Any] = {}
+        self._made: dict[tuple[int, str, tuple[int, ...]], int] = {}
+        self._names: set[str] = set()
+        self._store = local_store()
+        self._servers: dict[int, list[VirtualServer]] = {}
+        self.server_rates = rates_of(self.compute_model.workload)
+
+    def servers_of(self, job: ServerJob) -> list[VirtualServer]:
+        """The servers of one training: made when its first worker asks."""
+        if job.training not in self._servers:
+            self._servers[job.training] = make_servers(
+                job, self.cluster, self.clock, self.links, self.server_rates
+            )
+        return self._servers[job.training]
+
+    def observe(self, span: Span) -> None:
+        """Keep a span for the trace."""
+        if self.trace:
+            self.result.spans.append(span)
+
+    def run(self, body: Callable[[int], object]) -> SimulationResult:
+        """Run ``body(rank)`` on every worker; raises the first failure.
+
+        `WorkerFailedError` names the worker whose body raised; `DeadlockError` says who
+        waits for what; `CollectiveMismatchError` names the two calls that differ.
+        """
+        if self.clock.switches:
+            raise UsageError("a Simulation runs once: make another one")
+        register_python_backend(BACKEND, _create_group)
+        load_lazy_modules()
+        bodies = [
+            partial(self._worker_main, rank, body) for rank in range(len(self._worlds))
+        ]
+        watchdog = self._watchdog(self.clock)
+        with (
+            process_groups_per_thread(),
+            thread_count_kept(),
+            EnvironmentOverlay(),
+            self._random,
+            self.mains,
+            patched_process(self),
+            workers_output(self._output),
+        ):
+            self.clock.run(bodies, watchdog.watch)
+        self.result.journals = [world.journal for world in self._worlds]
+        self.result.virtual_seconds = max(w.time for w in self.clock.workers)
+        self.result.switches = self.clock.switches
+        self.result.paced_by_script = any(
+            world.paced_by_script for world in self._worlds
+        )
+        self.result.stand_in = self._worlds[0].stand_in
+        return self.result
+
+    def init_process_group(self, init: Callable[..., None], **arguments: Any) -> None:
+        """torch's own, for the calling worker, over the virtual backend."""
+        rank = self.clock.current.rank
+        for key, ours in (("rank", rank), ("world_size", len(self._worlds))):
+            theirs = arguments.pop(key, -1)
+            if theirs not in (-1, None, ours):
+                raise UsageError(
+                    f"init_process_group({key}={theirs}): this is worker {rank} of "
+                    f"{len(self._worlds)} in the virtual world"
+                )
+        keep = {k: arguments[k] for k in ("timeout",) if k in arguments}
+        init(
+            BACKEND,
+            store=self._store,
+            rank=rank,
+            world_size=len(self._worlds),
+            **keep,
+        )
+
+    def process_group(self, group_id: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The calling worker's end of the group with this name and these members."""
+        rank = self.clock.current.rank
+        members = tuple(ranks) or tuple(range(len(self._worlds)))
+        # A name can return after its group was destroyed: the n-th time that a worker
+        # makes a group is the n-th time for every other member.
+        times = self._made.get((rank, group_id, members), 0)
+        self._made[rank, group_id, members] = times + 1
+        key = (group_id, members, times)
+        if key not in self._communicators:
+            # paceline's own groups have names that tell more than "all workers".
+            whole = len(members) == len(self._worlds) and "channel" not in group_id
+            name = "world" if whole else group_id
+            if name in self._names:
+                name = f"{name} {len(self._communicators)}"
+            self._names.add(name)
+            communicator = Communicator(
+                name,
+                members,
+                self.clock,
+                self.links,
+                lanes=self._lanes,
+                play=self._play,
+                observe=self.observe,
+            )
+            self._communicators[key] = communicator, Mailbox(communicator)
+        communicator, mailbox = self._communicators[key]
+        return VirtualProcessGroup(members.index(rank), communicator, mailbox)
+
+    def _worker_main(self, rank: int, body: Callable[[int], object]) -> None:
+        world = self._worlds[rank]
+        enter_world_in_this_thread(world)
+        _of_thread.simulation = self
+        speak_as(rank)
+        EnvironmentOverlay.set_for_this_thread(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world.size),
+                **place_of(rank, self._hosts, torch.cuda.device_count()),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29500",
+                "TORCH_DIST_INIT_BARRIER": "0",  # would wait in a store, outside the clock
+                "TORCHELASTIC_RUN_ID": "virtual",
+            }
+        )
+        torch.set_num_threads(1)
+        # CPU and CUDA backward passes run on the calling thread, hooks included: the
+        # engine's own threads would not hold the baton.
+        with torch.autograd.set_multithreading_enabled(False):
+            try:
+                body(rank)
+            except SystemExit as error:
+                if error.code not in (None, 0):
+                    raise UsageError(
+                        f"the script ended with exit status {error.code!r}"
+                    ) from error
+            world.exit()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _resumed(self, worker: Worker) -> None:
+        self._random.hand_to(worker.rank)
+        self.mains.hand_to(worker.rank)
+
+
+_of_thread = threading.local()
+
+
+def _create_group(options: Any, _: Any) -> dist.ProcessGroup:
+    simulation: Simulation = _of_thread.simulation
+    ranks = list(options.global_ranks_in_group)
+    return simulation.process_group(group_id_of(options), ranks)
