@@ -39,10 +39,10 @@ def job():
             stack.callback(rank.close)
         shell = stack.enter_context(running(Adder(1), workers=1))
         server = stack.enter_context(contextlib.closing(connect(shell)))
-        while len(hub._pieces) < 2:
+        while len(list(hub._callers)) < 2:
             hub._thread.join(0.01)
-        watched = [rank._socket for rank in ranks] + list(hub._pieces)
-        watched += [server._liveness, *shell._attendance._owners]
+        watched = [rank._socket for rank in ranks] + list(hub._callers)
+        watched += [server._liveness, *shell._sessions._owners]
         alone = [hub._listener, hub._wake, hub._waker]
         yield watched, alone, server._channels[""].socket
 

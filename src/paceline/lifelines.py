@@ -30,6 +30,7 @@ import math
 import os
 import socket
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from paceline.options import seconds_from
@@ -89,6 +90,81 @@ def how_it_ended(error: OSError | None) -> str:
             f"({UNREACHABLE_VARIABLE} says how long that may be)"
         )
     return "died: its connection closed without a goodbye"
+
+
+class Said(NamedTuple):
+    """What was read from a connection: whole *lines*, and whether it is *over*: closed, lost
+    with this *error*, or with a line that does not end."""
+
+    lines: Sequence[bytes] = ()
+    over: bool = False
+    error: OSError | None = None
+
+
+class Callers:
+    """The other ends of idle connections, as whoever accepts these knows them.
+
+    A caller is a stranger until `know`. What is kept of strangers is bounded: *strangers* of
+    them, the oldest of whom goes for the next, and *line_bytes* of each.
+    """
+
+    def __init__(self, strangers: int, line_bytes: int) -> None:
+        self._strangers, self._line_bytes = strangers, line_bytes
+        self._begun: dict[socket.socket, bytes] = {}
+        """By connection: what it has said of a line that has not ended yet."""
+        self._known: set[socket.socket] = set()
+
+    def accept(
+        self, listener: socket.socket, show_out: Callable[[socket.socket], None]
+    ) -> socket.socket | None:
+        """Take the next connection; None if it is gone again. In a crowd of strangers
+        *show_out* is to close one first."""
+        try:
+            peer, _ = listener.accept()
+            peer.setblocking(False)
+            watch(peer)
+        except OSError:
+            return None
+        strangers = [caller for caller in self._begun if caller not in self._known]
+        if len(strangers) >= self._strangers:
+            show_out(strangers[0])  # it has had its time
+        self._begun[peer] = b""
+        return peer
+
+    def know(self, peer: socket.socket) -> None:
+        """It has shown who it is."""
+        self._known.add(peer)
+
+    def read(self, peer: socket.socket) -> Said:
+        """What a connection says, once something is there."""
+        try:
+            data = peer.recv(self._line_bytes)
+        except BlockingIOError:
+            return Said()
+        except OSError as error:
+            return Said(over=True, error=error)
+        *lines, begun = (self._begun[peer] + data).split(b"\n")
+        self._begun[peer] = begun
+        return Said(lines, over=not data or len(begun) > self._line_bytes)
+
+    def close(self, peer: socket.socket) -> None:
+        """Close one connection."""
+        self._known.discard(peer)
+        del self._begun[peer]
+        peer.close()
+
+    def close_all(self) -> None:
+        """Close what is open."""
+        for peer in list(self):
+            self.close(peer)
+
+    def __contains__(self, peer: socket.socket) -> bool:
+        """Whether it is open."""
+        return peer in self._begun
+
+    def __iter__(self) -> Iterator[socket.socket]:
+        """Connections that are open, the oldest first."""
+        return iter(self._begun)
 
 
 def close_in_children(end: socket.socket | io.BufferedWriter) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from paceline.worlds.handover import Board
-from paceline.worlds.liveness import LINE_BYTES, Liveness, News
+from paceline.worlds.hub import LINE_BYTES, News
+from paceline.worlds.liveness import Liveness
 from tests.real.helpers import DictStore
 
 SCRIPT = Path(__file__).parent / "scripts" / "dies.py"

@@ -127,7 +127,7 @@ def rogues(rng, shell, incarnation):
 
 def not_even_zeromq(rng, shell):
     """Bytes at both ports."""
-    for port in (shell.port, shell._attendance.port):
+    for port in (shell.port, shell._sessions.port):
         for _ in range(3):
             with (
                 socket.create_connection(("127.0.0.1", port), 20) as connection,

@@ -7,7 +7,7 @@ let a connection in, the liveness listener and its connections, the server's own
 and the end of the parent's pipe. It never waits for one peer: what is sent goes into
 ZeroMQ's queues, whose length is bounded.
 
-Who is here, and who is lost, is known by connections: see `attendance`. A connection that
+Who is here, and who is lost, is known by connections: see `sessions`. A connection that
 breaks is a lost peer at both ends; nothing is sent twice. Each loss of a worker is told to
 `Server.on_lost`.
 
@@ -33,10 +33,10 @@ from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender, Server
 from paceline.messages import Join, Leave, Refused
 from paceline.server import payloads, wire
-from paceline.server.attendance import Attendance, Connection, Presence
+from paceline.server.poll_loop import PollLoop
 from paceline.server.security import JUDGE_ADDRESS, Security, choose
+from paceline.server.sessions import Connection, Session, Sessions
 from paceline.server.shared_memory import ServerMemory
-from paceline.server.sources import Sources
 from paceline.server.wire import RefusalError
 
 LINGER_SECONDS = 2.0
@@ -82,8 +82,8 @@ class Shell:
         self._outbox: deque[Answer] = deque()
         self._delivering = False
         self._stopped = False
-        self._sources = Sources()
-        self._attendance = Attendance(workers, token, max_payload_bytes, self._sources)
+        self._loop = PollLoop()
+        self._sessions = Sessions(workers, token, max_payload_bytes, self._loop)
         self._memory = ServerMemory()
         self._context = zmq.Context(io_threads=1)
         self._router = self._context.socket(zmq.ROUTER)
@@ -115,10 +115,10 @@ class Shell:
         router.bind(wire.endpoint(address, port or "*"))
         bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(bound.rpartition(":")[2])
-        listener = self._attendance.listen(address)
-        self._sources.watch(router, self._read_messages)
-        self._sources.watch(self._judge, self._read_questions)
-        self._sources.watch(listener, self._accept)
+        listener = self._sessions.listen(address)
+        self._loop.watch(router, self._read_messages)
+        self._loop.watch(self._judge, self._read_questions)
+        self._loop.watch(listener, self._accept)
 
     # ---- the loop ----
 
@@ -132,10 +132,10 @@ class Shell:
         *on_done* is told. Raises what the server raises, and nothing that a peer could
         cause."""
         if stop is not None:
-            self._sources.watch(stop, lambda: self._read_stop(stop, on_done))
+            self._loop.watch(stop, lambda: self._read_stop(stop, on_done))
         try:
-            while not self._stopped and not self._attendance.all_have_departed:
-                self._sources.handle(self._patience())
+            while not self._stopped and not self._sessions.all_have_departed:
+                self._loop.handle(self._patience())
                 deadline = self._server.next_deadline()
                 if deadline is not None and self._now() >= deadline:
                     self._deliver(self._server.on_timer(self._now()))
@@ -145,8 +145,8 @@ class Shell:
     def close(self) -> None:
         """Let go of all sockets and memory; the last answers have `LINGER_SECONDS` to leave."""
         self._memory.close()
-        self._attendance.close()
-        self._sources.let_go()
+        self._sessions.close()
+        self._loop.let_go()
         self._judge.close()
         self._router.close()
         self._context.term()
@@ -179,12 +179,12 @@ class Shell:
                 identity = self._router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            connection = self._attendance.connection_of(identity)
+            connection = self._sessions.connection_of(identity)
             try:
                 header = self._router.recv(zmq.NOBLOCK)
                 if connection is None:
                     hello = wire.decode_hello(header)
-                    self._say(identity, self._attendance.greet(identity, hello))
+                    self._say(identity, self._sessions.greet(identity, hello))
                 else:
                     self._hear(connection, wire.decode_from_worker(header))
             except RefusalError as refusal:
@@ -199,11 +199,11 @@ class Shell:
         elif isinstance(words, wire.Share):
             self._share_memory(connection, words)
         elif isinstance(words, wire.Reads):
-            if connection.presence.shared is not None:
-                connection.presence.shared.reads = True
+            if connection.session.shared is not None:
+                connection.session.shared.reads = True
         elif isinstance(words, wire.Bye):
             self._say(connection.identity, wire.Farewell())
-            self._attendance.leave(connection, self._report)
+            self._sessions.leave(connection, self._report)
         else:
             raise RefusalError("order", "a second hello", fatal=True)
 
@@ -211,10 +211,10 @@ class Shell:
         self, connection: Connection, words: wire.Begin | wire.More
     ) -> list[Answer]:
         """A request, or a further part of it, has come in."""
-        presence = connection.presence
-        if not presence.is_admitted:
+        session = connection.session
+        if not session.is_admitted:
             raise RefusalError("order", "a request before the ticket", fatal=True)
-        chunk = payloads.Chunk(self._router, words.slot, presence.shared)
+        chunk = payloads.Chunk(self._router, words.slot, session.shared)
         try:
             complete = connection.inbox.take(words, chunk)
         finally:
@@ -223,10 +223,10 @@ class Shell:
             return []
         begun, payload = complete
         if isinstance(begun.message, Join | Leave):
-            presence.takes_part = isinstance(begun.message, Join)
+            session.takes_part = isinstance(begun.message, Join)
         sender = Sender(
-            presence.worker,
-            presence.incarnation,
+            session.worker,
+            session.incarnation,
             connection.channel,
             begun.number,
             begun.received,
@@ -235,12 +235,12 @@ class Shell:
 
     def _share_memory(self, connection: Connection, offer: wire.Share) -> None:
         """A worker of this machine, as it seems, offers memory."""
-        presence = connection.presence
-        if not presence.is_admitted or presence.shared is not None:
+        session = connection.session
+        if not session.is_admitted or session.shared is not None:
             reason = "memory before the ticket, or a second time"
             raise RefusalError("order", reason, fatal=True)
-        presence.shared = self._memory.share(offer.memory)
-        place = None if presence.shared is None else presence.shared.place
+        session.shared = self._memory.share(offer.memory)
+        place = None if session.shared is None else session.shared.place
         self._say(connection.identity, wire.Shared(place))
 
     # ---- refusals ----
@@ -255,7 +255,7 @@ class Shell:
             return
         if refusal.fatal:
             self._say(identity, wire.Rejected(str(refusal)))
-            self._attendance.lose(connection.presence, self._report)
+            self._sessions.lose(connection.session, self._report)
             return
         number = connection.inbox.abandon()
         self._say(identity, wire.Answered(number, Refused(reason=str(refusal))))
@@ -287,19 +287,19 @@ class Shell:
             self._memory.batch_ended()
 
     def _send(self, answer: Answer) -> None:
-        connection = self._attendance.connection_to(answer.to)
+        connection = self._sessions.connection_to(answer.to)
         if connection is None:
             return  # lost or gone meanwhile
-        presence = connection.presence
+        session = connection.session
         worker, number = answer.to.worker, answer.to.number
         connection.inbox.answered(number)
         dtype, elements = payloads.described(answer.payload)
         first = wire.Answered(number, answer.message, dtype, elements)
-        shared = presence.shared
+        shared = session.shared
         for words, chunk in payloads.messages(first, answer.payload, shared):
             if not self._put(connection.identity, words, chunk):
                 self._count("unread", f"worker {worker} does not take its answers")
-                self._attendance.lose(presence, self._report)
+                self._sessions.lose(session, self._report)
                 return
 
     def _say(self, identity: bytes, words: msgspec.Struct) -> None:
@@ -325,17 +325,17 @@ class Shell:
     # ---- liveness ----
 
     def _accept(self) -> None:
-        self._attendance.accept(self._read_liveness)
+        self._sessions.accept(self._read_liveness)
 
     def _read_liveness(self, peer: socket.socket) -> None:
         try:
-            self._attendance.read(peer, self._report)
+            self._sessions.read(peer, self._report)
         except RefusalError as refusal:
             # Counted first: whoever sees the connection end finds it counted.
             self._count(refusal.kind, str(refusal))
-            self._attendance.show_out(peer)
+            self._sessions.show_out(peer)
 
-    def _report(self, lost: Presence) -> None:
+    def _report(self, lost: Session) -> None:
         """The server is told, which may bring answers to others."""
         worker, incarnation = lost.worker, lost.incarnation
         self._deliver(self._server.on_lost(worker, incarnation, self._now()))

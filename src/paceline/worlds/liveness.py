@@ -21,47 +21,22 @@ whoever reads the network between machines has it.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
-import selectors
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from paceline import lifelines
 from paceline.errors import UsageError
 from paceline.worlds import addresses
-from paceline.worlds.handover import Address, Board, Store
+from paceline.worlds.handover import Board, Store
+from paceline.worlds.hub import GRACE_SECONDS, KEY, Hello, Hub, News, line_of, make_hub
 
-GRACE_SECONDS = 3.0
-"""How long a survivor may take to end by itself."""
 CONNECT_SECONDS = 30.0
-LINE_BYTES = 4096
 FAULT_CHARACTERS = 500
-
-_KEY = "paceline/liveness"
-
-
-class Hello(msgspec.Struct, kw_only=True):
-    """A rank introduces itself."""
-
-    token: str
-    rank: int
-    host: str
-    process: int
-
-
-class News(msgspec.Struct, kw_only=True):
-    """How a rank ended: well (no *fault*), or how not. With *training*, it is only that
-    training which has ended for it."""
-
-    rank: int
-    fault: str | None = None
-    training: int | None = None
 
 
 class Liveness:
@@ -86,9 +61,9 @@ class Liveness:
         self._hub: Hub | None = None
         self._board = Board(store, size)
         if rank == 0:
-            self._hub = _make_hub(size, self._board)
+            self._hub = make_hub(size, self._board)
         try:
-            address = self._board.read(_KEY)
+            address = self._board.read(KEY)
         except UsageError as error:
             self._goes_unwatched(f"cannot learn where rank 0 watches: {error}")
             return
@@ -150,7 +125,7 @@ class Liveness:
         self._board.close()
 
     def _say(self, words: msgspec.Struct) -> None:
-        self._socket.sendall(_line(words))
+        self._socket.sendall(line_of(words))
 
     def _listen(self) -> None:
         with self._socket:
@@ -183,154 +158,9 @@ class Liveness:
             self._lost(sentence)
 
 
-class Hub:
-    """Rank 0's side: hears from all ranks, and passes the first bad news on to all."""
-
-    def __init__(self, size: int, meeting: addresses.Meeting, board: Board) -> None:
-        self._size = size
-        self._token = board.new_token()
-        self._listener = socket.create_server(
-            (meeting.bind, 0),
-            family=addresses.family_of(meeting.bind),
-            backlog=min(size, 1024),
-        )
-        self._listener.setblocking(False)
-        self._ranks: dict[socket.socket, Hello] = {}
-        self._known: set[socket.socket] = set()  # said hello, and maybe goodbye
-        self._pieces: dict[socket.socket, bytes] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._wake, waker = socket.socketpair()
-        self._waker = waker
-        self._selector.register(waker, selectors.EVENT_READ)
-        for end in (self._listener, self._wake, waker):
-            lifelines.close_in_children(end)
-        port = self._listener.getsockname()[1]
-        board.post(_KEY, Address(host=meeting.publish, port=port, token=self._token))
-        self._thread = threading.Thread(
-            target=self._serve, name="paceline liveness hub", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """Rank 0 ends: whoever is still connected is told that this is well."""
-        self._wake.close()
-        self._thread.join(timeout=GRACE_SECONDS)
-
-    def _serve(self) -> None:
-        try:
-            self._serve_until_closed()
-        finally:
-            self._selector.close()
-            for connection in (self._listener, self._waker, *self._pieces):
-                connection.close()
-
-    def _serve_until_closed(self) -> None:
-        closing = False
-        while True:
-            # Once told to close, hear what has come already: bad news goes first.
-            events = self._selector.select(0 if closing else None)
-            if closing and not events:
-                self._tell_all(News(rank=0))
-                return
-            for key, _ in events:
-                peer: Any = key.fileobj
-                if peer is self._waker:
-                    self._selector.unregister(peer)
-                    closing = True
-                elif peer is self._listener:
-                    self._accept()
-                elif peer in self._pieces:  # not dropped by an event before this one
-                    self._read(peer)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            peer, _ = self._listener.accept()
-            strangers = [p for p in self._pieces if p not in self._known]
-            if (
-                len(strangers) >= self._size + 16
-            ):  # a crowd: the oldest has had its time
-                self._drop(strangers[0])
-            peer.setblocking(False)
-            lifelines.watch(peer)
-            self._pieces[peer] = b""
-            self._selector.register(peer, selectors.EVENT_READ)
-
-    def _read(self, peer: socket.socket) -> None:
-        try:
-            data = peer.recv(LINE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._lose(peer, error)
-            return
-        if not data:
-            self._lose(peer)
-            return
-        *lines, rest = (self._pieces[peer] + data).split(b"\n")
-        self._pieces[peer] = rest
-        try:
-            if len(rest) > LINE_BYTES:
-                raise msgspec.ValidationError("a line without an end")
-            for line in lines:
-                self._hear(peer, line)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            self._lose(peer)  # not one of ours, or no longer
-
-    def _hear(self, peer: socket.socket, line: bytes) -> None:
-        if peer not in self._ranks:
-            hello = msgspec.json.decode(line, type=Hello)
-            known = hmac.compare_digest(hello.token.encode(), self._token.encode())
-            if not (known and 0 <= hello.rank < self._size):
-                raise msgspec.ValidationError("a wrong token")
-            self._ranks[peer] = hello
-            self._known.add(peer)
-            return
-        news = msgspec.json.decode(line, type=News)
-        hello = self._ranks.pop(peer)
-        if news.fault is not None:
-            words = News(rank=hello.rank, fault=news.fault, training=news.training)
-            self._tell_all(words)
-        if news.training is not None:
-            self._ranks[peer] = hello  # it goes on, and may end otherwise
-
-    def _lose(self, peer: socket.socket, error: OSError | None = None) -> None:
-        hello = self._ranks.pop(peer, None)
-        self._drop(peer)
-        if hello is not None:
-            where = f"(host {hello.host}, process {hello.process})"
-            fault = f"{where} {lifelines.how_it_ended(error)}"
-            self._tell_all(News(rank=hello.rank, fault=fault))
-
-    def _drop(self, peer: socket.socket) -> None:
-        self._selector.unregister(peer)
-        self._pieces.pop(peer, None)
-        self._known.discard(peer)
-        peer.close()
-
-    def _tell_all(self, news: News) -> None:
-        for peer in list(self._ranks):
-            with contextlib.suppress(OSError):
-                peer.send(_line(news))  # fits into an idle connection's buffer
-
-
-def _make_hub(size: int, board: Board) -> Hub | None:
-    try:
-        return Hub(size, addresses.at_master(size), board)
-    except OSError as error:
-        address = os.environ.get("MASTER_ADDR", addresses.LOOPBACK)
-        fault = f"rank 0 cannot listen on MASTER_ADDR {address}: {error}"
-        board.post(_KEY, Address(fault=fault))
-        return None
-
-
 def end_after_grace(rank: int, sentence: str, said: threading.Event) -> None:
     """What a real worker does with bad news: say it, wait a little, and end."""
     print(f"paceline: {sentence}; rank {rank} ends too", file=sys.stderr, flush=True)
     said.set()
     threading.Event().wait(GRACE_SECONDS)
     os._exit(1)
-
-
-def _line(words: msgspec.Struct) -> bytes:
-    return msgspec.json.encode(words) + b"\n"

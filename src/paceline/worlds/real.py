@@ -27,7 +27,8 @@ from paceline.report.result import Result, Summary, exchange_summaries
 from paceline.stopwatch import CudaStopwatch, HostStopwatch
 from paceline.torch_private import default_store, local_store
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
-from paceline.worlds.liveness import GRACE_SECONDS, Liveness, end_after_grace
+from paceline.worlds.hub import GRACE_SECONDS
+from paceline.worlds.liveness import Liveness, end_after_grace
 from paceline.worlds.pacing import PacedCompute
 from paceline.worlds.servers import PROGRESS_VARIABLE, SURVIVE_VARIABLE, RealServers
 

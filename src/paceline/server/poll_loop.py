@@ -1,4 +1,4 @@
-"""What one loop waits for, and who reads it."""
+"""A loop that waits for sockets and descriptors, and calls who reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Source = zmq.Socket[Any] | socket.socket | int
 """An integer is a descriptor."""
 
 
-class Sources:
+class PollLoop:
     """Sockets and descriptors, each with the handler to call when something is there."""
 
     def __init__(self) -> None:
@@ -29,13 +29,16 @@ class Sources:
         self._poller.unregister(source)
         del self._handlers[_key(source)]
 
-    def handle(self, milliseconds: int | None) -> None:
-        """Wait until something is there, at most so long (None: for ever), and handle it."""
-        for ready, _ in self._poller.poll(milliseconds):
+    def handle(self, milliseconds: int | None) -> bool:
+        """Wait until something is there, at most so long (None: for ever), and handle it.
+        Returns whether there was anything."""
+        events = self._poller.poll(milliseconds)
+        for ready, _ in events:
             # Handled before, another may have closed this one.
             handler = self._handlers.get(ready)
             if handler is not None:
                 handler()
+        return bool(events)
 
     def let_go(self) -> None:
         """Nothing is handled any more, and no handler is kept alive."""

@@ -15,7 +15,7 @@ Whoever departs or is lost is forgotten at once, with all its connections: only 
 incarnation is remembered. The worker may come back with a newer one, which replaces one
 that is still here (that one is lost); an older one, or the same again, is refused.
 
-What is kept for strangers is bounded: one presence of each worker that has yet to show its
+What is kept for strangers is bounded: one session of each worker that has yet to show its
 ticket, a line of each liveness connection without one, and so many of those; the oldest is
 closed for the next.
 
@@ -31,20 +31,21 @@ import hmac
 import secrets
 import socket
 from collections.abc import Callable
+from functools import partial
 
-from paceline import lifelines
 from paceline.interfaces import Sender
+from paceline.lifelines import Callers
 from paceline.messages import PROTOCOL
 from paceline.server import payloads, wire
+from paceline.server.poll_loop import PollLoop
 from paceline.server.shared_memory import ServerEnd
-from paceline.server.sources import Sources
 from paceline.server.wire import RefusalError
 
 _LINE_BYTES = 64
 _STRANGERS = 16
 """Liveness connections without a ticket, beyond one for each worker."""
 
-Report = Callable[["Presence"], None]
+Report = Callable[["Session"], None]
 """Is told of a worker that is lost, once it is forgotten."""
 
 
@@ -52,15 +53,15 @@ class Connection:
     """One worker's channel. *limit*: bytes of one payload."""
 
     def __init__(
-        self, identity: bytes, presence: Presence, channel: str, limit: int
+        self, identity: bytes, session: Session, channel: str, limit: int
     ) -> None:
         self.identity = identity
-        self.presence = presence
+        self.session = session
         self.channel = channel
         self.inbox = payloads.Inbox(limit)
 
 
-class Presence:
+class Session:
     """One incarnation of a worker."""
 
     def __init__(self, worker: int, incarnation: int) -> None:
@@ -86,27 +87,27 @@ class Presence:
             self.shared = None
 
 
-class Attendance:
+class Sessions:
     """Which of *workers* workers that know the job's *token* are here.
 
-    Their liveness connections are watched in *sources*, a loop's. *max_payload*: bytes that
-    one message may bring.
+    Their liveness connections are watched in *loop*. *max_payload*: bytes that one message
+    may bring.
     """
 
     def __init__(
-        self, workers: int, token: str, max_payload: int, sources: Sources
+        self, workers: int, token: str, max_payload: int, loop: PollLoop
     ) -> None:
         self._workers = workers
         self._token = token
         self._max_payload = max_payload
-        self._sources = sources
+        self._loop = loop
         self._connections: dict[bytes, Connection] = {}
-        self._pending: dict[int, Presence] = {}  # said hello, to show their ticket yet
-        self._present: dict[int, Presence] = {}
+        self._pending: dict[int, Session] = {}  # said hello, to show their ticket yet
+        self._present: dict[int, Session] = {}
         self._newest: dict[int, int] = {}  # by worker: incarnation
         self._departed: set[int] = set()
-        self._visitors: dict[socket.socket, bytes] = {}  # what they have said so far
-        self._owners: dict[socket.socket, Presence] = {}
+        self._callers = Callers(workers + _STRANGERS, _LINE_BYTES)
+        self._owners: dict[socket.socket, Session] = {}
         self._listener: socket.socket | None = None
         self.port = 0
         """Where liveness connections are accepted."""
@@ -124,11 +125,9 @@ class Attendance:
 
     def close(self) -> None:
         """Let go of the liveness connections, and of the memory that workers share."""
-        for presence in self._present.values():
-            presence.stop_sharing()
-        for peer in self._visitors:
-            peer.close()
-        self._visitors.clear()
+        for session in self._present.values():
+            session.stop_sharing()
+        self._callers.close_all()
         if self._listener is not None:
             self._listener.close()
 
@@ -144,10 +143,10 @@ class Attendance:
 
     def connection_to(self, sender: Sender) -> Connection | None:
         """Where *sender* waits for an answer; None if it is lost or gone meanwhile."""
-        presence = self._present.get(sender.worker)
-        if presence is None or presence.incarnation != sender.incarnation:
+        session = self._present.get(sender.worker)
+        if session is None or session.incarnation != sender.incarnation:
             return None
-        return presence.connections.get(sender.channel)
+        return session.connections.get(sender.channel)
 
     # ---- coming ----
 
@@ -162,17 +161,17 @@ class Attendance:
             reason = f"worker {hello.worker} of {self._workers}"
             raise RefusalError("worker", reason)
         if hello.channel:
-            presence = self._check_channel(hello)
+            session = self._check_channel(hello)
             welcome = wire.Welcome()
         else:
-            presence = self._expect(hello)
-            welcome = wire.Welcome(self.port, presence.ticket)
-        connection = Connection(identity, presence, hello.channel, self._max_payload)
-        presence.connections[hello.channel] = connection
+            session = self._expect(hello)
+            welcome = wire.Welcome(self.port, session.ticket)
+        connection = Connection(identity, session, hello.channel, self._max_payload)
+        session.connections[hello.channel] = connection
         self._connections[identity] = connection
         return welcome
 
-    def _expect(self, hello: wire.Hello) -> Presence:
+    def _expect(self, hello: wire.Hello) -> Session:
         """A worker's first connection: the worker is to show a ticket now."""
         newest = self._newest.get(hello.worker, -1)
         if hello.incarnation <= newest:
@@ -184,23 +183,23 @@ class Attendance:
         before = self._pending.pop(hello.worker, None)
         if before is not None:
             self._forget(before)
-        presence = Presence(hello.worker, hello.incarnation)
-        self._pending[hello.worker] = presence
-        return presence
+        session = Session(hello.worker, hello.incarnation)
+        self._pending[hello.worker] = session
+        return session
 
-    def _check_channel(self, hello: wire.Hello) -> Presence:
+    def _check_channel(self, hello: wire.Hello) -> Session:
         """A further connection: the worker that it belongs to is here."""
-        presence = self._present.get(hello.worker)
-        if presence is None or presence.incarnation != hello.incarnation:
+        session = self._present.get(hello.worker)
+        if session is None or session.incarnation != hello.incarnation:
             raise RefusalError("incarnation", "a channel of a worker that is not here")
-        if hello.channel in presence.connections:
+        if hello.channel in session.connections:
             raise RefusalError("channel", "this channel has a connection already")
-        if len(presence.connections) >= wire.CHANNELS:
+        if len(session.connections) >= wire.CHANNELS:
             raise RefusalError("channel", f"more than {wire.CHANNELS} channels")
         if len(hello.channel) > wire.CHANNEL_CHARACTERS:
             reason = f"a name of more than {wire.CHANNEL_CHARACTERS} characters"
             raise RefusalError("channel", reason)
-        return presence
+        return session
 
     # ---- liveness connections ----
 
@@ -208,68 +207,54 @@ class Attendance:
         """Take the next liveness connection: *reader* is called, to `read` it, whenever
         something is there."""
         assert self._listener is not None
-        with contextlib.suppress(OSError):
-            peer, _ = self._listener.accept()
-            strangers = [p for p in self._visitors if p not in self._owners]
-            if len(strangers) >= self._workers + _STRANGERS:
-                self.show_out(strangers[0])  # the oldest has had its time
-            peer.setblocking(False)
-            lifelines.watch(peer)
-            self._visitors[peer] = b""
-            self._sources.watch(peer, lambda: reader(peer))
+        peer = self._callers.accept(self._listener, self.show_out)
+        if peer is not None:
+            self._loop.watch(peer, partial(reader, peer))
 
     def read(self, peer: socket.socket, report: Report) -> None:
         """What a liveness connection says, or its end. Raises `RefusalError` for one without
         a ticket, which is to be shown out."""
-        try:
-            data = peer.recv(_LINE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        *lines, rest = (self._visitors[peer] + data).split(b"\n")
-        self._visitors[peer] = rest
-        for line in lines:
+        said = self._callers.read(peer)
+        for line in said.lines:
             self._hear(peer, line, report)
-        over = not data or len(rest) > _LINE_BYTES
-        presence = self._owners.get(peer)
-        if presence is None:
-            if over or lines:
+        session = self._owners.get(peer)
+        if session is None:
+            if said.over or said.lines:
                 raise RefusalError("liveness", "a connection without a ticket")
-        elif presence.leaves_well:
-            self._depart(presence, report)
-        elif over:
-            self.lose(presence, report)
+        elif session.leaves_well:
+            self._depart(session, report)
+        elif said.over:
+            self.lose(session, report)
 
     def show_out(self, peer: socket.socket) -> None:
         """Close a liveness connection, if it is not closed yet."""
-        if self._visitors.pop(peer, None) is None:
-            return
-        self._owners.pop(peer, None)
-        self._sources.unwatch(peer)
-        peer.close()
+        if peer in self._callers:
+            self._owners.pop(peer, None)
+            self._loop.unwatch(peer)
+            self._callers.close(peer)
 
     def _hear(self, peer: socket.socket, line: bytes, report: Report) -> None:
-        presence = self._owners.get(peer)
-        if presence is not None:
-            presence.leaves_well |= line == b"bye"
+        session = self._owners.get(peer)
+        if session is not None:
+            session.leaves_well |= line == b"bye"
             return
-        for presence in self._pending.values():
-            if hmac.compare_digest(presence.ticket.encode(), line):
-                self._admit(peer, presence, report)
+        for session in self._pending.values():
+            if hmac.compare_digest(session.ticket.encode(), line):
+                self._admit(peer, session, report)
                 return
 
-    def _admit(self, peer: socket.socket, presence: Presence, report: Report) -> None:
+    def _admit(self, peer: socket.socket, session: Session, report: Report) -> None:
         """A liveness connection has shown its ticket: its worker is present from now on."""
-        worker = presence.worker
+        worker = session.worker
         del self._pending[worker]
         old = self._present.get(worker)
         if old is not None:
             self.lose(old, report)
-        presence.liveness = peer
-        self._owners[peer] = presence
-        self._present[worker] = presence
-        self._newest[worker] = presence.incarnation
+        session.liveness = peer
+        self._callers.know(peer)
+        self._owners[peer] = session
+        self._present[worker] = session
+        self._newest[worker] = session.incarnation
         self._departed.discard(worker)
         with contextlib.suppress(OSError):
             peer.send(b"\n")
@@ -279,34 +264,34 @@ class Attendance:
     def leave(self, connection: Connection, report: Report) -> None:
         """A channel has said goodbye; with the last one its worker departs."""
         del self._connections[connection.identity]
-        presence = connection.presence
-        del presence.connections[connection.channel]
-        if not presence.connections:
-            self._depart(presence, report)
+        session = connection.session
+        del session.connections[connection.channel]
+        if not session.connections:
+            self._depart(session, report)
 
-    def lose(self, presence: Presence, report: Report) -> None:
+    def lose(self, session: Session, report: Report) -> None:
         """A worker is gone, or is as good as gone: told to *report* if it was present."""
-        here = self._present.get(presence.worker) is presence
-        self._forget(presence)
+        here = self._present.get(session.worker) is session
+        self._forget(session)
         if here:
-            report(presence)
+            report(session)
 
-    def _depart(self, presence: Presence, report: Report) -> None:
+    def _depart(self, session: Session, report: Report) -> None:
         """A worker has said goodbye: to *report*, if its training goes on without it."""
-        here = self._present.get(presence.worker) is presence
+        here = self._present.get(session.worker) is session
         if here:
-            self._departed.add(presence.worker)
-        self._forget(presence)
-        if here and presence.takes_part:
-            report(presence)
+            self._departed.add(session.worker)
+        self._forget(session)
+        if here and session.takes_part:
+            report(session)
 
-    def _forget(self, presence: Presence) -> None:
-        for connection in presence.connections.values():
+    def _forget(self, session: Session) -> None:
+        for connection in session.connections.values():
             self._connections.pop(connection.identity, None)
-        presence.connections.clear()
-        presence.stop_sharing()
+        session.connections.clear()
+        session.stop_sharing()
         for among in (self._pending, self._present):
-            if among.get(presence.worker) is presence:
-                del among[presence.worker]
-        if presence.liveness is not None:
-            self.show_out(presence.liveness)
+            if among.get(session.worker) is session:
+                del among[session.worker]
+        if session.liveness is not None:
+            self.show_out(session.liveness)
