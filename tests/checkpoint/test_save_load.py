@@ -107,7 +107,7 @@ def test_what_one_worker_refuses_to_save_all_refuse(refusing, tmp_path, monkeypa
     def states():
         return {"python": object()} if paceline.rank() in broken else random_states()
 
-    monkeypatch.setattr("paceline.checkpoint.random_states", states)
+    monkeypatch.setattr("paceline.checkpoint.own.random_states", states)
 
     def body(rank):
         _, optimizer = begin()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import paceline
 from paceline.testing.task import Counting
@@ -48,16 +47,18 @@ def read(folder):
     optimizer.finish()
     values = torch.cat([-p.detach().reshape(-1) / RATE for p in model.parameters()])
     assert values.min() == pytest.approx(values.max().item(), abs=1e-3)
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    names = {key.partition("/")[0] for key in entries}
-    workers = sorted(name for name in names if name.startswith("worker"))
+    workers = sorted(place.name for place in folder.glob("worker-*"))
     return values.mean().item(), script.value, workers
+
+
+def workers(*ranks):
+    return [f"worker-{rank}" for rank in ranks]
 
 
 @pytest.mark.slow
 def test_who_dies_and_who_comes_back_destroys_no_checkpoint(tmp_path):
     """Of three workers the first dies while it saves, and is back for the last save: in each
-    checkpoint is all that was done by then, written by the lowest that trained."""
+    checkpoint is all that was done by then, and a part of each that trained."""
     folder = tmp_path / "here"
     folder.mkdir()
     on(1, lambda rank: write(folder / "begin", 100))
@@ -74,11 +75,11 @@ def test_who_dies_and_who_comes_back_destroys_no_checkpoint(tmp_path):
         (result,) = on(1, lambda rank: read(folder / name))
         return result
 
-    assert found("3") == (pytest.approx(104, abs=1e-3), 3, ["worker0"])
+    assert found("3") == (pytest.approx(104, abs=1e-3), 3, workers(0, 1, 2))
     # Worker 0 did 6 steps by then, and the others 9.
-    assert found("8") == (pytest.approx(108, abs=1e-3), 8, ["worker1"])
+    assert found("8") == (pytest.approx(108, abs=1e-3), 8, workers(1, 2))
     # It is back from step 9 on, and what it loads again is not used.
-    assert found("10") == (pytest.approx(110, abs=1e-3), 10, ["worker0"])
-    assert found("end") == (pytest.approx(111, abs=1e-3), 11, ["worker0"])
+    assert found("10") == (pytest.approx(110, abs=1e-3), 10, workers(0, 1, 2))
+    assert found("end") == (pytest.approx(111, abs=1e-3), 11, workers(0))
     left = {path.name for path in folder.iterdir()}
     assert left - {"5.partial"} == {"begin", "3", "8", "10", "end", "eighth", "back"}

@@ -138,23 +138,29 @@ def test_new_checkpoints_and_their_folders_are_moved_and_other_files_stay() -> N
     assert Path("logs/loss.csv").exists()
 
 
-def test_a_folder_that_is_replaced_as_a_whole_comes_back() -> None:
-    """As `paceline.save` does it."""
-    os.mkdir("ck")
-    write("ck/__0_0.distcp", REAL)
-    write("ck/.metadata", REAL)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_that_is_replaced_as_a_whole_comes_back(there: bool) -> None:
+    """As `paceline.save` does it; and one that was not there before is gone."""
+    if there:
+        os.makedirs("ck/worker-1")
+        write("ck/__0_0.distcp", REAL)
+        write("ck/worker-1/.metadata", REAL)
+        write("ck/.metadata", REAL)
     before = tree()
     with checkpoints_set_aside(Path("scratch")):
-        os.mkdir("ck.partial")
+        os.makedirs("ck.partial/worker-0")
+        write("ck.partial/worker-0/.metadata")
         write("ck.partial/__0_0.distcp")
         write("ck.partial/.metadata.tmp")
         os.rename("ck.partial/.metadata.tmp", "ck.partial/.metadata")
-        os.rename("ck", "ck.old")
+        if there:
+            os.rename("ck", "ck.old")
         os.rename("ck.partial", "ck")
-        shutil.rmtree("ck.old")
+        if there:
+            shutil.rmtree("ck.old")
         assert set(tree("ck").values()) == {SIMULATED}
-    assert sorted(os.listdir()) == ["ck", "scratch"]
-    assert tree("ck") == before
+    assert sorted(os.listdir()) == (["ck", "scratch"] if there else ["scratch"])
+    assert {path: text for path, text in tree().items() if "ck" in path[:2]} == before
     assert set(tree("scratch/ck").values()) == {SIMULATED}
 
 

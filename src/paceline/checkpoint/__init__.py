@@ -1,11 +1,13 @@
 """`save` and `load`: a job's whole state, by torch.distributed.checkpoint.
 
-A checkpoint is a folder in torch's own distributed format. It holds tensors only: those of
-every state, and per state one byte tensor with its structure (`structure`). (torch writes
-the folder's own index with pickle: load checkpoints from people you trust.) `folder` says
-how a checkpoint replaces the one before.
+A checkpoint is a folder in torch's own distributed format, with one more such folder in it
+for each worker's own part (`own`). They hold tensors only: those of every state, and per
+state one byte tensor with its structure (`structure`). (torch writes the folders' indices
+with pickle: load checkpoints from people you trust.) `folder` says how a checkpoint replaces
+the one before.
 
-torch.distributed.checkpoint is imported when it is used: it takes half a second.
+The format has a version. Version 1 had no folders for workers: random states and buffers of
+worker R stood beside what all share, as ``workerR``, and there were no own states.
 """
 
 from __future__ import annotations
@@ -13,28 +15,37 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import torch
 
+from paceline.checkpoint import files
 from paceline.checkpoint import folder as folders
-from paceline.checkpoint.structure import is_packed, name_of, pack, unpack
+from paceline.checkpoint.own import (
+    OwnPart,
+    Saved,
+    consolidates_together,
+    give_back_worker,
+    pack_own,
+    states_of,
+)
+from paceline.checkpoint.structure import name_of, pack, unpack
+from paceline.checkpoint.together import together
 from paceline.context import current_world
-from paceline.errors import PacelineError, UsageError
-from paceline.exchange import gather_bytes
+from paceline.errors import UsageError
 from paceline.interfaces import World
 from paceline.optimizer import DistributedOptimizer, is_finished, training_of
 from paceline.training import Training
-from paceline.worlds.seeding import random_states, set_random_states
 
-T = TypeVar("T")
+VERSION = 2
+"""Of the format that `save` writes; `load` reads this and version 1."""
 
-_WITHOUT_GROUP = "torch.distributed is disabled, unavailable or uninitialized"
-"""How torch's warning begins; it is right, and meant."""
+_FORMAT = "paceline"
+"""The state that says what a checkpoint is."""
 
 
 class Stateful(Protocol):
@@ -49,44 +60,45 @@ def save(path: str | Path, **others: Stateful) -> None:
     """Write models, optimizers, samplers, random states and *others* into the folder *path*.
 
     Collective; call it between steps. What is equal on all workers is written once, by
-    rank 0; random states and the model's buffers per worker. It is all of one moment, at
-    which every worker has called this: what their steps have sent is in it, and nothing that
-    any of them does later. Under bsp, any number of workers can load it.
+    rank 0. Each worker writes a part of its own: its random states, the model's buffers, and
+    what its method and compressor keep; where models differ between steps, its model and
+    optimizer too. It is all of one moment, at which every worker has called this: what their
+    steps have sent is in it, and nothing that any of them does later.
 
     Under ``paceline run --survive`` the workers that train then wait for each other, and the
-    lowest rank of them writes, with its own random states and buffers only (and raises what
-    there is to raise). Nobody waits for a worker that has died, or has come back at a later step
-    than this.
+    lowest rank of them writes what is equal on all. Nobody waits for a worker that has died,
+    or has come back at a later step than this: the checkpoint has no part of it.
 
     An older checkpoint there is replaced when the new one is complete; whenever a process is
     killed meanwhile, `load` finds one of the two. Raises `UsageError` on every worker, with
     nothing written, for states that are not data, or if *path* is there and is no checkpoint.
+
+    *path* is one folder for all workers. Where machines have disks of their own, the parts of
+    those on other machines than rank 0's stay on theirs, in ``PATH.partial``.
     """
     world = _world()
     if world.alone:
-        _save_alone(world, path, others)
+        _save_alone(world, _prepare(path, others), others)
         return
-    tensors: dict[str, torch.Tensor] = {}
-
-    def begin() -> Path:
-        folder = _begin(world, path, others, tensors)
-        if world.rank == 0:
-            folders.settle(folder)
-        return folder
-
     # When all are here, each has the answers to what it sent; and none goes on before all
     # have met again, when rank 0 has the state. Servers are told first: under some methods
     # who is not here yet would wait for those who are.
     for training in _trainings(world):
         if training.updates_on_server:
             training.meet()
-    folder = _together("save", begin)
-    _together(
+    writes = world.rank == 0
+    folder = together(world, "save", lambda: _prepare(path, others))
+    together(world, "save", lambda: folders.settle(folder) if writes else None)
+    shared, own = together(
+        world,
         "save",
-        lambda: _pack_shared(world, others, tensors) if world.rank == 0 else None,
+        lambda: (_pack_shared(world, others, writes), pack_own(world)),
     )
-    _write(tensors, folder)
-    _together("save", lambda: folders.replace(folder) if world.rank == 0 else None)
+    together(world, "save", lambda: _write_own(world, own, folder))
+    everyone = list(range(world.size))
+    if writes:
+        _pack_format(world, everyone, shared)
+    together(world, "save", lambda: _write(shared, folder) if writes else None)
 
 
 def load(path: str | Path, **others: Stateful) -> None:
@@ -94,54 +106,30 @@ def load(path: str | Path, **others: Stateful) -> None:
     *others*.
 
     Collective; call it after `distribute`, and after the same step on every worker. When it
-    returns, all go on from what was loaded. Raises `UsageError`, on every worker, if there is
-    no checkpoint, or if it holds other states than this job. A worker that the saving job
-    did not have keeps its own random state, and has rank 0's buffers.
+    returns, all go on from what was loaded, and as many workers as saved it go on bit for
+    bit. Where there are more or fewer, or some had died, a sampler goes on with its epoch, a
+    worker without a part of its own keeps its random state and has rank 0's buffers, all
+    have the one model that `save` was given as the method's result, and what methods and
+    compressors had is divided or refused, as each of them says.
+
+    Raises `UsageError`, on every worker and with nothing changed, if there is no checkpoint,
+    if it holds other states than this job, or if a method refuses what it holds. What a
+    method or compressor keeps is taken by that of the same name; what nobody takes, and what
+    begins anew, is said on standard error.
 
     Under ``paceline run --survive`` a worker that was started again calls this too, alone:
     then models and optimizers stay as the servers hold them, since the job goes on.
     """
     world = _world()
     states = dict(_shared_states(world, others))
-
-    def begin() -> tuple[Path, dict[str, torch.Tensor]]:
-        folder = folders.as_folder(path)
-        found = folders.find(folder)
-        if found != folder and (world.rank == 0 or world.alone):
-            print(
-                f"paceline: a save into {folder} was interrupted: loading {found}",
-                file=sys.stderr,
-            )
-        return found, _room(folder, found, set(states), _own_name(world))
-
-    together = _by_itself if world.alone else _together
-    if not world.alone:
-        # Servers are told first: some wait for the fastest only, who are here.
-        for training in _trainings(world):
-            if training.updates_on_server:
-                training.meet()
-    found, tensors = together("load", begin)
-    _read(tensors, found, world.alone)
-    together("load", lambda: _unpack_shared(states, tensors))
+    # Servers are told first: some wait for the fastest only, who are here.
+    for training in _trainings(world):
+        if training.updates_on_server and not world.alone:
+            training.meet()
+    checkpoint = together(world, "load", lambda: _read(world, path, set(states)))
+    together(world, "load", lambda: _unpack_shared(states, checkpoint.shared))
     used = [training.load_is_complete() for training in _trainings(world)]
-    together("load", lambda: _unpack_own(world, tensors) if all(used) else None)
-
-
-def _save_alone(world: World, path: str | Path, others: dict[str, Stateful]) -> None:
-    """`save` where workers meet only at their servers; after the training they no longer do,
-    and all hold the same."""
-    tensors: dict[str, torch.Tensor] = {}
-    folder = _begin(world, path, others, tensors)
-    trainings = _trainings(world)
-    met = [training for training in trainings if training.meet()]
-    leads = met[0].leads if met else world.rank == 0
-    if leads and len(met) == len(trainings):
-        folders.settle(folder)
-        _pack_shared(world, others, tensors)
-        _write(tensors, folder, alone=True)
-        folders.replace(folder)
-    for training in met:
-        training.meet()
+    together(world, "load", lambda: checkpoint.give_back() if all(used) else None)
 
 
 def _world() -> World:
@@ -160,91 +148,64 @@ def _trainings(world: World) -> list[Training]:
     ]
 
 
-class _Fault(msgspec.Struct, frozen=True, array_like=True):
-    """What has gone wrong on a rank, if anything; *usage*: it was the caller's fault."""
-
-    failed: bool = False
-    usage: bool = False
-    words: str = ""
+# ---- where workers meet only at their servers ----
 
 
-def _by_itself(what: str, attempt: Callable[[], T]) -> T:
-    """As `_together`, where there is nobody to wait for."""
-    return attempt()
+def _save_alone(world: World, folder: Path, others: dict[str, Stateful]) -> None:
+    """`save` there; after the training workers no longer meet, and all hold the same.
 
+    Between two meetings each does its part. Whoever dies is not waited for: without its
+    part the checkpoint is whole, and without the leader it is not replaced. An error is raised
+    when all have met: nobody is left waiting."""
+    trainings = _trainings(world)
+    met = [training for training in trainings if training.meet()]
+    here = len(met) == len(trainings)
+    leads = here and (met[0].leads if met else world.rank == 0)
+    shared: dict[str, torch.Tensor] = {}
+    errors: list[Exception] = []
 
-def _together(what: str, attempt: Callable[[], T]) -> T:
-    """Do *attempt* on every worker, and return when all have done it. Where it fails on
-    one, all raise: nobody is left alone in the collective that comes next."""
-    result: list[T] = []
-    fault: Exception | None = None
-    try:
-        result.append(attempt())
-    except Exception as error:
-        fault = error
-    mine = _Fault()
-    if fault is not None:
-        usage, words = isinstance(fault, UsageError), f"{type(fault).__name__}: {fault}"
-        mine = _Fault(True, usage, words)
-    device = next(_world().trained[0][0].parameters()).device
-    everyone = gather_bytes(msgspec.msgpack.encode(mine), device)
-    if fault is not None:
-        raise fault
-    for rank, encoded in enumerate(everyone):
-        theirs = msgspec.msgpack.decode(encoded, type=_Fault)
-        if theirs.failed:
-            kind = UsageError if theirs.usage else PacelineError
-            raise kind(f"{what} failed on rank {rank}: {theirs.words}")
-    return result[0]
+    def attempt(action: Callable[[], None]) -> None:
+        try:
+            if here and not errors:
+                action()
+        except Exception as error:
+            errors.append(error)
+        for training in met:
+            training.meet()
 
+    def begin() -> None:
+        if leads:
+            folders.settle(folder)
+        shared.update(_pack_shared(world, others, leads))
+        if leads:
+            folders.begin(folder)
 
-# ---- torch's part ----
+    def write_own() -> None:
+        if (leads or met) and folders.is_begun(folder):
+            _write_own(world, pack_own(world), folder)
 
+    def complete() -> None:
+        if leads:
+            _pack_format(world, folders.parts(folders.partial(folder)), shared)
+            _write(shared, folder)
 
-def _write(tensors: dict[str, torch.Tensor], folder: Path, alone: bool = False) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-
-    writer = FileSystemWriter(folders.partial(folder), thread_count=1)
-    with _unwarned(alone):
-        save_tensors(tensors, storage_writer=writer, no_dist=alone)
-
-
-def _read(tensors: dict[str, torch.Tensor], found: Path, alone: bool) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-
-    with _unwarned(alone):
-        load_tensors(tensors, storage_reader=FileSystemReader(found), no_dist=alone)
-
-
-@contextlib.contextmanager
-def _unwarned(alone: bool) -> Iterator[None]:
-    if not alone:  # filters are the whole process's, which workers may share
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _WITHOUT_GROUP)
-        yield
+    for action in (begin, write_own, complete):
+        attempt(action)
+    if errors:
+        raise errors[0]
 
 
 # ---- what a checkpoint holds ----
 
 
-def _begin(
-    world: World,
-    path: str | Path,
-    others: dict[str, Stateful],
-    tensors: dict[str, torch.Tensor],
-) -> Path:
-    """Put this worker's own part into *tensors*; returns the folder."""
-    _check_names(others)
-    folder = folders.as_folder(path)
-    for training in _trainings(world):
-        training.settle_buffers()
-    own = {"random": random_states(), "buffers": _buffers(world)}
-    pack(_own_name(world), own, tensors)
-    return folder
+def _prepare(path: str | Path, others: dict[str, Stateful]) -> Path:
+    """Returns the folder."""
+    for name in others:
+        if not name.isidentifier():
+            raise UsageError(
+                f"save(path, **others): expected names as Python has them, got {name!r}"
+            )
+    return folders.as_folder(path)
 
 
 def _shared_states(
@@ -262,59 +223,106 @@ def _shared_states(
 
 
 def _pack_shared(
-    world: World, others: dict[str, Stateful], tensors: dict[str, torch.Tensor]
-) -> None:
+    world: World, others: dict[str, Stateful], writes: bool
+) -> dict[str, torch.Tensor]:
+    """What is equal on all, for the one that *writes* it. The others enter `consolidated`
+    too where the method's result takes all of them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for training in _trainings(world):
+        training.settle_buffers()
     with contextlib.ExitStack() as stack:
         for _, optimizer in world.trained:
             # The method's result: a worker's own parameters may be tentative.
-            stack.enter_context(cast(DistributedOptimizer, optimizer).consolidated())
-        for name, state in _shared_states(world, others):
-            # A copy: what a model holds now is taken out again below.
-            pack(name, copy.deepcopy(state.state_dict()), tensors)
+            if writes or consolidates_together(training_of(optimizer)):
+                entered = cast(DistributedOptimizer, optimizer).consolidated()
+                stack.enter_context(entered)
+        if writes:
+            for name, state in _shared_states(world, others):
+                # A copy: what a model holds now is taken out again below.
+                pack(name, copy.deepcopy(state.state_dict()), tensors)
+    return tensors
 
 
-def _own_name(world: World) -> str:
-    return f"worker{world.rank}"
+def _pack_format(
+    world: World, parts: list[int], tensors: dict[str, torch.Tensor]
+) -> None:
+    saved = Saved(workers=world.size, parts=parts, states=states_of(world))
+    about = {"version": VERSION, **msgspec.to_builtins(saved)}
+    pack(_FORMAT, about, tensors)
 
 
-def _buffers(world: World) -> list[dict[str, torch.Tensor]]:
-    """Each model's buffers here: ranks differ in them between steps."""
-    return [dict(model.named_buffers()) for model, _ in world.trained]
+def _write_own(world: World, own: dict[str, torch.Tensor], folder: Path) -> None:
+    files.write(own, folders.empty_part(folders.partial(folder), world.rank))
 
 
-def _check_names(others: dict[str, Stateful]) -> None:
-    for name in others:
-        if not name.isidentifier():
-            raise UsageError(
-                f"save(path, **others): expected names as Python has them, got {name!r}"
-            )
+def _write(shared: dict[str, torch.Tensor], folder: Path) -> None:
+    """All parts are there: with this the checkpoint is complete."""
+    files.write(shared, folders.partial(folder))
+    folders.replace(folder)
 
 
 # ---- what is taken from it ----
 
 
-def _room(
-    folder: Path, found: Path, wanted: set[str], own: str
-) -> dict[str, torch.Tensor]:
-    """Empty tensors for what this worker reads. Raises `UsageError` where the checkpoint
-    holds other states."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+@dataclass(frozen=True)
+class _Checkpoint:
+    """What one worker has read: what is *shared*, and its own, which `give_back` restores."""
 
-    entries = FileSystemReader(found).read_metadata().state_dict_metadata
-    saved = {name_of(key) for key in entries}
-    saved = {name for name in saved if not name.startswith("worker")}
-    if saved != wanted:
+    shared: dict[str, torch.Tensor]
+    give_back: Callable[[], None]
+
+
+def _read(world: World, path: str | Path, wanted: set[str]) -> _Checkpoint:
+    """Changes nothing. Raises `UsageError` where the checkpoint holds other states than are
+    *wanted*."""
+    folder = folders.as_folder(path)
+    found = folders.find(folder)
+    if found != folder and world.rank == 0:
+        print(
+            f"paceline: a save into {folder} was interrupted: loading {found}",
+            file=sys.stderr,
+        )
+    names = {name_of(key) for key in files.keys(found)}
+    saved = _saved(found) if _FORMAT in names else None
+    shared = {name for name in names - {_FORMAT} if not name.startswith("worker")}
+    if shared != wanted:
         raise UsageError(
-            f"the checkpoint in {folder} holds {', '.join(sorted(saved))}; this job wants "
+            f"the checkpoint in {folder} holds {', '.join(sorted(shared))}; this job wants "
             f"{', '.join(sorted(wanted))}: call distribute as often, and name the same "
             "others, as when it was saved"
         )
-    return {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and name_of(key) in saved | {own}
-    }
+    tensors = files.read(found, lambda key: name_of(key) in wanted)
+    if saved is not None:
+        return _Checkpoint(tensors, OwnPart(world, found, saved).give_back)
+    return _Checkpoint(tensors, _first_version(world, found, names))
+
+
+def _saved(found: Path) -> Saved:
+    """Raises `UsageError` for a version that is not known here."""
+    about = unpack(_FORMAT, files.read(found, lambda key: name_of(key) == _FORMAT))
+    version = about.get("version")
+    if version != VERSION:
+        raise UsageError(
+            f"the checkpoint in {found} has version {version}, and this paceline reads "
+            f"versions 1 to {VERSION}: load it with the paceline that saved it, or a later one"
+        )
+    return msgspec.convert(about, Saved)
+
+
+def _first_version(world: World, found: Path, names: set[str]) -> Callable[[], None]:
+    """What restores the own part of a checkpoint that has no folders for workers."""
+    if world.rank == 0:
+        for name in states_of(world):
+            print(
+                f"paceline: {found} was saved by an older paceline, and holds no {name}: "
+                "it begins anew",
+                file=sys.stderr,
+            )
+    own = f"worker{world.rank}"
+    if own not in names:
+        return lambda: None
+    tensors = files.read(found, lambda key: name_of(key) == own)
+    return lambda: give_back_worker(world, unpack(own, tensors))
 
 
 def _unpack_shared(
@@ -322,14 +330,3 @@ def _unpack_shared(
 ) -> None:
     for name, state in states.items():
         state.load_state_dict(unpack(name, tensors))
-
-
-def _unpack_own(world: World, tensors: dict[str, torch.Tensor]) -> None:
-    if not is_packed(_own_name(world), tensors):
-        return
-    own = unpack(_own_name(world), tensors)
-    set_random_states(own["random"])
-    with torch.no_grad():
-        for here, saved in zip(_buffers(world), own["buffers"], strict=True):
-            for name, buffer in here.items():
-                buffer.copy_(saved[name])

@@ -16,6 +16,9 @@ removing                **now**      -               no longer
 ======================= ============ =============== ==============
 
 What is removed loses its index first, so that nothing half removed is taken for complete.
+
+In each of the three, the folder ``worker-R`` holds what is worker R's own, with an index of
+its own. All of them are complete before the folder itself is.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ from pathlib import Path
 from paceline.errors import UsageError
 
 _INDEX = ".metadata"
+_PART = "worker-"
 
 
 def find(folder: Path) -> Path:
     """The complete checkpoint that stands for *folder*. Raises `UsageError` if there is
     none."""
     for place in (folder, partial(folder), _old(folder)):
-        if _is_complete(place):
+        if is_complete(place):
             return place
     raise UsageError(f"there is no checkpoint in {folder}")
 
@@ -42,18 +46,23 @@ def settle(folder: Path) -> None:
     """End what a killed process has begun: a complete checkpoint stands in *folder* itself
     if there is any, and nothing beside it. Raises `UsageError`, with nothing changed, if
     something else is there."""
-    if not _is_complete(folder):
+    if not is_complete(folder):
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise UsageError(
                 f"{folder} is no checkpoint, and is not replaced by one: name a folder "
                 "that is not there yet, or is empty"
             )
         for place in (partial(folder), _old(folder)):
-            if _is_complete(place):
+            if is_complete(place):
                 place.rename(folder)
                 break
     _remove(_old(folder))
     _remove(partial(folder))
+
+
+def begin(folder: Path) -> None:
+    """Make `partial`. `settle` was called before."""
+    partial(folder).mkdir(parents=True)
 
 
 def replace(folder: Path) -> None:
@@ -70,6 +79,30 @@ def partial(folder: Path) -> Path:
     return folder.with_name(folder.name + ".partial")
 
 
+def part(folder: Path, rank: int) -> Path:
+    """Where in *folder* the part of worker *rank* is."""
+    return folder / f"{_PART}{rank}"
+
+
+def parts(folder: Path) -> list[int]:
+    """The ranks of those whose parts in *folder* are complete."""
+    found = folder.glob(f"{_PART}*/{_INDEX}")
+    return sorted(int(index.parent.name.removeprefix(_PART)) for index in found)
+
+
+def empty_part(folder: Path, rank: int) -> Path:
+    """`part`, with nothing in it: where *folder* is on another disk than rank 0's, an
+    earlier one has stayed there."""
+    place = part(folder, rank)
+    _remove(place)
+    return place
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a checkpoint for *folder* is being written."""
+    return partial(folder).exists() and not is_complete(partial(folder))
+
+
 def as_folder(path: str | Path) -> Path:
     """*path*, with a name. Raises `UsageError` where it has none."""
     folder = Path(os.path.abspath(path))
@@ -82,7 +115,8 @@ def _old(folder: Path) -> Path:
     return folder.with_name(folder.name + ".old")
 
 
-def _is_complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
+    """Whether all of *folder* was written."""
     return (folder / _INDEX).exists()
 
 

@@ -11,6 +11,7 @@ Files are split by who implements a seam and who uses it. Low to high:
 - `remote`: a model's parameters on their servers, as one worker's method sees them.
 - `method`: `Method` says when, and with whom, workers agree. It is given a `Run` and
   nothing else: one worker's training: buckets, `Comm`, who takes part.
+- `state`: `OwnState` is what a worker has of its own, and a checkpoint keeps per worker.
 - `world`: where a worker lives: its rank, its clock, its way to spend compute time.
 
 No seam here has a time-out of its own: when a peer is gone, the world's transport raises
@@ -46,6 +47,7 @@ from paceline.interfaces.method import (
 )
 from paceline.interfaces.remote import Remote, StagedRemote, UnitPlace
 from paceline.interfaces.server import Answer, Sender, Server, Work
+from paceline.interfaces.state import OwnState
 from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.interfaces.updates import Hyperparameters, Piece, Updater
 from paceline.interfaces.world import ServerJob, World
@@ -64,6 +66,7 @@ __all__ = [
     "Hyperparameters",
     "Led",
     "Method",
+    "OwnState",
     "Pending",
     "Piece",
     "Reception",

@@ -80,7 +80,8 @@ class SetAside:
             for file in _files_in(source):
                 self._changes(file, "removed")
                 self._changes(target + file[len(source) :], "removed")
-            self._folders.append(target)
+            for place, _, _ in os.walk(source):
+                self._folders.append(target + place[len(source) :])
         elif {_is_checkpoint(source), _is_checkpoint(target)} != {False} or (
             source in self._changed
         ):

@@ -1,0 +1,168 @@
+"""Each worker's own part of a checkpoint: its random states and buffers, and its `OwnState`s.
+
+A part holds ``worker``, with the random states and the buffers, and one entry for each own
+state of a training that goes on. Who finds its own part goes on from that, bit for bit.
+Where the workers are others than those that saved, each state's owner says what comes of
+it (`OwnState.redistribute`), and random states and buffers stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from paceline.checkpoint import files
+from paceline.checkpoint import folder as folders
+from paceline.checkpoint.structure import is_packed, name_of, pack, unpack
+from paceline.errors import UsageError
+from paceline.interfaces import OwnState, World
+from paceline.optimizer import is_finished, training_of
+from paceline.training import Training
+from paceline.worlds.seeding import random_states, set_random_states
+
+_WORKER = "worker"
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """Of how many *workers* the job was that has saved, which ones' *parts* there are, and
+    the names of the *states* that each of them holds."""
+
+    workers: int
+    parts: list[int]
+    states: list[str]
+
+    def is_of(self, workers: int) -> bool:
+        """Whether a job of so many has a part for each."""
+        return self.workers == workers and self.parts == list(range(workers))
+
+
+def own_states(training: Training) -> Sequence[OwnState]:
+    """What this worker has of its own in a training."""
+    states: Sequence[OwnState] = getattr(training, "own_states", ())
+    return states
+
+
+def consolidates_together(training: Training) -> bool:
+    """Whether `consolidated` takes all workers."""
+    return bool(getattr(training, "consolidates_together", False))
+
+
+def states_of(world: World) -> list[str]:
+    """The names of the own states, equal on all workers."""
+    return sorted(_owners(world))
+
+
+def pack_own(world: World) -> dict[str, torch.Tensor]:
+    """This worker's part."""
+    tensors: dict[str, torch.Tensor] = {}
+    own = {"random": random_states(), "buffers": _buffers(world)}
+    pack(_WORKER, own, tensors)
+    for name, owner in _owners(world).items():
+        pack(name, owner.save(), tensors)
+    return tensors
+
+
+class OwnPart:
+    """What this worker takes from the checkpoint *found*, of the workers that *saved* it.
+
+    Reads all of it, and changes nothing before `give_back`. Raises `UsageError` where an
+    owner refuses, or its part is not there.
+    """
+
+    def __init__(self, world: World, found: Path, saved: Saved) -> None:
+        self._world, self._found, self._saved = world, found, saved
+        self._worker = self._read_worker()
+        self._owners = _owners(world)
+        self._states = {
+            name: self._state(name, owner)
+            for name, owner in self._owners.items()
+            if name in saved.states
+        }
+        if world.rank == 0:
+            self._say_what_is_left()
+
+    def give_back(self) -> None:
+        """Everybody goes on from it."""
+        if self._worker is not None:
+            give_back_worker(self._world, self._worker)
+        for name, state in self._states.items():
+            self._owners[name].load(state)
+
+    # ---- what is read ----
+
+    def _read_worker(self) -> dict[str, Any] | None:
+        rank = self._world.rank
+        if rank not in self._saved.parts:
+            return None
+        place = folders.part(self._found, rank)
+        if not folders.is_complete(place):
+            _say(f"{place} is not there: worker {rank} has random states of its own")
+            return None
+        return _read(place, _WORKER)
+
+    def _state(self, name: str, owner: OwnState) -> dict[str, Any]:
+        if self._saved.is_of(self._world.size):
+            return _read(self._place(self._world.rank), name)
+        return owner.redistribute(self._parts(name), self._world.size)
+
+    def _parts(self, name: str) -> Iterator[dict[str, Any]]:
+        for rank in self._saved.parts:
+            yield _read(self._place(rank), name)
+
+    def _place(self, rank: int) -> Path:
+        place = folders.part(self._found, rank)
+        if not folders.is_complete(place):
+            raise UsageError(
+                f"{place} is not there, the part of the checkpoint that worker {rank} has "
+                "saved. Where machines have disks of their own it has stayed in "
+                f"{place.name} of {folders.partial(self._found).name}, where that worker "
+                f"was: copy it into {self._found} on every machine"
+            )
+        return place
+
+    def _say_what_is_left(self) -> None:
+        there = set(self._saved.states)
+        for name in sorted(self._owners.keys() - there):
+            _say(f"{self._found} holds no {name}: it begins anew")
+        for name in sorted(there - self._owners.keys()):
+            _say(f"{self._found} holds {name}, which nothing in this job takes")
+
+
+def give_back_worker(world: World, saved: dict[str, Any]) -> None:
+    """Random states, and buffers."""
+    set_random_states(saved["random"])
+    with torch.no_grad():
+        for here, buffers in zip(_buffers(world), saved["buffers"], strict=True):
+            for name, buffer in here.items():
+                buffer.copy_(buffers[name])
+
+
+def _owners(world: World) -> dict[str, OwnState]:
+    """Of all trainings that go on, by the name that their states have in a checkpoint."""
+    return {
+        f"training{number}.{owner.name}": owner
+        for number, (_, optimizer) in enumerate(world.trained)
+        if not is_finished(optimizer)
+        for owner in own_states(training_of(optimizer))
+    }
+
+
+def _buffers(world: World) -> list[dict[str, torch.Tensor]]:
+    """Each model's buffers here: ranks differ in them between steps."""
+    return [dict(model.named_buffers()) for model, _ in world.trained]
+
+
+def _read(place: Path, name: str) -> dict[str, Any]:
+    tensors = files.read(place, lambda key: name_of(key) == name)
+    assert is_packed(name, tensors), f"{place} holds no {name}"
+    state: dict[str, Any] = unpack(name, tensors)
+    return state
+
+
+def _say(sentence: str) -> None:
+    print(f"paceline: {sentence}", file=sys.stderr)
