@@ -29,19 +29,21 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline import units
 from paceline.errors import ClusterError, UsageError, unknown
 from paceline.network.cluster import Cluster, Processor, Rack, ServerHost
 from paceline.network.rules import ACTIONS, Rule
 
+T = TypeVar("T")
+
 
 def uniform_cluster(workers: int, link: str, latency: str, servers: int = 0) -> Cluster:
     """The short form: one rack of equal hosts, and as many more for servers as asked for.
     *link* and *latency* carry units."""
     table = {"workers": workers, "link": link, "latency": latency}
-    rack = _rack(table, "the short form")
+    rack = _read(Rack, table, "the short form")
     return Cluster((rack,), servers=(ServerHost(),) * servers)
 
 
@@ -66,109 +68,62 @@ def parse_cluster(text: str) -> Cluster:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"not TOML: {error}") from error
+    known = ["rack", "rule", "processor", "server"]
     for key in data:
-        known = ["rack", "rule", "processor", "server"]
         if key not in known:
             raise ClusterError(unknown("top-level key", key, known))
-    racks = [_rack(t, f"rack {i}") for i, t in enumerate(_tables(data, "rack"))]
-    rules = [_rule(t, f"rule {i}") for i, t in enumerate(_tables(data, "rule"))]
-    servers = [_server(t, f"server {i}") for i, t in enumerate(_tables(data, "server"))]
-    processor = data.get("processor")
+    processor = None
+    if "processor" in data:
+        processor = _read(Processor, data["processor"], "processor")
     return Cluster(
-        tuple(racks),
-        tuple(rules),
-        None if processor is None else _processor(processor),
-        tuple(servers),
+        tuple(_read_all(Rack, data, "rack")),
+        tuple(_read_all(_rule, data, "rule")),
+        processor,
+        tuple(_read_all(ServerHost, data, "server")),
     )
 
 
-def _tables(data: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+def _read_all(make: Callable[..., T], data: Mapping[str, Any], key: str) -> list[T]:
+    """What *make* makes of each of the ``[[key]]`` tables."""
     tables = data.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ClusterError(
             f"key {key!r}: expected [[{key}]] tables (two brackets), "
             f"got {type(tables).__name__}"
         )
-    return tables
+    return [_read(make, table, f"{key} {i}") for i, table in enumerate(tables)]
 
 
-def _processor(table: object) -> Processor:
-    readers: dict[str, Callable[[str, object], Any]] = {
-        "message": _time,
-        "byte": _time,
-        "cores": _whole,
-    }
+def _read(make: Callable[..., T], table: object, where: str) -> T:
+    """What *make* makes of a table; raises `ClusterError` that says *where*."""
+    readers = _READERS[make]
     try:
         if not isinstance(table, dict):
             raise ClusterError(
-                f"expected a [processor] table, got {type(table).__name__}"
+                f"expected a [{where}] table, got {type(table).__name__}"
             )
         for key in table:
             if key not in readers:
                 raise ClusterError(unknown("key", key, readers))
-        return Processor(**{key: readers[key](key, v) for key, v in table.items()})
-    except ClusterError as error:
-        raise ClusterError(f"processor: {error}") from None
-
-
-def _server(table: Mapping[str, Any], where: str) -> ServerHost:
-    readers: dict[str, Callable[[str, object], Any]] = {"rack": _whole, "link": _rate}
-    try:
-        for key in table:
-            if key not in readers:
-                raise ClusterError(unknown("key", key, readers))
-        return ServerHost(**{key: readers[key](key, v) for key, v in table.items()})
-    except ClusterError as error:
-        raise ClusterError(f"{where}: {error}") from None
-
-
-def _rule(table: Mapping[str, Any], where: str) -> Rule:
-    readers: dict[str, Callable[[str, object], Any]] = {
-        "at": _time,
-        "step": _whole,
-        "rate": _rate,
-        "throttle": _text,
-        "cut": _text,
-        "repair": _text,
-        "kill": _whole,
-    }
-    try:
-        for key in table:
-            if key not in readers:
-                raise ClusterError(unknown("key", key, readers))
-        values = {key: readers[key](key, value) for key, value in table.items()}
-        actions = [action for action in ACTIONS if action in values]
-        if len(actions) != 1:
-            raise ClusterError(
-                f"expected one of {', '.join(ACTIONS)}, got "
-                + (" and ".join(actions) or "none")
-            )
-        return Rule(action=actions[0], target=values.pop(actions[0]), **values)
-    except ClusterError as error:
-        raise ClusterError(f"{where}: {error}") from None
-
-
-def _rack(table: Mapping[str, Any], where: str) -> Rack:
-    readers: dict[str, Callable[[str, object], Any]] = {
-        "workers": _whole,
-        "link": _rates,
-        "latency": _time,
-        "uplink": _rate,
-        "uplink_latency": _time,
-        "speed": _factors,
-        "cores": _whole,
-        "workers_per_host": _whole,
-    }
-    try:
-        for key in table:
-            if key not in readers:
-                raise ClusterError(unknown("key", key, readers))
-        for key in ("workers", "link", "latency"):
+        for key in _REQUIRED.get(make, ()):
             if key not in table:
                 raise ClusterError(f"key {key!r} is missing")
-        return Rack(**{key: readers[key](key, value) for key, value in table.items()})
+        return make(**{key: readers[key](key, value) for key, value in table.items()})
     except ClusterError as error:
         raise ClusterError(f"{where}: {error}") from None
+
+
+def _rule(**values: Any) -> Rule:
+    actions = [action for action in ACTIONS if action in values]
+    if len(actions) != 1:
+        raise ClusterError(
+            f"expected one of {', '.join(ACTIONS)}, got "
+            + (" and ".join(actions) or "none")
+        )
+    return Rule(action=actions[0], target=values.pop(actions[0]), **values)
+
+
+# ---- values ----
 
 
 def _whole(key: str, value: object) -> int:
@@ -218,6 +173,38 @@ def _factors(key: str, value: object) -> tuple[float, ...]:
             f"key {key!r}: expected a list of numbers, one per worker, got {value!r}"
         )
     return tuple(float(v) for v in value)
+
+
+_READERS: dict[Callable[..., object], dict[str, Callable[[str, object], Any]]] = {
+    Rack: {
+        "workers": _whole,
+        "link": _rates,
+        "latency": _time,
+        "uplink": _rate,
+        "uplink_latency": _time,
+        "speed": _factors,
+        "cores": _whole,
+        "workers_per_host": _whole,
+    },
+    Processor: {"message": _time, "byte": _time, "cores": _whole},
+    ServerHost: {"rack": _whole, "link": _rate},
+    _rule: {
+        "at": _time,
+        "step": _whole,
+        "rate": _rate,
+        "throttle": _text,
+        "cut": _text,
+        "repair": _text,
+        "kill": _whole,
+    },
+}
+"""By what is made of a table: its keys, and who reads their values."""
+_REQUIRED: dict[Callable[..., object], tuple[str, ...]] = {
+    Rack: ("workers", "link", "latency")
+}
+
+
+# ---- writing ----
 
 
 def cluster_toml(cluster: Cluster, comment: str = "") -> str:

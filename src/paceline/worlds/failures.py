@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.worlds.ending import LOST_PEER
+from paceline.worlds.processes import how_it_ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,7 @@ class Failure:
         """How it ended."""
         if self.by_launcher:
             return "was ended by the launcher"
-        if self.status < 0:
-            how = f"was killed by {signal.Signals(-self.status).name}"
-        else:
-            how = f"ended with exit status {self.status}"
-        how += f" (process {self.process})"
+        how = f"{how_it_ended(self.status)} (process {self.process})"
         return f"{how}: {self.message}" if self.message else how
 
 

@@ -91,8 +91,7 @@ def launch(
             print(f"paceline: {name}: all workers were ended", file=sys.stderr)
             return 128 + error.sigval
         except ToldToEnd as told:  # before torchrun listened to signals itself
-            print(f"paceline: {told.name}: all workers were ended", file=sys.stderr)
-            return 128 + told.number
+            return told.say()
         except (
             RendezvousError,
             RuntimeError,

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,11 +27,12 @@ from paceline.report.files import WorkerRecords
 from paceline.report.result import Result, Summary, exchange_summaries
 from paceline.stopwatch import CudaStopwatch, HostStopwatch
 from paceline.torch_private import default_store, local_store
+from paceline.worlds import progress
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
 from paceline.worlds.hub import GRACE_SECONDS
 from paceline.worlds.liveness import Liveness, end_after_grace
 from paceline.worlds.pacing import PacedCompute
-from paceline.worlds.servers import PROGRESS_VARIABLE, SURVIVE_VARIABLE, RealServers
+from paceline.worlds.servers import SURVIVE_VARIABLE, RealServers
 
 
 class RealWorld:
@@ -58,11 +60,9 @@ class RealWorld:
         self._liveness: Liveness | None = None
         self._servers: RealServers | None = None
         self.alone = os.environ.get(SURVIVE_VARIABLE) == "1"
-        progress = os.environ.get(PROGRESS_VARIABLE)
-        if self.alone and progress:
-            self.journal.observers.append(
-                lambda step: self._note_progress(progress, step)
-            )
+        noted = progress.file_of()
+        if self.alone and noted is not None:
+            self.journal.observers.append(partial(self._note_progress, noted))
         self._bad_news = threading.Event()
         self._ends_badly = threading.Event()
         self._weighed = threading.Event()
@@ -146,11 +146,11 @@ class RealWorld:
     def at_exit(self, action: Callable[[], None]) -> None:
         self._exit_actions.append(action)
 
-    def _note_progress(self, path: str, step: int) -> None:
+    def _note_progress(self, path: Path, step: int) -> None:
         if step:
             # Of the job, not of this life: see `DistributedOptimizer.first_step`.
             first = max(getattr(o, "first_step", 0) for _, o in self.trained)
-            Path(path).write_text(str(first + step))
+            path.write_text(str(first + step))
 
     def training_broke(self, number: int, cause: str) -> None:
         self._broke = True

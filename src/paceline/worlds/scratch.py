@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,11 @@ class ToldToEnd(SystemExit):
         super().__init__(128 + number)
         self.number = number
         self.name = signal.Signals(number).name
+
+    def say(self) -> int:
+        """What a launcher says whose workers have been ended; returns its exit status."""
+        print(f"paceline: {self.name}: all workers were ended", file=sys.stderr)
+        return 128 + self.number
 
 
 @contextlib.contextmanager

@@ -37,8 +37,6 @@ ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 SURVIVE_VARIABLE = "PACELINE_SURVIVE"
 """Set where a supervisor keeps the job alive: workers meet only at their servers."""
 INCARNATION_VARIABLE = "PACELINE_INCARNATION"
-PROGRESS_VARIABLE = "PACELINE_PROGRESS_FILE"
-"""Where a worker of such a job writes the number of the step that it has done."""
 START_SECONDS = 60.0
 END_SECONDS = 10.0
 SERVER_ENVIRONMENT = {

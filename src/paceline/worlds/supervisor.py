@@ -26,12 +26,10 @@ import json
 import os
 import secrets
 import select
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -42,48 +40,24 @@ from paceline.options import RunOptions
 from paceline.server.security import TOKEN
 from paceline.server.snapshot import unfinished
 from paceline.settings import Settings
+from paceline.worlds.processes import end_all, how_it_ended, wait_for_all
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
 from paceline.worlds.servers import (
     ADDRESSES_VARIABLE,
-    INCARNATION_VARIABLE,
-    PROGRESS_VARIABLE,
     SURVIVE_VARIABLE,
     ServerProcess,
 )
+from paceline.worlds.surviving import END_SECONDS, MOST_IN_VAIN, SurvivingWorker
 
-END_SECONDS = 30.0
-"""What workers have to end after their server has, or after they were evicted."""
-TERMINATE_SECONDS = 5.0
 REST_SECONDS = 1.0
 """After a training has ended well, so long before a server is started for another one: most
 scripts have none, and end."""
-MOST_RESTARTS = 100
-"""Of one worker: a script that cannot run at all must not be started for ever."""
-MOST_IN_VAIN = 3
-"""Lives of one worker, or of the server, in a row without a completed step."""
 RESUME_VARIABLE = "PACELINE_RESUME"
 """Set to 1 to begin with the snapshot that an earlier job left."""
 SNAPSHOT_VARIABLE = "PACELINE_SNAPSHOT_SECONDS"
 SNAPSHOT_SECONDS = 10.0
 SILENT_VARIABLE = "PACELINE_SILENT_SECONDS"
 """How long a worker may be silent; without it, what `server.process` says."""
-
-
-@dataclass
-class _Worker:
-    """One worker's present process."""
-
-    rank: int
-    incarnation: int = 0
-    process: subprocess.Popen[bytes] | None = None
-    done: bool = False
-    restarts: int = field(default=0)
-    in_vain: int = 0
-    """Lives in a row without a completed step."""
-    reached: int = 0
-    """The step that its earlier lives have reached."""
-    evicted: float | None = None
-    """When this life was evicted by the server."""
 
 
 class Supervisor:
@@ -117,7 +91,8 @@ class Supervisor:
             _check_snapshot(snapshot, resume)
         self._command = [sys.executable, script, *arguments]
         self._options = options
-        self._workers = [_Worker(rank) for rank in range(workers)]
+        self._size = workers
+        self._workers: list[SurvivingWorker] = []
         self._token = secrets.token_hex(16)
         self._snapshot = snapshot
         self._snapshot_seconds = snapshot_seconds or float(
@@ -129,7 +104,6 @@ class Supervisor:
         self._server_in_vain = 0
         self._trained = False
         self._rested: float | None = None
-        self._scratch = ""
         self._failed = False
 
     def run(self) -> int:
@@ -137,12 +111,15 @@ class Supervisor:
 
         Whatever happens, no process is left.
         """
-        with scratch_folder() as self._scratch:
+        with scratch_folder() as folder:
+            self._workers = [
+                SurvivingWorker(rank, self._command, folder)
+                for rank in range(self._size)
+            ]
             try:
                 self._supervise()
             except ToldToEnd as told:
-                print(f"paceline: {told.name}: all workers were ended", file=sys.stderr)
-                return 128 + told.number
+                return told.say()
             finally:
                 self._end_workers()
                 if self._server is not None:
@@ -185,45 +162,39 @@ class Supervisor:
         self._heard = b""
         self._server = ServerProcess(
             "server 0",
-            len(self._workers),
+            self._size,
             "127.0.0.1",
             port=port,
             token=self._token,
             extra=extra,
         )
 
-    def _start(self, worker: _Worker) -> None:
+    def _start(self, worker: SurvivingWorker) -> None:
         assert self._server is not None
-        self._progress_file(worker.rank).unlink(missing_ok=True)
-        worker.evicted = None
-        count = str(len(self._workers))
-        environment = {
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
-            **self._options.to_environment(),
-            "RANK": str(worker.rank),
-            "LOCAL_RANK": str(worker.rank),
-            "GROUP_RANK": "0",
-            "WORLD_SIZE": count,
-            "LOCAL_WORLD_SIZE": count,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29500",
-            SURVIVE_VARIABLE: "1",
-            INCARNATION_VARIABLE: str(worker.incarnation),
-            ADDRESSES_VARIABLE: f"127.0.0.1:{self._server.port}",
-            TOKEN: self._token,
-            PROGRESS_VARIABLE: str(self._progress_file(worker.rank)),
-        }
-        worker.process = subprocess.Popen(self._command, env=environment)
+        count = str(self._size)
+        worker.start(
+            {
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                **self._options.to_environment(),
+                "GROUP_RANK": "0",
+                "WORLD_SIZE": count,
+                "LOCAL_WORLD_SIZE": count,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29500",
+                SURVIVE_VARIABLE: "1",
+                ADDRESSES_VARIABLE: f"127.0.0.1:{self._server.port}",
+                TOKEN: self._token,
+            }
+        )
 
     def _wait(self) -> None:
         """Until a process has ended, or the server has news."""
         assert self._server is not None
-        processes = [w.process for w in self._workers if w.process is not None]
         descriptors = []
         try:
             watch = select.poll()
-            for process in (*processes, self._server.process):
+            for process in (*self._processes, self._server.process):
                 with contextlib.suppress(ProcessLookupError):
                     descriptors.append(os.pidfd_open(process.pid))
                     watch.register(descriptors[-1], select.POLLIN)
@@ -246,49 +217,33 @@ class Supervisor:
             self._heard += os.read(stream.fileno(), 65536)
         *lines, self._heard = self._heard.split(b"\n")  # the last may be incomplete
         for words in map(json.loads, filter(None, lines)):
-            worker = self._workers[words["evicted"]]
-            if worker.incarnation == words["incarnation"]:
-                worker.evicted = time.monotonic()
+            self._workers[words["evicted"]].was_evicted(words["incarnation"])
         for worker in self._workers:
-            if worker.evicted is None or worker.process is None:
-                continue
-            if time.monotonic() > worker.evicted + END_SECONDS:
-                worker.process.kill()
+            worker.kill_if_evicted()
 
     def _look_at_workers(self) -> None:
         server = self._server
         assert server is not None
         for worker in self._workers:
-            status = None if worker.process is None else worker.process.poll()
+            status = worker.ended()
             if status is None:
                 continue
             of_server = server.process.poll()
-            worker.process = None
             if status == 0:
                 worker.done = True
                 server.say_done(worker.rank)
                 continue
             if self._trained or of_server == 0:
                 raise UsageError(
-                    f"worker {worker.rank} {_describe(status)} after its training was "
+                    f"worker {worker.rank} {how_it_ended(status)} after its training was "
                     "over: only the training itself survives that"
                 )
             if of_server is not None:
                 return  # a consequence
-            self._start_again(worker, _describe(status))
+            self._start_again(worker, how_it_ended(status))
 
-    def _start_again(self, worker: _Worker, how: str) -> None:
-        worker.restarts += 1
-        worker.in_vain = 0 if self._steps_of(worker) else worker.in_vain + 1
-        worker.reached = max(worker.reached, self._steps_of(worker))
-        if worker.in_vain == MOST_IN_VAIN:
-            raise UsageError(
-                f"worker {worker.rank} {how}, for the {MOST_IN_VAIN}rd time in a row "
-                "without completing a step: see above for what it said, and run the "
-                "script without --survive to see it alone"
-            )
-        if worker.restarts > MOST_RESTARTS:
-            raise UsageError(f"worker {worker.rank} {how}, {MOST_RESTARTS} times")
+    def _start_again(self, worker: SurvivingWorker, how: str) -> None:
+        worker.count_death(how)
         print(
             f"paceline: worker {worker.rank} {how} after step {worker.reached}; it is "
             "started again",
@@ -308,9 +263,9 @@ class Supervisor:
             return
         port = server.port
         server.close()
-        how = _describe(status)
+        how = how_it_ended(status)
         for worker in self._workers:
-            worker.reached = max(worker.reached, self._steps_of(worker))
+            worker.note_reached()
         reached = max(worker.reached for worker in self._workers)
         if self._snapshot is None or not self._snapshot.exists():
             advice = "give --snapshot FILE to go on from one"
@@ -324,7 +279,7 @@ class Supervisor:
             self._failed = True
             self._let_workers_end()
             return
-        made_steps = any(self._steps_of(worker) for worker in self._workers)
+        made_steps = any(worker.steps for worker in self._workers)
         self._server_in_vain = 0 if made_steps else self._server_in_vain + 1
         if self._server_in_vain == MOST_IN_VAIN:
             raise UsageError(
@@ -357,42 +312,22 @@ class Supervisor:
             self._start_server(server.port)
 
     def _let_workers_end(self) -> None:
-        deadline = time.monotonic() + END_SECONDS
+        wait_for_all(self._processes, END_SECONDS)
         for worker in self._workers:
-            if worker.process is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    worker.process.wait(max(0.0, deadline - time.monotonic()))
             worker.done = True
         self._end_workers()
 
-    def _end_workers(self) -> None:
-        alive = [w.process for w in self._workers if w.process is not None]
-        for process in alive:
-            process.terminate()
-        deadline = time.monotonic() + TERMINATE_SECONDS
-        for process in alive:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    @property
+    def _processes(self) -> list[subprocess.Popen[bytes]]:
+        return [w.process for w in self._workers if w.process is not None]
 
-    # ---- progress ----
+    def _end_workers(self) -> None:
+        end_all(self._processes)
 
     def _remove_snapshot(self) -> None:
         """The training is over: nobody is to go on from where it was."""
         if self._snapshot is not None:
             self._snapshot.unlink(missing_ok=True)
-
-    def _progress_file(self, rank: int) -> Path:
-        return Path(self._scratch) / f"progress-{rank}"
-
-    def _steps_of(self, worker: _Worker) -> int:
-        """The job's step that this life of a worker has completed; 0: none."""
-        try:
-            return int(self._progress_file(worker.rank).read_text() or 1)
-        except (OSError, ValueError):
-            return 0
 
 
 def _check_method(text: str, workers: int) -> None:
@@ -413,9 +348,3 @@ def _check_snapshot(snapshot: Path, resume: bool) -> None:
             f"--snapshot {snapshot}: the file exists, and may be what another job left; "
             f"remove it to begin anew, or pass --resume to go on from it"
         )
-
-
-def _describe(status: int) -> str:
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with exit status {status}"

@@ -20,17 +20,18 @@ from paceline.errors import PacelineError
 from paceline.network.rules import Rule
 from paceline.options import RunOptions
 from paceline.server.security import TOKEN, TRUSTED
+from paceline.worlds import progress
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.messages import INTERFACE
 from paceline.worlds.emulated.output import Shown, WorkerOutput
 from paceline.worlds.emulated.process import HostProcess
 from paceline.worlds.emulated.world import (
-    PROGRESS_VARIABLE,
     SPEEDS_VARIABLE,
     WORLD_VARIABLE,
     EmulatedWorld,
 )
 from paceline.worlds.failures import Failure, summary
+from paceline.worlds.processes import TERMINATE_SECONDS, end_all, wait_for_all
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
 from paceline.worlds.servers import ADDRESSES_VARIABLE
 
@@ -41,8 +42,6 @@ SERVER_PORT = 29600
 
 GRACE_SECONDS = 12.0
 """What the others have to end by themselves after one has failed."""
-
-TERMINATE_SECONDS = 5.0
 
 
 class Job:
@@ -72,37 +71,34 @@ class Job:
         A signal to end (SIGINT, SIGTERM, SIGHUP) ends all workers first. Whatever happens,
         no worker is left.
         """
-        with scratch_folder() as scratch:
-            progress = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            with progress:
-                path = str(Path(scratch) / "progress")
-                progress.bind(path)
-                progress.listen(1)
-                listener = threading.Thread(
-                    target=self._hear_progress, args=(progress,), daemon=True
-                )
-                listener.start()
-                try:
-                    self._start(scratch, path)
-                    return self._supervise(scratch)
-                except ToldToEnd as told:
-                    print(
-                        f"paceline: {told.name}: all workers were ended",
-                        file=sys.stderr,
-                    )
-                    return 128 + told.number
-                finally:
-                    self._end_all()
-                    self._output.finish()
-                    for timer in self._timers:
-                        timer.cancel()
-                    with contextlib.suppress(OSError):
-                        progress.shutdown(socket.SHUT_RDWR)  # ends the listener
-                    listener.join()
+        with (
+            scratch_folder() as scratch,
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as reached,
+        ):
+            path = str(Path(scratch) / "progress")
+            reached.bind(path)
+            reached.listen(1)
+            listener = threading.Thread(
+                target=self._hear_progress, args=(reached,), daemon=True
+            )
+            listener.start()
+            try:
+                self._start(scratch, path)
+                return self._supervise(scratch)
+            except ToldToEnd as told:
+                return told.say()
+            finally:
+                end_all([*self._processes, *self._servers])
+                self._output.finish()
+                for timer in self._timers:
+                    timer.cancel()
+                with contextlib.suppress(OSError):
+                    reached.shutdown(socket.SHUT_RDWR)  # ends the listener
+                listener.join()
 
     # ---- workers ----
 
-    def _start(self, scratch: str, progress: str) -> None:
+    def _start(self, scratch: str, path: str) -> None:
         cluster = self._fabric.cluster
         per_host = [cluster.host_of(w) for w in range(cluster.workers)]
         shared = {
@@ -131,7 +127,7 @@ class Job:
                 "TORCHELASTIC_ERROR_FILE": str(_error_file(scratch, worker)),
             }
             if worker == 0:
-                own[PROGRESS_VARIABLE] = progress
+                own[progress.SOCKET_VARIABLE] = path
             stdout, stderr = self._output.streams(worker)
             process = self._fabric.popen(
                 host,
@@ -185,7 +181,8 @@ class Job:
             if deadline is not None and time.monotonic() >= deadline:
                 for process in running.values():
                     process.terminate()
-                for worker in self._wait_for_all(running, TERMINATE_SECONDS):
+                wait_for_all(running.values(), TERMINATE_SECONDS)
+                for worker in _ended(running):
                     failures.append(self._failure(scratch, worker, running.pop(worker)))
                 break
         if failures:
@@ -200,16 +197,7 @@ class Job:
         for process in running.values():
             watch.register(process, select.POLLIN)
         watch.poll(None if seconds is None else 1000 * seconds)
-        return [worker for worker, p in running.items() if p.poll() is not None]
-
-    def _wait_for_all(
-        self, running: Mapping[int, HostProcess], seconds: float
-    ) -> list[int]:
-        deadline = time.monotonic() + seconds
-        for process in running.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        return [worker for worker, p in running.items() if p.poll() is not None]
+        return _ended(running)
 
     def _failure(self, scratch: str, worker: int, process: HostProcess) -> Failure:
         message, seconds = _report(_error_file(scratch, worker))
@@ -222,16 +210,6 @@ class Job:
             seconds=seconds or time.time(),
             message=message,
         )
-
-    def _end_all(self) -> None:
-        everybody = [*self._processes, *self._servers]
-        alive = {i: p for i, p in enumerate(everybody) if p.poll() is None}
-        for process in alive.values():
-            process.terminate()
-        ended = self._wait_for_all(alive, TERMINATE_SECONDS)
-        for worker, process in alive.items():
-            if worker not in ended:
-                process.kill()
 
     # ---- rules ----
 
@@ -271,6 +249,10 @@ class Job:
                 self._fabric.repair(link)
         except PacelineError as error:
             print(f"paceline: rule failed: {error}", file=sys.stderr)
+
+
+def _ended(running: Mapping[int, HostProcess]) -> list[int]:
+    return [worker for worker, p in running.items() if p.poll() is not None]
 
 
 def _error_file(scratch: str, worker: int) -> Path:

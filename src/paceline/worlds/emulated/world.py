@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Sequence
 
@@ -14,13 +13,12 @@ from paceline.interfaces import Compute
 from paceline.network.workload import Workload
 from paceline.options import RunOptions
 from paceline.tensors import wire_bytes
+from paceline.worlds import progress
 from paceline.worlds.pacing import PacedCompute
 from paceline.worlds.real import RealWorld
 
 WORLD_VARIABLE = "PACELINE_WORLD"
 SPEEDS_VARIABLE = "PACELINE_SPEEDS"
-PROGRESS_VARIABLE = "PACELINE_PROGRESS"
-"""The launcher's socket, where worker 0 says which step it has ended."""
 
 
 class EmulatedWorld(RealWorld):
@@ -34,11 +32,9 @@ class EmulatedWorld(RealWorld):
         self.speeds: Sequence[float] | None = None
         if speeds:
             self.speeds = msgspec.json.decode(speeds, type=tuple[float, ...])
-        path = os.environ.get(PROGRESS_VARIABLE)
-        if path:
-            progress = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            progress.connect(path)
-            self.journal.observers.append(lambda step: progress.sendall(b"%d\n" % step))
+        tell = progress.teller()
+        if tell is not None:
+            self.journal.observers.append(tell)
         self._pace: Workload | None = None
         if options.pace is not None:
             self._pace = Workload.load(options.pace)
