@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from paceline.compression.table import compression_page
 from paceline.methods.table import methods_page
 
 ROOT = Path(__file__).parent.parent
@@ -11,6 +12,11 @@ ROOT = Path(__file__).parent.parent
 def test_methods_page_is_the_registry():
     page = (ROOT / "docs" / "methods.md").read_text()
     assert page == methods_page(), "run: paceline methods > docs/methods.md"
+
+
+def test_compression_page_is_the_registry():
+    page = (ROOT / "docs" / "compression.md").read_text()
+    assert page == compression_page(), "run: paceline compression > docs/compression.md"
 
 
 def test_files_that_pages_name_exist():

@@ -33,8 +33,8 @@ LAYERS = [
         "buckets found while training; data dealt out; models that stand for others",
     ),
     (
-        "context fusion pieces profiling stopwatch",
-        "whose world this is; in which pieces gradients travel; times, measured",
+        "compression context fusion pieces profiling stopwatch",
+        "what is sent; whose world this is; in which pieces gradients travel; times, measured",
     ),
     ("interfaces", "the seams"),
     (
@@ -53,6 +53,7 @@ LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 METHODS_MAY_IMPORT = {
     *("errors", "spec", "messages", "interfaces", "tensors", "fusion", "methods"),
 }
+COMPRESSORS_MAY_IMPORT = {"errors", "spec", "interfaces", "compression"}
 FORBIDDEN_TO_METHODS = {
     *("torch.distributed", "socket", "time", "os", "random", "threading"),
 }
@@ -118,6 +119,12 @@ def test_the_design_shows_these_layers():
 def test_methods_see_their_comm_and_nothing_else():
     for path in (path for path in FILES if part_of(path) == "methods"):
         assert set(paceline_parts(path)) <= METHODS_MAY_IMPORT, path
+        assert FORBIDDEN_TO_METHODS.isdisjoint(imports_of(path)), path
+
+
+def test_compressors_see_tensors_and_nothing_else():
+    for path in (path for path in FILES if part_of(path) == "compression"):
+        assert set(paceline_parts(path)) <= COMPRESSORS_MAY_IMPORT, path
         assert FORBIDDEN_TO_METHODS.isdisjoint(imports_of(path)), path
 
 

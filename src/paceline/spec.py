@@ -45,6 +45,24 @@ def parse(text: str) -> Spec:
     return Spec(match[1], values)
 
 
+def nested(key: str, values: Mapping[str, str]) -> tuple[Spec | None, dict[str, str]]:
+    """What ``key=NAME,key.OPTION=VALUE`` among *values* says, as a spec, and the rest.
+
+    Raises `UsageError` where options come without the name of what they are for.
+    """
+    start = f"{key}."
+    own = {k.removeprefix(start): v for k, v in values.items() if k.startswith(start)}
+    rest = {k: v for k, v in values.items() if k != key and not k.startswith(start)}
+    if key in values:
+        return Spec(values[key], own), rest
+    if own:
+        first = next(iter(own))
+        raise UsageError(
+            f"key '{start}{first}' without {key!r}: expected {key}=NAME beside it"
+        )
+    return None, rest
+
+
 def field_types(cls: type) -> dict[str, Any]:
     """The types of a dataclass's fields."""
     hints = typing.get_type_hints(cls)

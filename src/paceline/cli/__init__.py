@@ -13,7 +13,17 @@ from types import TracebackType
 
 import typer
 
-from paceline.cli import compare, emulate, methods, probe, profile, run, serve, simulate
+from paceline.cli import (
+    compare,
+    compression,
+    emulate,
+    methods,
+    probe,
+    profile,
+    run,
+    serve,
+    simulate,
+)
 from paceline.cli.arguments import Command, LaunchCommand
 from paceline.errors import PacelineError, WorkerFailedError
 
@@ -34,6 +44,7 @@ app.command(cls=LaunchCommand)(probe.probe)
 app.command(cls=Command)(compare.compare)
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(methods.methods)
+app.command(cls=Command)(compression.compression)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ Files are split by who implements a seam and who uses it. Low to high:
 - `discipline`: what a server does with gradients, in a method's words.
 - `server`: a server as a state machine, and what it sends.
 - `remote`: a model's parameters on their servers, as one worker's method sees them.
+- `compression`: a `Compressor` says what is sent of a mean's tensors.
 - `method`: `Method` says when, and with whom, workers agree. It is given a `Run` and
   nothing else: one worker's training: buckets, `Comm`, who takes part.
 - `state`: `OwnState` is what a worker has of its own, and a checkpoint keeps per worker.
@@ -26,6 +27,14 @@ from paceline.interfaces.communication import (
     Pending,
     Reception,
     ReduceOperation,
+)
+from paceline.interfaces.compression import (
+    Coding,
+    Compressor,
+    Gather,
+    State,
+    StateKind,
+    Sum,
 )
 from paceline.interfaces.discipline import (
     Coordinated,
@@ -55,12 +64,15 @@ from paceline.interfaces.world import ServerJob, World
 __all__ = [
     "Answer",
     "Clips",
+    "Coding",
     "Comm",
+    "Compressor",
     "Compute",
     "Coordinated",
     "Deferring",
     "Discipline",
     "Endpoint",
+    "Gather",
     "GradientSeen",
     "HeldPush",
     "Hyperparameters",
@@ -79,7 +91,10 @@ __all__ = [
     "Shard",
     "Sparing",
     "StagedRemote",
+    "State",
+    "StateKind",
     "Stopwatch",
+    "Sum",
     "Timed",
     "UnitPlace",
     "Updater",

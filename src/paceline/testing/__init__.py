@@ -6,18 +6,29 @@ applies to it under every fusion rule, in the virtual world (`check_method`) and
 
     from paceline.testing import Case, check_method
     check_method(Case(method=MyMethod(period=4)))
+
+Compressors have a list of laws of their own (`COMPRESSOR_CHECKS`), held on workers that are
+only simulated: ``check_compressor(MyCompressor(density=0.01))``.
 """
 
 from paceline.testing.cases import CASES, Case
 from paceline.testing.checks import CHECKS, Check, check_method, run_checks
+from paceline.testing.compressors import (
+    COMPRESSOR_CHECKS,
+    CompressorCheck,
+    check_compressor,
+)
 from paceline.testing.trial import CheckFailedError
 
 __all__ = [
     "CASES",
     "CHECKS",
+    "COMPRESSOR_CHECKS",
     "Case",
     "Check",
     "CheckFailedError",
+    "CompressorCheck",
+    "check_compressor",
     "check_method",
     "run_checks",
 ]

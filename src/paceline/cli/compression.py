@@ -1,0 +1,10 @@
+"""``paceline compression``: what each compressor sends, loses and keeps."""
+
+from __future__ import annotations
+
+
+def compression() -> None:
+    """Print the page on all compressors (docs/compression.md is made by this)."""
+    from paceline.compression.table import compression_page
+
+    print(compression_page(), end="")

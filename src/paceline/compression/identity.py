@@ -1,0 +1,51 @@
+"""No compression."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from paceline.compression.packing import flat, put, reals
+from paceline.interfaces import Coding, Compressor, State, StateKind, Sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity(Compressor):
+    """Tensors are summed as they are, whatever their type.
+
+    Sends: every element in its own type. Loses: nothing.
+    """
+
+    name: ClassVar[str] = "none"
+    linear: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = True
+    rounds: ClassVar[int] = 1
+    state: ClassVar[StateKind] = "none"
+
+    def passes(self, workers: int) -> float:
+        return 0.0
+
+    def average(
+        self,
+        parts: Sequence[torch.Tensor],
+        states: Sequence[State],
+        workers: int,
+        sent: Sequence[torch.Tensor] | None = None,
+    ) -> Coding:
+        yield from summed(reals(parts), None if sent is None else reals(sent))
+
+
+def summed(
+    parts: Sequence[torch.Tensor], sent: Sequence[torch.Tensor] | None
+) -> Coding:
+    """One round without a code. *parts*: real, and not empty."""
+    if not parts:
+        return
+    whole = flat(parts)
+    if sent is not None:
+        put(whole, sent)
+    total = yield Sum(whole)
+    put(total, parts)

@@ -1,0 +1,370 @@
+"""The laws of compressors: each runs on workers that are only simulated, in milliseconds.
+
+A compressor of your own:
+
+    from paceline.testing import check_compressor
+    check_compressor(MyCompressor(density=0.01))
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.compression import Residuals
+from paceline.errors import PacelineError
+from paceline.interfaces import Compressor, Sum
+from paceline.testing.lockstep import SHAPES, Workers, gradients
+from paceline.testing.trial import require
+
+DRAWS = 400
+"""Means whose mean is to be the sum, where a code is unbiased."""
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def rounds_and_linearity_are_as_declared(compressor: Compressor) -> None:
+    """As many collectives follow each other as it says, and sums alone where it is linear."""
+    mean = _workers(compressor).mean(gradients())
+    require(
+        len(mean.codes) == compressor.rounds,
+        f"declares {compressor.rounds} rounds, and takes {len(mean.codes)}",
+    )
+    require(
+        not compressor.linear or all(isinstance(one, Sum) for one in mean.codes),
+        "declares to be linear, and gathers codes",
+    )
+
+
+def zeros_stay_zeros(compressor: Compressor) -> None:
+    """Where no worker has anything nothing results."""
+    workers = _workers(compressor)
+    for _ in range(2):
+        for results in workers.mean(gradients(scale=0.0)).results:
+            require(
+                all(not part.any() for part in results),
+                "zeros on all workers have become something else",
+            )
+
+
+def nothing_is_sent_of_nothing(compressor: Compressor) -> None:
+    """A bucket without elements takes no collective."""
+    for shapes in ((), ((0,), (0, 3))):
+        given = gradients(shapes=shapes)
+        mean = Workers(compressor, given[0], 3).mean(given)
+        require(not mean.codes, "yields a code though there are no elements")
+
+
+def a_worker_without_data_changes_nothing(compressor: Compressor) -> None:
+    """The others' result is what it would be without the worker whose tensors are zero."""
+    three, two = _workers(compressor, 3), _workers(compressor, 2)
+    for step in range(3):
+        given = [*gradients(2, seed=step), gradients(1, scale=0.0)[0]]
+        with_it, without = three.mean(given), two.mean(given[:2])
+        _require_close(
+            with_it.results[0],
+            without.results[0],
+            with_it.rounding,
+            "a worker whose tensors are zero changes the others' result",
+        )
+
+
+def sums_of_codes_are_codes_of_sums(compressor: Compressor) -> None:
+    """Whoever adds codes up on the way may hand on the sum as one worker's."""
+    given = [[part.mul(4).round() for part in own] for own in gradients()]
+    total = [torch.stack(parts).sum(0) for parts in zip(*given, strict=True)]
+    nothing = gradients(2, scale=0.0)
+    _require_close(
+        _workers(compressor).mean(given).results[0],
+        _workers(compressor).mean([total, *nothing]).results[0],
+        1e-4,
+        "three workers' codes do not add up to the code of their sum",
+    )
+
+
+def results_are_sums_of_what_was_sent(compressor: Compressor) -> None:
+    """Each worker knows what the result has got from it; residuals rest on that."""
+    workers = _workers(compressor)
+    for step in range(3):
+        mean = workers.mean(gradients(seed=step))
+        total = [torch.stack(parts).sum(0) for parts in zip(*mean.sent, strict=True)]
+        _require_close(
+            mean.results[0],
+            total,
+            mean.rounding,
+            "the result is not the sum of what workers take for sent",
+        )
+
+
+def codes_are_unbiased(compressor: Compressor) -> None:
+    """The mean of many results is the sum, within 5 standard errors."""
+    workers, given = _workers(compressor, 2), gradients(2)
+    draws = [workers.mean(given).results[0] for _ in range(DRAWS)]
+    for number, drawn in enumerate(zip(*draws, strict=True)):
+        every = torch.stack(drawn).double()
+        if not every.numel():
+            continue
+        error = (every.mean(0) - sum(own[number].double() for own in given)).abs()
+        allowed = 5 * every.std(0) / DRAWS**0.5 + 1e-6
+        require(
+            bool((error <= allowed).all()),
+            f"declares to be unbiased, and the mean of {DRAWS} results of one sum is "
+            f"{error.max():.3g} off, more than chance allows",
+        )
+
+
+def less_is_left_than_was_given(compressor: Compressor) -> None:
+    """What a code leaves out of a worker's tensors is smaller than they are: residuals end.
+    So it is after a step in which nobody had anything, too."""
+    workers, given = _workers(compressor), gradients()
+    workers.mean(gradients(scale=0.0))
+    mean = workers.mean(given)
+    for own, sent in zip(given, mean.sent, strict=True):
+        pairs = list(zip(own, sent, strict=True))
+        left = sum(float((part - code).norm() ** 2) for part, code in pairs) ** 0.5
+        whole = sum(float(part.norm() ** 2) for part in own) ** 0.5
+        require(
+            left < whole, f"of a gradient of norm {whole:.3g} {left:.3g} is left out"
+        )
+
+
+def all_workers_end_with_the_same_bits(compressor: Compressor) -> None:
+    """Models stay equal without ever being compared."""
+    workers = _workers(compressor)
+    for step in range(3):
+        first, *others = workers.mean(gradients(seed=step)).results
+        for other in others:
+            require(
+                all(torch.equal(a, b) for a, b in zip(first, other, strict=True)),
+                "workers end with different results",
+            )
+
+
+def states_are_as_declared(compressor: Compressor) -> None:
+    """State that is called none is none, common state is equal on all workers, and all of
+    it is plain."""
+    workers = _workers(compressor)
+    for step in range(3):
+        workers.mean(gradients(seed=step))
+    _require_states(workers)
+
+
+def nothing_is_kept_elsewhere(compressor: Compressor) -> None:
+    """A compressor that has seen nothing goes on from copies of another one's states as that
+    one does."""
+    again, straight = _workers(copy.deepcopy(compressor)), _workers(compressor)
+    for step in range(3):
+        straight.mean(gradients(seed=step))
+    again.states = copy.deepcopy(straight.states)
+    for step in range(3, 6):
+        given = gradients(seed=step)
+        pairs = zip(
+            straight.mean(given).results[0], again.mean(given).results[0], strict=True
+        )
+        require(
+            all(torch.equal(a, b) for a, b in pairs),
+            "saved states do not lead to the same results: something is kept elsewhere",
+        )
+
+
+def the_number_of_workers_may_change(compressor: Compressor) -> None:
+    """Two workers go on from what three have left, and four from theirs."""
+    former = _workers(compressor)
+    for step, count in enumerate((3, 2, 4)):
+        workers = _workers(compressor, count)
+        if step:
+            workers.inherit(former)
+        for _ in range(2):
+            results = workers.mean(gradients(count, seed=step)).results
+            require(
+                all(bool(part.isfinite().all()) for part in results[0]),
+                f"among {count} workers, after some others, results are not finite",
+            )
+        _require_states(workers)
+        former = workers
+
+
+def types_and_shapes_stay(compressor: Compressor) -> None:
+    """Results are of the tensors' own type and shape, whole numbers' sums exact."""
+    for dtype in (*FLOATING, torch.complex64, torch.int64):
+        given = [[(9 * p).to(dtype) for p in own] for own in gradients()]
+        results = Workers(compressor, given[0], 3).mean(given).results
+        for own, parts in zip(given, results, strict=True):
+            for part, result in zip(own, parts, strict=True):
+                require(
+                    result.dtype == dtype and result.shape == part.shape,
+                    f"a {dtype} tensor of shape {tuple(part.shape)} is now "
+                    f"{result.dtype}, {tuple(result.shape)}",
+                )
+                require(
+                    bool(result.isfinite().all()),
+                    f"ordinary {dtype} numbers are not finite any more",
+                )
+        total = [torch.stack(parts).sum(0) for parts in zip(*given, strict=True)]
+        exact = zip(total, results[0], strict=True)
+        require(
+            dtype.is_floating_point
+            or dtype.is_complex
+            or all(torch.equal(a, b) for a, b in exact),
+            f"a sum of {dtype} numbers is not exact",
+        )
+
+
+def what_is_not_finite_shows(compressor: Compressor) -> None:
+    """An overflow on one worker is seen by all, in this step and not in the next."""
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        workers, given = _workers(compressor), gradients()
+        given[1][1][100] = bad
+        for results in workers.mean(given).results:
+            require(
+                not results[1].isfinite().all(),
+                f"one worker's {bad} is hidden: the result is finite",
+            )
+        later = workers.mean(gradients(seed=1)).results[0]
+        require(
+            all(bool(part.isfinite().all()) for part in later),
+            f"one worker's {bad} is still there a step later",
+        )
+
+
+def chance_is_its_own(compressor: Compressor) -> None:
+    """Nobody else's random numbers change: dropout is the script's."""
+    before = torch.get_rng_state()
+    _workers(compressor).mean(gradients())
+    require(
+        torch.equal(before, torch.get_rng_state()),
+        "draws from torch's global generator",
+    )
+
+
+def nothing_is_lost(compressor: Compressor) -> None:
+    """At every step all results plus all residuals are all gradients."""
+    workers = _workers(compressor)
+    owed = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    allowed = 0.0
+    for step in range(20):
+        given = gradients(seed=step)
+        mean = workers.mean(given)
+        allowed += mean.rounding
+        for number, due in enumerate(owed):
+            for own in given:
+                due += own[number]
+            due -= mean.results[0][number]
+        left = [
+            sum(own[number]["residual"].double() for own in workers.states)
+            for number in range(len(SHAPES))
+        ]
+        _require_close(left, owed, allowed, "gradients are neither sent nor residual")
+
+
+# ---- which law says something about which compressor ----
+
+
+def _always(compressor: Compressor) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class CompressorCheck:
+    """A *law*, and the compressors about which it says something."""
+
+    law: Callable[[Compressor], None]
+    applies: Callable[[Compressor], bool] = _always
+
+    @property
+    def name(self) -> str:
+        return self.law.__name__
+
+    def __call__(self, compressor: Compressor) -> None:
+        self.law(compressor)
+
+
+COMPRESSOR_CHECKS: dict[str, CompressorCheck] = {
+    check.name: check
+    for check in (
+        CompressorCheck(rounds_and_linearity_are_as_declared),
+        CompressorCheck(zeros_stay_zeros),
+        CompressorCheck(nothing_is_sent_of_nothing),
+        CompressorCheck(a_worker_without_data_changes_nothing),
+        CompressorCheck(sums_of_codes_are_codes_of_sums, lambda c: c.linear),
+        CompressorCheck(results_are_sums_of_what_was_sent),
+        CompressorCheck(codes_are_unbiased, lambda c: c.unbiased),
+        CompressorCheck(less_is_left_than_was_given, lambda c: not c.unbiased),
+        CompressorCheck(all_workers_end_with_the_same_bits),
+        CompressorCheck(states_are_as_declared),
+        CompressorCheck(nothing_is_kept_elsewhere),
+        CompressorCheck(the_number_of_workers_may_change),
+        CompressorCheck(types_and_shapes_stay),
+        CompressorCheck(what_is_not_finite_shows),
+        CompressorCheck(chance_is_its_own),
+        CompressorCheck(nothing_is_lost, lambda c: isinstance(c, Residuals)),
+    )
+}
+
+
+def check_compressor(compressor: Compressor) -> None:
+    """All laws that say something about *compressor*.
+
+    Raises `CheckFailedError` for the first that does not hold.
+    """
+    for check in COMPRESSOR_CHECKS.values():
+        if check.applies(compressor):
+            try:
+                check(compressor)
+            except PacelineError as error:
+                error.add_note(f"conformance: {check.name}")
+                raise
+
+
+# ---- what laws are told with ----
+
+
+def _workers(compressor: Compressor, workers: int = 3) -> Workers:
+    return Workers(compressor, gradients(1)[0], workers)
+
+
+def _require_close(
+    found: Sequence[Any], expected: Sequence[Any], rounding: float, otherwise: str
+) -> None:
+    for a, b in zip(found, expected, strict=True):
+        if b.numel():
+            difference = (a - b).abs().max().item()
+            allowed = rounding * (1.0 + b.abs().max().item())
+            require(difference <= allowed, f"{otherwise}: by {difference:.2g}")
+
+
+def _require_states(workers: Workers) -> None:
+    kind = workers.compressor.state
+    first, *others = workers.states
+    for state in first:
+        require(bool(state) == (kind != "none"), f"declares state {kind!r}: {state}")
+        _require_plain(state)
+    if kind == "common":
+        for other in others:
+            require(_equal(first, other), "common state differs between workers")
+
+
+def _require_plain(value: object) -> None:
+    if isinstance(value, dict):
+        for inner in value.values():
+            _require_plain(inner)
+        return
+    require(
+        isinstance(value, (torch.Tensor, int, float, str)),
+        f"a state holds a {type(value).__name__}: expected tensors, numbers, texts, and "
+        "dicts of those",
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, list):
+        return all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)

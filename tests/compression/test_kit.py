@@ -1,0 +1,194 @@
+"""The kit itself: compressors that break one law each are caught."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+
+from paceline.compression import BF16, FP16, Identity, Int8, Residuals
+from paceline.interfaces import Gather, Sum
+from paceline.testing import CheckFailedError, check_compressor
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRoundMore(BF16):
+    rounds: ClassVar[int] = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class GathersAll(BF16):
+    """Declares to be linear."""
+
+    def average(self, parts, states, workers, sent=None):
+        codes = yield Gather(torch.cat([part.reshape(-1) for part in parts]))
+        for part, own in zip(
+            parts, codes.sum(0).split([p.numel() for p in parts]), strict=True
+        ):
+            part.copy_(own.view(part.shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividesByZero(BF16):
+    def average(self, parts, states, workers, sent=None):
+        yield from super().average(parts, states, workers, sent)
+        for part in parts:
+            part.copy_(part / part.abs().max() if part.numel() else part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsEmpty(BF16):
+    def average(self, parts, states, workers, sent=None):
+        if not any(part.numel() for part in parts):
+            yield Sum(torch.empty(0))
+        yield from super().average(parts, states, workers, sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountsWorkers(BF16):
+    def average(self, parts, states, workers, sent=None):
+        yield from super().average(parts, states, workers, sent)
+        for part in parts:
+            part.mul_(workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnScale(BF16):
+    """Sums of codes that mean different things on different workers."""
+
+    def average(self, parts, states, workers, sent=None):
+        for part in parts:
+            part.div_(part.norm() + 1e-6)
+        yield from super().average(parts, states, workers, sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaysItSentAll(Int8):
+    def average(self, parts, states, workers, sent=None):
+        for part, own in zip(parts, sent, strict=True):
+            own.copy_(part)
+        yield from super().average(parts, states, workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundsDown(Int8):
+    """Takes no chance, and says it did."""
+
+    unbiased: ClassVar[bool] = True
+
+    def __post_init__(self):
+        object.__setattr__(self, "rounding", "nearest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavesMore(FP16):
+    def average(self, parts, states, workers, sent=None):
+        for part in parts:
+            part.mul_(-1)
+        yield from super().average(parts, states, workers, sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsItsOwn(FP16):
+    """Each worker's result is its own part of the sum."""
+
+    def average(self, parts, states, workers, sent=None):
+        own = [part.clone() for part in parts]
+        yield from super().average(parts, states, workers, sent)
+        for part, mine in zip(parts, own, strict=True):
+            part.add_(1e-6 * mine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HidesState(FP16):
+    seen: list[int] = field(default_factory=list)
+
+    def average(self, parts, states, workers, sent=None):
+        self.seen.append(1)
+        yield from super().average(parts, states, workers, sent)
+        for part in parts:
+            if part.is_floating_point():
+                part.mul_(1 + 1e-6 * len(self.seen))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnButCommon(Int8):
+    state: ClassVar[str] = "common"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsAGenerator(Identity):
+    state: ClassVar[str] = "own"
+
+    def init(self, like, name, rank):
+        return {"generator": torch.Generator()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetsTheType(Identity):
+    def average(self, parts, states, workers, sent=None):
+        yield from super().average(parts, states, workers, sent)
+        for part in parts:
+            if not part.is_floating_point():
+                part.zero_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HidesOverflow(FP16):
+    def average(self, parts, states, workers, sent=None):
+        yield from super().average(parts, states, workers, sent)
+        for part in parts:
+            part.nan_to_num_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsesTheScriptsChance(FP16):
+    def average(self, parts, states, workers, sent=None):
+        torch.rand(1)
+        yield from super().average(parts, states, workers, sent)
+
+
+@dataclass(frozen=True)
+class ForgetsHalf(Residuals):
+    def average(self, parts, states, workers, sent=None):
+        yield from super().average(parts, states, workers, sent)
+        for state in states:
+            if "residual" in state:
+                state["residual"].mul_(0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfStep(Identity):
+    def average(self, parts, states, workers, sent=None):
+        if parts and parts[0][0, 0] > 0:
+            yield Sum(torch.ones(1))
+        yield from super().average(parts, states, workers, sent)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "law"),
+    [
+        (OneRoundMore(), "declares 2 rounds, and takes 1"),
+        (GathersAll(), "declares to be linear, and gathers"),
+        (DividesByZero(), "zeros on all workers have become something else"),
+        (SendsEmpty(), "flat, contiguous and not empty, not Sum of float32 .0,."),
+        (CountsWorkers(), "zero changes the others' result"),
+        (OwnScale(), "do not add up to the code of their sum"),
+        (SaysItSentAll(), "not the sum of what workers take for sent"),
+        (RoundsDown(), "declares to be unbiased, and the mean of 400"),
+        (LeavesMore(), r"of a gradient of norm [\d.]+ [\d.]+ is left out"),
+        (KeepsItsOwn(), "workers end with different results"),
+        (HidesState(), "something is kept elsewhere"),
+        (OwnButCommon(), "common state differs between workers"),
+        (KeepsAGenerator(), "a state holds a Generator"),
+        (ForgetsTheType(), "a sum of torch.int64 numbers is not exact"),
+        (HidesOverflow(), "inf is hidden: the result is finite"),
+        (UsesTheScriptsChance(), "draws from torch's global generator"),
+        (ForgetsHalf(Int8()), "gradients are neither sent nor residual"),
+        (OutOfStep(), "workers are not in step, they yield: Sum of float32 .1,.; Sum"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_a_broken_law_is_caught(compressor, law):
+    with pytest.raises(CheckFailedError, match=law):
+        check_compressor(compressor)

@@ -1,0 +1,72 @@
+"""Compressors by name."""
+
+import pytest
+
+from paceline.compression import (
+    BF16,
+    COMPRESSORS,
+    Identity,
+    Int8,
+    Residuals,
+    keys_of,
+    make,
+)
+from paceline.errors import UsageError
+from paceline.spec import Spec, nested
+
+
+@pytest.mark.parametrize(
+    ("text", "compressor"),
+    [
+        ("none", Identity()),
+        ("bf16", BF16()),
+        ("bf16:residuals=false", BF16()),
+        ("bf16:residuals=true", Residuals(BF16())),
+        ("int8:rounding=nearest,seed=3", Int8(rounding="nearest", seed=3)),
+        ("int8:seed=3,residuals=true", Residuals(Int8(seed=3))),
+    ],
+)
+def test_make(text, compressor):
+    made = make(text)
+    assert made == compressor
+    chosen, rest = nested("compression", keys_of(made) | {"fusion": "ddp"})
+    assert rest == {"fusion": "ddp"}
+    assert made == (Identity() if chosen is None else make(chosen))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("int9", "unknown compression 'int9'. Did you mean 'int8'? Known: bf16, fp16,"),
+        (
+            "int8:bits=4",
+            "compression 'int8': unknown key 'bits'. Known: residuals, rounding, seed.",
+        ),
+        ("none:residuals=true", "unknown key 'residuals'. Known: none."),
+        ("int8:rounding=up", "unknown value for rounding 'up'"),
+        ("int8:residuals=yes", "residuals: expected true or false, got 'yes'"),
+        ("int8:seed=x", "seed: expected a whole number, got 'x'"),
+    ],
+)
+def test_what_is_unknown_is_refused_with_what_there_is(text, said):
+    with pytest.raises(UsageError) as caught:
+        make(text)
+    assert said in str(caught.value)
+
+
+def test_rows_are_under_their_names():
+    assert all(name == cls().name for name, cls in COMPRESSORS.items())
+
+
+def test_nested_keys():
+    values = {"compression": "int8", "compression.seed": "3", "fusion": "ddp"}
+    assert nested("compression", values) == (
+        Spec("int8", {"seed": "3"}),
+        {"fusion": "ddp"},
+    )
+    assert nested("collective", values) == (None, values)
+    with pytest.raises(UsageError) as caught:
+        nested("compression", {"compression.seed": "3"})
+    assert str(caught.value) == (
+        "key 'compression.seed' without 'compression': expected compression=NAME beside it"
+    )

@@ -1,0 +1,94 @@
+"""Two compressors of kinds that the registry does not have yet: they fit the seam."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from paceline.compression.identity import summed
+from paceline.compression.packing import flat, put, reals
+from paceline.interfaces import Compressor, Gather, Sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(Compressor):
+    """The largest elements of each bucket, with their places: gathered, biased."""
+
+    density: float = 0.25
+
+    name: ClassVar[str] = "top-k"
+    linear: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
+    rounds: ClassVar[int] = 1
+    state: ClassVar[str] = "none"
+
+    def passes(self, workers):
+        return 3.0
+
+    def average(self, parts, states, workers, sent=None):
+        parts, sent = reals(parts), None if sent is None else reals(sent)
+        if not parts or not parts[0].is_floating_point():
+            yield from summed(parts, sent)
+            return
+        whole = flat(parts).double()
+        count = max(1, int(self.density * whole.numel()))
+        places = whole.abs().topk(count).indices
+        code = torch.cat([places.double(), whole[places]])
+        codes = yield Gather(code)
+        if sent is not None:
+            put(self.opened(code, whole), sent)
+        put(sum(self.opened(one, whole) for one in codes), parts)
+
+    def opened(self, code, whole):
+        places, values = code.chunk(2)
+        return torch.zeros_like(whole).index_add_(0, places.long(), values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOne(Compressor):
+    """PowerSGD at rank one: two chained sums, and a vector that is equal everywhere."""
+
+    name: ClassVar[str] = "rank-one"
+    linear: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = False
+    rounds: ClassVar[int] = 2
+    state: ClassVar[str] = "common"
+
+    def passes(self, workers):
+        return 4.0
+
+    def init(self, like, name, rank):
+        real = torch.view_as_real(like) if like.is_complex() else like
+        columns = self.matrix(real).shape[1] if real.numel() else 0
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        return {"q": torch.randn(columns, dtype=torch.double, generator=generator)}
+
+    def matrix(self, part):
+        return part.reshape(-1, part.shape[-1] if part.dim() else 1)
+
+    def average(self, parts, states, workers, sent=None):
+        states = [s for part, s in zip(parts, states, strict=True) if part.numel()]
+        parts, sent = reals(parts), None if sent is None else reals(sent)
+        if not parts or not parts[0].is_floating_point():
+            yield from summed(parts, sent)
+            return
+        given = [self.matrix(part).double() for part in parts]
+        rows = [len(m) for m in given]
+        left = [m @ s["q"] for m, s in zip(given, states, strict=True)]  # p = M q
+        left = (yield Sum(torch.cat(left))).split(rows)
+        left = [p / (p.norm() + 1e-30) for p in left]
+        right = [m.T @ p for m, p in zip(given, left, strict=True)]  # q = M' p
+        if sent is not None:
+            for own, p, q in zip(sent, left, right, strict=True):
+                own.copy_(torch.outer(p, q).view(own.shape))
+        columns = [len(q) for q in right]
+        right = (yield Sum(torch.cat(right))).split(columns)
+        for part, state, p, q in zip(parts, states, left, right, strict=True):
+            part.copy_(torch.outer(p, q).view(part.shape))
+            good = q.isfinite().all() & q.any()
+            state["q"] = torch.where(good, q, state["q"])
+
+    def inherit(self, state, former, workers):
+        state["q"].copy_(former[0]["q"])
