@@ -186,7 +186,14 @@ def test_the_sum_of_residuals_stays_where_workers_come_and_go():
 
 
 def test_passes_grow_with_the_codes_that_are_added_up():
-    assert Identity().passes(8) == 0
+    assert Identity().passes(8) == (0, 0)
     assert BF16().passes(2) == BF16().passes(8)
-    assert Int8().passes(8) > Int8().passes(2) > 0
-    assert Residuals(BF16()).passes(2) > BF16().passes(2)
+    (coding, few), (same, many) = Int8().passes(2), Int8().passes(8)
+    assert coding == same > 0
+    assert many > few > 0
+    assert all(
+        more > less
+        for more, less in zip(
+            Residuals(BF16()).passes(2), BF16().passes(2), strict=True
+        )
+    )

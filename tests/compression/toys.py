@@ -25,7 +25,7 @@ class TopK(Compressor):
     state: ClassVar[str] = "none"
 
     def passes(self, workers):
-        return 3.0
+        return 2.0, 1.0
 
     def average(self, parts, states, workers, sent=None):
         parts, sent = reals(parts), None if sent is None else reals(sent)
@@ -57,7 +57,7 @@ class RankOne(Compressor):
     state: ClassVar[str] = "common"
 
     def passes(self, workers):
-        return 4.0
+        return 2.0, 2.0
 
     def init(self, like, name, rank):
         real = torch.view_as_real(like) if like.is_complex() else like

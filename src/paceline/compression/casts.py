@@ -34,7 +34,7 @@ class BF16(Compressor):
     rounds: ClassVar[int] = 1
     state: ClassVar[StateKind] = "none"
 
-    def passes(self, workers: int) -> float:
+    def passes(self, workers: int) -> tuple[float, float]:
         return _PASSES
 
     def average(
@@ -66,7 +66,7 @@ class FP16(Compressor):
     rounds: ClassVar[int] = 1
     state: ClassVar[StateKind] = "none"
 
-    def passes(self, workers: int) -> float:
+    def passes(self, workers: int) -> tuple[float, float]:
         return _PASSES
 
     def average(
@@ -79,7 +79,7 @@ class FP16(Compressor):
         yield from _summed_as(torch.float16, parts, sent)
 
 
-_PASSES = 3.0
+_PASSES = 1.5, 1.5
 """Of a float32 gradient's bytes: 1 is read and 0.5 written for a code, 0.5 read and 1 written
 for a result."""
 

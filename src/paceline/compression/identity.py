@@ -25,8 +25,8 @@ class Identity(Compressor):
     rounds: ClassVar[int] = 1
     state: ClassVar[StateKind] = "none"
 
-    def passes(self, workers: int) -> float:
-        return 0.0
+    def passes(self, workers: int) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def average(
         self,

@@ -74,9 +74,10 @@ class Compressor(Protocol):
     @property
     def state(self) -> StateKind: ...
 
-    def passes(self, workers: int) -> float:
-        """In how many times the time of reading or writing the tensors' bytes once all coding
-        and decoding of a mean is done, among so many *workers*: what virtual time charges."""
+    def passes(self, workers: int) -> tuple[float, float]:
+        """What coding and decoding cost, among so many *workers*: the time until the first
+        code is there, and the time of all that follows, over the time in which the tensors'
+        bytes are read or written once. Virtual time charges it."""
         ...
 
     def init(self, like: torch.Tensor, name: str, rank: int) -> State:
