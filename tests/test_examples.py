@@ -2,11 +2,11 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 ROOT = Path(__file__).parent.parent
 EXPECTED = sorted((ROOT / "examples" / "expected").glob("*.txt"))
@@ -30,14 +30,7 @@ def test_example_prints_what_it_says(expected, tmp_path):
     command, _, text = expected.read_text().partition("\n")
     words = [w.replace("examples/", f"{ROOT}/examples/") for w in shlex.split(command)]
     assert words[:2] == ["$", "paceline"]
-    done = subprocess.run(
-        [sys.executable, "-m", *words[1:]],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        check=False,
-    )
+    done = forked.run(["-m", *words[1:]], folder=tmp_path, seconds=120)
     assert done.returncode == 0, done.stderr
     assert shape(done.stdout) == shape(text)
     for ours, theirs in zip(numbers(done.stdout), numbers(text), strict=True):

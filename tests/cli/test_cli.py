@@ -1,9 +1,8 @@
-"""The command line as a person and a program use it, each command a real process."""
+"""The command line as a person and a program use it, each command a process."""
 
 import json
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,8 @@ import pytest
 
 from paceline.cli import main
 from paceline.report.files import claim
+from tests import forked
+from tests.real.helpers import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 LAYERS = str(ROOT / "examples" / "layers.py")
@@ -18,14 +19,7 @@ QUICK = ("--", "--layers", "4", "--megabytes", "1", "--forward", "0.1")
 
 
 def paceline(*words, folder=None, timeout=60):
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", *(str(word) for word in words)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=folder,
-        check=False,
-    )
+    return forked.run(["-m", "paceline", *words], folder=folder, seconds=timeout)
 
 
 def test_json_is_one_object_and_nothing_else():
@@ -255,15 +249,8 @@ def test_control_c_ends_a_simulation(workers, tmp_path):
         "while True:\n    paceline.pace(1.0)\n"
     )
     words = ("simulate", script, "--workers", workers, "--forward", 1)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    assert process.stdout.readline() == "ready\n"
+    process = forked.Forked(["-m", "paceline", *words])
+    wait_until(lambda: process.stdout == "ready\n", 30, "its first words")
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=15)
-    assert process.returncode == 130
-    assert "Stacks of all threads" not in stderr
+    assert process.wait(15) == 130
+    assert "Stacks of all threads" not in process.stderr

@@ -1,7 +1,6 @@
 """Where compute times come from: measured, kept in a file, given, or the script's own."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.network import Workload
+from tests import forked
 
 from .scripts import (
     ANOTHER_MODEL,
@@ -48,14 +48,7 @@ def paceline(tmp_path, monkeypatch, capfd):
 
 
 def in_a_process(folder, *words, status=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        check=False,
-    )
+    done = forked.run(["-m", "paceline", *words], folder=folder, seconds=120)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 

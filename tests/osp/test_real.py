@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from paceline.cli.options import SCRATCH
-from tests.real.helpers import simulate, torchrun
+from tests import forked
+from tests.real.helpers import SCRIPTS
 
 METHODS = [
     "osp:collective=native,defer=most,most=1,budget=constant,chunk=256",
@@ -19,11 +20,13 @@ what it defers is not the same in both worlds, and it must end well."""
 def test_virtual_equals_real(tmp_path):
     """Two workers, uneven data, looks at the exact parameters in between."""
     folders = [tmp_path / "real", tmp_path / "virtual"]
-    for folder, launch in zip(folders, (torchrun, simulate), strict=True):
+    for folder in folders:
         folder.mkdir()
-        launch(2, "osp.py", folder, *METHODS, folder=folder).wait(
-            120
-        ).check_ended_well()
+    script, (real, virtual) = SCRIPTS / "osp.py", folders
+    forked.run_together(2, [script, real, *METHODS], folder=real)
+    words = ["-m", "paceline", "simulate", "--workers=2", script, "--"]
+    done = forked.run([*words, virtual, *METHODS], folder=virtual, seconds=120)
+    assert done.returncode == 0, done.stderr
     folders[1] /= SCRATCH  # where a simulation's checkpoints end up
     for number, method in enumerate(METHODS):
         for rank in range(2):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from paceline.cli.options import SCRATCH
-from tests.real.helpers import simulate, torchrun
+from tests import forked
+from tests.real.helpers import SCRIPTS
 from tests.real.scripts.train_cases import CASES
 
 BOUNDS = {"sgd": 1e-6, "adamw": 1e-5, "batchnorm": 1e-6, "everything": 1e-6}
@@ -15,16 +16,12 @@ def trained(request, tmp_path_factory):
     """A folder of what real processes trained, with paceline and with DDP, and of what
     virtual workers did."""
     size = request.param
-    folders = {}
-    for world in ("real", "virtual"):
-        folder = folders[world] = tmp_path_factory.mktemp(f"{world}-{size}")
-        if world == "real":
-            job = torchrun(
-                size, "train_cases.py", folder, "paceline", "ddp", folder=folder
-            )
-        else:
-            job = simulate(size, "train_cases.py", folder, "paceline", folder=folder)
-        job.wait(120).check_ended_well()
+    folders = {w: tmp_path_factory.mktemp(f"{w}-{size}") for w in ("real", "virtual")}
+    script, real, virtual = SCRIPTS / "train_cases.py", *folders.values()
+    forked.run_together(size, [script, real, "paceline", "ddp"])
+    words = ["-m", "paceline", "simulate", f"--workers={size}", script, "--"]
+    done = forked.run([*words, virtual, "paceline"], folder=virtual, seconds=120)
+    assert done.returncode == 0, done.stderr
     folders["virtual"] /= SCRATCH  # where a simulation's checkpoints end up
     return size, folders
 

@@ -14,6 +14,7 @@ import pytest
 from paceline.worlds.handover import Board
 from paceline.worlds.hub import LINE_BYTES, News
 from paceline.worlds.liveness import Liveness
+from tests import forked
 from tests.real.helpers import DictStore
 
 SCRIPT = Path(__file__).parent / "scripts" / "dies.py"
@@ -152,27 +153,14 @@ def test_a_crowd_of_strangers_is_bounded(ranks):
         stranger.close()
 
 
-def start(case, size=3, stdin=None):
-    """Plain processes with torchrun's variables, and nobody to watch over them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), case],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=stdin,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+def ends_of(case):
+    """What became of three ranks that nobody watches over."""
+    ranks = forked.together(3, [SCRIPT, case])
+    try:
+        return [rank.done(45) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 @pytest.mark.parametrize(
@@ -185,19 +173,13 @@ def start(case, size=3, stdin=None):
     ],
 )
 def test_survivors_of_real_processes_know_who(case, dead, words):
-    processes = start(case)
-    try:
-        ends = [process.communicate(timeout=45)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (process, stderr) in enumerate(zip(processes, ends, strict=True)):
+    for rank, end in enumerate(ends_of(case)):
         if rank == dead:
             expected = -signal.SIGKILL if case.startswith("kill") else 1
-            assert process.returncode == expected
+            assert end.returncode == expected
         else:
-            assert process.returncode == 1
-            assert words in stderr
+            assert end.returncode == 1
+            assert words in end.stderr
 
 
 @pytest.mark.slow
@@ -207,7 +189,17 @@ def test_survivors_of_real_processes_know_who(case, dead, words):
 def test_a_forked_helper_keeps_no_dead_rank_alive(dead, words):
     """Nor the server process of rank 0: it has the same standard error."""
     reading, writing = os.pipe()
-    processes = start(f"kill {dead} training backup", size=2, stdin=reading)
+    job = forked.variables_of(2)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), f"kill {dead} training backup"],
+            env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
+            stdin=reading,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for variables in job
+    ]
     try:
         ends = [process.communicate(timeout=45)[1] for process in processes]
     finally:
@@ -221,7 +213,6 @@ def test_a_forked_helper_keeps_no_dead_rank_alive(dead, words):
 
 
 def test_a_rank_that_ends_long_before_the_others_alarms_nobody():
-    processes = start("early 1 training")
-    ends = [process.communicate(timeout=45)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], ends
-    assert not any("paceline:" in stderr for stderr in ends)
+    ends = ends_of("early 1 training")
+    assert [end.returncode for end in ends] == [0, 0, 0], ends
+    assert not any("paceline:" in end.stderr for end in ends)

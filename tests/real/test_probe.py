@@ -1,21 +1,13 @@
 """``paceline probe`` on real processes of one machine: loopback is their network."""
 
 import json
-import subprocess
-import sys
 
 from paceline.network import load_cluster
+from tests import forked
 
 
 def probe(folder, *words):
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", "probe", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        check=False,
-    )
+    return forked.run(["-m", "paceline", "probe", *words], folder=folder, seconds=120)
 
 
 def test_two_processes_of_one_machine(tmp_path):

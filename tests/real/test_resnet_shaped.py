@@ -4,7 +4,8 @@ clipping, a scheduler, autocast, uneven data."""
 import pytest
 import torch
 
-from tests.real.helpers import torchrun
+from tests import forked
+from tests.real.helpers import SCRIPTS
 from tests.real.scripts.resnet_shaped import CASES, resnet
 
 BOUNDS = {"sgd": 1e-6, "adamw": 1e-5}
@@ -16,8 +17,7 @@ def trained(request, tmp_path_factory):
     """What each rank held, by ``(engine, case, moment)``."""
     size = request.param
     folder = tmp_path_factory.mktemp(f"resnet-{size}")
-    job = torchrun(size, "resnet_shaped.py", folder, "paceline", "ddp", folder=folder)
-    job.wait(60).check_ended_well()
+    forked.run_together(size, [SCRIPTS / "resnet_shaped.py", folder, "paceline", "ddp"])
     return {
         (engine, case, moment): [
             torch.load(

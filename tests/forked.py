@@ -1,0 +1,241 @@
+"""Python processes that need not import torch: forked from one that has done so.
+
+A process that trains imports torch for more than two seconds, and trains for a tenth of one.
+`start` does what ``python WORDS`` does, in a child of multiprocessing's fork server, which has
+imported `tests.preloaded` and done nothing else.
+
+*Where forking is safe*: in that server alone. It has one thread and no process group.
+Pytest's own process has had threads of the autograd engine and of simulations, perhaps
+gloo's: a fork would copy the locks that they hold, and not the threads.
+
+*What this does not try*: a launcher, and how the interpreter starts and is taken down. Tests
+of these start processes of their own (`tests.real.helpers`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+import weakref
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+PRELOADED = "tests.preloaded"
+
+
+class Forked:
+    """A process, much as `subprocess.Popen` has it; its output is kept in files."""
+
+    def __init__(
+        self,
+        words: Sequence[object],
+        folder: str | Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.args = [str(word) for word in words]
+        output = tempfile.mkdtemp()
+        weakref.finalize(self, shutil.rmtree, output)
+        self._files = Path(output, "stdout"), Path(output, "stderr")
+        place, files = str(folder or Path.cwd()), [str(file) for file in self._files]
+        everything = dict(os.environ) | dict(environment or {})
+        self._process = _context().Process(
+            target=_become, args=(self.args, place, everything, files)
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int:
+        """Its exit status; a process that takes longer is killed, with all it started."""
+        self._process.join(seconds)
+        status = self._process.exitcode
+        if status is None:
+            self.kill()
+            said = self.stdout + self.stderr
+            raise AssertionError(f"{self.args} still runs after {seconds} s\n{said}")
+        return status
+
+    @property
+    def stdout(self) -> str:
+        """What it has said so far."""
+        return self._said(0)
+
+    @property
+    def stderr(self) -> str:
+        return self._said(1)
+
+    def _said(self, number: int) -> str:
+        file = self._files[number]  # which it makes itself, once it is there
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it, and what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.join()
+
+    def done(self, seconds: float) -> subprocess.CompletedProcess[str]:
+        """Wait for its end; what it was and said."""
+        status = self.wait(seconds)
+        return subprocess.CompletedProcess(self.args, status, self.stdout, self.stderr)
+
+
+def run(
+    words: Sequence[object],
+    *,
+    folder: str | Path | None = None,
+    seconds: float = 60,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """``python WORDS``, to its end."""
+    return Forked(words, folder, environment).done(seconds)
+
+
+def together(
+    workers: int,
+    words: Sequence[object],
+    *,
+    folder: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[Forked]:
+    """``python WORDS`` once per rank, with the variables that torchrun sets and nobody to
+    watch over them."""
+    return [
+        Forked(words, folder, variables | dict(environment or {}))
+        for variables in variables_of(workers)
+    ]
+
+
+def variables_of(workers: int) -> list[dict[str, str]]:
+    """Each rank's, of a new job."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return [job | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(workers)]
+
+
+def run_together(
+    workers: int,
+    words: Sequence[object],
+    *,
+    folder: str | Path | None = None,
+    seconds: float = 120,
+    environment: Mapping[str, str] | None = None,
+) -> list[subprocess.CompletedProcess[str]]:
+    """A job to its good end: what each rank said. Whatever happens, nothing of it is left."""
+    ranks = together(workers, words, folder=folder, environment=environment)
+    try:
+        ends = [rank.done(seconds) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, end in enumerate(ends):
+        said = f"--- rank {rank}\n{end.stdout}\n{end.stderr}"
+        assert end.returncode == 0, f"exit status {end.returncode}\n{said}"
+    return ends
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    """The server, started once for this process; libraries that have a pool of threads per
+    process are told to start none."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    before = dict(os.environ)
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def _become(
+    words: list[str], folder: str, environment: dict[str, str], files: list[str]
+) -> None:
+    """Be ``python WORDS``, from here to the end of this process."""
+    os.setsid()
+    for number, file in enumerate(files, 1):
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - open to the end
+    sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method(None, force=True)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    os._exit(_end(_status_of(words)))
+
+
+def _status_of(words: list[str]) -> int:
+    try:
+        _main(words)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _main(words: list[str]) -> None:
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, "")
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    module = types.ModuleType("__main__")
+    module.__file__ = words[0]
+    sys.modules["__main__"] = module
+    source = Path(words[0]).read_bytes()
+    exec(compile(source, words[0], "exec"), module.__dict__)
+
+
+def _end(status: int) -> int:
+    """What the interpreter does at its end, in its order."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status

@@ -1,0 +1,23 @@
+"""What processes of tests have imported before they are forked (see `tests.forked`).
+
+Nothing here may start a thread, or a process group: only importing is copied safely.
+"""
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest  # noqa: F401 - a child looks at its parent's main module
+import torch.distributed.run  # noqa: F401
+
+import paceline.cli
+import paceline.distributing
+import paceline.testing
+import paceline.worlds.real  # noqa: F401
+from paceline.torch_private import load_lazy_modules
+
+load_lazy_modules()
+
+THREADS = len(list(Path("/proc/self/task").iterdir()))
+if THREADS > 1 or threading.active_count() > 1:
+    sys.exit(f"tests.preloaded: {THREADS} threads: forking would leave them behind")

@@ -1,0 +1,75 @@
+"""Forked processes behave as those that ``python WORDS`` starts."""
+
+import json
+import signal
+
+import pytest
+
+from tests import forked
+from tests.real.helpers import wait_until
+
+LOOKS = """
+import atexit, json, os, sys, threading
+loaded = "torch._dynamo" in sys.modules
+atexit.register(print, "the end")
+print(json.dumps({
+    "argv": sys.argv, "torch": loaded, "name": __name__, "here": os.getcwd(),
+    "mine": os.environ.get("MINE"), "threads": len(os.listdir("/proc/self/task")),
+    "main": sys.modules["__main__"].__dict__ is globals(),
+}))
+print("trouble", file=sys.stderr)
+"""
+
+
+def script(folder, text):
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_script_finds_what_python_gives_it_and_torch(tmp_path):
+    path = script(tmp_path, LOOKS)
+    done = forked.run(
+        [path, "--a", 1], folder=tmp_path, environment={"MINE": "yes", "OTHER": "no"}
+    )
+    said, end = done.stdout.splitlines()
+    assert json.loads(said) == {
+        "argv": [str(path), "--a", "1"],
+        "torch": True,
+        "name": "__main__",
+        "here": str(tmp_path),
+        "mine": "yes",
+        "threads": 1,
+        "main": True,
+    }
+    assert (done.returncode, done.stderr, end) == (0, "trouble\n", "the end")
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit('in words')", 1, "in words\n"),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
+        ("raise ValueError('boom')", 1, "ValueError: boom\n"),
+    ],
+)
+def test_ends(text, status, said, tmp_path):
+    done = forked.run([script(tmp_path, text)])
+    assert done.returncode == status
+    assert done.stderr.endswith(said)
+
+
+def test_a_module():
+    done = forked.run(["-m", "paceline", "simulate", "nothing.py"])
+    assert done.returncode == 1
+    assert "there is no script nothing.py" in done.stderr
+
+
+def test_one_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path):
+    text = "import subprocess; print('up', flush=True); subprocess.run(['sleep', '99'])"
+    process = forked.Forked([script(tmp_path, text)])
+    wait_until(lambda: process.stdout, 20, "its first words")
+    with pytest.raises(AssertionError, match=r"still runs after 0\.01 s\nup"):
+        process.wait(0.01)
+    assert process.returncode == -signal.SIGKILL
