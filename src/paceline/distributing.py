@@ -25,7 +25,6 @@ from paceline.optimizer import DistributedOptimizer, is_finished
 from paceline.pieces import check_servers_can_hold
 from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
-from paceline.server.staged import StagedParameters
 from paceline.settings import CollectiveName, ModuleBuffers, Settings, Sums
 from paceline.startup import check_same_everywhere, describe
 from paceline.tensors import wire_bytes
@@ -120,10 +119,9 @@ def distribute(
     remote: MakeRemote | None = None
     if chosen.updates_on == "server":
         kept = settings.buffers == "local"
-        piece_bytes = getattr(chosen, "piece_bytes", None)
         total = sum(wire_bytes(parameter) for _, parameter in parameters)
         remote = partial(
-            RemoteParameters if piece_bytes is None else StagedParameters,
+            RemoteParameters,
             world.rank,
             optimizer,
             endpoints,
@@ -133,7 +131,7 @@ def distribute(
             [*_frozen(model), *model.buffers()],
             () if kept else tuple(model.buffers()),
             world.alone,
-            most_bytes=None if piece_bytes is None else piece_bytes(total),
+            most_bytes=cast(UpdatesOnServer, chosen).piece_bytes(total),
         )
     elif endpoints and isinstance(comm, TorchComm):
         comm = ServerComm(world, comm.name, endpoints, comm.process_group)

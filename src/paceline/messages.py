@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Both ends must speak the same version."""
 
 DTYPES: dict[str, torch.dtype] = {
@@ -103,41 +103,24 @@ class LoadRest(msgspec.Struct, tag="load-rest", kw_only=True):
     start: int
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker has seen of its steps. *ready*, per bucket, and *end* of backward:
-    seconds since the last step; *start_up* of a message, and *per_byte* of the bucket's
-    *bytes*; *part*: how much of the budget may be used; *whole*: seconds of a step, or 0 if
-    there were too few to tell."""
-
-    ready: list[float]
-    end: float
-    start_up: float
-    per_byte: float
-    bytes: list[int]
-    part: float
-    whole: float = 0.0
-
-
-FIRST, SECOND = 1, 2
-"""The stages of a step: what the step waits for, and what may come during the next one."""
-
-
 class Push(msgspec.Struct, tag="push", kw_only=True):
     """The payload is this worker's gradient of *bucket* in *step*: of all its units, or of
-    these *units*, one after the other. In the first *stage* of a step every bucket is pushed,
-    though maybe none of its units; in the second one exactly what the first has left out of a
-    bucket, if anything. *weight*: its part in the mean (1/n, or its part of the samples);
-    *used*: per unit, whether it took part in the backward pass; *hyperparameters*: of this
-    step. Answer: `Parameters`, when the discipline allows it."""
+    these *units*, one after the other. Every bucket of a step is pushed once, though maybe
+    none of its units: that is the step's barrier. Units that such a push leaves out come
+    *late*, in one push per bucket, on another channel. Example: bucket 0 has units 0, 1 and 2;
+    a push of [0, 2] is followed by a late one of [1]. *weight*: the gradient's part in the mean
+    (1/n, or its part of the samples); *used*: per unit, whether it took part in the backward
+    pass; *hyperparameters*: of this step; *report*: what the worker tells the discipline, in
+    the method's own bytes. Answer: `Parameters`, when the discipline allows it."""
 
     step: int
     bucket: int
-    stage: int = FIRST
+    late: bool = False
     units: list[int] | None = None
     weight: float = 1.0
     used: list[bool] = []
     hyperparameters: Hyperparameters = []
-    measured: Measured | None = None
+    report: bytes = b""
 
 
 class Decide(msgspec.Struct, tag="decide", kw_only=True):
@@ -276,16 +259,16 @@ class Met(msgspec.Struct, tag="met", kw_only=True):
 
 class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
     """The payload is *bucket*, or of it the units that were pushed, at *version*: the number
-    of steps, or of pushes, that are
-    in it. *step*: the one that its receiver is to do next. *counted*: the workers that
-    counted for the step that was pushed, where server 0 decides. *deferred*: the bucket's
-    units that the next step leaves to its second stage (GIB). *load*: as in `Met`."""
+    of steps, or of pushes, that are in it. *step*: the one that its receiver is to do next.
+    *counted*: the workers that counted for the step that was pushed, where server 0 decides.
+    *told*: what the discipline tells its workers of the bucket, in the method's own bytes;
+    empty in answers to late pushes. *load*: as in `Met`."""
 
     bucket: int
     version: int
     step: int = 0
     counted: list[int] = []
-    deferred: list[int] = []
+    told: bytes = b""
     load: int = 0
 
 

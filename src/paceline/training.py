@@ -40,7 +40,6 @@ from paceline.same_data import SameData
 from paceline.sampler import Sampler
 from paceline.sent import SentGradients
 from paceline.server.remote import RemoteParameters
-from paceline.server.staged import StagedParameters
 from paceline.settings import Settings
 from paceline.tensors import Bucket, kind_of, make_buckets, wire_bytes
 from paceline.torch_private import (
@@ -201,11 +200,6 @@ class Training:
         self._world.journal.note(sentence)
         if self.comm.rank == 0:
             print(f"paceline: {sentence}", file=sys.stderr)
-
-    @property
-    def staged(self) -> StagedParameters:
-        assert isinstance(self._remote, StagedParameters), "a method of one stage"
-        return self._remote
 
     @property
     def first_step(self) -> int:

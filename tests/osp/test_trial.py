@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import paceline
-from paceline.messages import SECOND, Measured
 from paceline.methods.osp import OSP, decision
 from paceline.methods.osp.decision import Decider
 from paceline.methods.osp.options import INTERVAL
+from paceline.methods.osp.reports import Measured, read_mask
 from paceline.methods.osp.trial import LONGER, LOOK, PATIENCE, Seen, Trial
 from paceline.methods.osp.watch import StepWatch
 from paceline.network import Cluster, Rack, ServerHost
@@ -401,11 +401,11 @@ class Trying(Talk):
                         measured=measured if bucket == len(UNITS) - 1 else None,
                     ):  # fmt: skip
                         answers[answer.message.bucket].add(
-                            tuple(answer.message.deferred)
+                            tuple(read_mask(answer.message.told))
                         )  # type: ignore[union-attr]
             for bucket, late in enumerate(masks):
                 for worker in workers if late else ():
-                    self.push(worker, step, bucket, units=late, stage=SECOND)
+                    self.push(worker, step, bucket, units=late, late=True)
             for bucket, masks in answers.items():
                 (self.masks[bucket],) = masks  # the same to all
             self.seen[step] = any(self.masks)

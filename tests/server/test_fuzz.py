@@ -11,12 +11,10 @@ import zmq
 
 from paceline.messages import (
     PROTOCOL,
-    SECOND,
     Join,
     Leave,
     Load,
     LoadState,
-    Measured,
     Pull,
     PullState,
     Push,
@@ -24,6 +22,7 @@ from paceline.messages import (
     Unit,
 )
 from paceline.methods.backup import Backup
+from paceline.methods.osp.reports import Measured, written_report
 from paceline.server import wire
 from paceline.server.protocol import ParameterServer
 from tests.server import TOKEN, Adder, Peer, connect, running, time_limit
@@ -40,12 +39,14 @@ MESSAGES = [
     Push(
         step=0,
         bucket=0,
-        stage=SECOND,
+        late=True,
         units=[0],
         used=[True],
         hyperparameters=[{"lr": 0.1}],
-        measured=Measured(
-            ready=[0.1], end=0.2, start_up=0.0, per_byte=1e-9, bytes=[16], part=0.5
+        report=written_report(
+            Measured(
+                ready=[0.1], end=0.2, start_up=0.0, per_byte=1e-9, bytes=[16], part=0.5
+            )
         ),
     ),
     Pull(bucket=0),

@@ -10,8 +10,8 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.messages import Join, Unit
-from paceline.server.remote import _HOW
 from paceline.server.shards import Part, split
+from paceline.server.spread import _NOT_SENT
 from paceline.server.store import Store
 from paceline.tensors import Bucket, make_buckets
 
@@ -58,7 +58,7 @@ class Model:
             {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in group.items()
-                if name not in _HOW
+                if name not in _NOT_SENT
             }
             for group in self.optimizer.param_groups
         ]

@@ -11,7 +11,8 @@ import torch
 
 from paceline.interfaces import (
     Answer,
-    Deferring,
+    Informed,
+    InParts,
     Sender,
     ServerJob,
     Timed,
@@ -19,13 +20,10 @@ from paceline.interfaces import (
     Work,
 )
 from paceline.messages import (
-    FIRST,
-    SECOND,
     Join,
     Joined,
     Leave,
     Load,
-    Measured,
     OptimizerState,
     Parameters,
     Pull,
@@ -40,9 +38,11 @@ from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.osp import OSP, discipline
 from paceline.methods.osp.discipline import TwoStages
+from paceline.methods.osp.reports import Measured, read_mask, written_report
+from paceline.methods.osp.worker import next_deferred
 from paceline.methods.ssp import SSP
 from paceline.server.protocol import ParameterServer
-from paceline.server.staged import StagedParameters
+from paceline.server.remote import RemoteParameters
 from paceline.tensors import make_buckets
 from tests.server.test_protocol import HOW, Case
 
@@ -88,7 +88,7 @@ class Talk(Case):
         return self.ask(worker, message, payload(message, value), life)
 
     def second(self, worker: int, step: int, bucket: int, *units: int, **others: Any) -> list[Answer]:  # fmt: skip
-        others |= {"stage": SECOND, "units": list(units)}
+        others |= {"late": True, "units": list(units)}
         return self.push(worker, step, bucket, **others)
 
     def first(
@@ -109,7 +109,9 @@ class Talk(Case):
 
 
 def a_push(step: int = 0, bucket: int = 0, **others: Any) -> Push:
-    units = others.get("units")
+    units, measured = others.get("units"), others.pop("measured", None)
+    if measured is not None:
+        others["report"] = written_report(measured)
     count = len(UNITS[bucket] if units is None else units)
     known: dict[str, Any] = {
         "weight": 1.0,
@@ -147,7 +149,8 @@ def every_step() -> Iterator[None]:
 
 def test_it_defers_and_has_a_time_of_its_own() -> None:
     stages = OSP().server(2)
-    assert isinstance(stages, Deferring)
+    assert isinstance(stages, InParts)
+    assert isinstance(stages, Informed)
     assert isinstance(stages, Timed)
 
 
@@ -234,7 +237,7 @@ def told(answers: list[Answer]) -> set[tuple[int, tuple[int, ...]]]:
     found = set()
     for answer in answers:
         assert isinstance(answer.message, Parameters)
-        found.add((answer.message.bucket, tuple(answer.message.deferred)))
+        found.add((answer.message.bucket, tuple(read_mask(answer.message.told))))
     return found
 
 
@@ -425,13 +428,11 @@ def test_state_that_cannot_leave_is_refused_to_who_asked() -> None:
 # ---- refusals ----
 
 SECONDS: list[tuple[Push, str]] = [
-    (a_push(1, 0, stage=SECOND), "push: stage 2 of step 1 of worker 0, whose next step is 1"),
-    (a_push(7, 0, stage=SECOND), "push: stage 2 of step 7 of worker 0, whose next step is 1"),
-    (a_push(-1, 0, stage=SECOND), "push: stage 2 of step -1 of worker 0, whose next step is 1"),
-    (a_push(0, 0, stage=SECOND, units=[1]), "bucket 0 of step 0, stage 2, before"),
-    (a_push(0, 0, stage=3), "push: this method has no stage 3"),
-    (a_push(0, 0, stage=0), "push: this method has no stage 0"),
-    (a_push(0, 1, stage=SECOND, units=[0, 0]), "bucket 1: expected units of its 2, in order, got [0, 0]"),
+    (a_push(1, 0, late=True), "push: late units of step 1 of worker 0, whose next step is 1"),
+    (a_push(7, 0, late=True), "push: late units of step 7 of worker 0, whose next step is 1"),
+    (a_push(-1, 0, late=True), "push: late units of step -1 of worker 0, whose next step is 1"),
+    (a_push(0, 0, late=True, units=[1]), "push: worker 0 has pushed the late units of bucket 0 of step 0 before"),
+    (a_push(0, 1, late=True, units=[0, 0]), "bucket 1: expected units of its 2, in order, got [0, 0]"),
 ]  # fmt: skip
 
 
@@ -465,20 +466,20 @@ UNKNOWN: list[tuple[Push, torch.Tensor, str]] = [
 """Of which all would do as one of the first stage as well."""
 
 
-@pytest.mark.parametrize("stage", [FIRST, SECOND])
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("push", "gradient", "words"), UNKNOWN)
 def test_units_that_are_none(
-    push: Push, gradient: torch.Tensor, words: str, stage: int
+    push: Push, gradient: torch.Tensor, words: str, late: bool
 ) -> None:
     case = Talk().begin(0, 1)
-    if stage == SECOND:
+    if late:
         for worker in (0, 1):
             case.first(worker, 0, [], [])
     known = {name: getattr(push, name) for name in push.__struct_fields__}
-    push = Push(**(known | {"stage": stage}))
+    push = Push(**(known | {"late": late}))
     assert words in case.refusal(0, push, gradient.double())
     for worker in (0, 1):
-        if stage == SECOND:
+        if late:
             answers = case.second(worker, 0, 0, 0, 1, 2)
         else:
             answers = case.push(worker, 0, 0)
@@ -488,8 +489,8 @@ def test_units_that_are_none(
 
 def test_the_second_stage_comes_after_the_first() -> None:
     case = Talk().begin(0, 1)
-    words = "push: stage 2 of step 0 of worker 0, whose next step is 0"
-    second = a_push(0, 0, stage=SECOND, units=[1])
+    words = "push: late units of step 0 of worker 0, whose next step is 0"
+    second = a_push(0, 0, late=True, units=[1])
     assert case.refusal(0, second, payload(second)) == words
     case.push(0, 0, 0, units=[0, 2])
     assert case.refusal(0, second, payload(second)) == words
@@ -519,13 +520,13 @@ def test_units_come_in_one_stage_of_a_step_only(
     none would in the next one; and a push of nothing for all others."""
     case = Talk().begin(0, 1)
     assert case.first(0, 0, first, None) == []
-    push = a_push(0, 0, stage=SECOND, units=second)
+    push = a_push(0, 0, late=True, units=second)
     left = [] if first is None else [u for u in range(3) if u not in first]
-    expected = f"units {left}, all that worker 0 has left out of stage 1"
+    expected = f"units {left}, all that worker 0 has left out"
     if not left:
-        expected = "none, as worker 0 has left out nothing of stage 1"
+        expected = "none, as worker 0 has left out nothing"
     got = [0, 1, 2] if second is None else second
-    words = f"push: stage 2 of step 0, bucket 0: expected {expected}, got {got}"
+    words = f"push: late units of step 0, bucket 0: expected {expected}, got {got}"
     assert case.refusal(0, push, payload(push)) == words  # whoever else is in by then
     assert len(case.first(1, 0, first, None)) == 4
     assert case.refusal(0, push, payload(push)) == words
@@ -545,7 +546,7 @@ def test_units_of_the_step_before_may_come_again_in_this_one() -> None:
     case.first(
         0, 1, [0], None
     )  # unit 2 is not in: step 0 leaves it to its second stage
-    push = a_push(0, 0, stage=SECOND, units=[1, 2])
+    push = a_push(0, 0, late=True, units=[1, 2])
     assert "got [1, 2]" in case.refusal(0, push, payload(push))
     assert heard(case.second(0, 0, 0, 2)) == [(0, 0, [-1.0])]
     assert heard(case.second(0, 1, 0, 1, 2)) == [(0, 0, [-2.0] * 4)]
@@ -557,21 +558,21 @@ def test_the_second_stage_does_not_come_too_late() -> None:
     case.second(0, 0, 1, 0)
     case.first(0, 1, [0, 1], None)
     words = (
-        "push: worker 0 has left units [2] of bucket 0 out of stage 1 of step 0: expected "
-        "them in stage 2 before "
+        "push: worker 0 has left units [2] of bucket 0 out of its push of step 0: expected "
+        "them late before "
     )
     third = a_push(2, 0, units=[0, 1])
     assert case.refusal(0, third, payload(third)) == words + "step 2"
-    second = a_push(1, 0, stage=SECOND, units=[2])
-    assert case.refusal(0, second, payload(second)) == words + "stage 2 of step 1"
+    second = a_push(1, 0, late=True, units=[2])
+    assert case.refusal(0, second, payload(second)) == words + "late units of step 1"
     assert case.server.fastest() == 2
     # It is not too late yet.
     assert heard(case.second(0, 0, 0, 2)) == [(0, 0, [-1.0])]
     assert len(case.first(0, 2, [0, 1], None)) == 2
     assert heard(case.second(0, 1, 0, 2)) == [(0, 0, [-2.0])]
     assert heard(case.second(0, 2, 0, 2)) == [(0, 0, [-3.0])]
-    second = a_push(0, 0, stage=SECOND, units=[2])
-    words = "push: stage 2 of step 0 of worker 0, whose next step is 3"
+    second = a_push(0, 0, late=True, units=[2])
+    words = "push: late units of step 0 of worker 0, whose next step is 3"
     assert case.refusal(0, second, payload(second)) == words
 
 
@@ -583,8 +584,8 @@ def test_nobody_has_a_second_stage_of_a_step_before_its_first() -> None:
     assert case.ask(1, JOIN, life=1)[0].message == Joined(
         step=1, loaded=True, guest=True
     )
-    second = a_push(0, 0, stage=SECOND, units=[2])
-    words = "push: stage 2 of step 0 of worker 1, whose next step is 1"
+    second = a_push(0, 0, late=True, units=[2])
+    words = "push: late units of step 0 of worker 1, whose next step is 1"
     assert case.refusal(1, second, payload(second), life=1) == words
 
 
@@ -594,7 +595,7 @@ def test_who_has_left_has_no_second_stage() -> None:
         case.first(worker, 0, [0, 2], None)
     case.second(1, 0, 0, 1)
     assert case.ask(1, Leave()) == []
-    second = a_push(0, 0, stage=SECOND, units=[1])
+    second = a_push(0, 0, late=True, units=[1])
     assert case.refusal(1, second, payload(second)) == "push: worker 1 has left"
 
 
@@ -604,8 +605,8 @@ def test_who_leaves_sends_its_second_stage_before() -> None:
     for worker in (0, 1):
         case.first(worker, 0, None, [1])
     words = (
-        "leave: worker 1 has left units [0] of bucket 1 out of stage 1 of step 0: expected "
-        "them in stage 2 before it leaves"
+        "leave: worker 1 has left units [0] of bucket 1 out of its push of step 0: expected "
+        "them late before it leaves"
     )
     assert case.refusal(1, Leave()) == words
     assert case.second(0, 0, 1, 0, value=3.0) == []
@@ -619,8 +620,8 @@ def test_who_leaves_sends_its_second_stage_before() -> None:
 @pytest.mark.parametrize("method", [ASP(), SSP(staleness=0), Backup()])
 def test_methods_without_stages(method: Any) -> None:
     case = Talk(method).begin(0, 1)
-    second = a_push(0, 0, stage=SECOND)
-    words = "push: this method has no stage 2"
+    second = a_push(0, 0, late=True)
+    words = "push: this method takes no late units"
     assert case.refusal(0, second, payload(second)) == words
     some = a_push(0, 0, units=[0])
     words = "push: this method takes whole buckets, got units [0] of bucket 0"
@@ -660,6 +661,31 @@ def test_measurements_that_make_no_sense(change: dict[str, Any]) -> None:
     assert len(case.first(1, 0, measured=NAMED)) == 4
 
 
+@pytest.mark.parametrize(
+    "report",
+    [b"\xc1", b"\x81", b"\x80", b"\x90" * 5000, b"\x01", written_report(NAMED) + b"x"],
+)
+def test_reports_that_cannot_be_read(report: bytes) -> None:
+    case = Talk(OSP()).begin(0, 1)
+    push = a_push(report=report)
+    words = "push: bytes that osp cannot read: "
+    assert case.refusal(0, push, payload(push)).startswith(words)
+    assert case.server.fastest() == 0
+    case.first(0, 0, measured=NAMED)
+    assert len(case.first(1, 0, measured=NAMED)) == 4
+
+
+@pytest.mark.parametrize("method", [ASP(), SSP(staleness=0), Backup()])
+def test_methods_without_reports(method: Any) -> None:
+    case = Talk(method).begin(0, 1)
+    push = a_push(report=written_report(NAMED))
+    assert case.refusal(0, push, payload(push)) == "push: this method takes no reports"
+    assert case.server.fastest() == 0
+    case.first(0, 0)
+    case.first(1, 0)
+    assert case.server.version(0) >= 1
+
+
 def test_units_that_differ_stop_the_training_in_words() -> None:
     case = Talk(workers=3).begin(0, 1, 2)
     assert case.ask(2, PullState(bucket=1, units=[1], step=1)) == []
@@ -677,7 +703,7 @@ def test_units_that_differ_stop_the_training_in_words() -> None:
     assert len(refused) == len(answers)
     assert case.server.counts["gradients applied"] == 3  # of bucket 1
     assert case.server.version(0) == 0
-    push = a_push(0, 0, stage=SECOND, units=[2])
+    push = a_push(0, 0, late=True, units=[2])
     assert case.refusal(0, push, payload(push)) == words
     state = PullState(bucket=0, units=[2], step=1)
     assert case.refusal(1, state) == words
@@ -688,10 +714,10 @@ def test_units_of_a_second_stage_that_differ() -> None:
     for worker in (0, 1):
         case.first(worker, 0, [0], None)
     case.second(0, 0, 0, 1, 2)
-    second = a_push(0, 0, stage=SECOND, units=[1])
+    second = a_push(0, 0, late=True, units=[1])
     words = (
-        "push: stage 2 of step 0, bucket 0: expected units [1, 2], all that worker 1 has "
-        "left out of stage 1, got [1]"
+        "push: late units of step 0, bucket 0: expected units [1, 2], all that worker 1 has "
+        "left out, got [1]"
     )
     assert case.refusal(1, second, payload(second)) == words
     # It is said to who made the mistake, and the others are not stopped by it.
@@ -832,8 +858,8 @@ def test_who_comes_back_waits_for_the_second_stage_before_it() -> None:
 def test_a_second_stage_that_comes_again_is_answered_again_and_not_done() -> None:
     case = Talk(workers=1).begin(0)
     case.first(0, 0, [0, 1], None)
-    sender = case.sender(0)._replace(channel="stage 2")
-    message = a_push(0, 0, stage=SECOND, units=[2])
+    sender = case.sender(0)._replace(channel="late")
+    message = a_push(0, 0, late=True, units=[2])
     (first,) = case.server.on_message(sender, message, payload(message), 0.0)
     (again,) = case.server.on_message(sender, message, payload(message), 0.0)
     assert again == first
@@ -908,8 +934,8 @@ def test_who_joins_defers_what_servers_say() -> None:
     method = OSP()
     servers = [ParameterServer(1, method.server(1)) for _ in range(2)]
 
-    def joined(life: int) -> StagedParameters:
-        remote = StagedParameters(
+    def joined(life: int) -> RemoteParameters:
+        remote = RemoteParameters(
             0,
             torch.optim.SGD(parameters, lr=0.1),
             [Direct(server, life) for server in servers],
@@ -926,7 +952,7 @@ def test_who_joins_defers_what_servers_say() -> None:
         return remote
 
     first = joined(0)
-    assert first.deferred == [[], []]
+    assert next_deferred(first) == [[], []]
     assert [len(places) for places in first.units] == [4, 2]
     masks: list[dict[int, list[int]]] = [{0: [0]}, {0: [0, 2], 1: [1]}]
     if len(servers[0].buckets) == 2:  # the second bucket went there
@@ -934,4 +960,4 @@ def test_who_joins_defers_what_servers_say() -> None:
     for server, mask in zip(servers, masks, strict=True):
         assert isinstance(server._discipline.discipline, TwoStages)
         server._discipline.discipline._deferred = mask
-    assert joined(1).deferred == [[0, 1, 3], [1]]
+    assert next_deferred(joined(1)) == [[0, 1, 3], [1]]

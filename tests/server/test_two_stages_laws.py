@@ -22,12 +22,9 @@ from hypothesis import strategies as st
 
 from paceline.interfaces import Answer, UpdatesOnServer
 from paceline.messages import (
-    FIRST,
-    SECOND,
     Done,
     Join,
     Joined,
-    Measured,
     OptimizerState,
     Parameters,
     Pull,
@@ -40,7 +37,8 @@ from paceline.messages import (
 from paceline.methods.backup import Backup
 from paceline.methods.osp import OSP, discipline
 from paceline.methods.osp.discipline import TwoStages
-from paceline.server.staged import SECOND_CHANNEL
+from paceline.methods.osp.reports import Measured, read_mask, written_report
+from paceline.server.states import LATE_CHANNEL
 from tests.server.test_protocol_laws import (
     HYPERPARAMETERS,
     LIVES,
@@ -219,11 +217,13 @@ class StagedTraining(Training):
         life.step = life.next_step
         life.done += 1
         self.ask_states(life)
-        measured = self.measured(life)
+        report = b""
+        if isinstance(self.case.method, OSP):
+            report = written_report(self.measured(life))
         for place in self.places:
             late = self.mask(life, place)
             units = [u for u in range(self.case.units[place[1]]) if u not in late]
-            self.push(life, place, FIRST, units, measured)
+            self.push(life, place, units, report=report)
         life.late = dict(life.masks)
 
     def mask(self, life: StagedLife, place: Place) -> list[int]:
@@ -235,7 +235,7 @@ class StagedTraining(Training):
     def second_stage(self, life: StagedLife) -> None:
         for place in self.places:
             if life.late.get(place):
-                self.push(life, place, SECOND, life.late[place])
+                self.push(life, place, life.late[place], late=True)
 
     def ask_states(self, life: StagedLife) -> None:
         for shard, bucket in self.places:
@@ -248,9 +248,9 @@ class StagedTraining(Training):
         self,
         life: StagedLife,
         place: Place,
-        stage: int,
         units: Sequence[int],
-        measured: Measured | None = None,
+        late: bool = False,
+        report: bytes = b"",
     ) -> None:
         shard, bucket = place
         whole = len(units) == self.case.units[bucket]
@@ -260,12 +260,12 @@ class StagedTraining(Training):
         message = Push(
             step=life.step,
             bucket=bucket,
-            stage=stage,
+            late=late,
             units=None if whole else list(units),
             weight=weight,
             used=[True] * len(units),
             hyperparameters=self.how,
-            measured=measured,
+            report=report,
         )
         parts = [self.gradient(place, unit, element) for unit in units]
         life.to_send.append((shard, message, torch.cat(parts) if parts else None))
@@ -410,8 +410,8 @@ class StagedTraining(Training):
         elif isinstance(message, Parameters):
             request = self.letter(life, where).message
             begins = (shard, *answer.to[:4]) in self.begins
-            if begins or (isinstance(request, Push) and request.stage == FIRST):
-                life.masks[shard, message.bucket] = message.deferred
+            if begins or (isinstance(request, Push) and not request.late):
+                life.masks[shard, message.bucket] = read_mask(message.told)
         else:
             assert isinstance(message, Done | OptimizerState)
 
@@ -560,8 +560,8 @@ def replayed(
 
 
 def channel_of(message: Request) -> str:
-    later = isinstance(message, Push) and message.stage == SECOND
-    return SECOND_CHANNEL if later or isinstance(message, PullState) else ""
+    later = isinstance(message, Push) and message.late
+    return LATE_CHANNEL if later or isinstance(message, PullState) else ""
 
 
 # ---- cases ----

@@ -38,9 +38,10 @@ from paceline.interfaces.compression import (
 )
 from paceline.interfaces.discipline import (
     Coordinated,
-    Deferring,
     Discipline,
     HeldPush,
+    Informed,
+    InParts,
     Led,
     Shard,
     Sparing,
@@ -54,7 +55,7 @@ from paceline.interfaces.method import (
     UpdatesOn,
     UpdatesOnServer,
 )
-from paceline.interfaces.remote import Remote, StagedRemote, UnitPlace
+from paceline.interfaces.remote import Arrived, Remote, Told, UnitPlace
 from paceline.interfaces.server import Answer, Sender, Server, Work
 from paceline.interfaces.state import OwnState
 from paceline.interfaces.timing import Compute, Stopwatch
@@ -63,19 +64,21 @@ from paceline.interfaces.world import ServerJob, World
 
 __all__ = [
     "Answer",
+    "Arrived",
     "Clips",
     "Coding",
     "Comm",
     "Compressor",
     "Compute",
     "Coordinated",
-    "Deferring",
     "Discipline",
     "Endpoint",
     "Gather",
     "GradientSeen",
     "HeldPush",
     "Hyperparameters",
+    "InParts",
+    "Informed",
     "Led",
     "Method",
     "OwnState",
@@ -90,12 +93,12 @@ __all__ = [
     "ServerJob",
     "Shard",
     "Sparing",
-    "StagedRemote",
     "State",
     "StateKind",
     "Stopwatch",
     "Sum",
     "Timed",
+    "Told",
     "UnitPlace",
     "Updater",
     "UpdatesOn",

@@ -1,23 +1,26 @@
 """What differs between servers of different methods: their discipline.
 
-A method's file implements `Discipline`, and the optional protocols that it needs; the
-server calls it, and shows it the server's part of the model as a `Shard`.
+A method's file implements `Discipline`, and those of the optional protocols that it needs;
+the server calls it, and gives it the server's part of the model: a `Shard`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from paceline.interfaces.updates import Hyperparameters
-from paceline.messages import FIRST, Measured
 
 
 class HeldPush(NamedTuple):
-    """A worker's gradient of one bucket, or of some *units* of it, on a server. *stamp*
-    counts pushes as they came."""
+    """A worker's gradient of one bucket on a server, or of some *units* of that bucket.
+
+    *number* counts pushes as they came. *late*: the bucket's main push of this step has left
+    these units out. *report*: what `Informed.read_report` made of the worker's report; None
+    without one.
+    """
 
     worker: int
     step: int
@@ -26,10 +29,10 @@ class HeldPush(NamedTuple):
     used: Sequence[bool]
     hyperparameters: Hyperparameters
     gradient: torch.Tensor
-    stamp: int
-    stage: int = FIRST
+    number: int
+    late: bool = False
     units: Sequence[int] | None = None
-    measured: Measured | None = None
+    report: Any = None
 
 
 class Shard(Protocol):
@@ -37,7 +40,7 @@ class Shard(Protocol):
 
     @property
     def now(self) -> float:
-        """Seconds on the server's clock, when what is being handled came."""
+        """Seconds on the server's clock: when the request at hand came."""
         ...
 
     def expected(self, step: int) -> Sequence[int]:
@@ -45,28 +48,31 @@ class Shard(Protocol):
         ...
 
     def clock(self, worker: int) -> int:
-        """How many steps of a worker that takes part, or is to come, have come in whole: the
-        number of the one that comes next."""
+        """The number of a worker's next step: its main pushes of all steps before are in. Of
+        a worker that has yet to join: the number of its first step."""
         ...
 
     def move_on(self, worker: int, step: int) -> None:
-        """The next step of *worker* is *step*, or the one after its last if that is
-        later: it is told so with its answers."""
+        """Let *worker* leave out its steps before *step*: its answers name the next one. A
+        worker whose clock is further stays there."""
         ...
 
     def fastest(self) -> int:
-        """One more than the highest step of which a gradient has come, also of those that
-        are gone."""
+        """One more than the highest step of which a gradient has come, from whomever."""
         ...
 
     def slowest(self) -> int:
-        """The least clock of those that take part; where nobody does, that of the step of
-        which no gradient has come yet."""
+        """The least clock of those that take part; `fastest` where nobody does."""
         ...
 
     @property
     def buckets(self) -> Sequence[int]:
         """The buckets of which this server holds a part."""
+        ...
+
+    @property
+    def all_buckets(self) -> int:
+        """How many buckets the model has, on all servers."""
         ...
 
     def version(self, bucket: int) -> int:
@@ -88,15 +94,14 @@ class Shard(Protocol):
         ...
 
     def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
-        """Update by the mean of pushes, weighted by their weights and divided by the sum of
-        them, added up in the order given. All are of the same units. Their gradients are
-        used up: the first one then holds the mean. Counts as an update also where there are
-        none."""
+        """Update by the mean of pushes, all of the same units: weighted by their weights,
+        divided by the sum of them, and added up in the order given. The gradients are used
+        up: the first one becomes the mean. No pushes at all count as an update, too."""
         ...
 
     def answer(self, push: HeldPush, counted: Sequence[int] = ()) -> None:
-        """Send the bucket's parameters, as they are, to who pushed it; and who *counted*
-        for its step, where that was decided."""
+        """Send the parameters that were pushed, as they are now, to the worker that pushed
+        them. *counted*: the workers that counted for the step, where that was decided."""
         ...
 
     def count(self, what: str) -> None:
@@ -108,11 +113,11 @@ class Discipline(Protocol):
     """What a server does with gradients, and when it answers: one object per server."""
 
     def pushed(self, shard: Shard, push: HeldPush) -> None:
-        """A gradient has come. It is kept nowhere but here."""
+        """A gradient has come. The discipline alone keeps it."""
         ...
 
     def changed(self, shard: Shard) -> None:
-        """Who takes part has changed, or a worker's step is in as a whole."""
+        """Who takes part has changed, or all main pushes of a worker's step are in."""
         ...
 
     def first_step(self, shard: Shard) -> int:
@@ -124,16 +129,17 @@ class Discipline(Protocol):
         ...
 
     def ended(self, shard: Shard) -> int | None:
-        """All steps before this one have ended, and nothing of a later one that its workers
-        will do again: who goes on from a snapshot of this moment begins with it. None
-        while a step has ended for some buckets only: no snapshot then."""
+        """The step with which workers go on from a snapshot of this moment: all steps before
+        it have ended. Example: under asp, with workers that have done 7 and 9 steps, it is
+        step 7. None while a step has ended for some buckets only: then there is no
+        snapshot."""
         ...
 
     def resume(self, shard: Shard, step: int) -> None:
-        """The shard was restored from a snapshot for which `ended` was *step*; or other
-        parameters were loaded before *step*, and this is a fresh copy, so that no gradient
-        from before them is held. Every bucket's version is that of then, and at least
-        *step*. Called before anything else."""
+        """Go on with *step*, holding no gradient. The shard was restored from a snapshot for
+        which `ended` was *step*; or other parameters were loaded, and this object is a fresh
+        copy. All buckets have the version of then, and at least *step*. Called before
+        anything else."""
         ...
 
 
@@ -142,8 +148,8 @@ class Timed(Discipline, Protocol):
     """A discipline that acts at a time, and not only when something comes."""
 
     def next_deadline(self) -> float | None:
-        """When, on the clock of `Shard.now`, `timer` is to be called; None: not at all. May
-        become another one with every call of this discipline."""
+        """When `timer` is to be called, on the clock of `Shard.now`; None: not at all. Every
+        call of the discipline may change it."""
         ...
 
     def timer(self, shard: Shard) -> None:
@@ -153,8 +159,7 @@ class Timed(Discipline, Protocol):
 
 @runtime_checkable
 class Led(Discipline, Protocol):
-    """A discipline that decides what other servers would decide otherwise: it does so on
-    server 0 alone."""
+    """A discipline whose servers would decide differently: so server 0 decides alone."""
 
     def follow(self) -> None:
         """This is not server 0: do not decide. Called before anything else."""
@@ -162,33 +167,49 @@ class Led(Discipline, Protocol):
 
 
 @runtime_checkable
-class Sparing(Discipline, Protocol):
-    """A discipline whose steps may end without some of those who take part."""
-
-    @property
-    def spares(self) -> bool:
-        """Whether they may here. `Shard.expected` then names none who waits where all meet,
-        while the others have to go on to come there."""
-        ...
-
-
-@runtime_checkable
-class Deferring(Discipline, Protocol):
-    """A discipline that takes a part of each step in its second stage."""
-
-    def deferred(self, bucket: int) -> Sequence[int]:
-        """The bucket's units that workers are to defer in their next step."""
-        ...
-
-    def has(self, shard: Shard, step: int, bucket: int, units: Sequence[int]) -> bool:
-        """Whether all updates before *step* are in these units."""
-        ...
-
-
-@runtime_checkable
 class Coordinated(Led, Protocol):
-    """The others have to know: server 0 says it in its answers, and workers tell them."""
+    """What server 0 decides, the others have to know: its answers say it, and workers tell
+    the others."""
 
     def decided(self, shard: Shard, step: int, workers: Sequence[int]) -> None:
         """Server 0 has decided that *workers* count for *step*. Comes from each worker."""
+        ...
+
+
+@runtime_checkable
+class Sparing(Discipline, Protocol):
+    """A discipline whose steps may end without some of those that take part."""
+
+    @property
+    def spares(self) -> bool:
+        """Whether they may here. Where workers wait for all others (see `Shard.expected`),
+        steps then end without them, so that the others get there."""
+        ...
+
+
+@runtime_checkable
+class InParts(Discipline, Protocol):
+    """A discipline that takes a step's buckets in parts: some units with the main push, which
+    is the step's barrier, and those that it left out late. The others take whole buckets:
+    their servers refuse anything else."""
+
+    def has(self, shard: Shard, step: int, bucket: int, units: Sequence[int]) -> bool:
+        """Whether all updates before *step* are in these units. A worker that asks for their
+        optimizer state is answered then."""
+        ...
+
+
+@runtime_checkable
+class Informed(Discipline, Protocol):
+    """A discipline that its workers report to, and that tells them something: both are bytes
+    that only the method reads."""
+
+    def read_report(self, shard: Shard, report: bytes) -> Any:
+        """What a worker's report says: `pushed` finds it in `HeldPush.report`. Raises
+        `UsageError` for a report that makes no sense: then its push is refused, and nothing
+        has changed."""
+        ...
+
+    def tells(self, bucket: int) -> bytes:
+        """What goes out with an answer to a main push of *bucket*, or to a pull of it."""
         ...

@@ -13,7 +13,7 @@ import torch
 
 from paceline.interfaces.communication import Comm
 from paceline.interfaces.discipline import Discipline
-from paceline.interfaces.remote import Remote, StagedRemote
+from paceline.interfaces.remote import Remote
 from paceline.interfaces.timing import Stopwatch
 from paceline.interfaces.updates import Updater
 from paceline.tensors import Bucket
@@ -91,11 +91,6 @@ class Run(Protocol):
         """The parameters on their servers. Only for methods with ``updates_on="server"``."""
         ...
 
-    @property
-    def staged(self) -> StagedRemote:
-        """The same, for a method that takes its steps in two stages."""
-        ...
-
     def clip(self, gradients: Sequence[torch.Tensor]) -> None:
         """Scale a step's mean gradients in place, if they are to be clipped. For methods
         with ``updates_on="method"`` and ``clips="mean"``, before they apply them."""
@@ -162,6 +157,18 @@ class Method(Protocol):
 
 class UpdatesOnServer(Method, Protocol):
     """A method whose servers hold the parameters and update them."""
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether server 0 decides for all, and workers tell the others: see
+        `Coordinated`."""
+        ...
+
+    def piece_bytes(self, total: int) -> int | None:
+        """The most that a unit has, of a model of *total* bytes; None: units are as large as
+        the parts of parameters that a server holds. For methods that push parts of
+        buckets."""
+        ...
 
     def server(self, workers: int) -> Discipline:
         """What one server does, for a job of so many workers. Raises `UsageError` where the

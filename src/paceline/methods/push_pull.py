@@ -38,6 +38,10 @@ class PushPull:
         """Whether server 0 decides for all: workers tell the others (`Coordinated`)."""
         return False
 
+    def piece_bytes(self, total: int) -> int | None:
+        """Whole buckets travel, so units need not be small."""
+        return None
+
     def init(self, run: Run) -> PushPullState:
         return PushPullState(step=run.remote.join())
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Coordinated,
-    Deferring,
     Discipline,
     HeldPush,
+    Informed,
+    InParts,
     Shard,
     Sparing,
     Timed,
@@ -47,7 +49,8 @@ class BoundDiscipline:
         self._shard = self._plain if clipped is None else clipped
         # Looked up once: to ask whether an object fits a protocol takes 16 us.
         self._timed = discipline if isinstance(discipline, Timed) else None
-        self._deferring = discipline if isinstance(discipline, Deferring) else None
+        self._in_parts = discipline if isinstance(discipline, InParts) else None
+        self._informed = discipline if isinstance(discipline, Informed) else None
         self.spares = isinstance(discipline, Sparing) and discipline.spares
 
     @property
@@ -111,13 +114,18 @@ class BoundDiscipline:
             self.clipped.settle()
 
     @property
-    def defers(self) -> bool:
-        """Whether a part of each step comes in its second stage."""
-        return self._deferring is not None
-
-    def deferred(self, bucket: int) -> Sequence[int]:
-        return () if self._deferring is None else self._deferring.deferred(bucket)
+    def takes_parts(self) -> bool:
+        """Whether pushes may be of some units, and of late ones."""
+        return self._in_parts is not None
 
     def has(self, step: int, bucket: int, units: Sequence[int]) -> bool:
-        deferring = self._deferring
-        return deferring is None or deferring.has(self._shard, step, bucket, units)
+        in_parts = self._in_parts
+        return in_parts is None or in_parts.has(self._shard, step, bucket, units)
+
+    def read_report(self, report: bytes) -> Any:
+        if self._informed is None:
+            raise UsageError("push: this method takes no reports")
+        return self._informed.read_report(self._shard, report)
+
+    def tells(self, bucket: int) -> bytes:
+        return b"" if self._informed is None else self._informed.tells(bucket)

@@ -118,6 +118,10 @@ class ClippedSteps:
     def buckets(self) -> Sequence[int]:
         return self._shard.buckets
 
+    @property
+    def all_buckets(self) -> int:
+        return self._shard.all_buckets
+
     def version(self, bucket: int) -> int:
         held = len(self._held.updates.get(bucket, ()))
         return self._shard.version(bucket) + held

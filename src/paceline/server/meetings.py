@@ -138,7 +138,7 @@ class Meetings:
             self._look_for_mistakes(missing, purposes)
             return False
         if not all(self._pushes.owes_nothing(worker) for worker in self._arrived):
-            return False  # second stages of their last steps are on their way
+            return False  # late units of their last steps are on their way
         if len(purposes) > 1:
             self.give_up(self._different_purposes())
         elif "meet" in purposes:

@@ -10,9 +10,9 @@ from paceline.interfaces import Answer, Sender
 MOST_STEPS_AHEAD = 100_000
 """Of the other workers: by more a step is a mistake, and not taken."""
 WHOLE_STEPS_KEPT = 2
-"""Of so many steps whose first stage is in the second one may still come: channels are not
-ordered, so it may come after the whole first stage of the next step; no later step begins
-before."""
+"""Late pushes may still come of so many steps whose main pushes are all in. Example: late
+pushes of step 4 have a channel of their own, so they may come after all main pushes of step 5;
+a main push of step 6 is refused before they have come."""
 
 
 @dataclass
@@ -36,13 +36,12 @@ class Channel:
 
 @dataclass
 class WholeStep:
-    """A step of a worker, of which the first stage is in as a whole."""
+    """A step of a worker whose main pushes are all in."""
 
     left: dict[int, list[int]]
-    """By bucket: the units that the first stage has left out, until the second one brings
-    them."""
-    second: set[int] = field(default_factory=set)
-    """Buckets that are in of the second stage."""
+    """By bucket: the units that its main push has left out, until they come late."""
+    late: set[int] = field(default_factory=set)
+    """Buckets whose late push is in."""
 
 
 @dataclass
@@ -61,12 +60,11 @@ class Member:
     leaving: bool = False
     first_step: int = 0
     clock: int = 0
-    """Steps that are in as a whole: the number of the next."""
+    """The number of its next step: the main pushes of all steps before are in."""
     begun: dict[int, list[int]] = field(default_factory=dict)
-    """By bucket that is in of the step under way: the units that its first stage leaves
-    out."""
+    """By bucket whose main push of the next step is in: the units that it leaves out."""
     whole: dict[int, WholeStep] = field(default_factory=dict)
-    """The last steps before that, by number: their second stage may still come."""
+    """The last steps before that, by number: their late pushes may still come."""
     channels: dict[str, Channel] = field(default_factory=dict)
 
     def begins_with(self, step: int) -> None:

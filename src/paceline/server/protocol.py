@@ -29,14 +29,14 @@ pull-norm  -                                              `NormPart`, once all o
                                                           step's mean is known
 norm       the step's mean is scaled, and applied         `Done`
 blend      the model's buffers are mixed                  `Blended`
-push       once per (worker, incarnation, step, stage,    `Parameters`, when the
-           bucket): handed to the discipline; with the    discipline says so; `Refused`
-           step's last bucket the worker's clock moves;   if it is of a step before, or
-           a later step than expected, where another      of a later one while pushes of
-           server named it, leaves out those before       an earlier one are unanswered,
-                                                          or is in stage 2 not just what
-                                                          stage 1 left out, or comes
-                                                          where stage 2 should have come
+push       once per (worker, incarnation, step, bucket,   `Parameters`, when the
+           late or not): handed to the discipline; with   discipline says so; `Refused`
+           the step's last main push the worker's clock   if it is of a step before, or
+           moves; a later step than expected, where       of a later one while pushes of
+           another server named it, leaves out those      an earlier one are unanswered;
+           before                                         if late and not just what the
+                                                          main push left out; if main and
+                                                          late units should have come
 pull-state -                                              `OptimizerState`; of units, once
                                                           all updates before the step are
                                                           in them; `Refused` if that is
@@ -85,7 +85,6 @@ from paceline.clipping import check_clip_norm
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, HeldPush, Led, Sender, Work
 from paceline.messages import (
-    FIRST,
     Arrive,
     Blend,
     Blended,
@@ -323,6 +322,10 @@ class ParameterServer:
     def buckets(self) -> list[int]:
         return self._model.buckets
 
+    @property
+    def all_buckets(self) -> int:
+        return len(self._model.store.flats)
+
     def version(self, bucket: int) -> int:
         return self._model.store.versions[bucket]
 
@@ -347,7 +350,9 @@ class ParameterServer:
     def answer(self, push: HeldPush, counted: Sequence[int] = ()) -> None:
         sender = self._pushes.answered(push)
         if sender is not None:
-            self._pulls.give_parameters(sender, push.bucket, push.units, counted)
+            self._pulls.give_parameters(
+                sender, push.bucket, push.units, counted, push.late
+            )
 
     def count(self, what: str) -> None:
         self.counts[what] += 1
@@ -414,9 +419,7 @@ class ParameterServer:
         if member.begun:
             raise UsageError("leave: in the middle of a step")
         self._meetings.check_not_there("leave", sender.worker)
-        self._pushes.check_second_stages(
-            "leave", sender.worker, member.clock, "it leaves"
-        )
+        self._pushes.check_late_units("leave", sender.worker, member.clock, "it leaves")
         member.leaving = True
         self._leaves.append(sender)
         self._somebody_has_gone()
@@ -515,10 +518,10 @@ class ParameterServer:
     # ---- the other requests ----
 
     def _push(self, sender: Sender, push: Push, payload: torch.Tensor | None) -> None:
-        if push.stage == FIRST:  # a second stage may come after its worker
+        if not push.late:  # late units may come after their worker
             self._meetings.check_not_there("push", sender.worker)
         held = self._pushes.take(sender, push, payload)
-        is_last = push.stage == FIRST and self.clock(sender.worker) > push.step
+        is_last = not push.late and self.clock(sender.worker) > push.step
         self._discipline.pushed(held)
         if is_last:  # of its step
             self._discipline.changed()

@@ -72,7 +72,7 @@ class Pulls:
         """Raises `UsageError` for units that there are not, and for a step too far ahead."""
         self._model.check_bucket(pull.bucket)
         self._model.store.elements(pull.bucket, pull.units)
-        if self._is_staged(pull):
+        if self._waits_for_updates(pull):
             self._check_state_step(sender.worker, pull.step)
         self._states.append((sender, pull))
         self.let_go()
@@ -104,6 +104,7 @@ class Pulls:
         bucket: int,
         units: Sequence[int] | None = None,
         counted: Sequence[int] = (),
+        late: bool = False,
     ) -> None:
         """Answer a pull of a bucket, or a push of some *units* of it, for whose step the
         workers *counted*."""
@@ -112,7 +113,7 @@ class Pulls:
             version=self._model.store.versions[bucket],
             step=self._members[to.worker].clock,
             counted=list(counted),
-            deferred=list(self._discipline.deferred(bucket)),
+            told=b"" if late else self._discipline.tells(bucket),
             load=self._loads(),
         )
         self._answers.send(to, message, self._model.parameters(bucket, units))
@@ -158,10 +159,10 @@ class Pulls:
     def _let_states_go(self) -> None:
         waiting, self._states = self._states, []
         for sender, pull in waiting:
-            staged = self._is_staged(pull)
-            if staged and self._model.fault:
+            waits = self._waits_for_updates(pull)
+            if waits and self._model.fault:
                 self._answers.refuse(sender, self._model.fault)
-            elif staged and not self._has(pull):
+            elif waits and not self._has(pull):
                 self._states.append((sender, pull))
             else:
                 self._give_state(sender, pull)
@@ -175,18 +176,18 @@ class Pulls:
             return
         self._answers.send(to, OptimizerState(entries=entries), payload)
 
-    def _is_staged(self, pull: PullState) -> bool:
+    def _waits_for_updates(self, pull: PullState) -> bool:
         """Whether it is of some units, as they are before a step: a whole bucket's state is
         given as it is."""
-        return pull.units is not None and self._discipline.defers
+        return pull.units is not None and self._discipline.takes_parts
 
     def _has(self, pull: PullState) -> bool:
         assert pull.units is not None
         return self._discipline.has(pull.step, pull.bucket, pull.units)
 
     def _check_state_step(self, worker: int, step: int) -> None:
-        """A worker may ask for what its step under way makes; what is later waits for
-        pushes that do not come while it waits."""
+        """A worker may ask for what its step under way makes. A later state waits for pushes
+        that do not come while the worker waits."""
         clock = self._members[worker].clock
         if step > clock + 1:
             raise UsageError(

@@ -1,13 +1,14 @@
 """Which pushes a server takes: those that make sense, in the order of steps.
 
-In a step's first stage each of a worker's buckets comes once, in any order. With the last
-one the worker's clock moves, and the next step may begin; a later step than that, where
-another server named it, leaves out those before, and may begin once all of the worker's
-pushes are answered. In the second stage, where a discipline defers, come exactly the units
-that the first one left out, in one push per bucket that had some: after all of the step's
-first stage, and before the second stage of the next step, and all of the one after that. What
-was left out and never came would be waited for for ever, so what has to come after it, a
-leave too, is refused before it.
+Each of a worker's buckets has one main push per step; they come in any order. The last one
+moves the worker's clock, and the next step may begin. A worker may leave out steps, where
+another server named a later one, once all of its pushes are answered.
+
+A discipline that takes parts (`InParts`) takes main pushes of some units. The units that one
+left out come late, all of them in one push: after all main pushes of their step, before the
+late pushes of the next step, and before the main pushes of the step after that. Others would
+wait for ever for units that never come, so whatever has to come after them, a leave too, is
+refused before them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush, Sender
-from paceline.messages import FIRST, SECOND, Measured, Push
+from paceline.messages import Push
 from paceline.server.bound_discipline import BoundDiscipline
 from paceline.server.held_model import HeldModel
 from paceline.server.members import Member, Members
@@ -40,9 +42,9 @@ class Pushes:
         self._model = model
         self._discipline = discipline
         self._counts = counts
-        self._unanswered: dict[int, tuple[Sender, int]] = {}
-        """By stamp; with their stage."""
-        self._stamp = 0
+        self._unanswered: dict[int, tuple[Sender, bool]] = {}
+        """By number; and whether they are late ones."""
+        self._number = 0
 
     def take(
         self, sender: Sender, push: Push, payload: torch.Tensor | None
@@ -53,13 +55,16 @@ class Pushes:
             raise UsageError(self._model.fault)
         gradient = self._model.fitting("push", push.bucket, payload, push.units)
         self._check_sense(sender.worker, push)
-        if push.stage == FIRST:
-            self._take_first(sender.worker, push)
+        report = self._discipline.read_report(push.report) if push.report else None
+        if push.late:
+            self._take_late(sender.worker, push)
         else:
-            self._take_second(sender.worker, push)
-        return self._hold(sender, push, gradient)
+            self._take_main(sender.worker, push)
+        return self._hold(sender, push, gradient, report)
 
-    def _hold(self, sender: Sender, push: Push, gradient: torch.Tensor) -> HeldPush:
+    def _hold(
+        self, sender: Sender, push: Push, gradient: torch.Tensor, report: Any
+    ) -> HeldPush:
         held = HeldPush(
             worker=sender.worker,
             step=push.step,
@@ -68,13 +73,13 @@ class Pushes:
             used=push.used,
             hyperparameters=push.hyperparameters,
             gradient=gradient,
-            stamp=self._stamp,
-            stage=push.stage,
+            number=self._number,
+            late=push.late,
             units=push.units,
-            measured=push.measured,
+            report=report,
         )
-        self._unanswered[self._stamp] = sender, push.stage
-        self._stamp += 1
+        self._unanswered[self._number] = sender, push.late
+        self._number += 1
         return held
 
     # ---- until they are answered ----
@@ -82,7 +87,7 @@ class Pushes:
     def answered(self, push: HeldPush) -> Sender | None:
         """Who is to get the answer to a push; None where it was refused meanwhile, or its
         worker is lost."""
-        sender, _ = self._unanswered.pop(push.stamp, (None, 0))
+        sender, _ = self._unanswered.pop(push.number, (None, False))
         return sender
 
     def give_up(self) -> list[Sender]:
@@ -92,8 +97,8 @@ class Pushes:
 
     def forget(self, worker: int) -> None:
         self._unanswered = {
-            stamp: (sender, stage)
-            for stamp, (sender, stage) in self._unanswered.items()
+            number: (sender, late)
+            for number, (sender, late) in self._unanswered.items()
             if sender.worker != worker
         }
 
@@ -101,22 +106,23 @@ class Pushes:
         return not self._unanswered
 
     def is_idle(self, worker: int) -> bool:
-        """Whether all of a worker's steps are in as a whole, and answered."""
-        return not (self._stages_of(worker) or self._members[worker].begun)
+        """Whether a worker is between steps, and all of its pushes are answered."""
+        return not (self._kinds_of(worker) or self._members[worker].begun)
 
     def owes_nothing(self, worker: int) -> bool:
-        """Whether a worker is idle, and has sent all second stages of its steps."""
+        """Whether a worker is idle, and has sent all late units of its steps."""
         steps = self._members[worker].whole.values()
         return self.is_idle(worker) and not any(step.left for step in steps)
 
     def can_only_wait(self, worker: int) -> bool:
-        """Whether a worker has sent a step as a whole, and cannot go on before its
+        """Whether a worker has sent all main pushes of a step, and waits for their
         answers."""
         begun = self._members[worker].begun
-        return not begun and FIRST in self._stages_of(worker)
+        return not begun and False in self._kinds_of(worker)
 
-    def _stages_of(self, worker: int) -> list[int]:
-        return [t for sender, t in self._unanswered.values() if sender.worker == worker]
+    def _kinds_of(self, worker: int) -> set[bool]:
+        """Of a worker's unanswered pushes, whether there are main ones and late ones."""
+        return {late for to, late in self._unanswered.values() if to.worker == worker}
 
     # ---- whether they make sense ----
 
@@ -133,30 +139,12 @@ class Pushes:
         if not 0 <= push.weight < math.inf:
             raise UsageError(f"push: expected a weight of 0 or more, got {push.weight}")
         store.check_hyperparameters(push.hyperparameters)
-        if push.measured is not None:
-            self._check_measured(push.measured)
-        if push.units is not None and not self._discipline.defers:
+        if push.late and not self._discipline.takes_parts:
+            raise UsageError("push: this method takes no late units")
+        if push.units is not None and not self._discipline.takes_parts:
             raise UsageError(
                 f"push: this method takes whole buckets, got units {push.units} of bucket "
                 f"{push.bucket}"
-            )
-
-    def _check_measured(self, measured: Measured) -> None:
-        numbers = [
-            *measured.ready,
-            measured.end,
-            measured.start_up,
-            measured.per_byte,
-            measured.whole,
-        ]
-        if (
-            len(measured.ready) not in (0, len(self._model.store.flats))
-            or not all(0 <= number < math.inf for number in numbers)
-            or not all(size >= 0 for size in measured.bytes)
-            or not 0 <= measured.part <= 1
-        ):
-            raise UsageError(
-                f"push: measured times, bytes or parts that make no sense: {measured}"
             )
 
     def _units(self, push: Push) -> Sequence[int]:
@@ -167,15 +155,15 @@ class Pushes:
         every = self._model.numbers(push.bucket, None)
         return [unit for unit in every if unit not in sent]
 
-    # ---- the first stage ----
+    # ---- main pushes ----
 
-    def _take_first(self, worker: int, push: Push) -> None:
+    def _take_main(self, worker: int, push: Push) -> None:
         member = self._members[worker]
         self._check_not_before(worker, push, member)
         if push.step > member.clock:
             self._check_may_skip(worker, push, member)
             member.begins_with(push.step)
-        self.check_second_stages("push", worker, push.step - 1, f"step {push.step}")
+        self.check_late_units("push", worker, push.step - 1, f"step {push.step}")
         self._members.has_begun(push.step)
         member.begun[push.bucket] = self._left_out(push)
         if len(member.begun) == len(self._model.buckets):
@@ -199,53 +187,49 @@ class Pushes:
                 f"pushes are not all in, or not all answered, got step {push.step}"
             )
 
-    # ---- the second stage ----
+    # ---- late pushes ----
 
-    def _take_second(self, worker: int, push: Push) -> None:
-        if not self._discipline.defers or push.stage != SECOND:
-            raise UsageError(f"push: this method has no stage {push.stage}")
+    def _take_late(self, worker: int, push: Push) -> None:
         member = self._members[worker]
         step = member.whole.get(push.step)
         if step is None:
             raise UsageError(
-                f"push: stage 2 of step {push.step} of worker {worker}, whose next step is "
-                f"{member.clock}"
+                f"push: late units of step {push.step} of worker {worker}, whose next step "
+                f"is {member.clock}"
             )
-        if push.bucket in step.second:
+        if push.bucket in step.late:
             self._counts["pushes that came again"] += 1
             raise UsageError(
-                f"push: worker {worker} has pushed bucket {push.bucket} of step "
-                f"{push.step}, stage 2, before"
+                f"push: worker {worker} has pushed the late units of bucket {push.bucket} "
+                f"of step {push.step} before"
             )
-        self.check_second_stages(
-            "push", worker, push.step, f"stage 2 of step {push.step}"
+        self.check_late_units(
+            "push", worker, push.step, f"late units of step {push.step}"
         )
         self._check_is_left(worker, push, step.left.get(push.bucket, []))
         del step.left[push.bucket]
-        step.second.add(push.bucket)
+        step.late.add(push.bucket)
 
-    def check_second_stages(
-        self, what: str, worker: int, before: int, then: str
-    ) -> None:
-        """Raise `UsageError` unless all second stages of a worker's steps *before* this one
-        are in; *then*: what it wants to do after them."""
+    def check_late_units(self, what: str, worker: int, before: int, then: str) -> None:
+        """Raise `UsageError` unless all late units of a worker's steps *before* this one are
+        in; *then*: what the worker wants to do after them."""
         for number, step in self._members[worker].whole.items():
             if number < before and step.left:
                 bucket, units = min(step.left.items())
                 raise UsageError(
                     f"{what}: worker {worker} has left units {units} of bucket {bucket} out "
-                    f"of stage 1 of step {number}: expected them in stage 2 before {then}"
+                    f"of its push of step {number}: expected them late before {then}"
                 )
 
     def _check_is_left(self, worker: int, push: Push, left: list[int]) -> None:
-        """A unit that came in both stages would wait for its update to come a second time,
-        and one that came in neither for its first."""
+        """A unit that came twice would wait for a second update in its step; one that never
+        came would wait for its first."""
         units = list(self._units(push))
         if not left or units != left:
-            expected = f"units {left}, all that worker {worker} has left out of stage 1"
+            expected = f"units {left}, all that worker {worker} has left out"
             if not left:
-                expected = f"none, as worker {worker} has left out nothing of stage 1"
+                expected = f"none, as worker {worker} has left out nothing"
             raise UsageError(
-                f"push: stage 2 of step {push.step}, bucket {push.bucket}: expected "
+                f"push: late units of step {push.step}, bucket {push.bucket}: expected "
                 f"{expected}, got {units}"
             )

@@ -13,7 +13,7 @@ from paceline.interfaces import Hyperparameters, Piece
 from paceline.messages import DTYPES, Join, Unit
 from paceline.pieces import ELEMENTWISE, WHOLE_TENSOR
 from paceline.tensors import wire_bytes
-from paceline.updater import TorchUpdater, whole_pieces
+from paceline.updater import IMPLEMENTATION, TorchUpdater, whole_pieces
 
 OPTIMIZERS = {kind.__name__: kind for kind in (*ELEMENTWISE, *WHOLE_TENSOR)}
 """What a server can be asked to run, by name."""
@@ -199,8 +199,7 @@ class Store:
                 f"parameter groups, got {len(given)}"
             )
         for theirs, group in zip(given, self._optimizer.param_groups, strict=True):
-            missing = group.keys() - theirs.keys() - {"params", "foreach", "fused"}
-            missing -= {"capturable", "differentiable"}
+            missing = group.keys() - theirs.keys() - {"params"} - IMPLEMENTATION
             if missing:
                 raise UsageError(
                     f"hyperparameters without {', '.join(sorted(missing))}"

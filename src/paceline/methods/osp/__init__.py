@@ -65,6 +65,10 @@ class OSP(OSPOptions):
     def _form(self) -> Any:
         return native if self.collective == "native" else worker
 
+    @property
+    def coordinates(self) -> bool:
+        return False
+
     def server(self, workers: int) -> Discipline:
         return TwoStages(self)
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from paceline.interfaces import HeldPush, Shard
-from paceline.messages import FIRST, Measured
 from paceline.methods.osp.choice import (
     Parts,
     Rate,
@@ -23,10 +22,12 @@ from paceline.methods.osp.choice import (
 )
 from paceline.methods.osp.importance import product
 from paceline.methods.osp.options import INTERVAL, OSPOptions
+from paceline.methods.osp.reports import Measured, read_report, written_mask
 from paceline.methods.osp.trial import Seen, Trial, looks_in
 
-Key = tuple[int, int, int]
-"""Step, stage and bucket of a round."""
+Key = tuple[int, bool, int]
+"""Step, stage and bucket of a round. The stage is False for the first one, whose units come
+with main pushes, and True for the second, whose units come late."""
 
 
 class TwoStages:
@@ -38,7 +39,7 @@ class TwoStages:
         self._versions: dict[int, list[int]] = {}
         """Per bucket and unit: the step whose update comes next."""
         self._begin = 0
-        # GIB: what is deferred of each bucket in its next step, and from when on what else.
+        # GIB: what is deferred of each bucket in its next step, and what after that.
         self._deferred: dict[int, list[int]] = {}
         self._decided: dict[int, list[int]] = {}
         self._importance: dict[tuple[int, int], float] = {}
@@ -52,13 +53,13 @@ class TwoStages:
     # ---- the `Discipline` ----
 
     def pushed(self, shard: Shard, push: HeldPush) -> None:
-        if self._due is not None and (push.step, push.stage) > (self._due, FIRST):
+        if self._due is not None and (push.step, push.late) > (self._due, False):
             # It comes before the timer did: what is decided may not depend on that.
             self.timer(shard)
-        key = (push.step, push.stage, push.bucket)
+        key = (push.step, push.late, push.bucket)
         self._rounds.setdefault(key, []).append(push)
-        if push.measured is not None:
-            self._measured[push.worker] = push.measured
+        if push.report is not None:
+            self._measured[push.worker] = push.report
         self._close(shard)
 
     def changed(self, shard: Shard) -> None:
@@ -79,8 +80,11 @@ class TwoStages:
     def resume(self, shard: Shard, step: int) -> None:
         self._begin = step
 
-    def deferred(self, bucket: int) -> Sequence[int]:
-        return self._deferred.get(bucket, ())
+    def read_report(self, shard: Shard, report: bytes) -> Measured:
+        return read_report(report, shard.all_buckets)
+
+    def tells(self, bucket: int) -> bytes:
+        return written_mask(self._deferred.get(bucket, ()))
 
     def has(self, shard: Shard, step: int, bucket: int, units: Sequence[int]) -> bool:
         versions = self._of(shard, bucket)
@@ -125,21 +129,21 @@ class TwoStages:
         )
 
     def _end(self, shard: Shard, key: Key) -> None:
-        step, stage, bucket = key
+        step, late, bucket = key
         pushes = sorted(self._rounds.pop(key), key=lambda push: push.worker)
         units = self._units(shard, pushes[0])
         shard.apply_mean(bucket, pushes)
         versions = self._of(shard, bucket)
         for unit in units:
             versions[unit] = step + 1
-        if stage == FIRST and bucket in self._decided:
+        if not late and bucket in self._decided:
             self._deferred[bucket] = self._decided.pop(bucket)
         for push in pushes:
             shard.answer(push)
         decides = step % INTERVAL == 0
         if decides and units and self._options.importance != "random":
             self._unrated.append((bucket, units, pushes[0]))
-        last = stage == FIRST and bucket == max(shard.buckets)
+        last = not late and bucket == max(shard.buckets)
         if last and (decides or self._looks(step)):
             self._due = step
 

@@ -55,7 +55,7 @@ class OSPOptions:
     chunk: int = 4 * 1024 * 1024
 
     def piece_bytes(self, total: int) -> int:
-        """The most that a piece of a model of *total* bytes has."""
+        """The most that a piece has, of a model of *total* bytes."""
         return min(self.chunk, max(SMALLEST_BYTES, total // FINEST))
 
     def __post_init__(self) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from paceline.interfaces import Piece, Run, StagedRemote, UnitPlace, Updater
-from paceline.messages import FIRST, SECOND, Measured
+from paceline.interfaces import Piece, Remote, Run, UnitPlace, Updater
 from paceline.methods.osp.budget import Growth
 from paceline.methods.osp.choice import measured_rate
 from paceline.methods.osp.explain import why_nothing
 from paceline.methods.osp.options import FADES, INTERVAL, OSPOptions
+from paceline.methods.osp.reports import Measured, read_mask, written_report
 from paceline.methods.osp.trial import looks_in
 from paceline.methods.osp.watch import StepWatch
 from paceline.tensors import Bucket
@@ -55,18 +55,29 @@ class WorkerState:
 
 
 def begin(options: OSPOptions, run: Run) -> WorkerState:
-    step = run.staged.join()
+    step = run.remote.join()
     state = WorkerState(
         options=options,
-        updater=run.staged.mirror(),
+        updater=run.remote.own_updater(),
         watch=StepWatch(run.stopwatch, options.overlap),
         growth=Growth(options.budget, options.ramp, run.say),
         step=step,
         began=step,
-        this_step=[list(numbers) for numbers in run.staged.deferred],
+        this_step=next_deferred(run.remote),
     )
-    _ask_states(state, run.staged)
+    _ask_states(state, run.remote)
     return state
+
+
+def next_deferred(remote: Remote) -> list[list[int]]:
+    """Per bucket, the numbers of its units that the next step defers, as servers have told
+    with their last answers (GIB)."""
+    return [
+        sorted(
+            part.units[n] for part in remote.told(bucket) for n in read_mask(part.words)
+        )
+        for bucket in range(len(remote.units))
+    ]
 
 
 def bucket_ready(state: WorkerState, run: Run, bucket: Bucket) -> None:
@@ -83,14 +94,14 @@ def backward_ended(state: WorkerState, run: Run) -> None:
 
 
 def after_update(state: WorkerState, run: Run) -> None:
-    remote = run.staged
+    remote = run.remote
     hyperparameters = state.updater.hyperparameters()
     late = _late(state, remote)  # P(i) of what the last step deferred
-    arrived = {(b, n): value for b, n, value in remote.arrived(FIRST)}  # P(i+1)
-    remote.buffers_arrived()
+    arrived = {(b, n): value for b, n, value in remote.arrived()}  # P(i+1)
     state.watch.all_arrived()
+    deferred = next_deferred(remote)
     deferring = {(b, n) for b, numbers in enumerate(state.this_step) for n in numbers}
-    next_step = {(b, n) for b, numbers in enumerate(remote.deferred) for n in numbers}
+    next_step = {(b, n) for b, numbers in enumerate(deferred) for n in numbers}
 
     def exact(unit: Unit) -> torch.Tensor:  # P(i)
         return late[unit] if unit in late else _value(state, remote, unit)
@@ -101,16 +112,15 @@ def after_update(state: WorkerState, run: Run) -> None:
     for unit, value in arrived.items():
         _put(state, remote, unit, value)
     for bucket in run.buckets:
-        remote.push_units(
-            bucket, state.step, SECOND, set(state.this_step[bucket.index])
-        )
+        if state.this_step[bucket.index]:
+            remote.push(bucket, state.step, state.this_step[bucket.index], late=True)
     _guess(state, run, base, before, hyperparameters)
     state.deferred, state.base, state.before, state.late = deferring, base, kept, None
     state.has_deferred = state.has_deferred or bool(deferring)
     state.rates = [float(group["lr"]) for group in hyperparameters]
     remote.written()
-    changed = state.this_step != remote.deferred
-    state.this_step = [list(numbers) for numbers in remote.deferred]
+    changed = state.this_step != deferred
+    state.this_step = deferred
     state.step += 1
     _ask_states(state, remote)
     state.growth.step(run.loss)
@@ -120,18 +130,18 @@ def after_update(state: WorkerState, run: Run) -> None:
 
 
 def finish(state: WorkerState, run: Run) -> None:
-    _settle(state, run.staged)
+    _settle(state, run.remote)
     if not state.has_deferred:
         steps, waited = state.step - state.began, state.per_byte > 0
         why = why_nothing(state.options, steps, state.growth.part, waited)
         if why is not None:
             run.say(why)
-    run.staged.leave()
+    run.remote.leave()
 
 
 def consolidate(state: WorkerState, run: Run) -> Callable[[], None]:
     """The parameters with all gradients in them that were sent."""
-    remote = run.staged
+    remote = run.remote
     late = _late(state, remote)
     before = {
         (bucket, number): _value(state, remote, (bucket, number)).clone()
@@ -151,13 +161,12 @@ def consolidate(state: WorkerState, run: Run) -> Callable[[], None]:
 
 def loaded(state: WorkerState, run: Run) -> None:
     """All parameters are exact, and none of what was known of them is of use."""
-    remote = run.staged
+    remote = run.remote
     _late(state, remote)
-    for _ in remote.states():
-        pass  # it was asked for before
+    remote.states()  # they were asked for before
     state.deferred, state.base, state.before, state.late = set(), {}, {}, None
     state.rates = []
-    state.this_step = [list(numbers) for numbers in remote.deferred]
+    state.this_step = next_deferred(remote)
     state.layout += 1
     remote.written()
     _ask_states(state, remote)
@@ -168,25 +177,25 @@ def loaded(state: WorkerState, run: Run) -> None:
 
 def _push_first(state: WorkerState, run: Run, bucket: Bucket) -> None:
     deferred = state.this_step[bucket.index]
-    count = len(run.staged.units[bucket.index])
+    count = len(run.remote.units[bucket.index])
     important = set(range(count)).difference(deferred)
-    measured = None
+    report = b""
     if bucket.last and state.step % INTERVAL == 0:
-        measured = _measured(state, run, FADES)
+        report = written_report(_measured(state, run, FADES))
     elif bucket.last and looks_in(state.step) and any(state.this_step):
-        measured = _measured(state, run, fades=1.0)
-    run.staged.push_units(bucket, state.step, FIRST, important, measured)
+        report = written_report(_measured(state, run, fades=1.0))
+    run.remote.push(bucket, state.step, important, report=report)
 
 
-def _late(state: WorkerState, remote: StagedRemote) -> dict[Unit, torch.Tensor]:
+def _late(state: WorkerState, remote: Remote) -> dict[Unit, torch.Tensor]:
     """What the second stage of the last step brings; waits for it."""
     if state.late is None:
         # Copied: the memory in which it lands is used by the next second stage.
-        state.late = {(b, n): v.clone() for b, n, v in remote.arrived(SECOND)}
+        state.late = {(b, n): v.clone() for b, n, v in remote.arrived(late=True)}
     return state.late
 
 
-def _settle(state: WorkerState, remote: StagedRemote) -> None:
+def _settle(state: WorkerState, remote: Remote) -> None:
     for unit, value in _late(state, remote).items():
         _put(state, remote, unit, value)
     state.deferred = set()
@@ -204,7 +213,7 @@ def _guess(
     hyperparameters: Sequence[dict[str, Any]],
 ) -> None:
     """LGP: p~_k(i+1) = P(i) - eta (mu v + g_k + ...), for everything deferred."""
-    remote, updater, correction = run.staged, state.updater, state.options.correction
+    remote, updater, correction = run.remote, state.updater, state.options.correction
     units = sorted(base)
     for unit in units:
         _put(state, remote, unit, base[unit])
@@ -277,7 +286,7 @@ def _take(
         live[name] = value.view(like.shape) if value.numel() == like.numel() else value
 
 
-def _ask_states(state: WorkerState, remote: StagedRemote) -> None:
+def _ask_states(state: WorkerState, remote: Remote) -> None:
     """Pull the optimizer's state of what the step that begins will defer."""
     if state.options.state != "pull" or state.options.correction != "local":
         return
@@ -299,19 +308,17 @@ def _is_plain_momentum(group: dict[str, Any]) -> bool:
     return "dampening" in group and not group["nesterov"]
 
 
-def _place(remote: StagedRemote, unit: Unit) -> UnitPlace:
+def _place(remote: Remote, unit: Unit) -> UnitPlace:
     bucket, number = unit
     return remote.units[bucket][number]
 
 
-def _value(state: WorkerState, remote: StagedRemote, unit: Unit) -> torch.Tensor:
+def _value(state: WorkerState, remote: Remote, unit: Unit) -> torch.Tensor:
     """A unit's part of the model, flat."""
     return state.updater.values([_place(remote, unit).piece])[0].reshape(-1)
 
 
-def _put(
-    state: WorkerState, remote: StagedRemote, unit: Unit, value: torch.Tensor
-) -> None:
+def _put(state: WorkerState, remote: Remote, unit: Unit, value: torch.Tensor) -> None:
     into = state.updater.values([_place(remote, unit).piece])[0]
     with torch.no_grad():
         into.copy_(value.view(into.shape))
@@ -323,7 +330,7 @@ def _put(
 def _measured(state: WorkerState, run: Run, fades: float) -> Measured:
     """What this worker tells its servers, now and then; a network of which nothing was seen
     is *fades* times as slow as before."""
-    remote, times = run.staged, state.watch.times()
+    remote, times = run.remote, state.watch.times()
     sizes = [remote.unit_bytes(bucket.index) for bucket in run.buckets]
     if times is None:
         return Measured(

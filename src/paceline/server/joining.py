@@ -1,0 +1,188 @@
+"""How a worker comes to hold what the servers hold: it joins, it loads, it meets the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+
+from paceline.interfaces import Reception
+from paceline.messages import Arrive, Join, Joined, Load, Met, Note, Parameters, Pull
+from paceline.server.spread import HeldPart, Spread
+from paceline.server.states import States
+from paceline.server.untrained import Untrained
+
+
+class Joining:
+    """The way of worker *rank* into a training.
+
+    *describe* makes what each server is told of it. All begin with what nobody trains as rank
+    0 has it, where workers *meet_here* and nowhere else.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        spread: Spread,
+        states: States,
+        untrained: Untrained,
+        describe: Callable[[int], Join],
+        meet_here: bool,
+    ) -> None:
+        self._rank, self._spread = rank, spread
+        self._states, self._untrained = states, untrained
+        self._describe, self._meet_here = describe, meet_here
+        self.first_step = 0
+        self.is_guest = False
+        """Whether this worker has joined a training that goes on."""
+        self._loads = [0] * len(spread.endpoints)
+        """By server: how many loads it had come through when it last answered."""
+
+    # ---- joining ----
+
+    def join(self) -> int:
+        """Returns the number of this worker's first step."""
+        # The others may be meeting, at one server after the other. A worker that joins goes
+        # through the servers backwards, also with its pulls: so it is never held up at a
+        # server before the one where they wait for it.
+        spread, step, empty = self._spread, 0, []
+        for shard in reversed(range(len(spread.endpoints))):
+            answer = spread.endpoints[shard].request(self._describe(shard)).wait()
+            assert isinstance(answer, Joined), answer
+            step, self._loads[shard] = max(step, answer.step), answer.load
+            self.is_guest = self.is_guest or answer.guest
+            empty += [] if answer.loaded else [shard]
+        if empty and self._rank == 0:
+            self._load(empty, dict(spread.optimizer.state) or None, self._meet_here)
+        spread.optimizer.state.clear()
+        # Servers may be at different steps: all are told the latest, before any is waited for.
+        if step or self.is_guest:
+            note = Note(step=step, guest=self.is_guest)
+            for reception in [e.request(note) for e in spread.holding()]:
+                reception.wait()
+        for shard in reversed(spread.shards):
+            self._take([shard], step)
+        spread.put_all()
+        self._catch_up(step)
+        if self._meet_here or max(self._loads):
+            self._untrained.pull()
+        self.first_step = step
+        return step
+
+    def _catch_up(self, step: int) -> None:
+        """Others may load just now: some servers are through with that then, and the rest
+        wait for this worker, too."""
+        while True:
+            most = max(self._loads)
+            behind = [s for s in self._spread.shards if self._loads[s] < most]
+            if not behind:
+                return
+            for shard, _ in self._meet_at(behind, Arrive(purpose="load")):
+                self.pull(step)
+                self._has_pulled(shard)
+
+    # ---- where all meet ----
+
+    def meet(self) -> bool:
+        """Wait for all that train: then each has the answers to what it sent. Returns whether
+        this is the lowest rank of those who met. Collective over them."""
+        shards = self._spread.shards
+        met = dict(self._meet_at(shards, Arrive(purpose="meet")))
+        return met[shards[0]]
+
+    def load(
+        self, state: dict[torch.Tensor, dict[str, Any]] | None, rest: bool
+    ) -> None:
+        """What the script has loaded into the model since the last step, the optimizer's
+        *state* unless it stays, and the *rest* of the model, as the lowest rank has them,
+        become the servers' and everybody's. Collective over those that train."""
+        shards = self._spread.shards
+        arrive = Arrive(purpose="load", brings=True)
+        for shard, leads in self._meet_at(shards, arrive):
+            if leads:
+                self._load([shard], state, rest and shard == shards[0])
+            self._take([shard])
+            if rest and shard == shards[0]:
+                self._untrained.pull()
+            self._has_pulled(shard)
+        self._spread.put_all()
+
+    def _meet_at(
+        self, shards: Collection[int], arrive: Arrive
+    ) -> Iterator[tuple[int, bool]]:
+        """Arrive at these servers; yields each when all have met there, and whether this
+        worker is to load what all go on from. All workers come to the servers in the same
+        order: whoever waits for one has done its part at those before."""
+        endpoints = self._spread.endpoints
+        waiting = [(shard, endpoints[shard].request(arrive)) for shard in shards]
+        for shard, reception in waiting:
+            answer = reception.wait()
+            assert isinstance(answer, Met), answer
+            yield shard, answer.leads
+
+    def _has_pulled(self, shard: int) -> None:
+        for _ in self._meet_at([shard], Arrive(purpose="pulled")):
+            pass
+
+    def _load(
+        self,
+        shards: Collection[int],
+        state: dict[torch.Tensor, dict[str, Any]] | None,
+        rest: bool,
+    ) -> None:
+        """Send these servers what all go on from. It takes effect with the parameters, which
+        come last."""
+        spread = self._spread
+        if rest:
+            self._untrained.load()
+        if state is not None:
+            self._states.load(shards, state)
+        if spread.was_put:
+            # What the script has not written may be out of date here.
+            for reception in [self.ask_for(p, 0) for p in spread.on(shards)]:
+                reception.wait()
+        spread.lay_out()
+        waiting = [
+            spread.endpoints[part.shard].request(
+                Load(bucket=part.bucket), spread.landing_of(part)
+            )
+            for part in spread.on(shards)
+        ]
+        for reception in waiting:
+            reception.wait()
+
+    # ---- pulls ----
+
+    def ask_for(self, part: HeldPart, step: int) -> Reception:
+        """Pull a part of a bucket as of *step*, or later."""
+        pull = Pull(bucket=part.bucket, step=step)
+        into = self._spread.landing_of(part)
+        return self._spread.endpoints[part.shard].request(pull, into=into)
+
+    def pull(self, step: int = 0) -> None:
+        """The servers' parameters become the model's; those of *step*, or newer ones."""
+        self._take(self._spread.shards, step)
+        self._spread.put_all()
+
+    def take_again(self) -> None:
+        """Take all from the servers: what the script has written is not wanted."""
+        self.pull()
+        self._untrained.pull()
+
+    def take_what_is_final(self) -> None:
+        """Nobody trains any more, and this worker has left, maybe before the others."""
+        before = max(self._loads)
+        self.pull()
+        if max(self._loads) > before:  # those that trained longer have loaded
+            self._untrained.pull()
+
+    def _take(self, shards: Collection[int], step: int = 0) -> None:
+        """Pull what these servers hold, and do not put it in yet."""
+        parts = self._spread.on(shards)
+        waiting = [self.ask_for(part, step) for part in parts]
+        answers = [reception.wait() for reception in waiting]
+        for part, answer in zip(parts, answers, strict=True):
+            assert isinstance(answer, Parameters), answer
+            self._loads[part.shard] = max(self._loads[part.shard], answer.load)
+            self._spread.hear(part, answer)

@@ -1,0 +1,265 @@
+"""A model spread over servers, from one worker's side: which part of it lies where."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Endpoint, Piece, Told, UnitPlace
+from paceline.messages import Hyperparameters, Parameters, Unit
+from paceline.server.shards import Part, split
+from paceline.tensors import Bucket, stand_in_for, wire_bytes
+from paceline.torch_private import version_of
+from paceline.updater import IMPLEMENTATION, TorchUpdater
+
+_NOT_SENT = {"params", "param_names", *IMPLEMENTATION}
+"""Entries of ``param_groups`` that a server has, or decides, itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldPart:
+    """What one server holds of one bucket: elements [*start*, *stop*) of its buffer, whose
+    *units* are the bucket's from number *first* on. *slots*: per unit, which of the bucket's
+    parameters it is of."""
+
+    bucket: int
+    shard: int
+    start: int
+    stop: int
+    first: int
+    units: tuple[Unit, ...]
+    slots: tuple[int, ...]
+
+    def own(self, numbers: Collection[int] | None) -> list[int]:
+        """Of the bucket's units (all, or these), those that are here, counted from 0."""
+        every = range(len(self.units))
+        if numbers is None:
+            return list(every)
+        return [unit for unit in every if self.first + unit in numbers]
+
+
+class Spread:
+    """Buckets, spread over *endpoints*; no unit has more than *most_bytes*, where the
+    optimizer can be applied to less.
+
+    Answers land in memory of their own, and are then put into the model.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        optimizer: torch.optim.Optimizer,
+        endpoints: Sequence[Endpoint],
+        most_bytes: int | None,
+    ) -> None:
+        self.buckets = list(buckets)
+        self.optimizer = optimizer
+        self.endpoints = endpoints
+        plan = split(buckets, optimizer, len(endpoints), most_bytes)
+        self.owners: dict[int, torch.nn.Parameter] = {}
+        """The parameters, by the numbers that units have."""
+        self.parts = [
+            self._held_parts(bucket, parts)
+            for bucket, parts in zip(buckets, plan, strict=True)
+        ]
+        self.units = [
+            [
+                UnitPlace(Piece(unit.parameter, unit.start, unit.stop), start, stop)
+                for part in parts
+                for unit, start, stop in _bounds(part)
+            ]
+            for parts in self.parts
+        ]
+        self.shards = sorted({part.shard for parts in self.parts for part in parts})
+        """The servers that hold a part of the model; the first one holds what nobody
+        trains."""
+        self.landing = [_like(bucket.buffer) for bucket in buckets]
+        self._told: dict[tuple[int, int], bytes] = {}
+        """By bucket and server."""
+        self._versions: list[list[int]] = []
+
+    def _held_parts(self, bucket: Bucket, parts: Sequence[Part]) -> list[HeldPart]:
+        numbers = dict.fromkeys(unit.parameter for part in parts for unit in part.units)
+        self.owners |= zip(numbers, bucket.parameters, strict=True)
+        slots = {number: slot for slot, number in enumerate(numbers)}
+        held, first = [], 0
+        for part in parts:
+            held.append(
+                HeldPart(
+                    bucket=bucket.index,
+                    shard=part.shard,
+                    start=part.start,
+                    stop=part.stop,
+                    first=first,
+                    units=part.units,
+                    slots=tuple(slots[unit.parameter] for unit in part.units),
+                )
+            )
+            first += len(part.units)
+        return held
+
+    # ---- what lies where ----
+
+    def on(self, shards: Collection[int]) -> list[HeldPart]:
+        """What these servers hold, bucket by bucket."""
+        return [p for parts in self.parts for p in parts if p.shard in shards]
+
+    def holding(self) -> list[Endpoint]:
+        """The servers that hold a part of the model."""
+        return [self.endpoints[shard] for shard in self.shards]
+
+    def places(self, part: HeldPart, units: Sequence[int]) -> list[UnitPlace]:
+        """Where some units of a part are in its bucket's buffer."""
+        return [self.units[part.bucket][part.first + unit] for unit in units]
+
+    def part_of(self, bucket: int, unit: int) -> HeldPart:
+        """The part that a bucket's unit is in."""
+        return max(
+            (part for part in self.parts[bucket] if part.first <= unit),
+            key=lambda part: part.first,
+        )
+
+    def landing_of(self, part: HeldPart) -> torch.Tensor:
+        return cut(self.landing[part.bucket], part.start, part.stop)
+
+    def unit_bytes(self, bucket: int) -> list[int]:
+        whole = self.buckets[bucket].buffer
+        size, elements = wire_bytes(whole), max(1, whole.numel())
+        return [size * (p.stop - p.start) // elements for p in self.units[bucket]]
+
+    # ---- what servers tell ----
+
+    def hear(self, part: HeldPart, answer: Parameters) -> None:
+        """A server has answered a main push, or a pull."""
+        self._told[part.bucket, part.shard] = answer.told
+
+    def told(self, bucket: int) -> list[Told]:
+        return [
+            Told(
+                range(part.first, part.first + len(part.units)),
+                self._told.get((bucket, part.shard), b""),
+            )
+            for part in self.parts[bucket]
+        ]
+
+    # ---- the optimizer ----
+
+    def hyperparameters(self) -> Hyperparameters:
+        return [
+            {
+                name: _plain(name, value)
+                for name, value in group.items()
+                if name not in _NOT_SENT
+            }
+            for group in self.optimizer.param_groups
+        ]
+
+    def own_updater(self) -> TorchUpdater:
+        twin = copy.copy(self.optimizer)
+        twin.state = defaultdict(dict)
+        pieces = [place.piece for places in self.units for place in places]
+        return TorchUpdater(twin, pieces)
+
+    # ---- the model ----
+
+    def put(self, number: int) -> None:
+        """What has landed of a bucket becomes the model's."""
+        bucket = self.buckets[number]
+        sizes = [parameter.numel() for parameter in bucket.parameters]
+        with torch.no_grad():
+            for parameter, part in zip(
+                bucket.parameters, self.landing[number].split(sizes), strict=True
+            ):
+                parameter.copy_(part.view(parameter.shape))
+
+    def put_all(self) -> None:
+        for number in range(len(self.buckets)):
+            self.put(number)
+        self.remember_versions()
+
+    def lay_out(self) -> None:
+        """Put the model into the memory where answers land, as far as the script has written
+        it: what it has not written may be older than what has landed."""
+        now = self._present_versions()
+        for number, bucket in enumerate(self.buckets):
+            views = self.landing[number].split([p.numel() for p in bucket.parameters])
+            for slot, (view, parameter) in enumerate(
+                zip(views, bucket.parameters, strict=True)
+            ):
+                before = self._versions[number] if self._versions else None
+                if before is None or before[slot] != now[number][slot]:
+                    view.copy_(parameter.detach().reshape(-1))
+
+    @property
+    def was_put(self) -> bool:
+        """Whether the model has ever held the servers' parameters."""
+        return bool(self._versions)
+
+    def remember_versions(self) -> None:
+        """What the model holds now was not written by the script."""
+        self._versions = self._present_versions()
+
+    def check_unwritten(self, method: str) -> None:
+        """Raise `UsageError` where the script has written into a parameter since the last
+        step: the next answer would write over it, and nobody else would ever see it."""
+        if not self._versions:
+            return
+        for bucket, before in zip(self.buckets, self._versions, strict=True):
+            for name, parameter, version in zip(
+                bucket.names, bucket.parameters, before, strict=True
+            ):
+                if version_of(parameter) != version:
+                    raise UsageError(
+                        f"parameter {name!r} was written to since step(): under {method} "
+                        "servers hold the parameters, and what is written here reaches "
+                        "nobody. Evaluate other weights in a copy of the model, or inside "
+                        "`with optimizer.consolidated():`, which takes back what is "
+                        "written; to change them for all, call load_state_dict on every "
+                        "worker, or write before distribute, or after finish()"
+                    )
+
+    def _present_versions(self) -> list[list[int]]:
+        return [[version_of(p) for p in bucket.parameters] for bucket in self.buckets]
+
+
+def cut(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """A part of a bucket's buffer; of one that stands for more bytes, its share."""
+    stands_for: int | None = getattr(flat, "stands_for_bytes", None)
+    piece = flat[start:stop]
+    if stands_for is not None:
+        stand_in_for(stands_for * piece.numel() // max(1, flat.numel()), piece)
+    return piece
+
+
+def _like(buffer: torch.Tensor) -> torch.Tensor:
+    landing = torch.empty_like(buffer)
+    stands_for: int | None = getattr(buffer, "stands_for_bytes", None)
+    return landing if stands_for is None else stand_in_for(stands_for, landing)
+
+
+def _bounds(part: HeldPart) -> Iterator[tuple[Unit, int, int]]:
+    """Each unit of a part, and where it is in its bucket's buffer."""
+    start = part.start
+    for unit in part.units:
+        yield unit, start, start + unit.elements
+        start += unit.elements
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A hyperparameter as a message can hold it."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(name, one) for one in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UsageError(
+        f"hyperparameter {name!r}: expected a number, a truth value or a list of them for "
+        f"an optimizer that lives on a server, got {type(value).__name__}"
+    )
