@@ -6,7 +6,7 @@ Checked against torch 2.13. When a newer torch renames one, this is the file to 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, FunctionType
 from typing import Any
@@ -110,6 +110,48 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
+def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group *name* of the members *ranks* of *parent*, with queues and
+    connections of its own. Only its members call this, in any thread.
+
+    Under gloo torch's registry does not know it: its threads and connections go with its
+    last reference. It has a connection of its own to torch's store, since who waits there
+    holds up all who share one.
+    """
+    beside = getattr(parent, "beside", None)  # the virtual world's say
+    if beside is not None:
+        made: dist.ProcessGroup = beside(name, ranks)
+        return made
+    devices = parent._device_types
+    if {parent._get_backend(device).name() for device in devices} != {"gloo"}:
+        return _registered_group(parent, name, ranks)
+    timeout = parent._get_backend(torch.device("cpu")).options._timeout
+    store = c10d.PrefixStore(f"{name}/", parent.get_group_store().clone())
+    store.set_timeout(timeout)
+    rank = list(ranks).index(parent.rank())
+    gloo = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=timeout)
+    group: Any = dist.ProcessGroup(store, rank, len(ranks))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    for device in devices:
+        group._register_backend(device, dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_group_name(name)
+    found: dist.ProcessGroup = group
+    return found
+
+
+def _registered_group(
+    parent: Any, name: str, ranks: Sequence[int]
+) -> dist.ProcessGroup:
+    members = dist.get_process_group_ranks(parent)
+    with groups_named(name):
+        group: dist.ProcessGroup = dist.new_group(
+            [members[rank] for rank in ranks],
+            use_local_synchronization=True,
+            sort_ranks=False,
+        )
+    return group
+
+
 @contextmanager
 def groups_named(name: str) -> Iterator[None]:
     """Within it, ``torch.distributed.new_group`` names its group *name*.
@@ -152,6 +194,44 @@ def all_reduce_options(operation: Any) -> Any:
     options.reduceOp = operation
     options.asyncOp = True
     return options
+
+
+def broadcast_options(source: int) -> Any:
+    """What a process group's own ``broadcast`` is given beside its tensors."""
+    options = torch._C._distributed_c10d.BroadcastOptions()
+    options.rootRank = source
+    options.rootTensor = 0
+    options.asyncOp = True
+    return options
+
+
+def reduce_scatter_options(operation: Any) -> Any:
+    """What a process group's own ``reduce_scatter_single`` is given."""
+    options = torch._C._distributed_c10d.ReduceScatterOptions()
+    options.reduceOp = operation
+    options.asyncOp = True
+    return options
+
+
+def all_gather_options() -> Any:
+    """What a process group's own ``all_gather_single`` is given."""
+    options = torch._C._distributed_c10d.AllgatherOptions()
+    options.asyncOp = True
+    return options
+
+
+def all_to_all_options() -> Any:
+    """What a process group's own ``all_to_all_single`` is given."""
+    options = torch._C._distributed_c10d.AllToAllOptions()
+    options.asyncOp = True
+    return options
+
+
+def follows_streams(group: Any, device: torch.device) -> bool:
+    """Whether waiting for a result on *device* only makes its current stream wait."""
+    if getattr(group, "lanes", None) is not None:
+        return False
+    return bool(group._get_backend(device).name() == "nccl")
 
 
 GLOO_LANES = 2

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from paceline.collectives import chains
+from paceline.collectives.chains import Chain, Work
 from paceline.collectives.comm import TorchComm
 from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, World
 from paceline.messages import Leave, Reduce
@@ -30,15 +33,22 @@ class ServerComm(TorchComm):
         endpoints: Sequence[Endpoint],
         group: dist.ProcessGroup | None = None,
         channel: str = "",
+        chain: Chain | None = None,
+        issuer: Chain | None = None,
     ) -> None:
-        super().__init__(world, name, group)
+        super().__init__(world, name, group, chain, issuer)
         self._endpoints = endpoints
         self._channel = channel
         self._numbers = 0
 
+    threads: ClassVar[bool] = False
+    """An endpoint's answers are taken by whoever asked for them: see `server.client`."""
+
     def all_reduce(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
     ) -> Pending:
+        if chains.current() is not self.issuer:
+            return self._round().all_reduce(buffer, operation)
         if buffer.is_complex():
             buffer = torch.view_as_real(buffer).view(-1)
         number, self._numbers = self._numbers, self._numbers + 1
@@ -47,7 +57,7 @@ class ServerComm(TorchComm):
             endpoint.request(message, part, part, channel=self._channel)
             for endpoint, part in self._parts(number, _flat(buffer))
         ]
-        return Receptions(receptions)
+        return Receptions(self, receptions)
 
     def leave(self) -> None:
         for endpoint in self._endpoints:
@@ -60,12 +70,19 @@ class ServerComm(TorchComm):
 
     def channel(self, name: str) -> TorchComm:
         if name not in self._channels:
-            plain = self._make(f"channel {name}", range(self.size))
-            other = ServerComm(
-                self._world, plain.name, self._endpoints, plain.process_group, name
+            chains.check_may_make(f"channel {name!r}")
+            full_name, group = self._beside(f"channel {name}", range(self.size))
+            self._channels[name] = ServerComm(
+                self._world, full_name, self._endpoints, group, name
             )
-            self._channels[name] = other
         return self._channels[name]
+
+    def _make_round(self, issuer: Chain) -> TorchComm:
+        name, group = self._beside(f"after {issuer.path}", range(self.size))
+        channel = self._channel + issuer.steps
+        return ServerComm(
+            self._world, name, self._endpoints, group, channel, issuer.inner, issuer
+        )
 
     def _parts(
         self, number: int, flat: torch.Tensor
@@ -90,9 +107,35 @@ def _flat(buffer: torch.Tensor) -> torch.Tensor:
 class Receptions:
     """A `Pending` over several receptions."""
 
-    def __init__(self, receptions: Sequence[Reception]) -> None:
+    def __init__(self, comm: TorchComm, receptions: Sequence[Reception]) -> None:
+        self._comm = comm
         self._receptions = receptions
 
     def wait(self) -> None:
+        if self._receptions:
+            chains.check_may_wait()
+            self.settle()
+
+    def settle(self) -> None:
         for reception in self._receptions:
             reception.wait()
+        self._receptions = ()
+
+    def then(self, work: Work) -> Pending:
+        chains.check_issued_here(self._comm.issuer)
+        return self._comm.chain.follow(self, work)
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        """Once the last of them is in."""
+        missing = len(self._receptions)
+
+        def one_is_in() -> None:
+            nonlocal missing
+            missing -= 1
+            if missing <= 0:
+                action()
+
+        if not missing:
+            action()
+        for reception in self._receptions:
+            reception.when_in(one_is_in)

@@ -22,11 +22,14 @@ undefined and the communicator must not be used again.
 """
 
 from paceline.interfaces.communication import (
+    Awaited,
     Comm,
     Endpoint,
     Pending,
     Reception,
     ReduceOperation,
+    Runner,
+    Signal,
 )
 from paceline.interfaces.compression import (
     Coding,
@@ -65,6 +68,7 @@ from paceline.interfaces.world import ServerJob, World
 __all__ = [
     "Answer",
     "Arrived",
+    "Awaited",
     "Clips",
     "Coding",
     "Comm",
@@ -88,10 +92,12 @@ __all__ = [
     "ReduceOperation",
     "Remote",
     "Run",
+    "Runner",
     "Sender",
     "Server",
     "ServerJob",
     "Shard",
+    "Signal",
     "Sparing",
     "State",
     "StateKind",

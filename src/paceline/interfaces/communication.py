@@ -1,13 +1,14 @@
 """Communication: a worker's ends of the group of workers, and of the servers.
 
 `paceline.collectives` implements `Comm`, for methods and the planner. Worlds bring an
-`Endpoint` for each server, which a training's `Remote`, and averages over servers, use.
+`Endpoint` for each server, which a training's `Remote`, and averages over servers, use,
+and a `Runner` for what is chained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -27,7 +28,31 @@ class Pending(Protocol):
         """Return when the result is in the buffers that were handed over.
 
         Raises what the transport raises when a peer is lost; the buffers are then
-        undefined. A second call returns at once.
+        undefined. A second call returns at once. Within what `then` runs only a result
+        that is known to be in can be waited for; anything else is a `UsageError`.
+        """
+        ...
+
+    def then(self, work: Callable[[], Pending | None]) -> Pending:
+        """Call *work* once the result is in; the Pending that is returned is done when that
+        of *work* is (None: with *work*).
+
+        Works run beside the caller, one after the other in the order of the calls of
+        ``then``, whichever result is in first: so all ranks that issue the same operations
+        run the same works in the same order. What a work issues on any `Comm` goes to a
+        queue of its own there, and never meets what the caller issues meanwhile. For
+        example a second round::
+
+            pending = comm.all_reduce(a).then(lambda: comm.all_reduce(b(a)))
+
+        A work may read and write the buffers that were handed over, and builds no autograd
+        graph. It waits for nothing, makes no groups or channels, and draws nothing from
+        global random generators. An error of the operation or of *work* comes out of
+        ``wait()`` of the Pending that is returned, and of those of all later works of this
+        `Comm`, which are not run. On CUDA under NCCL *work* is called at once: kernels
+        follow the result in the order of the current stream.
+
+        Raises `UsageError` where another thread, or another work, has issued the operation.
         """
         ...
 
@@ -103,6 +128,10 @@ class Reception(Protocol):
         """
         ...
 
+    def when_in(self, action: Callable[[], None]) -> None:
+        """Virtual worlds: call *action* at the instant at which the answer is in."""
+        ...
+
 
 class Endpoint(Protocol):
     """One worker's end of one server."""
@@ -130,4 +159,48 @@ class Endpoint(Protocol):
 
     def close(self) -> None:
         """Say goodbye: this worker is not missed from now on."""
+        ...
+
+
+class Signal(Protocol):
+    """Something that happens once, told from one place and waited for at another."""
+
+    def set(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        """Virtual worlds: call *action* at the instant at which it happens."""
+        ...
+
+
+@runtime_checkable
+class Awaited(Protocol):
+    """What a `Runner` waits for before it runs a work."""
+
+    def settle(self) -> None:
+        """Return when the result is in; raises what the operation ended with."""
+        ...
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        """Virtual worlds: call *action* at the instant at which the result is in."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs works in the order in which they were put, each when what it follows is in."""
+
+    def put(
+        self, awaited: Awaited | None, run: Callable[[BaseException | None], None]
+    ) -> None:
+        """Call *run* when *awaited* is in (None: it is), with the error that it ended with,
+        if any. *run* raises nothing."""
+        ...
+
+    def signal(self, what: str) -> Signal:
+        """A signal that works of this runner give. *what* it is, for errors."""
+        ...
+
+    def close(self) -> None:
+        """Drop what has not been run. Threads end."""
         ...

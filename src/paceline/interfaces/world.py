@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 
 from paceline.instruments import Journal
-from paceline.interfaces.communication import Endpoint
+from paceline.interfaces.communication import Endpoint, Runner
 from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.options import RunOptions
@@ -104,12 +104,22 @@ class World(Protocol):
         Collective. Raises `UsageError` where there are none of the kind asked for."""
         ...
 
+    def runner(self, name: str, *, thread: bool) -> Runner:
+        """What runs a chain of works (`Pending.then`). *thread*: whether what they follow
+        may be waited for in another thread than the one that has issued it."""
+        ...
+
     def now(self) -> float:
         """Seconds on this world's clock, from an arbitrary origin."""
         ...
 
     def pace(self, seconds: float) -> None:
         """Spend *seconds* of compute time (at a speed of 1)."""
+        ...
+
+    def spend(self, seconds: float, what: str) -> None:
+        """Paceline itself computes *seconds* (at a speed of 1): charged where time is
+        virtual, to the work that runs now (`Pending.then`) or else to the script."""
         ...
 
     def training_broke(self, number: int, cause: str) -> None:

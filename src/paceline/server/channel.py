@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -63,6 +64,9 @@ class Reception:
         if isinstance(self.reply, Refused):
             raise UsageError(f"{self.channel.server.name}: {self.reply.reason}")
         return self.reply
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        raise NotImplementedError("only virtual time calls back")
 
     def take(self, reply: Reply) -> None:
         """The answer is here, payload and all."""

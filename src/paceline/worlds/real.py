@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from paceline import launchers
+from paceline.collectives.chains import ThreadRunner, WaitingRunner
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
-from paceline.interfaces import Compute, Endpoint, ServerJob, Stopwatch
+from paceline.interfaces import Compute, Endpoint, Runner, ServerJob, Stopwatch
 from paceline.launchers import Place
 from paceline.network.workload import Workload
 from paceline.options import RunOptions
@@ -106,12 +107,18 @@ class RealWorld:
             self._servers = RealServers(self.rank, self.size, store, self.journal)
         return self._servers.find(job)
 
+    def runner(self, name: str, *, thread: bool) -> Runner:
+        return ThreadRunner(f"paceline {name}") if thread else WaitingRunner()
+
     def now(self) -> float:
         return time.perf_counter()
 
     def pace(self, seconds: float) -> None:
         if seconds:
             time.sleep(seconds)
+
+    def spend(self, seconds: float, what: str) -> None:
+        """It takes the time it takes."""
 
     def compute(
         self,

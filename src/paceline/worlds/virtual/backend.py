@@ -59,6 +59,10 @@ class VirtualWork(WorkBase):
         self._clock.wait(self._completion)
         return True
 
+    def when_in(self, action: Callable[[], None]) -> None:
+        """Call *action* at the instant at which the result is in."""
+        self._clock.when(self._completion, action)
+
     def synchronize(self) -> None:
         self.wait()
 
@@ -79,10 +83,20 @@ class VirtualWork(WorkBase):
 
 
 class VirtualProcessGroup(ProcessGroupBase):
-    """One worker's end of a `Communicator`."""
+    """One worker's end of a `Communicator`.
 
-    def __init__(self, rank: int, communicator: Communicator, mailbox: Mailbox) -> None:
+    *make* gives the calling worker's end of a group with this name and these workers.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        communicator: Communicator,
+        mailbox: Mailbox,
+        make: Callable[[str, Sequence[int]], VirtualProcessGroup],
+    ) -> None:
         super().__init__(rank, len(communicator.ranks))
+        self._make = make
         self._position = rank
         self._communicator = communicator
         self._mailbox = mailbox
@@ -91,6 +105,10 @@ class VirtualProcessGroup(ProcessGroupBase):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
+
+    def beside(self, name: str, ranks: Sequence[int]) -> VirtualProcessGroup:
+        """The group *name* of the members *ranks* of this one."""
+        return self._make(name, [self._communicator.ranks[rank] for rank in ranks])
 
     def _launch(
         self,

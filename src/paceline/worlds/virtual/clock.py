@@ -23,9 +23,10 @@ import heapq
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from paceline.errors import DeadlockError, WorkerFailedError
+from paceline.errors import DeadlockError, UsageError, WorkerFailedError
 from paceline.units import show_seconds
 
 MAX_NAMED = 8
@@ -46,12 +47,13 @@ class Completion:
     *describe* says what it is, for errors: called only when one is raised.
     """
 
-    __slots__ = ("describe", "time", "waiters")
+    __slots__ = ("actions", "describe", "time", "waiters")
 
     def __init__(self, describe: Callable[[], str]) -> None:
         self.describe = describe
         self.time: float | None = None
         self.waiters: list[Worker] = []
+        self.actions: Sequence[Callable[[], None]] = ()
 
 
 class Worker:
@@ -70,15 +72,28 @@ class Worker:
         self.thread: threading.Thread | None = None
 
 
+class Actor(Worker):
+    """Who acts for a worker while an event runs, at that event's instant: the worker itself
+    may have computed on from there."""
+
+    __slots__ = ()
+
+
 class Clock:
     """Virtual time for *size* workers.
 
     *resumed* is called on a worker's own thread each time it gets the baton: the place
-    where process-wide state becomes that worker's.
+    where process-wide state becomes that worker's. While an `Actor` acts, on whichever
+    thread, *acting* is entered.
     """
 
     def __init__(
-        self, size: int, resumed: Callable[[Worker], None] = lambda worker: None
+        self,
+        size: int,
+        resumed: Callable[[Worker], None] = lambda worker: None,
+        acting: Callable[[Actor], AbstractContextManager[None]] = lambda actor: (
+            nullcontext()
+        ),
     ) -> None:
         self.now = 0.0
         self.workers = [Worker(rank) for rank in range(size)]
@@ -88,10 +103,13 @@ class Clock:
         self.explain: Callable[[], str] = lambda: QUESTION
         """The last line of a deadlock's text."""
         self._resumed = resumed
+        self._acting = acting
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._runnable: deque[Worker] = deque()
         self._current: Worker | None = None
+        self._has_acted = False
+        """Whether process-wide state may be an actor's."""
         self._over = threading.Event()
         self._alive = size
 
@@ -113,6 +131,32 @@ class Clock:
                 worker.waits_for = None
                 self._runnable.append(worker)
         completion.waiters.clear()
+        actions, completion.actions = completion.actions, ()
+        for action in actions:
+            action()
+
+    def when(self, completion: Completion, action: Callable[[], None]) -> None:
+        """Call *action* when *completion* happens; at once if it has."""
+        if completion.time is None:
+            completion.actions = (*completion.actions, action)
+        else:
+            action()
+
+    @contextmanager
+    def acting_for(self, rank: int) -> Iterator[Actor]:
+        """Within it, inside an event, worker *rank* is the current one, at this instant.
+
+        What it launches and computes is dated by the actor's own time. It cannot wait for
+        what is still to come.
+        """
+        before, actor = self._current, Actor(rank)
+        actor.time = self.now
+        self._current, self._has_acted = actor, True
+        try:
+            with self._acting(actor):
+                yield actor
+        finally:
+            self._current = before
 
     # ---- called by the worker that runs ----
 
@@ -130,6 +174,12 @@ class Clock:
         if completion.time is None:
             if self.failure is not None:
                 raise Abandoned
+            if isinstance(worker, Actor):
+                raise UsageError(
+                    f"worker {worker.rank}: what follows a result (Pending.then) waits for "
+                    f"{completion.describe()}; it runs at one instant, and chains what "
+                    "comes later: return pending.then(...)"
+                )
             completion.waiters.append(worker)
             worker.waits_for = completion
             self._hand_on(worker)
@@ -225,7 +275,11 @@ class Clock:
             self._over.set()
             return
         if following is worker:
+            if self._has_acted:
+                self._has_acted = False
+                self._resumed(following)
             return
+        self._has_acted = False
         self.switches += 1
         self._current = following
         following.baton.release()

@@ -172,6 +172,10 @@ class VirtualCompute:
             self.settle()
             self._take(seconds, name)
 
+    def spend(self, seconds: float, name: str) -> None:
+        """Paceline itself computes."""
+        self._take(seconds, name)
+
     def settle(self) -> None:
         """Charge what a forward pass still owes."""
         if self._owed:

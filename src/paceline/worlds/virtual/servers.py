@@ -164,6 +164,9 @@ class VirtualReception:
         self._received()
         self._clock.complete(self._completion)
 
+    def when_in(self, action: Callable[[], None]) -> None:
+        self._clock.when(self._completion, action)
+
     def wait(self) -> Reply:
         start = self._clock.current.time
         self._clock.wait(self._completion)

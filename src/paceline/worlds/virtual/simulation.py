@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.context import enter_world_in_this_thread
+from paceline.context import current_world, enter_world_in_this_thread
 from paceline.errors import UsageError
 from paceline.instruments import Journal, Kept, Span
 from paceline.interfaces import ServerJob
@@ -27,7 +28,7 @@ from paceline.torch_private import (
     register_python_backend,
 )
 from paceline.worlds.virtual.backend import BACKEND, VirtualProcessGroup
-from paceline.worlds.virtual.clock import Clock, Worker
+from paceline.worlds.virtual.clock import Actor, Clock, Worker
 from paceline.worlds.virtual.communicator import Communicator
 from paceline.worlds.virtual.compute import ComputeModel
 from paceline.worlds.virtual.conditions import Conditions
@@ -45,6 +46,9 @@ from paceline.worlds.virtual.process_state import (
 from paceline.worlds.virtual.servers import VirtualServer, make_servers, rates_of
 from paceline.worlds.virtual.watchdog import Watchdog
 from paceline.worlds.virtual.world import VirtualWorld, place_of
+
+ACTORS = -1
+"""Whose random states those of works are that follow results (`Pending.then`)."""
 
 
 @dataclass
@@ -104,7 +108,7 @@ class Simulation:
         self.mains = MainModules()
         self.speeds = cluster.speeds
         self._hosts = [cluster.host_of(worker) for worker in range(cluster.workers)]
-        self.clock = Clock(cluster.workers, self._resumed)
+        self.clock = Clock(cluster.workers, self._resumed, self._acting)
         self.links = Links(self.clock, cluster)
         self.conditions = Conditions(
             cluster.rules, self.clock, self.links, self.observe
@@ -182,7 +186,7 @@ class Simulation:
             **keep,
         )
 
-    def process_group(self, group_id: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def process_group(self, group_id: str, ranks: Sequence[int]) -> VirtualProcessGroup:
         """The calling worker's end of the group with this name and these members."""
         rank = self.clock.current.rank
         members = tuple(ranks) or tuple(range(len(self._worlds)))
@@ -193,7 +197,8 @@ class Simulation:
         key = (group_id, members, times)
         if key not in self._communicators:
             # paceline's own groups have names that tell more than "all workers".
-            whole = len(members) == len(self._worlds) and "channel" not in group_id
+            ours = "channel" in group_id or "after" in group_id
+            whole = len(members) == len(self._worlds) and not ours
             name = "world" if whole else group_id
             if name in self._names:
                 name = f"{name} {len(self._communicators)}"
@@ -209,7 +214,9 @@ class Simulation:
             )
             self._communicators[key] = communicator, Mailbox(communicator)
         communicator, mailbox = self._communicators[key]
-        return VirtualProcessGroup(members.index(rank), communicator, mailbox)
+        return VirtualProcessGroup(
+            members.index(rank), communicator, mailbox, self.process_group
+        )
 
     def _worker_main(self, rank: int, body: Callable[[int], object]) -> None:
         world = self._worlds[rank]
@@ -241,6 +248,25 @@ class Simulation:
             world.exit()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    @contextmanager
+    def _acting(self, actor: Actor) -> Iterator[None]:
+        """What runs is worker *actor*'s, whosever thread this is.
+
+        Random states are those of all works together: what a worker draws does not depend
+        on when its messages come.
+        """
+        owner = current_world()
+        self._random.hand_to(ACTORS)
+        self.mains.hand_to(actor.rank)
+        enter_world_in_this_thread(self._worlds[actor.rank])
+        speak_as(actor.rank)
+        try:
+            yield
+        finally:
+            enter_world_in_this_thread(owner)
+            if owner is not None:
+                speak_as(owner.rank)
 
     def _resumed(self, worker: Worker) -> None:
         self._random.hand_to(worker.rank)

@@ -15,8 +15,9 @@ from paceline.network.workload import Workload
 from paceline.profiling import Profiler
 from paceline.stopwatch import HostStopwatch
 from paceline.tensors import stand_in_for, wire_bytes
-from paceline.worlds.virtual.clock import Worker
+from paceline.worlds.virtual.clock import Actor, Worker
 from paceline.worlds.virtual.compute import ModelCompute, VirtualCompute
+from paceline.worlds.virtual.continuations import EventRunner
 from paceline.worlds.virtual.inputs import SeenInputs
 from paceline.worlds.virtual.servers import VirtualEndpoint
 
@@ -68,12 +69,21 @@ class VirtualWorld:
             for server in self._simulation.servers_of(job)
         ]
 
+    def runner(self, name: str, *, thread: bool) -> EventRunner:
+        return EventRunner(self._simulation.clock, self.rank)
+
     def now(self) -> float:
-        self._compute.settle()
+        if not self._acts:
+            self._compute.settle()
         return self._worker.time
 
     def pace(self, seconds: float) -> None:
         self._compute.pace(seconds)
+
+    def spend(self, seconds: float, what: str) -> None:
+        if not self._acts:
+            self._compute.settle()
+        self._compute.spend(seconds, what)
 
     def compute(
         self,
@@ -126,8 +136,15 @@ class VirtualWorld:
             action()
 
     @property
+    def _acts(self) -> bool:
+        """Whether what runs now is a work that follows a result, and not the script."""
+        current = self._simulation.clock.current
+        return isinstance(current, Actor) and current.rank == self.rank
+
+    @property
     def _worker(self) -> Worker:
-        return self._simulation.clock.workers[self.rank]
+        clock = self._simulation.clock
+        return clock.current if self._acts else clock.workers[self.rank]
 
     def _spend(self, seconds: float, name: str) -> None:
         self._simulation.clock.stop_if_interrupted()
