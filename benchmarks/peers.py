@@ -148,13 +148,13 @@ def work(arguments):
 
 def measure(mbit, workers, rounds):
     from paceline.worlds.emulated.fabric import Fabric
-    from paceline.worlds.emulated.job import Job
+    from paceline.worlds.emulated.job import EmulatedJob
 
     cluster = uniform_cluster(workers, f"{mbit} Mbit/s", "50 us")
     with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:
         output = Path(scratch) / "times.json"
         words = ["--work", "--output", str(output), "--rounds", str(rounds)]
-        if Job(fabric, __file__, words, RunOptions()).run():
+        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
             sys.exit("the job failed")
         found = json.loads(output.read_text())
     times = found["times"]

@@ -1,4 +1,4 @@
-"""Specs: ``"ssp:staleness=3,fusion=wfbp"``, typed by the dataclass that they fill."""
+"""Specs: ``"name:key=value,other=value"``, typed by the dataclass that they fill."""
 
 from __future__ import annotations
 

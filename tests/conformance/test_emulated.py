@@ -10,7 +10,7 @@ from paceline.options import RunOptions
 from paceline.testing import CASES
 from paceline.testing.checks import RULES, WORLD_CHECKS, checks_of
 from paceline.worlds.emulated.fabric import Fabric
-from paceline.worlds.emulated.job import Job
+from paceline.worlds.emulated.job import EmulatedJob
 from tests.emulated.conftest import refusal
 
 
@@ -20,7 +20,7 @@ from tests.emulated.conftest import refusal
 def test_all_checks_hold_in_the_emulated_world(servers, capfd):
     cluster = uniform_cluster(3, "1gbit", "0 s", servers)
     with Fabric(cluster) as fabric:
-        status = Job(fabric, inspect.getfile(kit), [], RunOptions()).run()
+        status = EmulatedJob(fabric, inspect.getfile(kit), [], RunOptions()).run()
     said = capfd.readouterr()
     assert status == 0, said.err
     assert said.err.count(": ok") == kit_size()

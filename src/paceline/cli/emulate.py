@@ -61,7 +61,7 @@ def emulate(
     from paceline.report.result import read_result
     from paceline.report.tables import print_results
     from paceline.worlds.emulated.fabric import Fabric
-    from paceline.worlds.emulated.job import Job
+    from paceline.worlds.emulated.job import EmulatedJob
 
     o.check_job(script, method)
     described = o.make_cluster(cluster, workers, link, latency, server_hosts)
@@ -91,7 +91,9 @@ def emulate(
                 print(f"paceline: {warning}", file=sys.stderr)
             if measure:
                 _measure(fabric)
-            job = Job(fabric, str(script), script_arguments or [], options, output)
+            job = EmulatedJob(
+                fabric, str(script), script_arguments or [], options, output
+            )
             status = job.run()
         if records is not None:
             merge_workers(str(records), "records")

@@ -53,7 +53,7 @@ def probe(
     from paceline.probe import Findings, infer_cluster
     from paceline.probe.tables import comment_on, print_findings
     from paceline.worlds.emulated.fabric import Fabric
-    from paceline.worlds.emulated.job import Job
+    from paceline.worlds.emulated.job import EmulatedJob
     from paceline.worlds.launch import launch
     from paceline.worlds.virtual import Simulation
 
@@ -89,7 +89,7 @@ def probe(
                 with Fabric(described) as fabric:
                     for warning in fabric.warnings:
                         print(f"paceline: {warning}", file=sys.stderr)
-                    status = Job(fabric, SCRIPT, arguments, RunOptions()).run()
+                    status = EmulatedJob(fabric, SCRIPT, arguments, RunOptions()).run()
             else:
                 simulation = Simulation(described)
                 status = _in_virtual_time(simulation, found, seconds)

@@ -21,7 +21,7 @@ def serve(
 ) -> None:
     """Serve one training after the other; what each does is its method's to say.
 
-    Workers name it: --method ssp:servers=HOST:PORT. Without PACELINE_SECRET it prints a
+    Workers name it: --method NAME:servers=HOST:PORT. Without PACELINE_SECRET it prints a
     line that exports its token: run that where workers are started, and before further
     servers of theirs. Beyond loopback set PACELINE_SECRET, the same for all, or
     PACELINE_TRUSTED_NETWORK=1 where nobody else is on the network.

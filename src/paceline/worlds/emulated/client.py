@@ -19,7 +19,7 @@ from paceline.worlds.emulated.errors import (
     KeeperLostError,
     KernelLacksError,
 )
-from paceline.worlds.emulated.messages import Answer, Channel, Failed, Ready, Request
+from paceline.worlds.emulated.messages import Answer, Failed, Line, Ready, Request
 from paceline.worlds.emulated.permission import how_to_get_permission
 
 # The package's own __init__ imports torch: three seconds and 200 MB that the keeper has no
@@ -63,7 +63,7 @@ class Client:
                 f"expected Linux 5.3 or newer (pidfd_open), got: {error}"
             ) from error
         ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
+        self._line = Line(ours)
         try:
             self._guard = subprocess.Popen(
                 [
@@ -109,8 +109,8 @@ class Client:
             if self._lost is not None:
                 raise KeeperLostError(self._lost)
             try:
-                self._channel.send(request, descriptors)
-                answer, received = self._channel.receive_answer()
+                self._line.send(request, descriptors)
+                answer, received = self._line.receive_answer()
             except (EOFError, OSError) as error:
                 self._lost = (
                     "expected an answer from the process that holds the emulated "
@@ -132,7 +132,7 @@ class Client:
     def close(self) -> None:
         """End the keeper and everything it holds; returns when that is gone."""
         self._lost = "the emulated cluster was closed: start another"
-        self._channel.close()
+        self._line.close()
         self._guard.wait()
 
     def __enter__(self) -> Client:
@@ -148,7 +148,7 @@ class Client:
 
     def _hear_first_words(self) -> Ready:
         try:
-            answer, _ = self._channel.receive_answer()
+            answer, _ = self._line.receive_answer()
         except (EOFError, OSError) as error:
             raise KeeperLostError(
                 "the process that should hold the emulated cluster ended before it "

@@ -23,8 +23,8 @@ from paceline import units
 from paceline.worlds.emulated.errors import EmulationError
 from paceline.worlds.emulated.shaping import segment_bytes
 from paceline.worlds.emulated.trials import (
+    LinkTrial,
     Network,
-    Trial,
     load,
     plan_trials,
     side_by_side,
@@ -46,7 +46,7 @@ _AT_ONCE = struct.pack("ii", 1, 0)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLink:
     """One directed link: the goodput asked for and found, in bytes per second.
 
     *possible* is what the rest of the cluster can put on the link, less than *asked*
@@ -77,10 +77,10 @@ class Report:
     pair of hosts uses.
     """
 
-    links: tuple[Measured, ...]
+    links: tuple[MeasuredLink, ...]
     idle: tuple[str, ...]
 
-    def off(self, tolerance: float = TOLERANCE) -> tuple[Measured, ...]:
+    def off(self, tolerance: float = TOLERANCE) -> tuple[MeasuredLink, ...]:
         """The links that are off by more than *tolerance*."""
         return tuple(link for link in self.links if abs(link.error) > tolerance)
 
@@ -106,7 +106,7 @@ def measure(network: Network) -> Report:
     Raises `EmulationError` if two hosts cannot connect (a cut link).
     """
     trials, idle = plan_trials(network)
-    measured: dict[int, Measured] = {}
+    measured: dict[int, MeasuredLink] = {}
     for _ in range(_TRIES):
         for together in side_by_side(network, trials):
             for link in _judge(network, together):
@@ -124,7 +124,7 @@ def measure(network: Network) -> Report:
     )
 
 
-def _judge(network: Network, trials: Sequence[Trial]) -> Iterator[Measured]:
+def _judge(network: Network, trials: Sequence[LinkTrial]) -> Iterator[MeasuredLink]:
     """Run trials together, and say what their links gave."""
     streams = [stream for trial in trials for stream in trial.streams]
     expected = [rate for trial in trials for rate in trial.expected]
@@ -132,7 +132,7 @@ def _judge(network: Network, trials: Sequence[Trial]) -> Iterator[Measured]:
     for trial in trials:
         for link in trial.judged:
             crossing = [s for s in trial.streams if link in network.path(*s)]
-            yield Measured(
+            yield MeasuredLink(
                 link=link,
                 name=network.link_name(link),
                 asked=network.rates[link],

@@ -44,7 +44,7 @@ GRACE_SECONDS = 12.0
 """What the others have to end by themselves after one has failed."""
 
 
-class Job:
+class EmulatedJob:
     """Runs a script once per worker of *fabric*'s cluster. *output*: whose prints are shown,
     see `WorkerOutput`."""
 

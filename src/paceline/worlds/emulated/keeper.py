@@ -39,10 +39,10 @@ from paceline.worlds.emulated.messages import (
     AskStatus,
     Build,
     Built,
-    Channel,
     Cut,
     Done,
     Failed,
+    Line,
     Mode,
     OpenSocket,
     Probe,
@@ -62,14 +62,14 @@ from paceline.worlds.emulated.wanted import FEATURES
 def main(connection: int, launcher: int) -> int:
     """The guard: *connection* is the keeper's end to the launcher, *launcher* a
     descriptor of that process."""
-    channel = Channel(socket.socket(fileno=connection))
+    line = Line(socket.socket(fileno=connection))
     # Whatever the launcher had done about signals is none of the hosts' business.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         mode = namespaces.isolate()
     except OSError as error:
-        channel.send(Failed(kind="permission", text=str(error)))
+        line.send(Failed(kind="permission", text=str(error)))
         return 1
     guard = os.pidfd_open(os.getpid())
     keeper = os.fork()
@@ -77,7 +77,7 @@ def main(connection: int, launcher: int) -> int:
         status = 1
         try:
             namespaces.die_with(guard)
-            Keeper(channel).serve(mode)
+            Keeper(line).serve(mode)
             status = 0
         except Exception:
             traceback.print_exc()
@@ -96,8 +96,8 @@ def main(connection: int, launcher: int) -> int:
 class Keeper:
     """Answers questions until the connection ends."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, line: Line) -> None:
+        self._line = line
         # Opened before another /proc covers it.
         machine = os.open("/proc", os.O_DIRECTORY | os.O_PATH | os.O_CLOEXEC)
         self._own_proc = namespaces.mount_own_proc()
@@ -111,10 +111,10 @@ class Keeper:
         wake.setblocking(False)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        self._channel.send(Ready(mode=mode, own_proc=self._own_proc))
+        self._line.send(Ready(mode=mode, own_proc=self._own_proc))
         selector = selectors.DefaultSelector()
         selector.register(ended, selectors.EVENT_READ)
-        selector.register(self._channel, selectors.EVENT_READ)
+        selector.register(self._line, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
                 if key.fileobj is ended:
@@ -126,7 +126,7 @@ class Keeper:
     def _answer_one(self) -> bool:
         """Answer one question; false when nobody is left to ask."""
         try:
-            request, descriptors = self._channel.receive_request()
+            request, descriptors = self._line.receive_request()
         except (EOFError, OSError):
             return False
         sent: list[int] = []
@@ -139,7 +139,7 @@ class Keeper:
         finally:
             _close(descriptors)
         try:
-            self._channel.send(answer, sent)
+            self._line.send(answer, sent)
         except OSError:
             return False
         finally:

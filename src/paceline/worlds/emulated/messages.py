@@ -161,7 +161,7 @@ _decode_request = msgspec.json.Decoder(Request).decode
 _decode_answer = msgspec.json.Decoder(Answer).decode
 
 
-class Channel:
+class Line:
     """One end of the connection between client and keeper."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -38,7 +38,7 @@ class Network(Protocol):
 
 
 @dataclass(frozen=True)
-class Trial:
+class LinkTrial:
     """Streams that run together, the rates they should have, and whom that judges."""
 
     streams: tuple[tuple[int, int], ...]
@@ -46,9 +46,9 @@ class Trial:
     judged: tuple[int, ...]
 
 
-def plan_trials(network: Network) -> tuple[list[Trial], list[int]]:
+def plan_trials(network: Network) -> tuple[list[LinkTrial], list[int]]:
     """Trials that judge every link that can be loaded, and the links that cannot."""
-    trials: list[Trial] = []
+    trials: list[LinkTrial] = []
     idle: list[int] = []
     judged: set[int] = set()
     for link, rate in enumerate(network.rates):
@@ -63,14 +63,14 @@ def plan_trials(network: Network) -> tuple[list[Trial], list[int]]:
     return trials, idle
 
 
-def _trial(network: Network, link: int, judged: set[int]) -> Trial | None:
+def _trial(network: Network, link: int, judged: set[int]) -> LinkTrial | None:
     """The fewest streams that fill a link, or as many as help."""
     streams: list[tuple[int, int]] = []
-    best: Trial | None = None
+    best: LinkTrial | None = None
     for stream in _crossing(network, link):
         streams.append(stream)
         rates = _fair_rates(network, streams)
-        trial = Trial(tuple(streams), tuple(rates), (link,))
+        trial = LinkTrial(tuple(streams), tuple(rates), (link,))
         now = load(network, trial, link)
         if best is not None and now <= load(network, best, link) * 1.001:
             streams.pop()  # no help: another stream may
@@ -86,7 +86,7 @@ def _trial(network: Network, link: int, judged: set[int]) -> Trial | None:
         for way in on_the_way
         if load(network, best, way) >= network.rates[way] * 0.999
     }
-    return Trial(best.streams, best.expected, tuple(sorted(full | {link})))
+    return LinkTrial(best.streams, best.expected, tuple(sorted(full | {link})))
 
 
 def _crossing(network: Network, link: int) -> Iterator[tuple[int, int]]:
@@ -112,7 +112,7 @@ def _fair_rates(network: Network, streams: Sequence[tuple[int, int]]) -> list[fl
     return [activity.rate for activity in activities]
 
 
-def load(network: Network, trial: Trial, link: int) -> float:
+def load(network: Network, trial: LinkTrial, link: int) -> float:
     """What a trial should put on a link."""
     return sum(
         rate
@@ -121,13 +121,15 @@ def load(network: Network, trial: Trial, link: int) -> float:
     )
 
 
-def side_by_side(network: Network, trials: Sequence[Trial]) -> Iterator[list[Trial]]:
+def side_by_side(
+    network: Network, trials: Sequence[LinkTrial]
+) -> Iterator[list[LinkTrial]]:
     """Trials in groups that share no link and leave the cores at rest; at least
     one in each."""
     budget = _BYTES_PER_CORE * (os.cpu_count() or 1)
     waiting = list(trials)
     while waiting:
-        group: list[Trial] = []
+        group: list[LinkTrial] = []
         busy: set[int] = set()
         rate, streams = 0.0, 0
         for trial in waiting:
