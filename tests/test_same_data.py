@@ -76,15 +76,15 @@ def test_gradients_that_tell_nothing_are_waited_out_and_not_for_ever():
 
     def watch(gradients):
         said = []
-        watcher = SameData(True, 2, said.append)
+        watcher = SameData(True, 2, said.append, lambda: buckets, lambda: 0.5)
         seen = 0
         for gradient in gradients:
             if watcher.watching:
                 seen += 1
                 bucket.buffer.copy_(gradient / 2)
-                watcher.sends(buckets, bucket, share=0.5)
+                watcher.bucket_leaves(bucket)
                 bucket.buffer.copy_(gradient)
-                watcher.averaged(buckets)
+                watcher.means_are_there()
         return len(said), seen
 
     telling = [torch.randn(100) for _ in range(20)]

@@ -30,6 +30,7 @@ from paceline.startup import check_same_everywhere, describe
 from paceline.tensors import wire_bytes
 from paceline.torch_private import is_compiled_whole
 from paceline.training import MakeRemote, Training
+from paceline.training.method_hooks import check_declared, check_hooks
 from paceline.worlds.join import join_world
 
 
@@ -86,6 +87,8 @@ def distribute(
         clip_norm=math.inf if clip_norm is None else clip_norm,
     )
     chosen, settings = _resolve(world, method, settings)
+    check_declared(chosen)
+    check_hooks(chosen)
     if hasattr(chosen, "collective"):
         settings = replace(settings, collective="native")  # the method itself says how
     parameters = [

@@ -86,7 +86,7 @@ class Planner:
         self._device, self._stopwatch, self._blank = device, stopwatch, blank
         self._planned, self._say = planned, say
         self.listening = True
-        """Whether `gradient_ready` wants to be called in the next backward pass."""
+        """Whether the next backward pass is timed."""
         self._pass = Pass()
         self._order = list(range(len(sizes)))[::-1]
         self.groups: Groups = []
@@ -105,7 +105,9 @@ class Planner:
             self._pass = Pass(start=self._stopwatch.mark())
 
     def gradient_ready(self, index: int) -> None:
-        """The gradient of a parameter is there (called while `listening`)."""
+        """The gradient of a parameter is there."""
+        if not self.listening:
+            return
         self._pass.order.append(index)
         self._pass.marks.append(self._stopwatch.mark())
 

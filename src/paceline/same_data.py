@@ -26,28 +26,38 @@ were made to be timed have gradients that do not depend on any data."""
 
 class SameData:
     """Compares rank 0's gradient with the mean, as long as *watching*; *say* tells people,
-    once."""
+    once. *buckets* and *share*: the step's, and what this rank's gradient is multiplied
+    with in them."""
 
     def __init__(
-        self, watching: bool, workers: int, say: Callable[[str], None]
+        self,
+        watching: bool,
+        workers: int,
+        say: Callable[[str], None],
+        buckets: Callable[[], Sequence[Bucket]],
+        share: Callable[[], float],
     ) -> None:
         self.watching = watching
+        self._buckets, self._share = buckets, share
         self._workers, self._say = workers, say
         self._own: tuple[int, torch.Tensor] | None = None
         self._equal = self._steps = 0
 
-    def sends(self, buckets: Sequence[Bucket], bucket: Bucket, share: float) -> None:
-        """*bucket* is about to be sent, with *share* times this rank's gradient in it."""
-        largest = max(buckets, key=lambda one: one.buffer.numel())
+    def bucket_leaves(self, bucket: Bucket) -> None:
+        """*bucket* is about to be sent, with this rank's share of the mean in it."""
+        if not self.watching:
+            return
+        largest = max(self._buckets(), key=lambda one: one.buffer.numel())
+        share = self._share()
         if bucket is largest and share:
             self._own = bucket.index, _sample(bucket) / share
 
-    def averaged(self, buckets: Sequence[Bucket]) -> None:
+    def means_are_there(self) -> None:
         """The buckets hold means."""
         if self._own is None:
             return
         (index, own), self._own = self._own, None
-        mean = _sample(buckets[index])
+        mean = _sample(self._buckets()[index])
         self._steps += 1
         if len(mean[mean.isfinite() & (mean != 0)].unique()) >= DIFFERENT:
             rounding = torch.finfo(mean.dtype).eps * (16 + self._workers)

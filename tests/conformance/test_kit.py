@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import CollectiveMismatchError, WorkerFailedError
+from paceline.interfaces import EVERY_STEP, Rhythm
 from paceline.methods.bsp import BSP
 from paceline.testing import CASES, CHECKS, Case, CheckFailedError, check_method
 from paceline.testing.checks import checks_of
@@ -18,6 +19,7 @@ class NeverAgrees:
     """Sends nothing: every worker trains alone."""
 
     name: ClassVar[str] = "never-agrees"
+    rhythm: ClassVar[Rhythm] = EVERY_STEP
     updates_on: ClassVar[str] = "worker"
     gradient_seen_by_user: ClassVar[str] = "local-kept"
     clips: ClassVar[str] = "own"
@@ -49,12 +51,9 @@ class LeavesWithAStepDue(BSP):
     """Whoever has left a step short of the others keeps it to himself."""
 
     def finish(self, state, run):
-        last = run.participants
-        while run.participants:
-            last = run.participants
-            run.keep_company()
-        if len(last) < run.comm.size:
-            run.take_model(last[0])
+        source = run.keep_company_to_the_end()
+        if source is not None and not run.behind:
+            run.take_model(source)
 
 
 @dataclass(frozen=True, kw_only=True)

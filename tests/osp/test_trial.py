@@ -81,7 +81,7 @@ def train(
 
 
 def mask_of(optimizer: paceline.DistributedOptimizer) -> Mask:
-    state = optimizer._training._state
+    state = optimizer._training.state
     if hasattr(state, "layout") and hasattr(state.layout, "deferred"):
         return tuple(state.layout.deferred)
     pairs = ((b, n) for b, numbers in enumerate(state.this_step) for n in numbers)

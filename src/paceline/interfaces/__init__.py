@@ -10,8 +10,10 @@ Files are split by who implements a seam and who uses it. Low to high:
 - `server`: a server as a state machine, and what it sends.
 - `remote`: a model's parameters on their servers, as one worker's method sees them.
 - `compression`: a `Compressor` says what is sent of a mean's tensors.
-- `method`: `Method` says when, and with whom, workers agree. It is given a `Run` and
-  nothing else: one worker's training: buckets, `Comm`, who takes part.
+- `rhythm`: in which steps workers communicate.
+- `run`: one worker's training as its method sees it, and sees nothing else: parameters,
+  buckets, means, who takes part.
+- `method`: `Method` says when, and with whom, workers agree.
 - `state`: `OwnState` is what a worker has of its own, and a checkpoint keeps per worker.
 - `world`: where a worker lives: its rank, its clock, its way to spend compute time.
 
@@ -51,14 +53,16 @@ from paceline.interfaces.discipline import (
     Timed,
 )
 from paceline.interfaces.method import (
+    HOOKS,
     Clips,
     GradientSeen,
     Method,
-    Run,
     UpdatesOn,
     UpdatesOnServer,
 )
 from paceline.interfaces.remote import Arrived, Remote, Told, UnitPlace
+from paceline.interfaces.rhythm import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rhythm
+from paceline.interfaces.run import Run, ServerRun, UpdatingRun
 from paceline.interfaces.server import Answer, Sender, Server, Work
 from paceline.interfaces.state import OwnState
 from paceline.interfaces.timing import Compute, Stopwatch
@@ -66,6 +70,10 @@ from paceline.interfaces.updates import Hyperparameters, Piece, Updater
 from paceline.interfaces.world import ServerJob, World
 
 __all__ = [
+    "AGREE_EVERY",
+    "EVERY_STEP",
+    "HOOKS",
+    "ON_SERVERS",
     "Answer",
     "Arrived",
     "Awaited",
@@ -91,11 +99,13 @@ __all__ = [
     "Reception",
     "ReduceOperation",
     "Remote",
+    "Rhythm",
     "Run",
     "Runner",
     "Sender",
     "Server",
     "ServerJob",
+    "ServerRun",
     "Shard",
     "Signal",
     "Sparing",
@@ -109,6 +119,7 @@ __all__ = [
     "Updater",
     "UpdatesOn",
     "UpdatesOnServer",
+    "UpdatingRun",
     "Work",
     "World",
 ]

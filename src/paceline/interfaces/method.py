@@ -1,22 +1,14 @@
-"""A method, and what it sees on a worker.
+"""A method: when, and with whom, workers agree.
 
-`paceline.methods` implements `Method`; `paceline.training` calls its moments, and
-implements the `Run` that they are given.
+`paceline.methods` implements `Method`; `paceline.training` calls its hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-import torch
-
-from paceline.interfaces.communication import Comm
 from paceline.interfaces.discipline import Discipline
-from paceline.interfaces.remote import Remote
-from paceline.interfaces.timing import Stopwatch
-from paceline.interfaces.updates import Updater
-from paceline.tensors import Bucket
+from paceline.interfaces.rhythm import Rhythm
 
 UpdatesOn = Literal["worker", "method", "server"]
 """Who applies the optimizer: the user's ``step()``, the method piece by piece, a server."""
@@ -32,77 +24,12 @@ Clips = Literal["mean", "own"]
 known before any of it is applied; else that of each worker's own, before it is sent."""
 
 
-class Run(Protocol):
-    """One worker's training as its method sees it."""
-
-    @property
-    def comm(self) -> Comm:
-        """The group of all workers."""
-        ...
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The gradient's pieces, in the order in which every rank delivers them."""
-        ...
-
-    @property
-    def active(self) -> bool:
-        """False once this worker is out of data: it only keeps the others company."""
-        ...
-
-    @property
-    def weight(self) -> float:
-        """This worker's part in the mean: 1/n, or its part of the samples."""
-        ...
-
-    @property
-    def stopwatch(self) -> Stopwatch:
-        """What times this training's work."""
-        ...
-
-    @property
-    def loss(self) -> float | None:
-        """What the script last reported as its loss, if it did."""
-        ...
-
-    def take_over(self, most_bytes: int) -> Updater:
-        """The optimizer, in pieces of at most so many bytes each: from now on the method
-        applies it. Only for methods with ``updates_on="method"``; once."""
-        ...
-
-    def say(self, sentence: str) -> None:
-        """Tell people something, once for all workers: now, and beside the run's figures."""
-        ...
-
-    participants: list[int]
-    """Ranks that still train, equal on all ranks; a roll call brings it up to date."""
-
-    behind: list[int]
-    """Ranks that have left with a step due, equal on all ranks; a roll call likewise."""
-
-    @property
-    def step_is_due(self) -> bool:
-        """Whether gradients were delivered and ``step()`` has not followed: in `finish`,
-        that the script left its loop between the two."""
-        ...
-
-    @property
-    def remote(self) -> Remote:
-        """The parameters on their servers. Only for methods with ``updates_on="server"``."""
-        ...
-
-    def clip(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Scale a step's mean gradients in place, if they are to be clipped. For methods
-        with ``updates_on="method"`` and ``clips="mean"``, before they apply them."""
-        ...
-
-    def keep_company(self) -> None:
-        """Go through one step's moments without data: zeros in every bucket."""
-        ...
-
-    def take_model(self, source: int) -> None:
-        """Give every rank the parameters and buffers of rank *source*. Collective."""
-        ...
+HOOKS = (
+    *("init", "step_begins", "before_use", "bucket_ready", "backward_ended"),
+    *("after_update", "buckets_changed", "finish", "consolidate", "loaded"),
+    *("save_state", "load_state"),
+)
+"""What a method may define, beside its hyperparameters; see `Method`."""
 
 
 @runtime_checkable
@@ -110,36 +37,51 @@ class Method(Protocol):
     """When, and with whom, workers agree: a frozen dataclass of hyperparameters.
 
     ``init`` makes the state: one explicit object, picklable between steps. Then come the
-    moments of a step, in this order; a method defines those that it needs, each with
-    the arguments ``(state, run, ...)``:
+    hooks of a step, in this order; a method defines those that it needs, each with the
+    arguments ``(state, run, ...)``. A public function with these arguments and another
+    name is refused by `distribute`: it would never be called.
 
     1. ``step_begins(state, run)``: the first forward with gradients after a backward
        that ended.
-    2. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer
+    2. ``before_use(state, run, bucket)``: a module is about to use the parameters of
+       *bucket*, for the first time in this step.
+    3. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer
        (times `Run.weight` where workers form the mean, so that their sum is the mean);
        backward still runs. Always in plan order, on every rank.
-    3. ``backward_ended(state, run)``: all buckets were delivered. A tensor that took no
+    4. ``backward_ended(state, run)``: all buckets were delivered. A tensor that took no
        part on this rank is zero in its buffer and False in ``bucket.used``.
-    4. ``after_update(state, run)``: the user's optimizer has stepped.
-    5. ``finish(state, run)``: this worker is out of data. Returns when the documented
+    5. ``after_update(state, run)``: the user's optimizer has stepped, or would have, on
+       a worker that only keeps company.
+    6. ``buckets_changed(state, run)``: the planner has made the buckets anew; between
+       two steps.
+    7. ``finish(state, run)``: this worker is out of data. Returns when the documented
        result is in the model.
-    6. ``consolidate(state, run)``: put the documented result into the model, for an
-       evaluation, and return what undoes it. Not collective unless the method says so.
-       Law: training with and without consolidations in between is bit-equal.
+    8. ``consolidate(state, run)``: put the documented result into the model, for an
+       evaluation, and return what undoes it. Collective only where
+       ``consolidates_together``. Law: training with and without consolidations in
+       between is bit-equal.
+    9. ``loaded(state, run)``, where servers update: all parameters were replaced between
+       two steps, by what the script has loaded, or by what the servers have. The number
+       of the next step stays. Nothing is under way, but answers that have not been waited
+       for.
+    10. ``save_state(state, run)``: what a restart of this worker needs, between two steps;
+       a dict of tensors, numbers, strings, lists and dicts. ``load_state(state, run,
+       saved)`` gives it back.
 
-    7. ``loaded(state, run)``, where servers update: all parameters were replaced between two
-       steps, by what the script has loaded, or by what the servers have. The number of the
-       next step stays. Nothing is under way, but answers that have not been waited for.
-
-    Where a submodule is called, or a method of the model other than ``forward``, moment 1
+    Where a submodule is called, or a method of the model other than ``forward``, hook 1
     comes with the first gradient.
 
-    An exception from a moment reaches the user's script out of ``forward``,
+    An exception from a hook reaches the user's script out of ``forward``,
     ``backward()`` or ``step()``; the training cannot go on after it.
     """
 
     name: ClassVar[str]
     """The registry's name: lower case, with hyphens."""
+
+    @property
+    def rhythm(self) -> Rhythm:
+        """When it communicates."""
+        ...
 
     @property
     def updates_on(self) -> UpdatesOn: ...
@@ -150,8 +92,9 @@ class Method(Protocol):
     @property
     def clips(self) -> Clips: ...
 
-    def init(self, run: Run) -> Any:
-        """Make the method's state for this run. Collective."""
+    def init(self, run: Any) -> Any:
+        """Make the method's state for this run, which is the `Run` of the method's kind:
+        an `UpdatingRun` where it updates, a `ServerRun` where servers do. Collective."""
         ...
 
 

@@ -8,7 +8,7 @@ Waits for: every worker, in every step. Sends: the whole gradient. Guarantees: a
 hold the same parameters after every step.
 
 Differs from DDP in that a rank's unused parameters and the end of its data are told to
-the others only in the steps where there is something to tell (see `roll_call`).
+the others only in the steps where there is something to tell (`Run.mean`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-
-from paceline.interfaces import Clips, GradientSeen, Pending, Run, UpdatesOn
-from paceline.methods.roll_call import (
-    answer_roll_call,
-    ask_for_roll_call,
-    keep_company_to_the_end,
+from paceline.interfaces import (
+    EVERY_STEP,
+    Clips,
+    GradientSeen,
+    Pending,
+    Rhythm,
+    Run,
+    UpdatesOn,
 )
 from paceline.tensors import Bucket
 
@@ -32,9 +33,7 @@ class BSPState:
     """What is under way within a step; empty between steps."""
 
     pending: list[Pending] = field(default_factory=list)
-    """All-reduces, in bucket order."""
-    own_element: torch.Tensor | None = None
-    """This rank's value of the element that can carry a request for a roll call."""
+    """Means, in bucket order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,7 @@ class BSP:
     """Average every gradient over all workers in every step."""
 
     name: ClassVar[str] = "bsp"
+    rhythm: ClassVar[Rhythm] = EVERY_STEP
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"
@@ -54,25 +54,17 @@ class BSP:
         return BSPState()
 
     def bucket_ready(self, state: BSPState, run: Run, bucket: Bucket) -> None:
-        if bucket.last:
-            state.own_element = ask_for_roll_call(run, bucket.buffer)
         if self.overlap:
-            state.pending.append(run.comm.all_reduce(bucket.buffer, "sum"))
+            state.pending.append(run.mean(bucket))
 
     def backward_ended(self, state: BSPState, run: Run) -> None:
         if not self.overlap:
-            state.pending += [run.comm.all_reduce(b.buffer, "sum") for b in run.buckets]
+            state.pending += [run.mean(bucket) for bucket in run.buckets]
         for pending in state.pending:
             pending.wait()
         state.pending.clear()
-        assert state.own_element is not None, "the last bucket was not delivered"
-        factor = answer_roll_call(run, run.buckets[-1].buffer, state.own_element)
-        state.own_element = None
-        if factor != 1.0:
-            for bucket in run.buckets:
-                bucket.buffer.mul_(factor)
 
     def finish(self, state: BSPState, run: Run) -> None:
-        source = keep_company_to_the_end(run)
+        source = run.keep_company_to_the_end()
         if source is not None:
             run.take_model(source)

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.interfaces import Clips, GradientSeen, Run, Shard, UpdatesOn
+from paceline.interfaces import (
+    ON_SERVERS,
+    Clips,
+    GradientSeen,
+    Rhythm,
+    ServerRun,
+    Shard,
+    UpdatesOn,
+)
 from paceline.tensors import Bucket
 
 
@@ -23,6 +31,7 @@ class PushPull:
     when the server's discipline gives them. *overlap*: send while backward still runs;
     without, send after it, the textbook form that papers compare with."""
 
+    rhythm: ClassVar[Rhythm] = ON_SERVERS
     updates_on: ClassVar[UpdatesOn] = "server"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
 
@@ -42,25 +51,27 @@ class PushPull:
         """Whole buckets travel, so units need not be small."""
         return None
 
-    def init(self, run: Run) -> PushPullState:
+    def init(self, run: ServerRun) -> PushPullState:
         return PushPullState(step=run.remote.join())
 
-    def bucket_ready(self, state: PushPullState, run: Run, bucket: Bucket) -> None:
+    def bucket_ready(
+        self, state: PushPullState, run: ServerRun, bucket: Bucket
+    ) -> None:
         if self.overlap:
             run.remote.push(bucket, state.step)
 
-    def backward_ended(self, state: PushPullState, run: Run) -> None:
+    def backward_ended(self, state: PushPullState, run: ServerRun) -> None:
         if not self.overlap:
             for bucket in run.buckets:
                 run.remote.push(bucket, state.step)
 
-    def after_update(self, state: PushPullState, run: Run) -> None:
+    def after_update(self, state: PushPullState, run: ServerRun) -> None:
         state.step = run.remote.wait()
 
-    def finish(self, state: PushPullState, run: Run) -> None:
+    def finish(self, state: PushPullState, run: ServerRun) -> None:
         run.remote.leave()
 
-    def consolidate(self, state: PushPullState, run: Run) -> Callable[[], None]:
+    def consolidate(self, state: PushPullState, run: ServerRun) -> Callable[[], None]:
         return run.remote.consolidate()
 
 

@@ -25,7 +25,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from paceline.errors import UsageError
-from paceline.interfaces import Clips, Discipline, GradientSeen, Run, UpdatesOn
+from paceline.interfaces import (
+    EVERY_STEP,
+    ON_SERVERS,
+    Clips,
+    Discipline,
+    GradientSeen,
+    Rhythm,
+    Run,
+    UpdatesOn,
+)
 from paceline.methods.osp import native, worker
 from paceline.methods.osp.discipline import TwoStages
 from paceline.methods.osp.options import OSPOptions
@@ -52,6 +61,10 @@ class OSP(OSPOptions):
                 "osp:correction=average: workers see mean gradients only under "
                 "collective=native; add that, or take correction=local"
             )
+
+    @property
+    def rhythm(self) -> Rhythm:
+        return EVERY_STEP if self.collective == "native" else ON_SERVERS
 
     @property
     def updates_on(self) -> UpdatesOn:

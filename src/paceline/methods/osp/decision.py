@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.interfaces import Comm, Pending, Piece, Run, Updater
+from paceline.interfaces import Comm, Pending, Piece, Updater, UpdatingRun
 from paceline.methods.osp.budget import Growth
 from paceline.methods.osp.choice import (
     Rate,
@@ -48,7 +48,11 @@ class Decider:
     """Observes steps, and makes ``layout.deferred``. Collective, step by step."""
 
     def __init__(
-        self, options: OSPOptions, run: Run, layout: Layout, channel: Comm | None
+        self,
+        options: OSPOptions,
+        run: UpdatingRun,
+        layout: Layout,
+        channel: Comm | None,
     ) -> None:
         self._options, self._layout, self._channel = options, layout, channel
         self._growth = Growth(options.budget, options.ramp, run.say)
@@ -91,7 +95,7 @@ class Decider:
         """The optimizer took from *start* to *end* for so many bytes."""
         self._updates.append((start, end, size))
 
-    def step_ended(self, run: Run, pending: list[Pending]) -> None:
+    def step_ended(self, run: UpdatingRun, pending: list[Pending]) -> None:
         """All that this step sends is under way; what else is sent goes to *pending*, which
         is waited for before the next step ends."""
         if self._channel is None:
@@ -110,7 +114,7 @@ class Decider:
         self._steps += run.active
         self.watch.step_begins()
 
-    def ended(self, run: Run) -> None:
+    def ended(self, run: UpdatingRun) -> None:
         """The training is over: say why nothing was deferred in it, if nothing was."""
         if self._deferred:
             return
@@ -124,7 +128,7 @@ class Decider:
     def _ends_interval(self) -> bool:
         return self._round % INTERVAL == 0
 
-    def _notes(self, run: Run) -> torch.Tensor:
+    def _notes(self, run: UpdatingRun) -> torch.Tensor:
         """What this rank tells: when its gradients were ready and, if it leads, what is to
         be deferred."""
         times = self.watch.times()
@@ -140,7 +144,7 @@ class Decider:
             ready = [*times.ready, times.end]
         return torch.tensor([*chosen, *ready], dtype=torch.float64, device=self._device)
 
-    def _adopt(self, run: Run) -> None:
+    def _adopt(self, run: UpdatingRun) -> None:
         """All ranks do so at the end of the same step, and with the same values."""
         assert self._exchange is not None
         values, self._exchange = self._exchange.tolist(), None
@@ -158,7 +162,7 @@ class Decider:
 
     # ---- the decision ----
 
-    def _choose(self, run: Run, own: StepTimes | None) -> list[int]:
+    def _choose(self, run: UpdatingRun, own: StepTimes | None) -> list[int]:
         options, parts = self._options, self._layout.parts()
         order = turns(options, parts, self._values, self._round)
         budget = options.most * sum(parts.sizes) * self._growth.part
@@ -180,7 +184,7 @@ class Decider:
             parts, [order], times, rate, budget, UPDATES * self._update_cost(run)
         )
 
-    def _look_at(self, run: Run, own: StepTimes | None) -> list[int]:
+    def _look_at(self, run: UpdatingRun, own: StepTimes | None) -> list[int]:
         """A trial has begun: what is deferred stays so, unless that does not pay."""
         deferred = self._layout.deferred
         if own is None:
@@ -191,7 +195,7 @@ class Decider:
         stops = self._trial.stops_early(bool(deferred), self._seen(run))
         return [] if stops else deferred
 
-    def _seen(self, run: Run) -> Seen:
+    def _seen(self, run: UpdatingRun) -> Seen:
         return Seen(self.watch.whole(), self._per_byte, tuple(run.participants))
 
     def _measured(self, times: StepTimes) -> float | None:
@@ -205,7 +209,7 @@ class Decider:
             self.watch.arrived(),
         )
 
-    def _update_cost(self, run: Run) -> float:
+    def _update_cost(self, run: UpdatingRun) -> float:
         """Seconds per byte of the optimizer's own step."""
         costs = [
             run.stopwatch.seconds(start, [end])[0] / size
@@ -216,7 +220,7 @@ class Decider:
         return statistics.median(costs) if costs else 0.0
 
 
-def _start_up(run: Run, device: torch.device) -> float:
+def _start_up(run: UpdatingRun, device: torch.device) -> float:
     """Seconds that the smallest all-reduce takes. Collective."""
     times = []
     for _ in range(TRIES):

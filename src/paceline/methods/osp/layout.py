@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.interfaces import Piece, Run, Updater
+from paceline.interfaces import Piece, Updater, UpdatingRun
 from paceline.methods.osp.choice import Parts
 from paceline.tensors import Bucket, Kind, kind_of, stand_in_for, wire_bytes
 
@@ -48,7 +48,7 @@ class Layout:
     Parameters that the optimizer does not have are sent to nobody.
     """
 
-    def __init__(self, run: Run, updater: Updater) -> None:
+    def __init__(self, run: UpdatingRun, updater: Updater) -> None:
         owners = [p for bucket in run.buckets for p in bucket.parameters]
         pairs = [(piece, p) for p in owners for piece in updater.pieces_of(p)]
         pairs.sort(key=lambda pair: pair[0])
@@ -84,7 +84,7 @@ class Layout:
         """The model's name of the parameter that a piece is of."""
         return self._names[self._numbers[piece]]
 
-    def follow(self, run: Run) -> None:
+    def follow(self, run: UpdatingRun) -> None:
         """Notice where the planner has made new buckets."""
         if run.buckets is self._buckets:
             return
@@ -138,15 +138,15 @@ class Layout:
             stand_in_for(copies.bytes, flat)
         return Message(flat, copies.numbers, copies.stops)
 
-    def pack(self, numbers: Sequence[int], room: Room, factor: float) -> Message:
-        """A copy of some pieces' gradients, of one kind, times *factor*."""
+    def pack(self, numbers: Sequence[int], room: Room) -> Message:
+        """A copy of some pieces' gradients, of one kind."""
         own = [self.gradient(number) for number in numbers]
         flat = room(sum(part.numel() for part in own), own[0])
         stops: list[int] = []
         start = 0
         for part in own:
             stops.append(start + part.numel())
-            torch.mul(part, factor, out=flat[start : stops[-1]])
+            flat[start : stops[-1]].copy_(part)
             start = stops[-1]
         if any(hasattr(self._owners[n], "stands_for_bytes") for n in numbers):
             stand_in_for(sum(self.sizes[n] for n in numbers), flat)

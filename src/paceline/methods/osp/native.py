@@ -14,16 +14,14 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Hyperparameters, Pending, Piece, Run, Updater
+from paceline.interfaces import Hyperparameters, Pending, Piece, Updater, UpdatingRun
 from paceline.methods.osp.decision import Decider
 from paceline.methods.osp.layout import Layout, Message
 from paceline.methods.osp.options import OSPOptions
-from paceline.methods.roll_call import (
-    answer_roll_call,
-    ask_for_roll_call,
-    keep_company_to_the_end,
-)
 from paceline.tensors import Bucket
+
+SECOND = "stage 2"
+"""The channel that stage 2 has for itself."""
 
 PREDICTED = 0.9
 """How much of the mean of mean gradients stays from one step to the next
@@ -50,43 +48,38 @@ class NativeState:
     updater: Updater
     layout: Layout
     decider: Decider
-    second_stage: Any  # the channel that stage 2 has for itself
     pending_first: list[Pending] = field(default_factory=list)
     pending_second: list[Pending] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    carrier: torch.Tensor | None = None
-    own_element: torch.Tensor | None = None
     unused: set[int] = field(default_factory=set)
     weight: float = 1.0  # of this worker's gradients in the mean
-    factor: float = 1.0  # of sums, where some workers train no longer
     deferral: Deferral | None = None
     predicted: dict[Piece, torch.Tensor] = field(default_factory=dict)
     room: dict[Any, torch.Tensor] = field(default_factory=dict)
 
 
-def begin(options: OSPOptions, run: Run) -> NativeState:
+def begin(options: OSPOptions, run: UpdatingRun) -> NativeState:
     """Collective."""
     total = sum(bucket.bytes for bucket in run.buckets)
     updater = run.take_over(options.piece_bytes(total))
     layout = Layout(run, updater)
-    second = run.comm.channel("stage 2") if options.defer != "nothing" else None
+    second = run.comm.channel(SECOND) if options.defer != "nothing" else None
     return NativeState(
         options=options,
         updater=updater,
         layout=layout,
         decider=Decider(options, run, layout, second),
-        second_stage=second,
     )
 
 
-def bucket_ready(state: NativeState, run: Run, bucket: Bucket) -> None:
+def bucket_ready(state: NativeState, run: UpdatingRun, bucket: Bucket) -> None:
     state.layout.follow(run)
     state.decider.watch.bucket_ready()
     if state.options.overlap:
         _send(state, run, bucket)
 
 
-def backward_ended(state: NativeState, run: Run) -> None:
+def backward_ended(state: NativeState, run: UpdatingRun) -> None:
     state.decider.watch.backward_ended()
     if not state.options.overlap:
         for bucket in run.buckets:
@@ -96,31 +89,25 @@ def backward_ended(state: NativeState, run: Run) -> None:
     state.pending_second.clear()
     state.pending_first.clear()
     state.decider.watch.all_arrived()
-    assert state.carrier is not None, "the last bucket was not delivered"
-    assert state.own_element is not None
-    state.factor = answer_roll_call(run, state.carrier, state.own_element)
-    state.carrier = state.own_element = None
     # Kept, since a forward pass before step() would make it the next batch's.
     state.weight = run.weight
-    if state.factor != 1.0:
-        for message in state.messages:
-            message.flat.mul_(state.factor)
     state.unused = {
         id(parameter)
         for bucket in run.buckets
         for parameter, used in zip(bucket.parameters, bucket.used, strict=True)
         if not used
     }
+
+
+def after_update(state: NativeState, run: UpdatingRun) -> None:
     if not run.active:
         # This worker only keeps the others company. What it had under way is complete.
         _settle(state, run)
         state.messages.clear()
         if run.participants:
-            _send_second(state, zeros=True)
+            _send_second(state, run, zeros=True)
         state.decider.step_ended(run, state.pending_second)
-
-
-def after_update(state: NativeState, run: Run) -> None:
+        return
     hyperparameters = state.updater.hyperparameters()
     _settle(state, run)
     pieces, gradients = [], []
@@ -140,8 +127,8 @@ def after_update(state: NativeState, run: Run) -> None:
     state.decider.step_ended(run, state.pending_second)
 
 
-def finish(state: NativeState, run: Run) -> None:
-    source = keep_company_to_the_end(run)
+def finish(state: NativeState, run: UpdatingRun) -> None:
+    source = run.keep_company_to_the_end()
     for pending in state.pending_second:
         pending.wait()
     state.pending_second.clear()
@@ -151,7 +138,7 @@ def finish(state: NativeState, run: Run) -> None:
         run.take_model(source)
 
 
-def consolidate(state: NativeState, run: Run) -> Callable[[], None]:
+def consolidate(state: NativeState, run: UpdatingRun) -> Callable[[], None]:
     """The parameters with all gradients in them that were sent; and the optimizer's state
     that belongs to them."""
     deferral = state.deferral
@@ -177,25 +164,24 @@ def consolidate(state: NativeState, run: Run) -> Callable[[], None]:
 # ---- stage 1 ----
 
 
-def _send(state: NativeState, run: Run, bucket: Bucket) -> None:
-    """A bucket's important part leaves; with the last one the request for a roll call."""
+def _send(state: NativeState, run: UpdatingRun, bucket: Bucket) -> None:
+    """A bucket's important part leaves."""
     message = state.layout.message(bucket)
-    flat = message.flat
-    if bucket.last:
-        if not flat.numel():
-            flat = bucket.buffer.new_zeros(1)
-        state.carrier = flat
-        state.own_element = ask_for_roll_call(run, flat)
     if message.numbers:
         state.messages.append(message)
+    flat = message.flat
+    if bucket.last and not flat.numel():
+        flat = bucket.buffer.new_zeros(1)  # what all learn in a step travels with it
     if flat.numel():
-        state.pending_first.append(run.comm.all_reduce(flat, "sum"))
+        state.pending_first.append(run.mean(flat, of=bucket))
 
 
 # ---- stage 2 ----
 
 
-def _defer(state: NativeState, run: Run, hyperparameters: Hyperparameters) -> None:
+def _defer(
+    state: NativeState, run: UpdatingRun, hyperparameters: Hyperparameters
+) -> None:
     """Take the tentative step (LGP), and send what was deferred on its way."""
     layout, updater = state.layout, state.updater
     layout.follow(run)  # the planner may have made new buckets
@@ -209,7 +195,7 @@ def _defer(state: NativeState, run: Run, hyperparameters: Hyperparameters) -> No
         _room(state, ("exact", piece), value).copy_(value)
         for piece, value in zip(pieces, values, strict=True)
     ]
-    sums = _send_second(state)
+    sums = _send_second(state, run)
     # Buckets hold this worker's share of the mean; its own gradient is the whole of that.
     whole = 1 / state.weight if state.weight else 0.0
     if whole != 1.0:
@@ -235,22 +221,22 @@ def _defer(state: NativeState, run: Run, hyperparameters: Hyperparameters) -> No
     )
 
 
-def _send_second(state: NativeState, zeros: bool = False) -> dict[int, torch.Tensor]:
+def _send_second(
+    state: NativeState, run: UpdatingRun, zeros: bool = False
+) -> dict[int, torch.Tensor]:
     """Start the all-reduce of everything deferred; returns where each piece's mean will
     be. All ranks send as much, used or not."""
     places: dict[int, torch.Tensor] = {}
     for kind, numbers in state.layout.deferred_by_kind().items():
-        message = state.layout.pack(
-            numbers, _room(state, ("second", kind)), state.factor
-        )
+        message = state.layout.pack(numbers, _room(state, ("second", kind)))
         if zeros:
             message.flat.zero_()
         places.update(message.parts())
-        state.pending_second.append(state.second_stage.all_reduce(message.flat, "sum"))
+        state.pending_second.append(run.mean(message.flat, channel=SECOND))
     return places
 
 
-def _settle(state: NativeState, run: Run) -> None:
+def _settle(state: NativeState, run: UpdatingRun) -> None:
     """Put the exact values of what was deferred in the place of the tentative ones: their
     means have arrived."""
     deferral, state.deferral = state.deferral, None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.interfaces import Piece, Remote, Run, UnitPlace, Updater
+from paceline.interfaces import Piece, Remote, ServerRun, UnitPlace, Updater
 from paceline.methods.osp.budget import Growth
 from paceline.methods.osp.choice import measured_rate
 from paceline.methods.osp.explain import why_nothing
@@ -54,7 +54,7 @@ class WorkerState:
     layout: int = 0
 
 
-def begin(options: OSPOptions, run: Run) -> WorkerState:
+def begin(options: OSPOptions, run: ServerRun) -> WorkerState:
     step = run.remote.join()
     state = WorkerState(
         options=options,
@@ -80,20 +80,20 @@ def next_deferred(remote: Remote) -> list[list[int]]:
     ]
 
 
-def bucket_ready(state: WorkerState, run: Run, bucket: Bucket) -> None:
+def bucket_ready(state: WorkerState, run: ServerRun, bucket: Bucket) -> None:
     state.watch.bucket_ready()
     if state.options.overlap:
         _push_first(state, run, bucket)
 
 
-def backward_ended(state: WorkerState, run: Run) -> None:
+def backward_ended(state: WorkerState, run: ServerRun) -> None:
     state.watch.backward_ended()
     if not state.options.overlap:
         for bucket in run.buckets:
             _push_first(state, run, bucket)
 
 
-def after_update(state: WorkerState, run: Run) -> None:
+def after_update(state: WorkerState, run: ServerRun) -> None:
     remote = run.remote
     hyperparameters = state.updater.hyperparameters()
     late = _late(state, remote)  # P(i) of what the last step deferred
@@ -129,7 +129,7 @@ def after_update(state: WorkerState, run: Run) -> None:
     state.watch.step_begins()
 
 
-def finish(state: WorkerState, run: Run) -> None:
+def finish(state: WorkerState, run: ServerRun) -> None:
     _settle(state, run.remote)
     if not state.has_deferred:
         steps, waited = state.step - state.began, state.per_byte > 0
@@ -139,7 +139,7 @@ def finish(state: WorkerState, run: Run) -> None:
     run.remote.leave()
 
 
-def consolidate(state: WorkerState, run: Run) -> Callable[[], None]:
+def consolidate(state: WorkerState, run: ServerRun) -> Callable[[], None]:
     """The parameters with all gradients in them that were sent."""
     remote = run.remote
     late = _late(state, remote)
@@ -159,7 +159,7 @@ def consolidate(state: WorkerState, run: Run) -> Callable[[], None]:
     return undo
 
 
-def loaded(state: WorkerState, run: Run) -> None:
+def loaded(state: WorkerState, run: ServerRun) -> None:
     """All parameters are exact, and none of what was known of them is of use."""
     remote = run.remote
     _late(state, remote)
@@ -175,7 +175,7 @@ def loaded(state: WorkerState, run: Run) -> None:
 # ---- the two stages ----
 
 
-def _push_first(state: WorkerState, run: Run, bucket: Bucket) -> None:
+def _push_first(state: WorkerState, run: ServerRun, bucket: Bucket) -> None:
     deferred = state.this_step[bucket.index]
     count = len(run.remote.units[bucket.index])
     important = set(range(count)).difference(deferred)
@@ -207,7 +207,7 @@ def _settle(state: WorkerState, remote: Remote) -> None:
 
 def _guess(
     state: WorkerState,
-    run: Run,
+    run: ServerRun,
     base: dict[Unit, torch.Tensor],
     before: dict[Unit, torch.Tensor | None],
     hyperparameters: Sequence[dict[str, Any]],
@@ -327,7 +327,7 @@ def _put(state: WorkerState, remote: Remote, unit: Unit, value: torch.Tensor) ->
 # ---- what is measured ----
 
 
-def _measured(state: WorkerState, run: Run, fades: float) -> Measured:
+def _measured(state: WorkerState, run: ServerRun, fades: float) -> Measured:
     """What this worker tells its servers, now and then; a network of which nothing was seen
     is *fades* times as slow as before."""
     remote, times = run.remote, state.watch.times()

@@ -1,0 +1,160 @@
+"""What a method sees of one worker's training: a `Run`, and more where the method updates.
+
+`paceline.training` implements these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from paceline.interfaces.communication import Comm, Pending
+from paceline.interfaces.remote import Remote
+from paceline.interfaces.timing import Stopwatch
+from paceline.interfaces.updates import Updater
+from paceline.tensors import Bucket
+
+
+class Run(Protocol):
+    """One worker's training as its method sees it."""
+
+    @property
+    def comm(self) -> Comm:
+        """The group of all workers."""
+        ...
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The trainable parameters, in the model's order."""
+        ...
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """The model's buffers (BatchNorm's statistics)."""
+        ...
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The gradient's pieces, in the order in which every rank delivers them."""
+        ...
+
+    @property
+    def active(self) -> bool:
+        """False once this worker is out of data: it only keeps the others company."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """This worker's part in the mean: 1/n, or its part of the samples."""
+        ...
+
+    @property
+    def participants(self) -> Sequence[int]:
+        """Ranks that took part in the last round, equal on all ranks."""
+        ...
+
+    @property
+    def behind(self) -> Sequence[int]:
+        """Ranks that have left with a step due, equal on all ranks."""
+        ...
+
+    @property
+    def step_is_due(self) -> bool:
+        """Whether gradients were delivered and ``step()`` has not followed: in `finish`,
+        that the script left its loop between the two."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """The number of this step, from 0; those that only keep company count on."""
+        ...
+
+    @property
+    def meets(self) -> bool:
+        """Whether this step is one of a round, by the method's rhythm."""
+        ...
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """What times this training's work."""
+        ...
+
+    @property
+    def loss(self) -> float | None:
+        """What the script last reported as its loss, if it did."""
+        ...
+
+    def say(self, sentence: str) -> None:
+        """Tell people something, once for all workers: now, and beside the run's figures."""
+        ...
+
+    def mean(
+        self,
+        gradients: Bucket | torch.Tensor,
+        *,
+        of: Bucket | None = None,
+        among: Comm | None = None,
+        channel: str = "",
+        name: str = "",
+    ) -> Pending:
+        """Form the mean of *gradients*, in place, over the workers that train.
+
+        The buffer holds this worker's share of the mean already (gradient times
+        `weight`), as a bucket's does. *of*: the bucket that a tensor is a part of. *among*: a group instead of all workers; weights
+        count as equal there. *channel*: a queue of its own, for what may be late. *name*:
+        what the state of a compressor is kept under, for a tensor that is no bucket.
+
+        In a step's means workers learn who trains and what was used. So a mean is not
+        waited for before the step's last bucket was delivered: `UsageError`.
+        """
+        ...
+
+    def average(
+        self,
+        tensor: torch.Tensor,
+        *,
+        among: Comm | None = None,
+        channel: str = "",
+    ) -> Pending:
+        """Form the mean of anything else, parameters for example, in place: every worker
+        that takes part counts once. A worker that is out of data takes part in one more
+        round if it has trained since the last one; between groups it always does.
+        *tensor* is of floating point."""
+        ...
+
+    def keep_company_to_the_end(self) -> int | None:
+        """This worker is out of data: contribute nothing, in step with the others, until
+        all are out of data. Each step's hooks come as always, with `active` False.
+
+        Returns whose model all are to take then, if models differ: somebody stopped
+        earlier than others, or a step short of them, and this rank trained to the end.
+        """
+        ...
+
+    def take_model(self, source: int) -> None:
+        """Give every rank the parameters and buffers of rank *source*. Collective."""
+        ...
+
+
+class UpdatingRun(Run, Protocol):
+    """The run of a method with ``updates_on="method"``: it applies the optimizer."""
+
+    def take_over(self, most_bytes: int) -> Updater:
+        """The optimizer, in pieces of at most so many bytes each; once."""
+        ...
+
+    def clip(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Scale a step's mean gradients in place, if they are to be clipped: with
+        ``clips="mean"``, before they are applied."""
+        ...
+
+
+class ServerRun(Run, Protocol):
+    """The run of a method with ``updates_on="server"``."""
+
+    @property
+    def remote(self) -> Remote:
+        """The parameters on their servers."""
+        ...

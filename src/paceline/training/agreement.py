@@ -1,0 +1,40 @@
+"""How workers that meet in groups learn who still trains."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.interfaces import AGREE_EVERY, Comm, Pending
+from paceline.training.presence import Presence
+
+
+class Agreement:
+    """Every `AGREE_EVERY` rounds all workers say whether they train. Nobody waits for
+    that: what was said at one agreement is used at the next one, by all in the same round.
+
+    Example: a worker that is out of data in round 20 says so in round 32; from round 48 on
+    the others' groups are without it. Until then it takes part as it is.
+    """
+
+    def __init__(self, presence: Presence, control: Comm) -> None:
+        self._presence, self._control = presence, control
+        self._rounds = 0
+        self._ballot = torch.zeros(0)
+        self._pending: Pending | None = None
+
+    def round_begins(self) -> bool:
+        """Returns whether it is one with an agreement. Collective."""
+        self._rounds += 1
+        if self._rounds % AGREE_EVERY:
+            return False
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            votes = self._ballot.tolist()
+            self._presence.participants = [r for r, vote in enumerate(votes) if vote]
+            self._presence.somebody_trains = any(votes)
+        if self._presence.somebody_trains:
+            self._ballot = torch.zeros(self._control.size)
+            self._ballot[self._control.rank] = float(self._presence.active)
+            self._pending = self._control.all_reduce(self._ballot, "sum")
+        return True

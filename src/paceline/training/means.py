@@ -1,0 +1,163 @@
+"""The means that a method asks for: what is sent, how it is formed, and who counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Comm, Pending, Rhythm
+from paceline.tensors import Bucket
+from paceline.training.coding import Codes
+from paceline.training.presence import Presence
+from paceline.training.roll_call import RollCall
+
+
+class Means:
+    """Forms them over *comm*, round by round; *codes* is what gradients are compressed
+    with, if they are."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        presence: Presence,
+        rhythm: Rhythm,
+        roll_call: RollCall,
+        codes: Codes | None,
+    ) -> None:
+        self._comm, self._presence, self._rhythm = comm, presence, rhythm
+        self._call, self._codes = roll_call, codes
+
+    def mean(
+        self,
+        gradients: Bucket | torch.Tensor,
+        *,
+        of: Bucket | None = None,
+        among: Comm | None = None,
+        channel: str = "",
+        name: str = "",
+    ) -> Pending:
+        """See `Run.mean`."""
+        bucket, buffer = None, gradients
+        if isinstance(gradients, Bucket):
+            bucket = of = gradients
+            buffer = gradients.buffer
+        assert isinstance(buffer, torch.Tensor)
+        comm = self._queue(among, channel)
+        if among is not None:
+            if comm.size != self._comm.size:
+                buffer.mul_(self._comm.size / comm.size)
+            return self._code(comm, buffer, bucket, name)
+        return self._sum(
+            buffer,
+            lambda: self._call.gradient_factor,
+            lambda: self._code(comm, buffer, bucket, name),
+            carries=not channel and (of is None or of.last),
+        )
+
+    def average(
+        self,
+        tensor: torch.Tensor,
+        *,
+        among: Comm | None = None,
+        channel: str = "",
+    ) -> Pending:
+        """See `Run.average`."""
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise UsageError(
+                f"average: expected a tensor of floating point, got {tensor.dtype}"
+            )
+        comm = self._queue(among, channel)
+        if self._rhythm.groups or among is not None:
+            tensor.mul_(1 / comm.size)
+            return comm.all_reduce(tensor, "sum")
+        if self._presence.active or self._presence.unsent:
+            tensor.mul_(1 / comm.size)
+        else:
+            tensor.zero_()
+        return self._sum(
+            tensor,
+            lambda: self._call.equal_factor,
+            lambda: comm.all_reduce(tensor, "sum"),
+            carries=not channel,
+        )
+
+    def _queue(self, among: Comm | None, channel: str) -> Comm:
+        comm = self._comm if among is None else among
+        return comm.channel(channel) if channel else comm
+
+    def _sum(
+        self,
+        buffer: torch.Tensor,
+        factor: Callable[[], float],
+        send: Callable[[], Pending],
+        carries: bool,
+    ) -> Pending:
+        """A sum of *buffer* among all workers, times *factor* once that is known.
+        *carries*: it may carry the question who takes part."""
+        call = self._call
+        if call.is_answered:
+            if factor() != 1.0:
+                buffer.mul_(factor())
+            return send()
+        if carries and call.wants(buffer):
+            call.ask_inside(buffer)
+            pending = send()
+            call.sent(pending)
+        else:
+            pending = send()
+        return _Mean(call, pending, buffer, factor)
+
+    def _code(
+        self, comm: Comm, buffer: torch.Tensor, bucket: Bucket | None, name: str
+    ) -> Pending:
+        if self._codes is None:
+            return comm.all_reduce(buffer, "sum")
+        if bucket is not None:
+            pending = self._codes.sum(comm, bucket.views, bucket.names)
+        else:
+            pending = self._codes.sum(comm, [buffer], [name])
+        return Nothing() if pending is None else pending
+
+
+class Nothing:
+    """The `Pending` of what sends nothing."""
+
+    def wait(self) -> None:
+        """It is there."""
+
+    def then(self, work: Callable[[], Pending | None]) -> Pending:
+        return work() or self
+
+
+class _Mean:
+    """The `Pending` of a sum that becomes a mean once it is known who takes part."""
+
+    __slots__ = ("_buffer", "_call", "_factor", "_pending")
+
+    def __init__(
+        self,
+        call: RollCall,
+        pending: Pending,
+        buffer: torch.Tensor,
+        factor: Callable[[], float],
+    ) -> None:
+        self._call, self._buffer, self._factor = call, buffer, factor
+        self._pending: Pending | None = pending
+
+    def wait(self) -> None:
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        self._call.answer()
+        if self._factor() != 1.0:
+            self._buffer.mul_(self._factor())
+
+    def then(self, work: Callable[[], Pending | None]) -> Pending:
+        """Refused: a mean is whole only once all of its round is in."""
+        raise UsageError(
+            "then() of a mean: who takes part in it is known only when the backward pass "
+            "has ended; wait for it, or chain sums of `Run.comm`"
+        )

@@ -1,0 +1,52 @@
+"""Those who only watch a training: compute time, the planner's times, and others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+EVENTS = (
+    *("step_begins", "forward", "gradient", "gradient_ready", "gradient_taken"),
+    *("bucket_leaves", "means_are_there", "update_begins", "step_ended"),
+)
+
+
+class Observers:
+    """Tells each event to those who define a function of its name, in their order.
+
+    - ``step_begins()``: a forward pass with gradients, before anything is done for it.
+    - ``forward(samples, training)``: any forward pass begins; samples may be None.
+    - ``gradient(index)``: autograd has made a gradient; our own work begins.
+    - ``gradient_ready(index)``: the same, where it is to be sent.
+    - ``gradient_taken()``: our own work is done; backward goes on.
+    - ``bucket_leaves(bucket)``: it is about to be given to the method.
+    - ``means_are_there()``: backward is over, and the method's hook at its end.
+    - ``update_begins()`` and ``step_ended()``: around the optimizer's step.
+    """
+
+    def __init__(self, watchers: Sequence[Any]) -> None:
+        def of(event: str) -> list[Callable[..., None]]:
+            found = (getattr(watcher, event, None) for watcher in watchers)
+            return [function for function in found if function is not None]
+
+        for event in EVENTS:
+            setattr(self, event, _Event(of(event)))
+
+    step_begins: _Event
+    forward: _Event
+    gradient: _Event
+    gradient_ready: _Event
+    gradient_taken: _Event
+    bucket_leaves: _Event
+    means_are_there: _Event
+    update_begins: _Event
+    step_ended: _Event
+
+
+class _Event:
+    def __init__(self, functions: Sequence[Callable[..., None]]) -> None:
+        self._functions = functions
+
+    def __call__(self, *arguments: Any) -> None:
+        for function in self._functions:
+            function(*arguments)

@@ -1,0 +1,128 @@
+"""What a method sees of a training: one class for each kind of `Run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Comm, Method, Stopwatch
+from paceline.server.remote import RemoteParameters
+from paceline.tensors import Bucket
+from paceline.training.means import Means
+from paceline.training.presence import Presence
+from paceline.updater import TorchUpdater, split_pieces
+
+
+class WorkerRun:
+    """The `Run`. *buckets* gives those of now, *metric* what the script has logged under a
+    name; *company* does one step without data, *take_model* takes a rank's."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        presence: Presence,
+        means: Means,
+        parameters: Sequence[torch.nn.Parameter],
+        buffers: Sequence[torch.Tensor],
+        stopwatch: Stopwatch,
+        say: Callable[[str], None],
+        buckets: Callable[[], Sequence[Bucket]],
+        metric: Callable[[str], float | None],
+        company: Callable[[], None],
+        take_model: Callable[[int], None],
+    ) -> None:
+        self.comm, self.parameters, self.buffers = comm, parameters, buffers
+        self.stopwatch, self.say, self.take_model = stopwatch, say, take_model
+        self.mean, self.average = means.mean, means.average
+        self._presence, self._buckets = presence, buckets
+        self._metric, self._company = metric, company
+        self.step = 0
+        self.meets = True
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self._buckets()
+
+    @property
+    def active(self) -> bool:
+        return self._presence.active
+
+    @property
+    def weight(self) -> float:
+        return self._presence.weight
+
+    @property
+    def participants(self) -> Sequence[int]:
+        return self._presence.participants
+
+    @property
+    def behind(self) -> Sequence[int]:
+        return self._presence.behind
+
+    @property
+    def step_is_due(self) -> bool:
+        return self._presence.step_is_due
+
+    @property
+    def loss(self) -> float | None:
+        return self._metric("loss")
+
+    def keep_company_to_the_end(self) -> int | None:
+        presence = self._presence
+        last = presence.participants
+        while presence.somebody_trains:
+            last = presence.participants
+            self._company()
+        equal = [rank for rank in last if rank not in presence.behind] or last
+        return equal[0] if len(equal) < self.comm.size else None
+
+
+class UpdatingWorkerRun(WorkerRun):
+    """The `UpdatingRun`; *clip_mean* scales mean gradients where these are clipped."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_mean: Callable[[Sequence[torch.Tensor]], None],
+        *arguments: Any,
+    ) -> None:
+        super().__init__(*arguments)
+        self._optimizer = optimizer
+        self.clip = clip_mean
+        self.updater: TorchUpdater | None = None
+
+    def take_over(self, most_bytes: int) -> TorchUpdater:
+        pieces = split_pieces(self._optimizer, most_bytes)
+        self.updater = TorchUpdater(self._optimizer, pieces)
+        return self.updater
+
+
+class ServedRun(WorkerRun):
+    """The `ServerRun`."""
+
+    def __init__(self, remote: RemoteParameters, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.remote = remote
+
+
+def run_for(
+    method: Method,
+    optimizer: torch.optim.Optimizer | None,
+    clip_mean: Callable[[Sequence[torch.Tensor]], None],
+    remote: RemoteParameters | None,
+    *arguments: Any,
+) -> WorkerRun:
+    """The `Run` of a method's kind; *arguments* are those of `WorkerRun`."""
+    if method.updates_on == "server":
+        assert remote is not None
+        return ServedRun(remote, *arguments)
+    if method.updates_on == "method":
+        if optimizer is None:
+            raise UsageError(
+                f"method {method.name!r} updates, and there is no optimizer"
+            )
+        return UpdatingWorkerRun(optimizer, clip_mean, *arguments)
+    return WorkerRun(*arguments)
