@@ -1,57 +1,47 @@
 """The same table on real processes, and the worlds held against each other."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from paceline import fusion
 from paceline.network import uniform_cluster
-from paceline.testing import CASES
-from paceline.testing.checks import RULES, WORLD_CHECKS, checks_of, final_parameters
+from paceline.testing import CASES, CHECKS
+from paceline.testing.checks import RULES, WORLD_CHECKS, final_parameters, trials
 from paceline.worlds.virtual import Simulation
-
-ROWS = [(case, rule) for case in CASES for rule in RULES]
-
-
-pytestmark = pytest.mark.slow
+from tests import forked
+from tests.conformance.table import ROWS, sampled_rows, sampled_trials
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids=["1 process", "3 processes"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, True), id="1 process", marks=pytest.mark.slow),
+        pytest.param((2, False), id="2 processes, a sample"),
+        pytest.param((3, False), id="3 processes, a sample"),
+        pytest.param((3, True), id="3 processes", marks=pytest.mark.slow),
+    ],
+)
 def job(request):
-    """One job runs the whole table: a launch costs more than all its checks."""
-    launcher = [] if request.param == 1 else ["torch.distributed.run", "--standalone"]
-    if launcher:
-        launcher += [f"--nproc-per-node={request.param}", "-m"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, "paceline.testing"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    return request.param, done
+    """One job runs the table: the number of its workers, what it tries, what rank 0 said."""
+    workers, whole = request.param
+    module = "paceline.testing" if whole else "tests.conformance.table"
+    ends = forked.run_together(workers, ["-m", module], seconds=400 if whole else 120)
+    tried = trials(workers) if whole else sampled_trials(workers)
+    return workers, tried, ROWS if whole else sampled_rows(), ends[0]
 
 
 def test_all_checks_ran_and_hold(job):
-    workers, done = job
-    assert done.returncode == 0, done.stderr
-    expected = {f"{name}: ok" for name in WORLD_CHECKS} | {
-        f"{case.name} {rule} {check.name}: ok"
-        for case, rule in ROWS
-        for check in checks_of(case, rule, workers)
-    }
-    assert expected <= set(done.stderr.splitlines())
+    _, tried, _, said = job
+    expected = {f"{name}: ok" for name in [*WORLD_CHECKS, *(t.name for t in tried)]}
+    assert expected <= set(said.stderr.splitlines())
 
 
 def test_both_worlds_end_with_the_same_parameters(job):
-    workers, done = job
-    real = json.loads(done.stdout)
-    for case, rule in [row for row in ROWS if row[0].timing_free]:
+    workers, _, rows, said = job
+    real = json.loads(said.stdout)
+    for case, rule in [row for row in rows if row[0].timing_free]:
         virtual = {}
         Simulation(uniform_cluster(workers, "100mbit", "1ms")).run(
             lambda rank, case=case, rule=rule, virtual=virtual: virtual.update(
@@ -64,3 +54,13 @@ def test_both_worlds_end_with_the_same_parameters(job):
                 torch.testing.assert_close(torch.tensor(ours), theirs)
             else:  # gloo's order of adding is known, so worlds agree to the last bit
                 assert torch.equal(torch.tensor(ours), theirs)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_sample_has_each_row_each_law_and_each_rule(workers):
+    tried = sampled_trials(workers)
+    assert [case for case in CASES if any(t.case is case for t in tried)] == [*CASES]
+    alone = {"one_worker_is_the_reference"}
+    assert {trial.check.name for trial in tried} == set(CHECKS) - alone
+    assert {trial.rule for trial in tried} == set(RULES)
+    assert {rule for _, rule in sampled_rows()} == set(RULES)

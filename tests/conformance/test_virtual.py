@@ -5,34 +5,24 @@ import pytest
 from paceline.methods import METHODS
 from paceline.network import uniform_cluster
 from paceline.spec import parse
-from paceline.testing import CASES
-from paceline.testing.checks import RULES, WORLD_CHECKS, checks_of
+from paceline.testing import CASES, CHECKS
+from paceline.testing.checks import RULES, WORLD_CHECKS, trials
 from paceline.worlds.virtual import Simulation
+from tests.conformance.table import sample
 
-WRITES = {"a_checkpoint_is_a_restart", "a_checkpoint_loses_nothing"}
-"""Files, which take their time."""
-
-
-def row(case, rule, check, workers):
-    """The whole table takes minutes: most of it is for the slow tests."""
-    three = workers == 3 and rule in ("ddp", "optimal")
-    fast = three or (rule == "ddp" and check.name not in WRITES)
-    return pytest.param(
-        case,
-        rule,
-        check,
-        workers,
-        marks=() if fast else (pytest.mark.slow,),
-        id=f"{case.name}-{rule}-{workers}-{check.name}",
-    )
-
+TABLE = {workers: trials(workers) for workers in (1, 2, 3)}
+FAST = {workers: sample(table, every=8) for workers, table in TABLE.items()}
+"""The whole table takes minutes."""
 
 ROWS = [
-    row(case, rule, check, workers)
-    for case in CASES
-    for rule in RULES
-    for workers in (1, 2, 3)
-    for check in checks_of(case, rule, workers)
+    pytest.param(
+        trial,
+        workers,
+        marks=() if trial in FAST[workers] else (pytest.mark.slow,),
+        id=f"{trial.case.name}-{trial.rule}-{workers}-{trial.check.name}",
+    )
+    for workers, table in TABLE.items()
+    for trial in table
 ]
 
 
@@ -40,9 +30,9 @@ def simulate(workers, body):
     Simulation(uniform_cluster(workers, "1gbit", "50us")).run(body)
 
 
-@pytest.mark.parametrize(("case", "rule", "check", "workers"), ROWS)
-def test_row(case, rule, check, workers):
-    simulate(workers, lambda rank: check(case, rule))
+@pytest.mark.parametrize(("trial", "workers"), ROWS)
+def test_row(trial, workers):
+    simulate(workers, lambda rank: trial.run())
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -54,3 +44,11 @@ def test_the_world(check, workers):
 def test_every_registered_method_has_a_row():
     rows = {parse(case.method).name for case in CASES if isinstance(case.method, str)}
     assert rows == set(METHODS)
+
+
+def test_the_fast_sample_has_each_row_each_law_and_each_rule():
+    for workers, fast in FAST.items():
+        assert {t.check.name for t in fast} == {t.check.name for t in TABLE[workers]}
+        assert {t.rule for t in fast} == set(RULES)
+        assert len({t.case.name for t in fast}) == len(CASES)
+    assert {t.check.name for fast in FAST.values() for t in fast} == set(CHECKS)

@@ -7,9 +7,10 @@ row, a rule or a number of workers its check does not apply, and is not run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from paceline.collectives.comm import TorchComm
 from paceline.errors import PacelineError
 from paceline.network import uniform_cluster
 from paceline.optimizer import DistributedOptimizer
-from paceline.testing.cases import Case
+from paceline.testing.cases import CASES, Case
 from paceline.testing.restarts import (
     a_checkpoint_is_a_restart,
     a_checkpoint_loses_nothing,
@@ -250,6 +251,32 @@ WORLD_CHECKS: dict[str, Callable[[], None]] = {
 def checks_of(case: Case, rule: str, workers: int) -> list[Check]:
     """Those that apply."""
     return [check for check in CHECKS.values() if check.applies(case, rule, workers)]
+
+
+class Trial(NamedTuple):
+    """One check of one case under one fusion rule."""
+
+    case: Case
+    rule: str
+    check: Check
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name} {self.rule} {self.check.name}"
+
+    def run(self) -> None:
+        """Raises `CheckFailedError`. Collective."""
+        self.check(self.case, self.rule)
+
+
+def trials(workers: int, cases: Sequence[Case] = CASES) -> list[Trial]:
+    """All that apply to so many workers, case by case."""
+    return [
+        Trial(case, rule, check)
+        for case in cases
+        for rule in RULES
+        for check in checks_of(case, rule, workers)
+    ]
 
 
 def final_parameters(case: Case, rule: str) -> list[float]:
