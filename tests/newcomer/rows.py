@@ -1,0 +1,50 @@
+"""The newcomers: toys, each one file of at most 60 lines and one row here.
+
+A toy file imports what a method (a compressor, a collective) may import. Nothing else of
+paceline knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.methods import METHODS
+from paceline.testing import Case
+from tests.newcomer.toys.textbook import Textbook
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A class, the registry that it stands in, and how the kit tries it."""
+
+    registry: dict[str, Any]
+    what: Any
+    case: Case
+
+    @property
+    def name(self) -> str:
+        return str(self.what.name)
+
+
+TOYS = (Toy(METHODS, Textbook, Case(method="textbook")),)
+
+
+def register() -> None:
+    """What a row in each registry would do."""
+    for toy in TOYS:
+        assert toy.name not in toy.registry, f"{toy.name} is there already"
+        toy.registry[toy.name] = toy.what
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Within it the registries have the toys."""
+    register()
+    try:
+        yield
+    finally:
+        for toy in TOYS:
+            del toy.registry[toy.name]

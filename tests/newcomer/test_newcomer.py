@@ -1,0 +1,57 @@
+"""Whoever comes next touches one file and one row, and passes the whole kit."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from paceline.testing import check_method
+from paceline.testing.checks import trials
+from tests import forked
+from tests.newcomer.rows import TOYS, registered
+from tests.test_structure import FORBIDDEN_TO_METHODS, LEVEL_OF, METHODS_MAY_IMPORT
+
+FILES = sorted((Path(__file__).parent / "toys").glob("[!_]*.py"))
+MOST_LINES = 60
+MAY_IMPORT = METHODS_MAY_IMPORT | {"compression", "collectives"}
+
+
+def names_of(path):
+    """Everything that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "."
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_toy_is_one_short_file_that_touches_nothing_else(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= MOST_LINES, f"{len(lines)} lines"
+    names = set(names_of(path))
+    assert FORBIDDEN_TO_METHODS.isdisjoint(names)
+    parts = {name.split(".")[1] for name in names if name.startswith("paceline.")}
+    assert parts & set(LEVEL_OF) <= MAY_IMPORT
+    assert not [name for name in names if name.split(".")[0] in ("tests", "")]
+
+
+def test_every_toy_has_one_row():
+    assert sorted(Path(inspect.getfile(toy.what)) for toy in TOYS) == FILES
+
+
+@pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
+def test_the_kit_in_virtual_time(toy):
+    """On 1, 2 and 3 workers, under every fusion rule."""
+    with registered():
+        check_method(toy.case)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_kit_on_real_processes(workers):
+    """All toys in one job."""
+    first, *_ = forked.run_together(workers, ["-m", "tests.newcomer.table"])
+    tried = trials(workers, [toy.case for toy in TOYS])
+    assert {f"{trial.name}: ok" for trial in tried} <= set(first.stderr.splitlines())
