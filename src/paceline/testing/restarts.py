@@ -14,7 +14,8 @@ from contextlib import nullcontext
 import torch
 
 import paceline
-from paceline.optimizer import DistributedOptimizer
+from paceline.checkpoint.own import consolidates_together, own_states
+from paceline.optimizer import DistributedOptimizer, training_of
 from paceline.testing.cases import Case
 from paceline.testing.task import Counting, Quadratic, centers_of, flat_parameters
 from paceline.testing.trial import (
@@ -36,42 +37,63 @@ PAUSE = 0.001
 """Seconds by which one worker's step is longer than the next one's."""
 
 
+SEGMENTS = (range(1, 3), range(3, 6), range(6, 8))
+"""Steps from one restart to the next: of two lengths, so that who forgets what it does every
+so many steps is late after one of them."""
+
+
 # ---- bits, where a result repeats ----
 
 
 def state_survives_a_restart(case: Case, rule: str) -> None:
-    """3 + 3 steps with `state_dict` saved and loaded in between equal 6 straight ones; or,
-    where something is under way between steps, 3 + 3 with a `finish` in between."""
+    """Steps with all states saved and loaded in between equal straight ones; or, where
+    something is under way between steps, those with a `finish` in between. The states are
+    `state_dict`'s, and what each worker has of its own."""
     for make in OPTIMIZERS:
         straight = _straight(case, rule, make)
-        first, optimizer = begin(case, rule, make)
-        _steps(first, optimizer, range(1, 4))
-        with optimizer.consolidated() if case.under_way else nullcontext():
-            saved = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
+        model, optimizer = begin(case, rule, make)
+        for segment in SEGMENTS:
+            if segment is not SEGMENTS[0]:
+                model, optimizer = _begin_again(case, rule, make, model, optimizer)
+            _steps(model, optimizer, segment)
         optimizer.finish()
-        second, optimizer = begin(case, rule, make)
-        second.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-        _steps(second, optimizer, range(4, 7))
-        optimizer.finish()
-        require_equal(second, straight, "a restart changes the result")
+        require_equal(model, straight, "a restart changes the result")
+
+
+def _begin_again(
+    case: Case,
+    rule: str,
+    make: MakeOptimizer,
+    model: Quadratic,
+    optimizer: DistributedOptimizer,
+) -> tuple[Quadratic, DistributedOptimizer]:
+    """Another training, with the states of this one."""
+    with optimizer.consolidated() if case.under_way else nullcontext():
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    own = {o.name: copy.deepcopy(o.save()) for o in own_states(training_of(optimizer))}
+    optimizer.finish()
+    model, optimizer = begin(case, rule, make)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for owner in own_states(training_of(optimizer)):
+        owner.load(own[owner.name])
+    return model, optimizer
 
 
 def a_checkpoint_is_a_restart(case: Case, rule: str) -> None:
     """The same with `paceline.save` and `load` in between."""
     straight = _straight(case, rule, adamw)
-    with only_these_trainings():
-        first, optimizer = begin(case, rule, adamw)
-        with shared_folder() as folder:
-            _steps(first, optimizer, range(1, 4))
-            paceline.save(folder / "checkpoint")
-            optimizer.finish()
+    with shared_folder() as folder:
+        for segment in SEGMENTS:
             with only_these_trainings():
-                second, optimizer = begin(case, rule, adamw)
-                paceline.load(folder / "checkpoint")
-                _steps(second, optimizer, range(4, 7))
+                model, optimizer = begin(case, rule, adamw)
+                if segment is not SEGMENTS[0]:
+                    paceline.load(folder / "checkpoint")
+                _steps(model, optimizer, segment)
+                if segment is not SEGMENTS[-1]:
+                    paceline.save(folder / "checkpoint")
                 optimizer.finish()
-    require_equal(second, straight, "a checkpoint changes the result")
+    require_equal(model, straight, "a checkpoint changes the result")
 
 
 def evaluations_change_nothing(case: Case, rule: str) -> None:
@@ -91,11 +113,11 @@ def evaluations_change_nothing(case: Case, rule: str) -> None:
 
 def _straight(case: Case, rule: str, make: MakeOptimizer) -> Quadratic:
     model, optimizer = begin(case, rule, make)
-    _steps(model, optimizer, range(1, 4))
-    if case.under_way:
-        optimizer.finish()
-        optimizer = distribute_as(case, rule, model, optimizer.unwrapped)
-    _steps(model, optimizer, range(4, 7))
+    for segment in SEGMENTS:
+        if case.under_way and segment is not SEGMENTS[0]:
+            optimizer.finish()
+            optimizer = distribute_as(case, rule, model, optimizer.unwrapped)
+        _steps(model, optimizer, segment)
     optimizer.finish()
     return model
 
@@ -145,11 +167,13 @@ def a_checkpoint_loses_nothing(case: Case, rule: str) -> None:
 
 
 def evaluations_lose_nothing(case: Case, rule: str) -> None:
-    """`consolidated` takes nothing away, and adds nothing, whoever looks in whenever."""
+    """`consolidated` takes nothing away, and adds nothing, whoever looks in whenever; all
+    together where the method says so."""
     model, optimizer = _begin_counting(case, rule)
     for number in range(6):
         _count(model, optimizer, 1, first_is_fast=bool(number % 2))
-        if (number + paceline.rank()) % 2:
+        together = consolidates_together(training_of(optimizer))
+        if together or (number + paceline.rank()) % 2:
             with optimizer.consolidated(), torch.no_grad():
                 model()
     optimizer.finish()
