@@ -28,7 +28,6 @@ from paceline.checkpoint import folder as folders
 from paceline.checkpoint.own import (
     OwnPart,
     Saved,
-    consolidates_together,
     give_back_worker,
     pack_own,
     states_of,
@@ -233,7 +232,7 @@ def _pack_shared(
     with contextlib.ExitStack() as stack:
         for _, optimizer in world.trained:
             # The method's result: a worker's own parameters may be tentative.
-            if writes or consolidates_together(training_of(optimizer)):
+            if writes or training_of(optimizer).consolidates_together:
                 entered = cast(DistributedOptimizer, optimizer).consolidated()
                 stack.enter_context(entered)
         if writes:
@@ -246,8 +245,7 @@ def _pack_shared(
 def _pack_format(
     world: World, parts: list[int], tensors: dict[str, torch.Tensor]
 ) -> None:
-    saved = Saved(workers=world.size, parts=parts, states=states_of(world))
-    about = {"version": VERSION, **msgspec.to_builtins(saved)}
+    about = {"version": VERSION, **msgspec.to_builtins(Saved.now(world, parts))}
     pack(_FORMAT, about, tensors)
 
 

@@ -9,7 +9,7 @@ it (`OwnState.redistribute`), and random states and buffers stay as they are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +22,29 @@ from paceline.checkpoint.structure import is_packed, name_of, pack, unpack
 from paceline.errors import UsageError
 from paceline.interfaces import OwnState, World
 from paceline.optimizer import is_finished, training_of
-from paceline.training import Training
 from paceline.worlds.seeding import random_states, set_random_states
 
 _WORKER = "worker"
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """Of how many *workers* the job was that has saved, which ones' *parts* there are, and
-    the names of the *states* that each of them holds."""
+    """Of how many *workers* the job was that has saved, which ones' *parts* there are, the
+    names of the *states* that each of them holds, and each training's *progress*."""
 
     workers: int
     parts: list[int]
     states: list[str]
+    progress: list[dict[str, int]]
+
+    @classmethod
+    def now(cls, world: World, parts: list[int]) -> Saved:
+        """What is saved now."""
+        progress = [training_of(optimizer).progress for _, optimizer in world.trained]
+        return cls(world.size, parts, sorted(_owners(world)), progress)
 
     def is_of(self, workers: int) -> bool:
         """Whether a job of so many has a part for each."""
         return self.workers == workers and self.parts == list(range(workers))
-
-
-def own_states(training: Training) -> Sequence[OwnState]:
-    """What this worker has of its own in a training."""
-    states: Sequence[OwnState] = getattr(training, "own_states", ())
-    return states
-
-
-def consolidates_together(training: Training) -> bool:
-    """Whether `consolidated` takes all workers."""
-    return bool(getattr(training, "consolidates_together", False))
 
 
 def states_of(world: World) -> list[str]:
@@ -88,6 +83,9 @@ class OwnPart:
 
     def give_back(self) -> None:
         """Everybody goes on from it."""
+        trained = zip(self._world.trained, self._saved.progress, strict=True)
+        for (_, optimizer), progress in trained:
+            training_of(optimizer).progress = progress
         if self._worker is not None:
             give_back_worker(self._world, self._worker)
         for name, state in self._states.items():
@@ -148,7 +146,7 @@ def _owners(world: World) -> dict[str, OwnState]:
         f"training{number}.{owner.name}": owner
         for number, (_, optimizer) in enumerate(world.trained)
         if not is_finished(optimizer)
-        for owner in own_states(training_of(optimizer))
+        for owner in training_of(optimizer).own_states
     }
 
 

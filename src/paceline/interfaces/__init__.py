@@ -64,7 +64,7 @@ from paceline.interfaces.remote import Arrived, Remote, Told, UnitPlace
 from paceline.interfaces.rhythm import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rhythm
 from paceline.interfaces.run import Run, ServerRun, UpdatingRun
 from paceline.interfaces.server import Answer, Sender, Server, Work
-from paceline.interfaces.state import OwnState
+from paceline.interfaces.state import OwnState, refused, shares_of
 from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.interfaces.updates import Hyperparameters, Piece, Updater
 from paceline.interfaces.world import ServerJob, World
@@ -122,4 +122,6 @@ __all__ = [
     "UpdatingRun",
     "Work",
     "World",
+    "refused",
+    "shares_of",
 ]

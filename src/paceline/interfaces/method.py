@@ -27,7 +27,7 @@ known before any of it is applied; else that of each worker's own, before it is 
 HOOKS = (
     *("init", "step_begins", "before_use", "bucket_ready", "backward_ended"),
     *("after_update", "buckets_changed", "finish", "consolidate", "loaded"),
-    *("save_state", "load_state"),
+    *("save_state", "load_state", "redistribute_state"),
 )
 """What a method may define, beside its hyperparameters; see `Method`."""
 
@@ -57,8 +57,9 @@ class Method(Protocol):
     7. ``finish(state, run)``: this worker is out of data. Returns when the documented
        result is in the model.
     8. ``consolidate(state, run)``: put the documented result into the model, for an
-       evaluation, and return what undoes it. Collective only where
-       ``consolidates_together``. Law: training with and without consolidations in
+       evaluation, and return what undoes it. Collective only in a method that declares
+       ``consolidates_together = True``: then `paceline.save` and whoever evaluates
+       enters it on all workers. Law: training with and without consolidations in
        between is bit-equal.
     9. ``loaded(state, run)``, where servers update: all parameters were replaced between
        two steps, by what the script has loaded, or by what the servers have. The number
@@ -66,7 +67,11 @@ class Method(Protocol):
        for.
     10. ``save_state(state, run)``: what a restart of this worker needs, between two steps;
        a dict of tensors, numbers, strings, lists and dicts. ``load_state(state, run,
-       saved)`` gives it back.
+       saved)`` gives it back, bit for bit, to the worker of the same rank.
+       ``redistribute_state(state, run, parts)`` says what this worker loads where a job of
+       another size goes on: *parts* gives what each worker saved, in order of ranks.
+       Without it such a load is refused (`paceline.interfaces.shares_of` divides what are
+       shares of a sum). None of the three is collective.
 
     Where a submodule is called, or a method of the model other than ``forward``, hook 1
     comes with the first gradient.

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 import torch
 
 import paceline
-from paceline.checkpoint.own import consolidates_together, own_states
 from paceline.optimizer import DistributedOptimizer, training_of
 from paceline.testing.cases import Case
 from paceline.testing.task import Counting, Quadratic, centers_of, flat_parameters
@@ -70,12 +69,16 @@ def _begin_again(
     """Another training, with the states of this one."""
     with optimizer.consolidated() if case.under_way else nullcontext():
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    own = {o.name: copy.deepcopy(o.save()) for o in own_states(training_of(optimizer))}
+    before = training_of(optimizer)
+    progress = before.progress
+    own = {owner.name: copy.deepcopy(owner.save()) for owner in before.own_states}
     optimizer.finish()
     model, optimizer = begin(case, rule, make)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    for owner in own_states(training_of(optimizer)):
+    training = training_of(optimizer)
+    training.progress = progress
+    for owner in training.own_states:
         owner.load(own[owner.name])
     return model, optimizer
 
@@ -172,7 +175,7 @@ def evaluations_lose_nothing(case: Case, rule: str) -> None:
     model, optimizer = _begin_counting(case, rule)
     for number in range(6):
         _count(model, optimizer, 1, first_is_fast=bool(number % 2))
-        together = consolidates_together(training_of(optimizer))
+        together = training_of(optimizer).consolidates_together
         if together or (number + paceline.rank()) % 2:
             with optimizer.consolidated(), torch.no_grad():
                 model()

@@ -18,14 +18,15 @@ class Agreement:
 
     def __init__(self, presence: Presence, control: Comm) -> None:
         self._presence, self._control = presence, control
-        self._rounds = 0
+        self.rounds = 0
+        """How many there were."""
         self._ballot = torch.zeros(0)
         self._pending: Pending | None = None
 
     def round_begins(self) -> bool:
         """Returns whether it is one with an agreement. Collective."""
-        self._rounds += 1
-        if self._rounds % AGREE_EVERY:
+        self.rounds += 1
+        if self.rounds % AGREE_EVERY:
             return False
         if self._pending is not None:
             self._pending.wait()

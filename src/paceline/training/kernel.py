@@ -56,6 +56,7 @@ from paceline.training.coding import Codes
 from paceline.training.means import Means
 from paceline.training.method_hooks import MethodHooks
 from paceline.training.observers import Observers
+from paceline.training.own import own_states
 from paceline.training.presence import Presence
 from paceline.training.roll_call import RollCall
 from paceline.training.run import UpdatingWorkerRun, run_for
@@ -212,6 +213,15 @@ class Training:
                 lambda: self.looking,
             )
         self._hooks.begin()
+        self.own_states = own_states(
+            self._method,
+            self._hooks,
+            self._codes,
+            comm.rank,
+            self._parameters,
+            optimizer,
+        )
+        """What a checkpoint keeps of this worker alone."""
 
     def _watch(self) -> None:
         """Those who only watch."""
@@ -303,6 +313,26 @@ class Training:
         """Whether the user's optimizer steps, and not the method or a server."""
         return self._method.updates_on == "worker"
 
+    @property
+    def consolidates_together(self) -> bool:
+        """Whether `consolidated` is collective."""
+        return self._hooks.consolidates_together
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """Where in its rhythm this training is, equal on all workers between steps."""
+        rounds = 0 if self._agreement is None else self._agreement.rounds
+        unsent = self._presence.unsent
+        return {"step": self.run.step, "unsent": unsent, "rounds": rounds}
+
+    @progress.setter
+    def progress(self, saved: dict[str, int]) -> None:
+        self.run.step = saved["step"]
+        if self._rhythm.lets_models_differ:
+            self._presence.unsent = saved["unsent"]
+        if self._agreement is not None:
+            self._agreement.rounds = saved["rounds"]
+
     def say(self, sentence: str) -> None:
         """Tell people something, once for all workers: now, and beside the run's figures."""
         self._world.journal.note(sentence)
@@ -386,6 +416,9 @@ class Training:
     @contextmanager
     def consolidated(self) -> Iterator[None]:
         """Within it the method's documented result is in the model."""
+        if self.looking:
+            yield  # it is there
+            return
         undo = self._consolidate()
         before, self.looking = self.looking, True
         try:

@@ -72,16 +72,19 @@ class Means:
         if self._rhythm.groups or among is not None:
             tensor.mul_(1 / comm.size)
             return comm.all_reduce(tensor, "sum")
-        if self._presence.active or self._presence.unsent:
+        takes_part = self._presence.active or self._presence.unsent > 0
+        own = None if takes_part else tensor.clone()
+        if takes_part:
             tensor.mul_(1 / comm.size)
         else:
             tensor.zero_()
-        return self._sum(
+        pending = self._sum(
             tensor,
             lambda: self._call.equal_factor,
             lambda: comm.all_reduce(tensor, "sum"),
             carries=not channel,
         )
+        return pending if own is None else _Others(pending, tensor, own, self._presence)
 
     def _queue(self, among: Comm | None, channel: str) -> Comm:
         comm = self._comm if among is None else among
@@ -129,6 +132,29 @@ class Nothing:
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:
         return work() or self
+
+
+class _Others:
+    """The `Pending` of an average that this worker takes no part in: what it had stays
+    where nobody takes part."""
+
+    def __init__(
+        self,
+        pending: Pending,
+        tensor: torch.Tensor,
+        own: torch.Tensor,
+        presence: Presence,
+    ) -> None:
+        self._pending, self._presence = pending, presence
+        self._tensor, self._own = tensor, own
+
+    def wait(self) -> None:
+        self._pending.wait()
+        if not self._presence.participants:
+            self._tensor.copy_(self._own)
+
+    def then(self, work: Callable[[], Pending | None]) -> Pending:
+        return self._pending.then(work)
 
 
 class _Mean:

@@ -44,6 +44,9 @@ class MethodHooks:
         self._run, self._failed = run, failed
         found = {name: getattr(method, name, None) for name in HOOKS}
         self._hooks: dict[str, Any] = {n: h for n, h in found.items() if h is not None}
+        self.consolidates_together: bool = getattr(
+            method, "consolidates_together", False
+        )
         self.state: Any = None
         """The method's own."""
 
@@ -54,6 +57,11 @@ class MethodHooks:
     def has(self, name: str) -> bool:
         """Whether the method defines a hook."""
         return name in self._hooks
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Call a hook that the method has and that changes nothing: training can go on
+        after its errors."""
+        return self._hooks[name](self.state, self._run, *arguments)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a hook, if the method has it; returns what it returns."""
