@@ -68,23 +68,24 @@ class Means:
             raise UsageError(
                 f"average: expected a tensor of floating point, got {tensor.dtype}"
             )
+        tensor = tensor.detach()  # of a parameter: no step of autograd's
         comm = self._queue(among, channel)
         if self._rhythm.groups or among is not None:
             tensor.mul_(1 / comm.size)
             return comm.all_reduce(tensor, "sum")
-        takes_part = self._presence.active or self._presence.unsent > 0
-        own = None if takes_part else tensor.clone()
-        if takes_part:
+        kept = None
+        if self._presence.takes_part:
             tensor.mul_(1 / comm.size)
         else:
+            kept = tensor.clone()  # what stays where nobody takes part
             tensor.zero_()
-        pending = self._sum(
+        return self._sum(
             tensor,
             lambda: self._call.equal_factor,
             lambda: comm.all_reduce(tensor, "sum"),
             carries=not channel,
+            kept=kept,
         )
-        return pending if own is None else _Others(pending, tensor, own, self._presence)
 
     def _queue(self, among: Comm | None, channel: str) -> Comm:
         comm = self._comm if among is None else among
@@ -96,9 +97,11 @@ class Means:
         factor: Callable[[], float],
         send: Callable[[], Pending],
         carries: bool,
+        kept: torch.Tensor | None = None,
     ) -> Pending:
-        """A sum of *buffer* among all workers, times *factor* once that is known.
-        *carries*: it may carry the question who takes part."""
+        """A sum of *buffer* among all workers, times *factor* once that is known; or what
+        was *kept*, where nobody takes part. *carries*: it may carry the question who
+        does."""
         call = self._call
         if call.is_answered:
             if factor() != 1.0:
@@ -110,7 +113,7 @@ class Means:
             call.sent(pending)
         else:
             pending = send()
-        return _Mean(call, pending, buffer, factor)
+        return _Mean(call, pending, buffer, factor, kept)
 
     def _code(
         self, comm: Comm, buffer: torch.Tensor, bucket: Bucket | None, name: str
@@ -134,33 +137,10 @@ class Nothing:
         return work() or self
 
 
-class _Others:
-    """The `Pending` of an average that this worker takes no part in: what it had stays
-    where nobody takes part."""
-
-    def __init__(
-        self,
-        pending: Pending,
-        tensor: torch.Tensor,
-        own: torch.Tensor,
-        presence: Presence,
-    ) -> None:
-        self._pending, self._presence = pending, presence
-        self._tensor, self._own = tensor, own
-
-    def wait(self) -> None:
-        self._pending.wait()
-        if not self._presence.participants:
-            self._tensor.copy_(self._own)
-
-    def then(self, work: Callable[[], Pending | None]) -> Pending:
-        return self._pending.then(work)
-
-
 class _Mean:
     """The `Pending` of a sum that becomes a mean once it is known who takes part."""
 
-    __slots__ = ("_buffer", "_call", "_factor", "_pending")
+    __slots__ = ("_buffer", "_call", "_factor", "_kept", "_pending")
 
     def __init__(
         self,
@@ -168,8 +148,10 @@ class _Mean:
         pending: Pending,
         buffer: torch.Tensor,
         factor: Callable[[], float],
+        kept: torch.Tensor | None,
     ) -> None:
         self._call, self._buffer, self._factor = call, buffer, factor
+        self._kept = kept
         self._pending: Pending | None = pending
 
     def wait(self) -> None:
@@ -178,7 +160,9 @@ class _Mean:
         self._pending.wait()
         self._pending = None
         self._call.answer()
-        if self._factor() != 1.0:
+        if self._kept is not None and self._call.nobody_takes_part:
+            self._buffer.copy_(self._kept)
+        elif self._factor() != 1.0:
             self._buffer.mul_(self._factor())
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:

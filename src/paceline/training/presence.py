@@ -24,3 +24,8 @@ class Presence:
 
     def __post_init__(self) -> None:
         self.participants = list(range(self.size))
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether what this worker has counts in the next round."""
+        return self.active or self.unsent > 0

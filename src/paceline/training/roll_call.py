@@ -109,6 +109,11 @@ class RollCall:
         if self._somebody_asked():
             self._vote()
 
+    @property
+    def nobody_takes_part(self) -> bool:
+        """Whether the round that was answered is nobody's: all are out of data."""
+        return not self._presence.participants
+
     # ---- one round ----
 
     def _ask_beside(self, comm: Comm) -> None:
@@ -134,8 +139,8 @@ class RollCall:
         ballot[self._comm.rank] = self._own_vote()
         if presence.active:
             ballot[n:-1] = torch.tensor(used, dtype=torch.float64)
-            if self._own is not None:
-                ballot[-1:] = self._own
+        if presence.takes_part and self._own is not None:
+            ballot[-1:] = self._own
         (self._control or self._comm).all_reduce(ballot, "sum").wait()
 
         if self._element is not None:
