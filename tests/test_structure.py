@@ -38,8 +38,8 @@ LAYERS = [
     ),
     ("interfaces", "the seams"),
     (
-        "instruments lifelines messages network tensors",
-        "what is counted; whose process has ended; clusters and links; buckets",
+        "instruments job lifelines messages network tensors",
+        "what is counted; a script's trainings; whose process has ended; clusters and links; buckets",
     ),
     (
         "hooks launchers options python_private ring_sum spec torch_private",

@@ -21,7 +21,7 @@ from paceline.exchange import broadcast_tensors
 from paceline.guards import check_trained_by_nobody_else
 from paceline.interfaces import Endpoint, Method, ServerJob, UpdatesOnServer, World
 from paceline.messages import Join
-from paceline.optimizer import DistributedOptimizer, is_finished
+from paceline.optimizer import DistributedOptimizer
 from paceline.pieces import check_servers_can_hold
 from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
@@ -146,9 +146,9 @@ def distribute(
     )
     world.journal.begin(full_spec)
     wrapped = DistributedOptimizer._wrap(optimizer, training, world, endpoints)
-    world.trained.append((model, wrapped))
-    world.at_exit(wrapped.finish)
-    world.at_exit(comm.close)
+    world.job.begin(model, wrapped, training)
+    world.job.at_exit(wrapped.finish)
+    world.job.at_exit(comm.close)
     return wrapped
 
 
@@ -162,7 +162,7 @@ def _comm(world: World, method: Method) -> TorchComm | AloneComm:
         methods.check_survives(method)
         return AloneComm(world)
     comm = TorchComm(world, f"training {world.journal.trainings}")
-    if comm.size > 1 and not all(is_finished(other) for _, other in world.trained):
+    if comm.size > 1 and world.job.unfinished:
         # Two models may be in the middle of their steps at once: each has a queue.
         comm = comm.channel("gradients")
     return comm
@@ -210,10 +210,8 @@ def _check_servers_update_all(
 
 def _check_not_yet_trained(model: torch.nn.Module, world: World) -> None:
     mine = {id(parameter) for parameter in model.parameters()}
-    for other, optimizer in world.trained:
-        if not is_finished(optimizer) and any(
-            id(p) in mine for p in other.parameters()
-        ):
+    for other in world.job.unfinished:
+        if any(id(p) in mine for p in other.model.parameters()):
             raise UsageError(
                 "distribute was called before for a model with some of these parameters: "
                 "their gradients would be averaged twice. Use one optimizer for all of "
@@ -254,7 +252,7 @@ def _resolve(
     world: World, method: str | Method | None, settings: Settings
 ) -> tuple[Method, Settings]:
     """The method object and the settings, the command line's before the script's."""
-    override = world.options.method
+    override = world.job.options.method
     if override is None and method is not None and not isinstance(method, str):
         return method, settings
     text = override or method or "bsp"

@@ -152,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return result
         self._world.journal.step(self.first_step)
         done = self.first_step + self._world.journal.step_count
-        if self._world.options.steps and done >= self._world.options.steps:
+        if self._world.job.options.steps and done >= self._world.job.options.steps:
             self.finish()
             self._say_ended(done)
             raise TrainingEnded(0)
@@ -161,7 +161,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _say_ended(self, steps: int) -> None:
         """A loop can be left by an exception only, so what follows it does not run: nobody
         is to find that out by a file that is missing."""
-        options = self._world.options
+        options = self._world.job.options
         if self._world.rank == 0 and options.tells and options.profile is None:
             print(
                 f"paceline: ended after {steps} steps, as --steps asked, in "
@@ -206,10 +206,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _sets_the_pace(self) -> bool:
         """Of several optimizers the first one's steps are counted and measured: the others
         step within them."""
-        for _, other in self._world.trained:
-            if not is_finished(other):
-                return training_of(other) is self._training
-        return True
+        others = self._world.job.unfinished
+        return not others or others[0].training is self._training
 
     def no_sync(self) -> Any:
         """``with optimizer.no_sync():`` backward passes only accumulate, nothing is sent.
@@ -234,11 +232,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The error after which this training cannot go on, if any; `finish` only ends it then."""
         return self._training.broken_by
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether it is neither finished nor broken."""
-        return not (self._training.finished or self._training.broken_by)
-
     @contextmanager
     def join(self) -> Iterator[None]:
         """``with optimizer.join():`` around a loop that is shorter on some workers."""
@@ -253,11 +246,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         with self._training.consolidated():
             yield
-
-
-def is_finished(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `DistributedOptimizer.finish` was called."""
-    return training_of(optimizer).finished
 
 
 def _where_in_script() -> str:

@@ -37,7 +37,7 @@ from paceline.checkpoint.together import together
 from paceline.context import current_world
 from paceline.errors import UsageError
 from paceline.interfaces import World
-from paceline.optimizer import DistributedOptimizer, is_finished, training_of
+from paceline.optimizer import DistributedOptimizer, training_of
 from paceline.training import Training
 
 VERSION = 2
@@ -133,18 +133,14 @@ def load(path: str | Path, **others: Stateful) -> None:
 
 def _world() -> World:
     world = current_world()
-    if world is None or not world.trained:
+    if world is None or not world.job.trainings:
         raise UsageError("call paceline.distribute(...) before save and load")
     return world
 
 
 def _trainings(world: World) -> list[Training]:
     """Those that go on."""
-    return [
-        training_of(optimizer)
-        for _, optimizer in world.trained
-        if not is_finished(optimizer)
-    ]
+    return [training_of(begun.optimizer) for begun in world.job.unfinished]
 
 
 # ---- where workers meet only at their servers ----
@@ -211,10 +207,10 @@ def _shared_states(
     world: World, others: dict[str, Stateful]
 ) -> Iterator[tuple[str, Stateful]]:
     """Names and states that are equal on all workers."""
-    for number, (model, optimizer) in enumerate(world.trained):
-        yield f"model{number}", model
-        yield f"optimizer{number}", optimizer
-        sampler = training_of(optimizer).sampler
+    for number, begun in enumerate(world.job.trainings):
+        yield f"model{number}", begun.model
+        yield f"optimizer{number}", begun.optimizer
+        sampler = training_of(begun.optimizer).sampler
         if sampler is not None:
             yield f"sampler{number}", sampler
     for name, state in others.items():
@@ -230,10 +226,10 @@ def _pack_shared(
     for training in _trainings(world):
         training.settle_buffers()
     with contextlib.ExitStack() as stack:
-        for _, optimizer in world.trained:
+        for begun in world.job.trainings:
             # The method's result: a worker's own parameters may be tentative.
-            if writes or training_of(optimizer).consolidates_together:
-                entered = cast(DistributedOptimizer, optimizer).consolidated()
+            if writes or training_of(begun.optimizer).consolidates_together:
+                entered = cast(DistributedOptimizer, begun.optimizer).consolidated()
                 stack.enter_context(entered)
         if writes:
             for name, state in _shared_states(world, others):

@@ -21,7 +21,7 @@ from paceline.checkpoint import folder as folders
 from paceline.checkpoint.structure import is_packed, name_of, pack, unpack
 from paceline.errors import UsageError
 from paceline.interfaces import OwnState, World
-from paceline.optimizer import is_finished, training_of
+from paceline.optimizer import training_of
 from paceline.worlds.seeding import random_states, set_random_states
 
 _WORKER = "worker"
@@ -39,7 +39,9 @@ class Saved(msgspec.Struct, frozen=True):
     @classmethod
     def now(cls, world: World, parts: list[int]) -> Saved:
         """What is saved now."""
-        progress = [training_of(optimizer).progress for _, optimizer in world.trained]
+        progress = [
+            training_of(begun.optimizer).progress for begun in world.job.trainings
+        ]
         return cls(world.size, parts, sorted(_owners(world)), progress)
 
     def is_of(self, workers: int) -> bool:
@@ -83,9 +85,9 @@ class OwnPart:
 
     def give_back(self) -> None:
         """Everybody goes on from it."""
-        trained = zip(self._world.trained, self._saved.progress, strict=True)
-        for (_, optimizer), progress in trained:
-            training_of(optimizer).progress = progress
+        trainings = self._world.job.trainings
+        for begun, progress in zip(trainings, self._saved.progress, strict=True):
+            training_of(begun.optimizer).progress = progress
         if self._worker is not None:
             give_back_worker(self._world, self._worker)
         for name, state in self._states.items():
@@ -144,15 +146,15 @@ def _owners(world: World) -> dict[str, OwnState]:
     """Of all trainings that go on, by the name that their states have in a checkpoint."""
     return {
         f"training{number}.{owner.name}": owner
-        for number, (_, optimizer) in enumerate(world.trained)
-        if not is_finished(optimizer)
-        for owner in training_of(optimizer).own_states
+        for number, begun in enumerate(world.job.trainings)
+        if not begun.training.finished
+        for owner in training_of(begun.optimizer).own_states
     }
 
 
 def _buffers(world: World) -> list[dict[str, torch.Tensor]]:
     """Each model's buffers here: ranks differ in them between steps."""
-    return [dict(model.named_buffers()) for model, _ in world.trained]
+    return [dict(begun.model.named_buffers()) for begun in world.job.trainings]
 
 
 def _read(place: Path, name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ collectives use it, among others. Methods never see it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -17,7 +17,7 @@ from paceline.instruments import Journal
 from paceline.interfaces.communication import Endpoint, Runner
 from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.timing import Compute, Stopwatch
-from paceline.options import RunOptions
+from paceline.job import Job
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,6 @@ class World(Protocol):
         ...
 
     @property
-    def options(self) -> RunOptions:
-        """What the command line decided for this run."""
-        ...
-
-    @property
     def journal(self) -> Journal:
         """Where this worker's steps, bytes, waits and metrics are counted."""
         ...
@@ -68,8 +63,10 @@ class World(Protocol):
     alone: bool
     """Whether workers meet only at their servers, so that the job survives deaths."""
 
-    trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]]
-    """What `distribute` was given and gave back here, in order."""
+    @property
+    def job(self) -> Job:
+        """What this worker's script does."""
+        ...
 
     def compute(
         self,
@@ -120,13 +117,4 @@ class World(Protocol):
     def spend(self, seconds: float, what: str) -> None:
         """Paceline itself computes *seconds* (at a speed of 1): charged where time is
         virtual, to the work that runs now (`Pending.then`) or else to the script."""
-        ...
-
-    def training_broke(self, number: int, cause: str) -> None:
-        """This worker's part in training *number* (counted from 0) has ended with an error
-        that the script has caught: those who would wait for it are to learn the *cause*."""
-        ...
-
-    def at_exit(self, action: Callable[[], None]) -> None:
-        """Call *action* when this worker's script ends without an error."""
         ...

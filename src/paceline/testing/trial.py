@@ -75,12 +75,12 @@ def only_these_trainings() -> Iterator[None]:
     """Within it the world knows of no training that began before: `paceline.save` holds
     those that begin here."""
     world = join_world()
-    before = list(world.trained)
-    world.trained.clear()
+    before = list(world.job.trainings)
+    world.job.trainings.clear()
     try:
         yield
     finally:
-        world.trained[:] = before + world.trained
+        world.job.trainings[:] = before + world.job.trainings
 
 
 @contextmanager

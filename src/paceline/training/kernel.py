@@ -117,7 +117,7 @@ class Training:
         self._delivered = False
         self._broken = ""
         """Why this training cannot go on, where it cannot: `finish` only says so."""
-        self._number = len(world.trained)
+        self._number = len(world.job.trainings)
         self._steps = 0
 
         device = parameters[0][1].device
@@ -410,7 +410,7 @@ class Training:
         finally:
             self._presence.active = False
             if self._broken:
-                self._world.training_broke(self._number, self._broken)
+                self._world.job.broke(self._number, self._broken)
             self.detach()
 
     @contextmanager

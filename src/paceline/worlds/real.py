@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -20,6 +20,7 @@ from paceline.collectives.chains import ThreadRunner, WaitingRunner
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
 from paceline.interfaces import Compute, Endpoint, Runner, ServerJob, Stopwatch
+from paceline.job import Job
 from paceline.launchers import Place
 from paceline.network.workload import Workload
 from paceline.options import RunOptions
@@ -54,8 +55,7 @@ class RealWorld:
         if options.records is not None:
             self._records = WorkerRecords(options.records)
         self.journal = Journal(self.rank, self.now, self._records)
-        self._exit_actions: list[Callable[[], None]] = []
-        self.trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
+        self.job = Job(options, self._training_broke)
         self._profilers: list[Profiler] = []
         self._results_written = False
         self._liveness: Liveness | None = None
@@ -150,16 +150,12 @@ class RealWorld:
         """One line for people: where compute time comes from."""
         return "what it takes"
 
-    def at_exit(self, action: Callable[[], None]) -> None:
-        self._exit_actions.append(action)
-
     def _note_progress(self, path: Path, step: int) -> None:
         if step:
             # Of the job, not of this life: see `DistributedOptimizer.first_step`.
-            first = max(getattr(o, "first_step", 0) for _, o in self.trained)
-            path.write_text(str(first + step))
+            path.write_text(str(self.job.first_step + step))
 
-    def training_broke(self, number: int, cause: str) -> None:
+    def _training_broke(self, number: int, cause: str) -> None:
         self._broke = True
         if self._liveness is not None and not _is_consequence(cause):
             fault = f"broke off its training: {cause}"
@@ -169,22 +165,15 @@ class RealWorld:
         """Somebody's training has ended with an error that his script has caught: those who
         are in it would wait for ever. Not so where all ranks meet the same error; it takes
         this one a moment to come to it."""
-        begun = number < len(self.trained)
-        is_over = begun and not getattr(self.trained[number][1], "is_under_way", False)
-        if is_over and not _is_consequence(self._broken_by(number)):
+        job = self.job
+        if job.is_over(number) and not _is_consequence(job.broken_by(number)):
             return
         self._weighed.clear()
         self._ends_badly.wait(GRACE_SECONDS)  # of the consequence, in gloo's words
-        own = self._broken_by(number)
+        own = job.broken_by(number)
         if not own or _is_consequence(own):
             self._lost_a_peer(sentence)
         self._weighed.set()
-
-    def _broken_by(self, number: int) -> str:
-        """The error that has broken this rank's training of that number, if any."""
-        if number >= len(self.trained):
-            return ""
-        return str(getattr(self.trained[number][1], "broken_by", ""))
 
     def _lost_a_peer(self, sentence: str) -> None:
         report_to_launcher(PeerLostError(sentence))
@@ -205,9 +194,7 @@ class RealWorld:
     def _close(self) -> None:
         """Do what was put off until the end."""
         if dist.is_initialized() or self.alone:
-            for action in self._exit_actions:
-                action()
-        self._exit_actions.clear()
+            self.job.end()
         if self._servers is not None:
             self._servers.close()
         self._write_results()

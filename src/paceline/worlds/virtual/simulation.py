@@ -245,7 +245,7 @@ class Simulation:
                     raise UsageError(
                         f"the script ended with exit status {error.code!r}"
                     ) from error
-            world.exit()
+            world.job.end()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from paceline.instruments import Journal, Kept, Span
 from paceline.interfaces import ServerJob
+from paceline.job import Job
 from paceline.network.workload import Workload
 from paceline.profiling import Profiler
 from paceline.stopwatch import HostStopwatch
@@ -38,12 +39,10 @@ class VirtualWorld:
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self._simulation = simulation
-        self._exit_actions: list[Callable[[], None]] = []
         self.alone = False
-        self.trained: list[tuple[torch.nn.Module, torch.optim.Optimizer]] = []
+        self.job = Job(simulation.options, self._training_broke)
         self.rank = rank
         self.size = simulation.cluster.workers
-        self.options = simulation.options
         self.speeds = simulation.speeds
         kept = None
         if simulation.trace:
@@ -123,17 +122,9 @@ class VirtualWorld:
         """Whether the model's own workload was charged."""
         return self._compute.stand_in
 
-    def training_broke(self, number: int, cause: str) -> None:
+    def _training_broke(self, number: int, cause: str) -> None:
         """Whoever waits for it waits for ever: the deadlock's words tell why."""
         self._worker.fault = f"it broke off its training: {cause}"
-
-    def at_exit(self, action: Callable[[], None]) -> None:
-        self._exit_actions.append(action)
-
-    def exit(self) -> None:
-        """The script has ended well: do what was put off until now."""
-        for action in self._exit_actions:
-            action()
 
     @property
     def _acts(self) -> bool:

@@ -1,0 +1,101 @@
+"""What one worker's script does: its options, its trainings, what is put off until its end.
+
+A `World` has one `Job`. It is filled by `distribute`; worlds and checkpoints read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from paceline.options import RunOptions
+
+
+class TrainingStatus(Protocol):
+    """How far a training is on this worker."""
+
+    @property
+    def first_step(self) -> int:
+        """How many steps the job had done when this worker joined the training."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether this worker has no more steps to do in it."""
+        ...
+
+    @property
+    def broken_by(self) -> str:
+        """The error after which it cannot go on, if any."""
+        ...
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A training: the *model* that `distribute` was given, the *optimizer* that it gave back,
+    and how far the *training* is on this worker."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    training: TrainingStatus
+
+
+class Job:
+    """A script's trainings on one worker, in the order in which `distribute` was called;
+    *options* are what the command line has decided for it.
+
+    *tell* passes on that an error has ended a training here, though the script goes on: the
+    training's number, counted from 0, and the cause. Those who wait for this worker are to
+    learn it.
+    """
+
+    def __init__(self, options: RunOptions, tell: Callable[[int, str], None]) -> None:
+        self.options = options
+        self.trainings: list[Begun] = []
+        self.broke = tell
+        self._put_off: list[Callable[[], None]] = []
+
+    def begin(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        training: TrainingStatus,
+    ) -> None:
+        """One more training."""
+        self.trainings.append(Begun(model, optimizer, training))
+
+    @property
+    def unfinished(self) -> list[Begun]:
+        """The trainings that have steps to do, or are broken."""
+        return [begun for begun in self.trainings if not begun.training.finished]
+
+    @property
+    def first_step(self) -> int:
+        """How many steps the job had done when this worker joined it."""
+        return max((b.training.first_step for b in self.trainings), default=0)
+
+    def is_over(self, number: int) -> bool:
+        """Whether training *number* was begun here, and has ended, well or not."""
+        if number >= len(self.trainings):
+            return False
+        training = self.trainings[number].training
+        return training.finished or bool(training.broken_by)
+
+    def broken_by(self, number: int) -> str:
+        """The error that has ended training *number* here, if any."""
+        if number >= len(self.trainings):
+            return ""
+        return self.trainings[number].training.broken_by
+
+    def at_exit(self, action: Callable[[], None]) -> None:
+        """Call *action* when the script ends without an error."""
+        self._put_off.append(action)
+
+    def end(self) -> None:
+        """The script has ended without an error: do what was put off, once."""
+        for action in self._put_off:
+            action()
+        self._put_off.clear()

@@ -1,0 +1,68 @@
+"""What a worker's job holds of its script's trainings."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from paceline.job import Job
+from paceline.options import RunOptions
+
+
+@dataclass
+class Status:
+    first_step: int = 0
+    finished: bool = False
+    broken_by: str = ""
+
+
+def begin(job, **status):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    job.begin(model, optimizer, Status(**status))
+    return job.trainings[-1]
+
+
+def job_that_tells(told):
+    return Job(RunOptions(), lambda number, cause: told.append((number, cause)))
+
+
+@pytest.fixture
+def job():
+    return job_that_tells([])
+
+
+def test_trainings_are_numbered_as_they_begin(job):
+    begun = [begin(job), begin(job, finished=True), begin(job, broken_by="boom")]
+    assert job.trainings == begun
+    assert job.unfinished == [begun[0], begun[2]]
+
+
+def test_a_training_is_over_when_it_is_finished_or_broken(job):
+    for status in ({}, {"finished": True}, {"broken_by": "boom"}):
+        begin(job, **status)
+    assert [job.is_over(number) for number in range(4)] == [False, True, True, False]
+    assert [job.broken_by(number) for number in range(4)] == ["", "", "boom", ""]
+
+
+def test_a_job_has_begun_where_its_last_comer_joined(job):
+    assert job.first_step == 0
+    begin(job, first_step=3)
+    begin(job)
+    assert job.first_step == 3
+
+
+def test_a_broken_training_is_passed_on():
+    told = []
+    job_that_tells(told).broke(1, "boom")
+    assert told == [(1, "boom")]
+
+
+def test_what_was_put_off_is_done_once_and_in_order(job):
+    done = []
+    job.at_exit(lambda: done.append("first"))
+    job.at_exit(lambda: done.append("second"))
+    assert done == []
+    job.end()
+    job.end()
+    assert done == ["first", "second"]
