@@ -4,8 +4,11 @@
 """
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
+
+from paceline.methods import METHODS
 
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
 DESIGN = SOURCE.parent.parent / "docs" / "design.md"
@@ -186,3 +189,35 @@ def test_nothing_is_unpickled_from_a_network():
 
 def test_nothing_mocks_but_tests():
     assert not [path for path in FILES if "unittest.mock" in imports_of(path)]
+
+
+DEFAULT_METHOD = "bsp"
+TABLES = ("testing/cases.py",)
+"""A row for each method is there on purpose."""
+
+
+def words_of(path):
+    """Identifiers and texts of a file's code, without its documentation."""
+    documentation = {
+        id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr)
+    }
+    for node in nodes_of(path):
+        for field in ("id", "attr", "arg", "name", "asname"):
+            yield getattr(node, field, None), node
+        if isinstance(node, ast.Constant) and id(node) not in documentation:
+            yield node.value, node
+
+
+def test_nobody_but_methods_knows_one_by_name():
+    """Lists of methods are made from the registry."""
+    others = "|".join(METHODS.keys() - {DEFAULT_METHOD})
+    named = re.compile(rf"(?<![a-z0-9])({others})(?![a-z0-9])", re.IGNORECASE)
+    found = [
+        f"{path}:{getattr(node, 'lineno', '')} says {word!r}"
+        for path in FILES
+        if part_of(path) != "methods"
+        and path.relative_to(SOURCE).as_posix() not in TABLES
+        for word, node in words_of(path)
+        if isinstance(word, str) and named.search(word)
+    ]
+    assert not found

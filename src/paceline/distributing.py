@@ -66,9 +66,9 @@ def distribute(
     there are any, else embedded) or ``"HOST:PORT+HOST:PORT"``.
     *sums*: servers add up in ``"rank"`` order, so that bits repeat, or as gradients come
     (``"arrival"``), which holds less. *clip_norm*: scale gradients down to this norm before they are
-    applied, as ``torch.nn.utils.clip_grad_norm_`` does: the mean gradient under bsp, backup,
-    ``ssp:staleness=0`` and ``osp:defer=nothing``; elsewhere each worker's own, before it is
-    sent, and then all of it leaves after backward. A spec given on the command line wins over all of these.
+    applied, as ``torch.nn.utils.clip_grad_norm_`` does: the mean gradient, or
+    (``paceline methods`` says where) each worker's own before it is sent, and then all of it leaves
+    after backward. A spec given on the command line wins over all of these.
 
     Every rank calls this with the same model, options and kind of optimizer, and all
     start from rank 0's parameters and buffers. Raises `UsageError` for what cannot work,

@@ -132,8 +132,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Update the parameters.
 
         *closure* computes the loss and its gradients, as torch's optimizers have it; its
-        loss is returned. *loss* is this worker's loss, where a method wants to see it (osp
-        does); it is logged as ``loss``. Raises `UsageError` after `finish`.
+        loss is returned. *loss* is this worker's loss, where a method wants to see it; it
+        is logged as ``loss``. Raises `UsageError` after `finish`.
         """
         if self._training.finished:
             raise UsageError(
