@@ -4,12 +4,15 @@ import pytest
 import torch
 
 import paceline
+from paceline.checkpoint import files
+from paceline.checkpoint.structure import name_of, unpack
 from paceline.testing.task import Counting
 from tests.real.helpers import run
 
 from .test_save_load import Counter, on
 
 RATE = 0.25
+KEPT = "training0.method.asp"
 
 
 def begin(method):
@@ -47,12 +50,16 @@ def read(folder):
     optimizer.finish()
     values = torch.cat([-p.detach().reshape(-1) / RATE for p in model.parameters()])
     assert values.min() == pytest.approx(values.max().item(), abs=1e-3)
-    workers = sorted(place.name for place in folder.glob("worker-*"))
-    return values.mean().item(), script.value, workers
+    own = {
+        place.name: files.read(place, lambda key: name_of(key) == KEPT)
+        for place in folder.glob("worker-*")
+    }
+    kept = {name: unpack(KEPT, part) for name, part in own.items() if part}
+    return values.mean().item(), script.value, kept
 
 
-def workers(*ranks):
-    return [f"worker-{rank}" for rank in ranks]
+def workers(*ranks, step):
+    return {f"worker-{rank}": {"rank": rank, "step": step} for rank in ranks}
 
 
 @pytest.mark.slow
@@ -75,11 +82,14 @@ def test_who_dies_and_who_comes_back_destroys_no_checkpoint(tmp_path):
         (result,) = on(1, lambda rank: read(folder / name))
         return result
 
-    assert found("3") == (pytest.approx(104, abs=1e-3), 3, workers(0, 1, 2))
+    assert found("3") == (pytest.approx(104, abs=1e-3), 3, workers(0, 1, 2, step=3))
     # Worker 0 did 6 steps by then, and the others 9.
-    assert found("8") == (pytest.approx(108, abs=1e-3), 8, workers(1, 2))
+    assert found("8") == (pytest.approx(108, abs=1e-3), 8, workers(1, 2, step=8))
     # It is back from step 9 on, and what it loads again is not used.
-    assert found("10") == (pytest.approx(110, abs=1e-3), 10, workers(0, 1, 2))
-    assert found("end") == (pytest.approx(111, abs=1e-3), 11, workers(0))
-    left = {path.name for path in folder.iterdir()}
+    assert found("10") == (pytest.approx(110, abs=1e-3), 10, workers(0, 1, 2, step=10))
+    assert found("end") == (pytest.approx(111, abs=1e-3), 11, {})
+    together = {path.name for path in folder.glob("*.with-*")}
+    assert together >= {f"{step}.with-{r}" for step in (3, 10) for r in range(3)}
+    assert "8.with-2" in together
+    left = {path.name for path in folder.iterdir()} - together
     assert left - {"5.partial"} == {"begin", "3", "8", "10", "end", "eighth", "back"}

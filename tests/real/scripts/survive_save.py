@@ -8,11 +8,14 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
 import paceline
+from paceline.methods.asp import ASP
 from paceline.testing.task import Counting
 
 folder = Path(sys.argv[1])
@@ -39,13 +42,32 @@ class Script:
         self.step = state["step"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counts(ASP):
+    """asp, whose workers each keep the number of their last step; all of those who save form
+    its result together."""
+
+    consolidates_together: ClassVar[bool] = True
+
+    def save_state(self, state: Any, run: Any) -> dict[str, Any]:
+        return {"rank": rank, "step": script.step}
+
+    def load_state(self, state: Any, run: Any, saved: dict[str, Any]) -> None:
+        assert saved["rank"] == rank
+
+    def consolidate(self, state: Any, run: Any) -> Any:
+        if script.step:
+            (folder / f"{script.step}.with-{rank}").touch()
+        return super().consolidate(state, run)
+
+
 script = Script()
 if life:
     wait_for("eighth")
 paceline.init()
 model = Counting()
 plain = torch.optim.SGD(model.parameters(), lr=0.25)
-optimizer = paceline.distribute(model, plain, fusion="wfbp", method="asp")
+optimizer = paceline.distribute(model, plain, fusion="wfbp", method=Counts())
 paceline.load(folder / "begin", script=script)
 for step in range(optimizer.first_step, 12):
     if step == 9:
