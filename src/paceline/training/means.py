@@ -104,6 +104,9 @@ class Means:
         does."""
         call = self._call
         if call.is_answered:
+            if kept is not None and call.nobody_takes_part:
+                buffer.copy_(kept)
+                return Nothing()  # all know it
             if factor() != 1.0:
                 buffer.mul_(factor())
             return send()
