@@ -102,6 +102,7 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(tmp_path):
     assert rows >= {"compute", "wait", "world lane 0"}
 
 
+@pytest.mark.slow
 def test_compare_json(tmp_path):
     words = ("--variant", "bsp", "--workers", 2, "--json")
     done = paceline("compare", LAYERS, *words, *QUICK, folder=tmp_path)

@@ -14,32 +14,25 @@ from tests import forked
 from tests.conformance.table import ROWS, sampled_rows, sampled_trials
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((1, True), id="1 process", marks=pytest.mark.slow),
-        pytest.param((2, False), id="2 processes, a sample"),
-        pytest.param((3, False), id="3 processes, a sample"),
-        pytest.param((3, True), id="3 processes", marks=pytest.mark.slow),
+@pytest.mark.parametrize(
+    ("workers", "whole"),
+    [
+        pytest.param(1, True, id="1 process", marks=pytest.mark.slow),
+        pytest.param(2, False, id="2 processes, a sample"),
+        pytest.param(3, False, id="3 processes, a sample"),
+        pytest.param(3, True, id="3 processes", marks=pytest.mark.slow),
     ],
 )
-def job(request):
-    """One job runs the table: the number of its workers, what it tries, what rank 0 said."""
-    workers, whole = request.param
+def test_all_checks_hold_and_ends_are_those_of_virtual_time(workers, whole):
+    """One job runs the table: its launch costs more than all its checks."""
     module = "paceline.testing" if whole else "tests.conformance.table"
-    ends = forked.run_together(workers, ["-m", module], seconds=400 if whole else 120)
+    said, *_ = forked.run_together(
+        workers, ["-m", module], seconds=400 if whole else 120
+    )
     tried = trials(workers) if whole else sampled_trials(workers)
-    return workers, tried, ROWS if whole else sampled_rows(), ends[0]
-
-
-def test_all_checks_ran_and_hold(job):
-    _, tried, _, said = job
+    rows = ROWS if whole else sampled_rows()
     expected = {f"{name}: ok" for name in [*WORLD_CHECKS, *(t.name for t in tried)]}
     assert expected <= set(said.stderr.splitlines())
-
-
-def test_both_worlds_end_with_the_same_parameters(job):
-    workers, _, rows, said = job
     real = json.loads(said.stdout)
     for case, rule in [row for row in rows if row[0].timing_free]:
         virtual = {}

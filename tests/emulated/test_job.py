@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.emulated.helpers import SECONDS, Watch, descendants, network_of, networks
 
 pytestmark = pytest.mark.usefixtures("namespaces")
@@ -264,9 +265,9 @@ def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path):
     ],
 )
 def test_what_cannot_be_is_refused(words, message, tmp_path):
-    status, _, err = finish(start(tmp_path, "emulate", *words))
-    assert status == 1
-    assert message in err
+    done = forked.run(["-m", "paceline", "emulate", *words], folder=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
 
 
 def test_check_says_what_this_machine_can_do(tmp_path):

@@ -158,19 +158,6 @@ def run(
     return launch(PACELINE, words, script, *arguments, folder=folder, **others)
 
 
-def simulate(
-    workers: int,
-    script: str | Path,
-    *arguments: object,
-    folder: Path,
-    options: list[str] | None = None,
-) -> Job:
-    """Start a script under ``paceline simulate``."""
-    words = [*PACELINE, "simulate", f"--workers={workers}", *(options or [])]
-    words += [str(SCRIPTS / script), "--", *map(str, arguments)]
-    return Job(words, folder)
-
-
 def wait_for_all(jobs: Iterable[Job], seconds: float = 90) -> list[Job]:
     """Wait for jobs that run side by side; if one takes longer, all are killed."""
     jobs = list(jobs)

@@ -21,7 +21,7 @@ from tests.real.helpers import (
 )
 
 START_SECONDS = 60
-WORKERS = 3
+WORKERS = 2
 
 
 def progress(folder, rank) -> tuple[int, int, int] | None:
@@ -51,10 +51,10 @@ def start(tmp_path) -> Iterator:
     """Starts bad_luck.py; whatever happens, nothing of it outlives the test."""
     jobs: list[Job] = []
 
-    def start_one(launcher, what, name="job"):
+    def start_one(launcher, what, name="job", workers=WORKERS):
         folder = tmp_path / name
         folder.mkdir()
-        job = launcher(WORKERS, "bad_luck.py", what, folder, folder=folder / "job")
+        job = launcher(workers, "bad_luck.py", what, folder, folder=folder / "job")
         jobs.append(job)
         return job, folder
 
@@ -94,6 +94,7 @@ def test_a_worker_fails(start, what):
     check_bad_end(job, folder, 1, *FAILURES[what])
 
 
+@pytest.mark.slow
 def test_a_worker_skips_a_collective(start):
     """Whom gloo blames is a matter of timing; somebody is blamed, and all end."""
     job, folder = start(run, "skip")
@@ -140,10 +141,10 @@ def test_a_worker_fails_under_torchrun(start):
     job.check_nothing_left()
 
 
-def check_kill(start, seed):
+def check_kill(start, seed, workers=WORKERS):
     choose = random.Random(seed)
-    rank, step = choose.randrange(WORKERS), choose.randrange(1, 150)
-    job, folder = start(run, "wait", name=f"seed-{seed}")
+    rank, step = choose.randrange(workers), choose.randrange(1, 150)
+    job, folder = start(run, "wait", name=f"seed-{seed}", workers=workers)
     process, _ = wait_for_step(job, folder, rank, step)
     kill(process)
     job.wait(BAD_END_SECONDS)
@@ -157,7 +158,7 @@ def test_a_worker_is_killed(start):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_a_worker_is_killed_at_any_moment(start, seed):
-    check_kill(start, seed)
+    check_kill(start, seed, workers=3)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_a_worker_is_killed_at_any_moment(start, seed):
 )
 def test_the_launcher_is_told_to_end(start, number):
     job, folder = start(run, "wait")
-    _, port = wait_for_step(job, folder, rank=2, step=20)
+    _, port = wait_for_step(job, folder, rank=1, step=20)
     job.process.send_signal(number)
     job.wait(BAD_END_SECONDS)
     assert job.status == 128 + number

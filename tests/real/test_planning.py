@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests import forked
-from tests.real.helpers import SCRIPTS, run
+from tests.real.helpers import SCRIPTS
 
 ENDS = [1, 5, 12]
 """When one rank is out of data: in the first step, while profiled, and in the trial."""
@@ -19,9 +19,10 @@ def test_plans_on_two_processes(ends):
         assert f"checked {rank}" in end.stdout.splitlines()  # and a table
 
 
-def test_a_stand_in_has_its_true_size_and_takes_its_workloads_time(tmp_path):
-    job = run(2, "stand_in.py", folder=tmp_path / "job", options=["--json"]).wait()
-    job.check_ended_well()
-    result = json.loads(job.stdout)
-    assert job.stderr.count("checked") == 2
+def test_a_stand_in_has_its_true_size_and_takes_its_workloads_time():
+    ends = forked.run_together(
+        2, [SCRIPTS / "stand_in.py"], environment={"PACELINE_JSON": "1"}
+    )
+    assert all(f"checked {rank}" in end.stdout for rank, end in enumerate(ends))
+    result = json.loads(ends[0].stdout.splitlines()[-1])
     assert result["step_seconds"] >= 0.08

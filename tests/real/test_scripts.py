@@ -12,7 +12,6 @@ from tests.real.helpers import (
     free_port,
     launch,
     run,
-    simulate,
     somebody_listens,
     torchrun,
     wait_for_all,
@@ -27,19 +26,14 @@ def beginning(job, *words):
 
 def test_ddp_idioms_give_the_same_metric_everywhere(tmp_path):
     """And the script's own ``destroy_process_group`` loses no figures."""
-    jobs = {
-        "torchrun": torchrun(2, "ddp_idioms.py", folder=tmp_path / "torchrun"),
-        "run": run(2, "ddp_idioms.py", folder=tmp_path / "run", options=["--json"]),
-        "simulate": simulate(2, "ddp_idioms.py", folder=tmp_path / "simulate"),
-    }
-    for job in wait_for_all(jobs.values()):
-        job.check_ended_well()
-    printed = {name: beginning(job, "epoch", "accuracy") for name, job in jobs.items()}
-    assert len(printed["torchrun"]) == 3
-    assert float(printed["torchrun"][-1].split()[-1]) > 0.9
-    assert printed["torchrun"] == printed["run"] == printed["simulate"]
-    result = json.loads(jobs["run"].stdout)
-    assert (result["workers"], result["steps"]) == (2, 16)
+    job = torchrun(2, "ddp_idioms.py", folder=tmp_path / "torchrun").wait()
+    real = beginning(job.check_ended_well(), "epoch", "accuracy")
+    assert len(real) == 3
+    assert float(real[-1].split()[-1]) > 0.9
+    words = ["-m", "paceline", "simulate", "--workers=2", SCRIPTS / "ddp_idioms.py"]
+    done = forked.run(words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert beginning(done, "epoch", "accuracy") == real
 
 
 def test_no_thread_of_a_process_group_outlives_a_good_end(tmp_path):
@@ -63,18 +57,18 @@ MISMATCHES = {
 
 
 def test_what_differs_between_ranks_is_refused_on_all_of_them(tmp_path):
-    job = run(3, "mismatch.py", tmp_path, "shape", folder=tmp_path / "job").wait()
+    ranks = forked.together(3, [SCRIPTS / "mismatch.py", tmp_path, "shape"])
+    ends = [rank.done(60) for rank in ranks]
     for case, words in MISMATCHES.items():
         told = [(tmp_path / f"{case}-{rank}.txt").read_text() for rank in range(3)]
         assert told[0].startswith("ModelMismatchError: ")
         assert told[0] == told[1] == told[2]
         for word in (*words, "rank 0", "rank 2"):
             assert word in told[0], (case, told[0])
-    # And where nobody catches it, it ends the job, in words.
-    assert job.status == 1
-    assert "paceline: the job failed: rank " in job.stderr
-    assert "rank 2 has 'weight float32[2x3]'" in job.stderr
-    job.check_nothing_left()
+    # And where nobody catches it, it ends each rank, in words.
+    for end in ends:
+        assert end.returncode == 1
+        assert "rank 2 has 'weight float32[2x3]'" in end.stderr
 
 
 def test_unused_parameters_and_uneven_data():
@@ -199,20 +193,20 @@ def test_two_machines(tmp_path):
 )
 def test_scripts_without_ceremony(tmp_path, end):
     """No ``__main__`` guard, and no destroy_process_group: starts, and ends with 0."""
-    check_bare_script(tmp_path, end, times=1)
+    check_bare_script(tmp_path, end, times=1, launchers=[run])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["returns", "finishes", "destroys"])
 def test_scripts_without_ceremony_many_times(tmp_path, end):
-    check_bare_script(tmp_path, end, times=20)
+    check_bare_script(tmp_path, end, times=10, launchers=[run, torchrun])
 
 
-def check_bare_script(folder, end, times):
+def check_bare_script(folder, end, times, launchers):
     for number in range(times):
         jobs = [
-            run(2, "bare.py", end, folder=folder / f"run-{number}"),
-            torchrun(2, "bare.py", end, folder=folder / f"torchrun-{number}"),
+            start(2, "bare.py", end, folder=folder / f"{start.__name__}-{number}")
+            for start in launchers
         ]
         for job in wait_for_all(jobs):
             job.check_ended_well()
