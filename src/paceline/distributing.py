@@ -176,7 +176,6 @@ def _servers(
     if holds is not None:
         holds.server(world.size)  # may refuse: on every rank, before one is started
     job = ServerJob(
-        training=world.journal.trainings,
         method=holds,
         spec=str(spec.spec_of(method.name, method)) if holds is not None else "",
         place=settings.servers,
@@ -185,7 +184,7 @@ def _servers(
     )
     if holds is None and settings.collective == "native":
         return (), job
-    return world.servers(job), job
+    return world.services(job.services), job
 
 
 def _check_servers_update_all(

@@ -213,6 +213,13 @@ class Note(msgspec.Struct, tag="note", kw_only=True):
     guest: bool = False
 
 
+class Say(msgspec.Struct, tag="say", kw_only=True):
+    """What a kind of service that is no parameter server is asked, in *words* of its own that
+    both ends decode. Example: an aggregator's round and its racks' numbers. Answer: `Said`."""
+
+    words: bytes = b""
+
+
 Request = (
     Join
     | Arrive
@@ -231,6 +238,7 @@ Request = (
     | Leave
     | Reduce
     | Note
+    | Say
 )
 
 
@@ -300,6 +308,12 @@ class Reduced(msgspec.Struct, tag="reduced", kw_only=True):
     """The payload is the result."""
 
 
+class Said(msgspec.Struct, tag="said", kw_only=True):
+    """What a service answers to `Say`, in *words* of its kind's own."""
+
+    words: bytes = b""
+
+
 class Done(msgspec.Struct, tag="done", kw_only=True):
     """That was done."""
 
@@ -319,6 +333,7 @@ Reply = (
     | Blended
     | OptimizerState
     | Reduced
+    | Said
     | Done
     | Refused
 )

@@ -12,10 +12,10 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.instruments import Journal
-from paceline.interfaces import ServerJob
+from paceline.interfaces import Service, ServiceJob
 from paceline.server.security import SECRET, TOKEN, dedicated_token
 from paceline.worlds.handover import Address, Board, Posted, Sheet, Way, way_of
-from paceline.worlds.servers import RealServers
+from paceline.worlds.services import RealServices
 from tests.real.helpers import (
     SCRIPTS,
     DictStore,
@@ -203,8 +203,8 @@ def test_another_user_cannot_read_the_file_nor_have_his_read() -> None:
 
 
 def find(environment: dict[str, str]) -> None:
-    job = ServerJob(0, None, "", "127.0.0.1:1", "rank")
-    RealServers(0, 1, DictStore(), Journal(0, lambda: 0.0)).find(job, environment)
+    job = ServiceJob((Service("server", place="127.0.0.1:1"),))
+    RealServices(0, 1, DictStore(), Journal(0, lambda: 0.0)).find(job, environment)
 
 
 def test_a_worker_that_was_told_no_token_says_where_it_comes_from() -> None:

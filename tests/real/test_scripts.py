@@ -213,3 +213,21 @@ def check_bare_script(folder, end, times, launchers):
         # what a step took, as in the other worlds
         assert "2 workers, real world" in jobs[0].stdout
         assert "bsp:fusion=optimal" in jobs[0].stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method", ["ssp:staleness=0,fusion=wfbp", "bsp:collective=parameter-server"]
+)
+def test_both_worlds_count_the_same_bytes_towards_servers(tmp_path, method):
+    options = ["--json", "--steps=7", f"--method={method}"]
+    jobs = [
+        start(2, "loops.py", folder=tmp_path / start.__name__, options=options)
+        for start in (run, simulate)
+    ]
+    results = [
+        json.loads(job.check_ended_well().stdout.splitlines()[-1])
+        for job in wait_for_all(jobs)
+    ]
+    real, virtual = (result["bytes_sent_per_worker"] for result in results)
+    assert real == virtual > 0

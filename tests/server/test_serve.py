@@ -168,8 +168,8 @@ def test_bytes_and_waits_are_counted():
         server.request(Pull(bucket=0), into=torch.ones(1000)).wait()
         journal.step()
         server.close()
-    assert journal.steps[0].bytes_sent == 4000
-    assert [span.name for span in kept.spans] == ["load", "pull"]
+    assert journal.steps[0].bytes_sent == 4000 + 2 * wire.HEADER_BYTES
+    assert [span.name for span in kept.spans] == ["server", "server"]
 
 
 def test_the_servers_deadline_is_kept():

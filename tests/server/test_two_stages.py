@@ -939,7 +939,7 @@ def test_who_joins_defers_what_servers_say() -> None:
             0,
             torch.optim.SGD(parameters, lr=0.1),
             [Direct(server, life) for server in servers],
-            ServerJob(0, method, "osp", "auto", "rank"),
+            ServerJob(method, "osp", "auto", "rank"),
             "",
             [],
             [],

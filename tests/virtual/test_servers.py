@@ -8,9 +8,10 @@ from paceline.distributing import read_spec
 from paceline.errors import GradientError, UsageError, WorkerFailedError
 from paceline.methods import METHODS
 from paceline.network import Cluster, Rack, ServerHost, uniform_cluster
+from paceline.server.wire import HEADER_BYTES
 from paceline.testing.task import Quadratic, centers_of, flat_parameters
 from paceline.worlds.virtual import ComputeModel, Simulation
-from paceline.worlds.virtual.servers import HEADER_BYTES, ServerRates
+from paceline.worlds.virtual.servers import ServerRates
 
 MB = 1_000_000
 

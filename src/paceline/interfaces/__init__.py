@@ -7,7 +7,7 @@ Files are split by who implements a seam and who uses it. Low to high:
 - `communication`: `Comm` has asynchronous collectives; each returns a `Pending`. An
   `Endpoint` is a worker's end of a server.
 - `discipline`: what a server does with gradients, in a method's words.
-- `server`: a server as a state machine, and what it sends.
+- `server`: a server, or another service, as a state machine, and what it sends.
 - `remote`: a model's parameters on their servers, as one worker's method sees them.
 - `compression`: a `Compressor` says what is sent of a mean's tensors.
 - `rhythm`: in which steps workers communicate.
@@ -63,11 +63,19 @@ from paceline.interfaces.method import (
 from paceline.interfaces.remote import Arrived, Remote, Told, UnitPlace
 from paceline.interfaces.rhythm import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rhythm
 from paceline.interfaces.run import Run, ServerRun, UpdatingRun
-from paceline.interfaces.server import Answer, Sender, Server, Work
+from paceline.interfaces.server import (
+    Answer,
+    AnyServer,
+    Ask,
+    AskingServer,
+    Sender,
+    Server,
+    Work,
+)
 from paceline.interfaces.state import OwnState, refused, shares_of
 from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.interfaces.updates import Hyperparameters, Piece, Updater
-from paceline.interfaces.world import ServerJob, World
+from paceline.interfaces.world import ServerJob, Service, ServiceJob, World
 
 __all__ = [
     "AGREE_EVERY",
@@ -75,7 +83,10 @@ __all__ = [
     "HOOKS",
     "ON_SERVERS",
     "Answer",
+    "AnyServer",
     "Arrived",
+    "Ask",
+    "AskingServer",
     "Awaited",
     "Clips",
     "Coding",
@@ -106,6 +117,8 @@ __all__ = [
     "Server",
     "ServerJob",
     "ServerRun",
+    "Service",
+    "ServiceJob",
     "Shard",
     "Signal",
     "Sparing",

@@ -1,12 +1,14 @@
-"""A server as those who run it see it.
+"""A server, or another service, as those who run it see it.
 
 `paceline.server` implements `Server` (`protocol`; `process` wraps it). Those who run it
-are a thread behind sockets (`server.serve`), the virtual world, and tests.
+are a thread behind sockets (`server.serve`), the virtual world, and tests. `server.kinds`
+says which services there are. One that asks others is an `AskingServer`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -15,7 +17,8 @@ from paceline.messages import Reply, Request
 
 class Sender(NamedTuple):
     """Which request an answer belongs to: it is sent back unread. A worker that was
-    restarted has another *incarnation*."""
+    restarted has another *incarnation*. A service that asks has a number behind those of
+    the workers: number *i* of its job's services is sender *workers* + *i*."""
 
     worker: int
     incarnation: int
@@ -32,6 +35,19 @@ class Answer(NamedTuple):
     to: Sender
     message: Reply
     payload: torch.Tensor | None = None
+
+
+class Ask(NamedTuple):
+    """A service's request to another one, its *peer*. *number* is the asker's own, and comes
+    back with the answer. *payload* and *into* are flat, and not touched by the asker until
+    then; *channel*: as in `Endpoint.request`."""
+
+    peer: str
+    number: int
+    message: Request
+    payload: torch.Tensor | None = None
+    into: torch.Tensor | None = None
+    channel: str = ""
 
 
 class Work(NamedTuple):
@@ -72,3 +88,60 @@ class Server(Protocol):
     def take_work(self) -> Work:
         """What was done since this was last called."""
         ...
+
+
+@runtime_checkable
+class AskingServer(Protocol):
+    """A `Server` that is a client of other services, too: its transitions also return what it
+    asks of them. Each `Ask` is followed by one `on_reply`, or by the `on_peer_lost` of its
+    peer; none comes after that. Example: an aggregator returns an `Ask` once the parts of
+    its rack are in, and answers its workers in `on_reply`.
+
+    As `Server`, it has no I/O, no clock and no threads.
+    """
+
+    def on_message(
+        self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
+    ) -> Sequence[Answer | Ask]:
+        """As `Server.on_message`; the sender may be another service."""
+        ...
+
+    def on_lost(
+        self, worker: int, incarnation: int, now: float
+    ) -> Sequence[Answer | Ask]:
+        """As `Server.on_lost`; of another service, too, that asks here."""
+        ...
+
+    def next_deadline(self) -> float | None:
+        """As `Server.next_deadline`."""
+        ...
+
+    def on_timer(self, now: float) -> Sequence[Answer | Ask]:
+        """As `Server.on_timer`."""
+        ...
+
+    def take_work(self) -> Work:
+        """As `Server.take_work`."""
+        ...
+
+    def on_reply(
+        self,
+        peer: str,
+        number: int,
+        reply: Reply,
+        payload: torch.Tensor | None,
+        now: float,
+    ) -> Sequence[Answer | Ask]:
+        """*peer* has answered request *number*, maybe with `Refused`. *payload* is the
+        tensor that was handed over for it."""
+        ...
+
+    def on_peer_lost(
+        self, peer: str, reason: str, now: float
+    ) -> Sequence[Answer | Ask]:
+        """*peer* is gone, for the *reason* given in words: it answers nothing any more, and
+        whoever waits for it is to be told."""
+        ...
+
+
+AnyServer = Server | AskingServer

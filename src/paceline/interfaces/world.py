@@ -21,21 +21,55 @@ from paceline.job import Job
 
 
 @dataclass(frozen=True)
+class Service:
+    """One thing to start beside the workers, for all of them.
+
+    *kind* is a row of `paceline.server.kinds`, or ``MODULE:FACTORY``; *spec* is what that is
+    told in words. *peers* are names of services of the same job that this one asks. *place*:
+
+    - ``"beside:RANK"``: on the machine of that worker;
+    - ``"host:NAME"``: on that machine (a number; where hosts have names, its name);
+    - ``"rack:NUMBER"``: in that rack's switch, where all links of the rack meet;
+    - one on several places, of which the *i*-th is called ``"NAME i"``: ``"embedded"`` (beside
+      rank 0 alone), ``"per-node"`` (on each host), ``"dedicated"`` (on hosts of their own),
+      ``"auto"`` (dedicated where there are any, else embedded), or addresses
+      ``"HOST:PORT"`` joined by "+", where servers run already.
+    """
+
+    name: str
+    kind: str = "server"
+    place: str = "auto"
+    spec: str = ""
+    peers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServiceJob:
+    """What is to run for one purpose. *method*: whose updates servers apply, where it is at
+    hand; elsewhere they learn its spec from who joins."""
+
+    services: tuple[Service, ...]
+    method: UpdatesOnServer | None = None
+
+
+@dataclass(frozen=True)
 class ServerJob:
-    """What servers are started for: training number *training* of the script, under
-    *method* with its full *spec*; None for servers that only reduce. *place*: "embedded" (one beside
-    rank 0), "per-node" (one on each host), "dedicated" (on hosts of their own), "auto" (dedicated
-    where there are any, else embedded), or
-    addresses ``"HOST:PORT"`` joined by "+". *sums*: the order of sums, "rank",
+    """What a training's servers are started for: a *method* with its full *spec*; None for
+    servers that only reduce. *place*: as `Service`
+    has it. *sums*: the order of sums, "rank",
     "arrival" or "ring". *clip_norm*: the largest norm of a step's mean gradient,
     where servers form it."""
 
-    training: int
     method: UpdatesOnServer | None
     spec: str
     place: str
     sums: Literal["rank", "arrival", "ring"]
     clip_norm: float = math.inf
+
+    @property
+    def services(self) -> ServiceJob:
+        """These servers as services: for `World.services`."""
+        return ServiceJob((Service("server", place=self.place),), self.method)
 
 
 class World(Protocol):
@@ -96,9 +130,10 @@ class World(Protocol):
         """Make sure that torch.distributed is initialized. Collective."""
         ...
 
-    def servers(self, job: ServerJob) -> Sequence[Endpoint]:
-        """Start one training's servers, or find them; returns this worker's ends of them.
-        Collective. Raises `UsageError` where there are none of the kind asked for."""
+    def services(self, job: ServiceJob) -> Sequence[Endpoint]:
+        """Start services, or find them; returns this worker's ends of all of them, in the
+        job's order. Collective. Raises `UsageError`, on every worker, where one cannot run in
+        its place, or does not start."""
         ...
 
     def runner(self, name: str, *, thread: bool) -> Runner:

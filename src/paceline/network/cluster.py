@@ -148,7 +148,8 @@ class Cluster:
     happens to them during a run; what a message costs a *processor* (None: nothing); and
     hosts for *servers*.
 
-    Workers and hosts are numbered rack by rack, the servers' hosts after all others.
+    Workers and hosts are numbered rack by rack, the servers' hosts after all others, and
+    then each rack's switch, where services may run, too.
     ``capacities[i]`` is the goodput of directed link *i* in bytes per second.
     """
 
@@ -222,9 +223,19 @@ class Cluster:
         """The host that a worker runs on."""
         return self._host_of[worker]
 
+    def switch_of(self, rack: int) -> int:
+        """The number, as of a host, of a rack's switch. It is behind no link of its own: what
+        goes there from a host of the rack crosses that host's link and nothing else."""
+        return len(self._rack_of) + rack
+
+    def is_switch(self, host: int) -> bool:
+        """Whether that is a rack's switch."""
+        return host >= len(self._rack_of)
+
     def rack_of_host(self, host: int) -> int:
-        """The rack that a host stands in."""
-        return self._rack_of[host]
+        """The rack that a host, or a switch, stands in."""
+        beyond = host - len(self._rack_of)
+        return self._rack_of[host] if beyond < 0 else beyond
 
     @property
     def speeds(self) -> tuple[float, ...]:
@@ -237,15 +248,19 @@ class Cluster:
         return self.host_path(self._host_of[source], self._host_of[destination])
 
     def host_path(self, source: int, destination: int) -> tuple[int, ...]:
-        """The directed links from one host to another, as indices."""
+        """The directed links from one host, or switch, to another, as indices."""
         if source == destination:
             return ()
-        from_rack, to_rack = self._rack_of[source], self._rack_of[destination]
-        out, into = self.link_out_of(source), self.link_out_of(destination) + 1
-        if from_rack == to_rack:
-            return (out, into)
+        from_rack, to_rack = self.rack_of_host(source), self.rack_of_host(destination)
         base = 2 * self.hosts
-        return (out, base + 2 * from_rack, base + 2 * to_rack + 1, into)
+        links: tuple[int, ...] = ()
+        if not self.is_switch(source):
+            links += (self.link_out_of(source),)
+        if from_rack != to_rack:
+            links += (base + 2 * from_rack, base + 2 * to_rack + 1)
+        if not self.is_switch(destination):
+            links += (self.link_out_of(destination) + 1,)
+        return links
 
     def link_out_of(self, host: int) -> int:
         """The link out of a host; the one into it comes next."""
@@ -257,14 +272,17 @@ class Cluster:
         return self.host_latency(self._host_of[source], self._host_of[destination])
 
     def host_latency(self, source: int, destination: int) -> float:
-        """One-way seconds from one host to another."""
+        """One-way seconds from one host, or switch, to another: half of a rack's latency
+        lies on either side of its switch."""
         if source == destination:
             return 0.0
-        from_rack, to_rack = self._rack_of[source], self._rack_of[destination]
+        from_rack, to_rack = self.rack_of_host(source), self.rack_of_host(destination)
         a, b = self.racks[from_rack], self.racks[to_rack]
+        out = 0.0 if self.is_switch(source) else a.latency / 2
+        into = 0.0 if self.is_switch(destination) else b.latency / 2
         if from_rack == to_rack:
-            return a.latency
-        return a.latency / 2 + b.latency / 2 + a.uplink_latency + b.uplink_latency
+            return out + into
+        return out + into + a.uplink_latency + b.uplink_latency
 
     def link_name(self, index: int) -> str:
         """What people call a directed link: ``"worker 3 out"`` (``"host 3 out"`` where

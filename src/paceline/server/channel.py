@@ -48,8 +48,11 @@ class Reception:
         message: Request,
         payload: torch.Tensor | None,
         into: torch.Tensor | None,
+        replied: Callable[[Reply], None] | None = None,
     ) -> None:
+        """*replied* is called with the answer, once it is here."""
         self.channel = channel
+        self._replied = replied
         self.message = message
         self.payload = payload
         self.into = into
@@ -72,6 +75,9 @@ class Reception:
         """The answer is here, payload and all."""
         self.reply = reply
         self.payload = self.into = None
+        replied, self._replied = self._replied, None
+        if replied is not None:
+            replied(reply)
 
 
 class Channel:

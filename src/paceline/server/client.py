@@ -8,7 +8,8 @@ tensor's own memory (or, on one machine, puts it into `shared_memory`); what exc
 come in. `wait` serves all channels of this endpoint until its own answer is there, and
 copies each chunk straight into the tensor that was handed over. What is kept here moves
 only inside calls of this endpoint: whoever waits on several servers should wait in the
-order in which he asked, as all workers do.
+order in which he asked, as all workers do. A service that asks another has no `wait`: its loop reads
+the connections, see `read_in`.
 
 The liveness connection ends when the server's process ends, in any way: then, or when a
 channel's connection breaks, everything that waits raises `PeerLostError`. Nothing is sent a
@@ -33,9 +34,10 @@ from zmq.utils.monitor import recv_monitor_message
 from paceline import lifelines
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
-from paceline.messages import PROTOCOL, Request
+from paceline.messages import PROTOCOL, Reply, Request
 from paceline.server import payloads, wire
 from paceline.server.channel import Channel, Reception
+from paceline.server.poll_loop import PollLoop, Source
 from paceline.server.security import SECRET, TOKEN, Security, choose
 from paceline.server.shared_memory import ANSWERS, PUSHES, Region, WorkerEnd
 from paceline.server.wire import RefusalError
@@ -56,6 +58,9 @@ class RemoteServer:
     if the server does not want this worker, or if nothing protects the address.
     """
 
+    _closed = True
+    """Until something is open."""
+
     def __init__(
         self,
         name: str,
@@ -74,18 +79,23 @@ class RemoteServer:
         self._security = choose(host) if security is None else security
         self._journal = journal
         self._failure: UsageError | PeerLostError | None = None
-        self._closed = False
         self.shared: WorkerEnd | None = None
         self._channels: dict[str, Channel] = {}
         self._liveness: socket.socket | None = None
-        self._poller = zmq.Poller()
-        self._handlers: dict[Any, Callable[[], None]] = {}
+        self._loop = PollLoop()
+        self._watched: dict[Source, Callable[[], None]] = {}
         self._context = zmq.Context(io_threads=1)
+        self._closed = False
         try:
             self._introduce(time.monotonic() + CONNECT_SECONDS)
         except BaseException:
             self._let_go(0.0)
             raise
+
+    def __del__(self) -> None:
+        """Dropped without a goodbye: ZeroMQ would wait for its sockets, for ever."""
+        if not self._closed:
+            self._let_go(0.0)
 
     def request(
         self,
@@ -99,19 +109,55 @@ class RemoteServer:
         Raises `PeerLostError` if the server is known to be gone, `UsageError` for a tensor
         that is not flat and contiguous.
         """
+        return self.ask(message, payload, into, channel)
+
+    def ask(
+        self,
+        message: Request,
+        payload: torch.Tensor | None = None,
+        into: torch.Tensor | None = None,
+        channel: str = "",
+        replied: Callable[[Reply], None] | None = None,
+    ) -> Reception:
+        """As `request`; *replied* is called with the answer where it is read."""
         for what, tensor in (("payload", payload), ("into", into)):
             if tensor is not None:
                 payloads.check_flat(what, tensor)
         self._check()
-        if payload is not None and self._journal is not None:
-            self._journal.sent(payloads.size_of(payload))
+        if self._journal is not None:
+            self._journal.sent(wire.HEADER_BYTES + payloads.size_of(payload))
         there = self._channels.get(channel) or self._open(channel)
         if payload is not None and payload.device.type != "cpu":
             payload = payload.cpu()
-        reception = Reception(there, message, payload, into)
-        with self._faults_of_the_server():
+        reception = Reception(there, message, payload, into, replied)
+        try:
             there.submit(reception)
+        except RefusalError as error:
+            self._not_an_answer(error)
         return reception
+
+    @property
+    def failure(self) -> UsageError | PeerLostError | None:
+        """Why nothing more is expected of the server, if so."""
+        return self._failure
+
+    def read_in(self, loop: PollLoop) -> None:
+        """From now on *loop* reads what comes in, on whichever thread that
+        runs. Nobody waits here then: answers are for `ask`'s *replied*."""
+        for source in self._watched:
+            self._loop.unwatch(source)
+        self._loop = loop
+        for source, handler in self._watched.items():
+            loop.watch(source, handler)
+
+    def part(self, well: bool) -> None:
+        """Let the sockets go at once; *well*: this end is not missed. Requests that are
+        unanswered, and answers, get lost."""
+        if not self._closed:
+            if well and self._liveness is not None:
+                with contextlib.suppress(OSError):
+                    self._liveness.send(b"bye\n")
+            self._let_go(0.0)
 
     def close(self) -> None:
         """Say goodbye on all channels, and let the sockets go. Requests that were not
@@ -156,8 +202,7 @@ class RemoteServer:
                 "network must let both ports through"
             ) from None
         self._liveness.setblocking(False)
-        self._poller.register(self._liveness, zmq.POLLIN)
-        self._handlers[self._liveness.fileno()] = self._read_liveness
+        self._watch(self._liveness, self._read_liveness)
         if self._liveness.getsockname()[0] == self._liveness.getpeername()[0]:
             self._share_memory(main, deadline)
 
@@ -197,11 +242,19 @@ class RemoteServer:
         channel.say(
             wire.Hello(PROTOCOL, self._token, self._worker, self._incarnation, name)
         )
-        self._poller.register(channel.socket, zmq.POLLIN)
-        self._handlers[channel.socket] = channel.read
-        self._poller.register(channel.monitor, zmq.POLLIN)
-        self._handlers[channel.monitor] = lambda: self._read_monitor(channel)
+        self._watch(channel.socket, channel.read)
+        self._watch(channel.monitor, lambda: self._read_monitor(channel))
         return channel
+
+    def _watch(self, source: Source, handler: Callable[[], None]) -> None:
+        def read() -> None:
+            try:
+                handler()
+            except RefusalError as error:
+                self._not_an_answer(error)
+
+        self._watched[source] = read
+        self._loop.watch(source, read)
 
     def _socket(self) -> zmq.Socket[Any]:
         socket = self._context.socket(zmq.DEALER)
@@ -221,8 +274,7 @@ class RemoteServer:
         start = time.perf_counter()
         self._poll_until(lambda: reception.reply is not None, None)
         if self._journal is not None:
-            tag = str(reception.message.__struct_config__.tag)
-            self._journal.waited(tag, start, time.perf_counter())
+            self._journal.waited("server", start, time.perf_counter())
         if reception.reply is None:
             self._check()
 
@@ -237,9 +289,7 @@ class RemoteServer:
                 patience = int(1000 * (deadline - time.monotonic())) + 1
                 if patience <= 0:
                     return False
-            with self._faults_of_the_server():
-                for ready, _ in self._poller.poll(patience):
-                    self._handlers[ready]()
+            self._loop.handle(patience)
         return True
 
     def _read_monitor(self, channel: Channel) -> None:
@@ -273,12 +323,8 @@ class RemoteServer:
             channel.read()  # what it said last
         self.give_up(f"is lost: its process {how}")
 
-    @contextlib.contextmanager
-    def _faults_of_the_server(self) -> Any:
-        try:
-            yield
-        except RefusalError as error:
-            self.give_up(f"sent what is no answer: {error}")
+    def _not_an_answer(self, error: RefusalError) -> None:
+        self.give_up(f"sent what is no answer: {error}")
 
     def give_up(
         self, sentence: str, kind: type[UsageError | PeerLostError] = PeerLostError
@@ -295,9 +341,20 @@ class RemoteServer:
     def _let_go(self, linger: float) -> None:
         self._closed = True
         self.shared = None
-        self._handlers.clear()
+        for source in self._watched:
+            self._loop.unwatch(source)
+        self._watched.clear()
         for channel in self._channels.values():
             channel.close(linger)
         if self._liveness is not None:
             self._liveness.close()
         self._context.term()
+
+
+def check_listens(name: str, host: str, port: int) -> None:
+    """Raises `PeerLostError` at once where nobody listens any more: ZeroMQ, which is told
+    nothing, would go on trying."""
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise PeerLostError(f"{name} at {host}:{port} is lost: {error}") from None

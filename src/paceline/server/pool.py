@@ -1,8 +1,9 @@
-"""``python -m paceline.server.pool``: a worker's server process, for all its trainings.
+"""``python -m paceline.server.pool``: a worker's service process, for all its trainings.
 
 A script may call ``distribute`` many times, and a process that imports torch takes seconds
-to start: so one process serves them all, each on a thread and a port of its own. Each line of input
-is an `Order`; to each it prints one line, a `Place`. It ends when its input does.
+to start: so one process runs them all, each on a thread and a port of its own. Each line of input
+is an `Order` or an `Introduction`; to each it prints one line, a `Place`. It ends when its
+input does.
 """
 
 from __future__ import annotations
@@ -12,30 +13,58 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.server.orders import Order, Place
-from paceline.server.process import make_machine, make_shell
+from paceline.interfaces import AnyServer
+from paceline.server import kinds
+from paceline.server.orders import Introduction, Order, Place
 from paceline.server.protocol import ParameterServer
+from paceline.server.serve import Shell
 
 LAST_SECONDS = 5.0
 
 
+@dataclass(frozen=True)
+class Running:
+    """A service on a thread of its own, until *stop* is closed."""
+
+    machine: AnyServer
+    shell: Shell
+    thread: threading.Thread
+    stop: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody is kept from anything if it ends soon."""
+        if isinstance(self.machine, ParameterServer):
+            return self.machine.is_over()
+        return self.shell.some_have_departed
+
+
 class Pool:
-    """Servers on threads of this process."""
+    """Services on threads of this process."""
 
     def __init__(self) -> None:
-        self._servers: list[tuple[ParameterServer, threading.Thread, int]] = []
+        self._running: list[Running] = []
 
     def start(self, order: Order) -> Place:
         """One more, which ends with its training."""
+        start = kinds.Start(
+            order.name, order.workers, order.spec, order.services, order.peers
+        )
         try:
-            machine = make_machine(order.workers, order.name)
-            shell = make_shell(
-                order.workers, order.name, order.bind, 0, order.token, machine
+            machine = kinds.make(order.kind, start)
+            shell = Shell(
+                machine,
+                order.bind,
+                workers=order.workers,
+                services=len(order.services),
+                peers=order.peers,
+                token=order.token,
             )
         except UsageError as error:
             return Place(fault=str(error))
@@ -49,20 +78,32 @@ class Pool:
                 os.close(stopped)
 
         thread = threading.Thread(target=serve, name=order.name)
-        self._servers.append((machine, thread, stop))
+        self._running.append(Running(machine, shell, thread, stop))
         thread.start()
+        return Place(port=shell.port)
+
+    def introduce(self, introduction: Introduction) -> Place:
+        """Tell a service where its peers are."""
+        # The last one: an earlier one may have ended, and its port been free again.
+        shell = [r.shell for r in self._running if r.shell.port == introduction.port][
+            -1
+        ]
+        try:
+            shell.meet(introduction.sender, introduction.peers)
+        except UsageError as error:
+            return Place(fault=str(error))
         return Place(port=shell.port)
 
     def close(self) -> None:
         """End all of them. One whose training is over has up to `LAST_SECONDS`: a worker that
         was done first ends its process, and others still take the final state."""
         deadline = time.monotonic() + LAST_SECONDS
-        for machine, thread, stop in self._servers:
-            if machine.is_over():
-                thread.join(max(0.0, deadline - time.monotonic()))
-            os.close(stop)
-        for _, thread, _ in self._servers:
-            thread.join()
+        for one in self._running:
+            if one.is_over:
+                one.thread.join(max(0.0, deadline - time.monotonic()))
+            os.close(one.stop)
+        for one in self._running:
+            one.thread.join()
 
 
 def main() -> int:
@@ -73,7 +114,11 @@ def main() -> int:
     pool = Pool()
     try:
         for line in sys.stdin.buffer:
-            place = pool.start(msgspec.json.decode(line, type=Order))
+            words = msgspec.json.decode(line, type=Order | Introduction)
+            if isinstance(words, Order):
+                place = pool.start(words)
+            else:
+                place = pool.introduce(words)
             sys.stdout.buffer.write(msgspec.json.encode(place) + b"\n")
             sys.stdout.buffer.flush()
     finally:

@@ -107,6 +107,7 @@ from paceline.messages import (
     Push,
     Reduce,
     Request,
+    Say,
 )
 from paceline.server.answers import Answers
 from paceline.server.bound_discipline import BoundDiscipline
@@ -188,6 +189,7 @@ class ParameterServer:
             PullNorm: self._pull_norm,
             Norm: self._norm,
             Blend: self._blend,
+            Say: self._say,
         }
 
     # ---- the `Server` ----
@@ -365,6 +367,9 @@ class ParameterServer:
             if self._members.has_older(worker, incarnation):
                 self._lose(worker)
             self._members.hear_of(worker, incarnation)
+
+    def _say(self, *_: object) -> None:
+        raise UsageError("say: those are the words of another kind of service")
 
     def _join(self, sender: Sender, join: Join, _: object) -> None:
         worker = sender.worker

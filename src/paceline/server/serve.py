@@ -1,10 +1,11 @@
-"""The thin shell: any `Server` behind a ZeroMQ socket, in one thread.
+"""The thin shell: any `Server`, or other service, behind a ZeroMQ socket, in one thread.
 
 Theory of operation
 -------------------
 One loop waits for: messages of workers (a ROUTER socket), ZeroMQ asking whether it may
-let a connection in, the liveness listener and its connections, the server's own deadline,
-and the end of the parent's pipe. It never waits for one peer: what is sent goes into
+let a connection in, the liveness listener and its connections, answers of the services that
+it asks (see `peers`), the server's own deadline, and the end of the parent's pipe. It never
+waits for one peer: what is sent goes into
 ZeroMQ's queues, whose length is bounded.
 
 Who is here, and who is lost, is known by connections: see `sessions`. A connection that
@@ -24,15 +25,17 @@ import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 import zmq
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Sender, Server
+from paceline.interfaces import Answer, AnyServer, Ask, AskingServer, Sender
 from paceline.messages import Join, Leave, Refused
 from paceline.server import payloads, wire
+from paceline.server.orders import PeerAddress
+from paceline.server.peers import Peers
 from paceline.server.poll_loop import PollLoop
 from paceline.server.security import JUDGE_ADDRESS, Security, choose
 from paceline.server.sessions import Connection, Session, Sessions
@@ -49,7 +52,8 @@ QUEUED_IN = 4
 
 class Shell:
     """Runs *server* at *address*, on `port` (0: a free one), for *workers* workers that
-    know the job's *token*.
+    know the job's *token*, and for so many *services*, which ask it with numbers behind those.
+    *peers*: names of those that it may ask itself, once it has met them.
 
     *security*: as the environment says, see `security`. *max_payload_bytes*: what one
     message may bring. *now* is the clock that the server is told.
@@ -59,11 +63,13 @@ class Shell:
 
     def __init__(
         self,
-        server: Server,
+        server: AnyServer,
         address: str = "127.0.0.1",
         port: int = 0,
         *,
         workers: int,
+        services: int = 0,
+        peers: Iterable[str] = (),
         token: str,
         security: Security | None = None,
         max_payload_bytes: int = wire.LARGEST_PAYLOAD_BYTES,
@@ -79,11 +85,16 @@ class Shell:
         self._now = now
         self.refused: Counter[str] = Counter()
         self._said = 0
-        self._outbox: deque[Answer] = deque()
+        self._outbox: deque[Answer | Ask] = deque()
         self._delivering = False
         self._stopped = False
         self._loop = PollLoop()
-        self._sessions = Sessions(workers, token, max_payload_bytes, self._loop)
+        self._peers: Peers | None = None
+        if isinstance(server, AskingServer):
+            self._peers = Peers(server, peers, self._loop, now)
+        self._sessions = Sessions(
+            workers, token, max_payload_bytes, self._loop, services
+        )
         self._memory = ServerMemory()
         self._context = zmq.Context(io_threads=1)
         self._router = self._context.socket(zmq.ROUTER)
@@ -120,6 +131,21 @@ class Shell:
         self._loop.watch(self._judge, self._read_questions)
         self._loop.watch(listener, self._accept)
 
+    def meet(self, sender: int, peers: Mapping[str, PeerAddress]) -> None:
+        """Let the service ask its *peers*, as number *sender*; from any thread. Raises
+        `UsageError` for a service that asks nobody."""
+        if self._peers is None:
+            raise UsageError(
+                f"peers {', '.join(peers)}: this service asks nobody; one that does has "
+                "on_reply and on_peer_lost (paceline.interfaces.AskingServer)"
+            )
+        self._peers.meet(sender, peers)
+
+    @property
+    def some_have_departed(self) -> bool:
+        """Whether a worker has said goodbye: the others may be about to."""
+        return self._sessions.some_have_departed
+
     # ---- the loop ----
 
     def run(
@@ -135,15 +161,20 @@ class Shell:
             self._loop.watch(stop, lambda: self._read_stop(stop, on_done))
         try:
             while not self._stopped and not self._sessions.all_have_departed:
+                self._hear_peers()
                 self._loop.handle(self._patience())
                 deadline = self._server.next_deadline()
                 if deadline is not None and self._now() >= deadline:
                     self._deliver(self._server.on_timer(self._now()))
+            if self._peers is not None:
+                self._peers.close(well=self._sessions.all_have_departed)
         finally:
             self.close()
 
     def close(self) -> None:
         """Let go of all sockets and memory; the last answers have `LINGER_SECONDS` to leave."""
+        if self._peers is not None:
+            self._peers.close(well=False)
         self._memory.close()
         self._sessions.close()
         self._loop.let_go()
@@ -171,6 +202,11 @@ class Shell:
         if not admitted:
             self._count("token", "a connection that does not know the job's token")
 
+    def _hear_peers(self) -> None:
+        """Until nothing is left that was not waited for."""
+        while self._peers is not None and (said := self._peers.collect()):
+            self._deliver(said)
+
     # ---- messages ----
 
     def _read_messages(self) -> None:
@@ -195,7 +231,7 @@ class Shell:
     def _hear(self, connection: Connection, words: wire.FromWorker) -> None:
         """A known worker says something."""
         if isinstance(words, wire.Begin | wire.More):
-            self._deliver(self._take(connection, words))
+            self._take(connection, words)
         elif isinstance(words, wire.Share):
             self._share_memory(connection, words)
         elif isinstance(words, wire.Reads):
@@ -207,9 +243,7 @@ class Shell:
         else:
             raise RefusalError("order", "a second hello", fatal=True)
 
-    def _take(
-        self, connection: Connection, words: wire.Begin | wire.More
-    ) -> list[Answer]:
+    def _take(self, connection: Connection, words: wire.Begin | wire.More) -> None:
         """A request, or a further part of it, has come in."""
         session = connection.session
         if not session.is_admitted:
@@ -220,7 +254,7 @@ class Shell:
         finally:
             chunk.let_go()
         if complete is None:
-            return []
+            return
         begun, payload = complete
         if isinstance(begun.message, Join | Leave):
             session.takes_part = isinstance(begun.message, Join)
@@ -231,7 +265,9 @@ class Shell:
             begun.number,
             begun.received,
         )
-        return self._server.on_message(sender, begun.message, payload, self._now())
+        self._deliver(
+            self._server.on_message(sender, begun.message, payload, self._now())
+        )
 
     def _share_memory(self, connection: Connection, offer: wire.Share) -> None:
         """A worker of this machine, as it seems, offers memory."""
@@ -273,15 +309,21 @@ class Shell:
 
     # ---- answers ----
 
-    def _deliver(self, answers: Iterable[Answer]) -> None:
-        """Send answers; whoever cannot be reached is lost, which may bring more answers."""
-        self._outbox.extend(answers)
+    def _deliver(self, outgoing: Iterable[Answer | Ask]) -> None:
+        """Send answers, and what is asked of peers; whoever cannot be reached is lost, which
+        may bring more of both."""
+        self._outbox.extend(outgoing)
         if self._delivering:
             return
         self._delivering = True
         try:
             while self._outbox:
-                self._send(self._outbox.popleft())
+                one = self._outbox.popleft()
+                if isinstance(one, Ask):
+                    assert self._peers is not None
+                    self._outbox.extend(self._peers.ask(one))
+                else:
+                    self._send(one)
         finally:
             self._delivering = False
             self._memory.batch_ended()

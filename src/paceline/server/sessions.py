@@ -1,5 +1,8 @@
 """Who is here: the workers of one job, as one server knows them by their connections.
 
+Other services of the job that ask this one are here in the same way, with numbers behind those
+of the workers: only their departures count for nothing.
+
 Theory of operation
 -------------------
 1. A worker's first connection says `Hello`, and is given a one-time ticket.
@@ -88,16 +91,22 @@ class Session:
 
 
 class Sessions:
-    """Which of *workers* workers that know the job's *token* are here.
+    """Which of *workers* workers that know the job's *token* are here, and of so many
+    *services*.
 
     Their liveness connections are watched in *loop*. *max_payload*: bytes that one message
     may bring.
     """
 
     def __init__(
-        self, workers: int, token: str, max_payload: int, loop: PollLoop
+        self,
+        workers: int,
+        token: str,
+        max_payload: int,
+        loop: PollLoop,
+        services: int = 0,
     ) -> None:
-        self._workers = workers
+        self._workers, self._services = workers, services
         self._token = token
         self._max_payload = max_payload
         self._loop = loop
@@ -106,7 +115,7 @@ class Sessions:
         self._present: dict[int, Session] = {}
         self._newest: dict[int, int] = {}  # by worker: incarnation
         self._departed: set[int] = set()
-        self._callers = Callers(workers + _STRANGERS, _LINE_BYTES)
+        self._callers = Callers(workers + services + _STRANGERS, _LINE_BYTES)
         self._owners: dict[socket.socket, Session] = {}
         self._listener: socket.socket | None = None
         self.port = 0
@@ -117,7 +126,9 @@ class Sessions:
         `OSError`."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server(
-            (address, 0), family=family, backlog=max(100, self._workers)
+            (address, 0),
+            family=family,
+            backlog=max(100, self._workers + self._services),
         )
         self._listener.setblocking(False)
         self.port = self._listener.getsockname()[1]
@@ -136,6 +147,10 @@ class Sessions:
     @property
     def all_have_departed(self) -> bool:
         return len(self._departed) >= self._workers
+
+    @property
+    def some_have_departed(self) -> bool:
+        return bool(self._departed)
 
     def connection_of(self, identity: bytes) -> Connection | None:
         """The connection that ZeroMQ knows as *identity*, if it was greeted."""
@@ -157,7 +172,7 @@ class Sessions:
             raise RefusalError("version", reason)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise RefusalError("token", "not the token of this job")
-        if not 0 <= hello.worker < self._workers:
+        if not 0 <= hello.worker < self._workers + self._services:
             reason = f"worker {hello.worker} of {self._workers}"
             raise RefusalError("worker", reason)
         if hello.channel:
@@ -279,7 +294,7 @@ class Sessions:
     def _depart(self, session: Session, report: Report) -> None:
         """A worker has said goodbye: to *report*, if its training goes on without it."""
         here = self._present.get(session.worker) is session
-        if here:
+        if here and session.worker < self._workers:
             self._departed.add(session.worker)
         self._forget(session)
         if here and session.takes_part:

@@ -35,6 +35,9 @@ CHUNK_BYTES = 2 << 20
 """1 to 4 MiB were equally fast on loopback; smaller ones cost more processor time."""
 FRAME_BYTES = 4 << 20
 """No frame is larger: neither a chunk nor a header, which may describe a whole model."""
+HEADER_BYTES = 128
+"""What every world counts for a message beside its payload: its MessagePack header, ZeroMQ's
+frames, and the headers of TCP and IP of one packet."""
 HELLO_BYTES = 1024
 HAS_BEEN_HERE = "which has been here as"
 """In the refusal of a worker that has left: a later training may be about to begin."""

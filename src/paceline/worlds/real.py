@@ -19,7 +19,7 @@ from paceline import launchers
 from paceline.collectives.chains import ThreadRunner, WaitingRunner
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
-from paceline.interfaces import Compute, Endpoint, Runner, ServerJob, Stopwatch
+from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
 from paceline.job import Job
 from paceline.launchers import Place
 from paceline.network.workload import Workload
@@ -34,7 +34,8 @@ from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
 from paceline.worlds.hub import GRACE_SECONDS
 from paceline.worlds.liveness import Liveness, end_after_grace
 from paceline.worlds.pacing import PacedCompute
-from paceline.worlds.servers import SURVIVE_VARIABLE, RealServers
+from paceline.worlds.servers import SURVIVE_VARIABLE
+from paceline.worlds.services import RealServices
 
 
 class RealWorld:
@@ -59,7 +60,7 @@ class RealWorld:
         self._profilers: list[Profiler] = []
         self._results_written = False
         self._liveness: Liveness | None = None
-        self._servers: RealServers | None = None
+        self._services: RealServices | None = None
         self.alone = os.environ.get(SURVIVE_VARIABLE) == "1"
         noted = progress.file_of()
         if self.alone and noted is not None:
@@ -101,11 +102,11 @@ class RealWorld:
         else:
             dist.init_process_group(backend, store=local_store(), rank=0, world_size=1)
 
-    def servers(self, job: ServerJob) -> Sequence[Endpoint]:
-        if self._servers is None:
+    def services(self, job: ServiceJob) -> Sequence[Endpoint]:
+        if self._services is None:
             store = local_store() if self.alone else default_store()
-            self._servers = RealServers(self.rank, self.size, store, self.journal)
-        return self._servers.find(job)
+            self._services = RealServices(self.rank, self.size, store, self.journal)
+        return self._services.find(job)
 
     def runner(self, name: str, *, thread: bool) -> Runner:
         return ThreadRunner(f"paceline {name}") if thread else WaitingRunner()
@@ -195,8 +196,8 @@ class RealWorld:
         """Do what was put off until the end."""
         if dist.is_initialized() or self.alone:
             self.job.end()
-        if self._servers is not None:
-            self._servers.close()
+        if self._services is not None:
+            self._services.close()
         self._write_results()
 
     def _write_results(self) -> None:

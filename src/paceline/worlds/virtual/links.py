@@ -80,8 +80,8 @@ class Links:
         sent: Callable[[], None],
         arrived: Callable[[], None],
     ) -> None:
-        """Send a message between two hosts over a named connection, after those sent over
-        it before.
+        """Send a message between two hosts, or switches, over a named connection, after
+        those sent over it before. A switch sends without a processor of its own.
 
         *sent* is called when the last byte has left, *arrived* one latency later. Only the
         head of a connection is a flow: its successors wait, and do not take bandwidth.
@@ -99,7 +99,7 @@ class Links:
             sent()
 
         demand = dict.fromkeys(self.cluster.host_path(source, destination), 1.0)
-        messages = {source: 1.0}
+        messages = {} if self.cluster.is_switch(source) else {source: 1.0}
         queue.append(partial(self.start, demand, size, left, messages))
         if len(queue) == 1:
             queue[0]()

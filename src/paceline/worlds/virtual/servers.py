@@ -1,9 +1,10 @@
-"""Parameter servers in virtual time: the same state machine, as a handler of events.
+"""Servers and other services in virtual time: the same state machine, as a handler of events.
 
-A request travels over the links like any message, on a connection of its own per (worker,
+A request travels over the links like any message, on a connection of its own per (sender,
 server, channel): first in, first out, so incast falls out of the link model. The server's
 processor takes requests first come, first served, and what a transition adds up and steps
-keeps it busy; answers leave when it is done. So it is with a server's own deadlines.
+keeps it busy; answers leave when it is done, and so does what it asks of other services. So it
+is with a server's own deadlines.
 """
 
 from __future__ import annotations
@@ -12,22 +13,30 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from paceline.errors import UsageError
 from paceline.instruments import Journal
-from paceline.interfaces import Answer, Sender, Server, ServerJob
+from paceline.interfaces import (
+    Answer,
+    AnyServer,
+    Ask,
+    AskingServer,
+    Sender,
+    ServiceJob,
+)
 from paceline.messages import Refused, Reply, Request
 from paceline.network.cluster import Cluster
 from paceline.network.workload import Workload
-from paceline.server.protocol import ParameterServer
+from paceline.server import kinds
+from paceline.server.peers import no_peer
+from paceline.server.wire import HEADER_BYTES
 from paceline.tensors import stand_in_for, wire_bytes
+from paceline.worlds import places
 from paceline.worlds.virtual.clock import Clock, Completion
 from paceline.worlds.virtual.links import Links
-
-HEADER_BYTES = 128
-"""What a message is on the network without its payload."""
 
 
 @dataclass(frozen=True)
@@ -45,39 +54,81 @@ def rates_of(workload: Workload | None) -> ServerRates:
     return ServerRates(stepped=sum(workload.sizes) / workload.update)
 
 
+class Receiver(Protocol):
+    """Who takes the answer to one request: *host* is where, and *into* what for."""
+
+    host: int
+    into: torch.Tensor | None
+
+    def arrived(self, message: Reply, payload: torch.Tensor | None) -> None:
+        """The answer's last byte is here."""
+
+
+Outgoing = Sequence[Answer | Ask]
+
+
 class VirtualServer:
-    """One server on a virtual host."""
+    """One service on a virtual host, or in a switch. *number*: as who it asks others."""
 
     def __init__(
         self,
         name: str,
         host: int,
-        server: Server,
+        number: int,
+        server: AnyServer,
         clock: Clock,
         links: Links,
         rates: ServerRates,
     ) -> None:
         self.name, self.host, self.server = name, host, server
         self.clock, self.links = clock, links
-        self._rates = rates
-        self._waiting: dict[tuple[int, str, int], VirtualReception] = {}
-        self._queue: deque[Callable[[float], Sequence[Answer]]] = deque()
+        self._number, self._rates = number, rates
+        self._peers: dict[str, VirtualPeer] = {}
+        self._waiting: dict[tuple[int, str, int], Receiver] = {}
+        self._queue: deque[Callable[[float], Outgoing]] = deque()
         """What is to be handled, each at an instant that it is told."""
         self._busy = False
         self._alarm: float | None = None
         """When the next event is that looks whether a deadline has passed."""
 
-    def expect(self, sender: Sender, reception: VirtualReception) -> None:
-        """*reception* takes the answer to a request that is on its way."""
-        self._waiting[sender.worker, sender.channel, sender.number] = reception
+    def meet(self, peers: Sequence[VirtualServer]) -> None:
+        """It may ask these."""
+        self._peers = {
+            peer.name: VirtualPeer(self._number, self.host, peer) for peer in peers
+        }
 
-    def arrived(
-        self, sender: Sender, message: Request, payload: torch.Tensor | None
-    ) -> None:
-        """A request's last byte is here."""
-        self._enter(partial(self.server.on_message, sender, message, payload))
+    def take(
+        self,
+        sender: Sender,
+        message: Request,
+        payload: torch.Tensor | None,
+        receiver: Receiver,
+        time: float,
+    ) -> int:
+        """A request begins its way here at *time*; *receiver* takes the answer. Returns how
+        many bytes it is."""
+        self._waiting[sender.worker, sender.channel, sender.number] = receiver
+        size, copied = HEADER_BYTES, None
+        if payload is not None:
+            copied = payload.detach().clone()
+            size += wire_bytes(payload)
+            if hasattr(payload, "stands_for_bytes"):
+                stand_in_for(wire_bytes(payload), copied)
+        arrived = partial(self.server.on_message, sender, message, copied)
+        send = partial(
+            self.links.send,
+            ("to server", self.name, sender.worker, sender.channel),
+            receiver.host,
+            self.host,
+            size,
+            lambda: None,
+            partial(self.enter, arrived),
+        )
+        self.clock.at(time, send)
+        return size
 
-    def _enter(self, event: Callable[[float], Sequence[Answer]]) -> None:
+    def enter(self, event: Callable[[float], Outgoing]) -> None:
+        """Something is to be handled, in its turn."""
         self._queue.append(event)
         if not self._busy:
             self._serve()
@@ -108,41 +159,53 @@ class VirtualServer:
         self._alarm = None
         deadline = self.server.next_deadline()
         if deadline is not None and deadline <= self.clock.now:
-            self._enter(self.server.on_timer)
+            self.enter(self.server.on_timer)
         else:
             self._set_alarm()
 
-    def _done(self, answers: Sequence[Answer]) -> None:
-        for answer in answers:
-            self._send(answer)
+    def _done(self, outgoing: Outgoing) -> None:
+        for one in outgoing:
+            if isinstance(one, Ask):
+                self._ask(one)
+            else:
+                self._send(one)
         self._serve()
+
+    def _ask(self, ask: Ask) -> None:
+        assert isinstance(self.server, AskingServer)
+        peer = self._peers.get(ask.peer)
+        if peer is None:
+            raise UsageError(no_peer(self.name, ask.peer, self._peers))
+        replied = partial(self.server.on_reply, ask.peer, ask.number)
+        peer.ask(ask, lambda reply, into: self.enter(partial(replied, reply, into)))
 
     def _send(self, answer: Answer) -> None:
         to = answer.to
-        reception = self._waiting.pop((to.worker, to.channel, to.number), None)
-        if reception is None:
+        receiver = self._waiting.pop((to.worker, to.channel, to.number), None)
+        if receiver is None:
             return
         size = HEADER_BYTES
         if answer.payload is not None:
             # A tensor that stands for a larger one is as large as what it answers.
-            into = reception.into
+            into = receiver.into
             stands = into is not None and hasattr(into, "stands_for_bytes")
             size += wire_bytes(into if stands and into is not None else answer.payload)
         self.links.send(
             ("from server", self.name, to.worker, to.channel),
             self.host,
-            self.links.cluster.host_of(to.worker),
+            receiver.host,
             size,
             lambda: None,
-            partial(reception.arrived, answer.message, answer.payload),
+            partial(receiver.arrived, answer.message, answer.payload),
         )
 
 
 class VirtualReception:
-    """The `Reception` of one request."""
+    """The `Reception` of one request of a worker on *host*."""
 
     def __init__(
         self,
+        host: int,
         clock: Clock,
         journal: Journal,
         into: torch.Tensor | None,
@@ -150,7 +213,7 @@ class VirtualReception:
         received: Callable[[], None],
     ) -> None:
         """*received* is called when the answer is here."""
-        self.into = into
+        self.host, self.into = host, into
         self._clock, self._journal = clock, journal
         self._completion = Completion(describe)
         self._received = received
@@ -158,8 +221,7 @@ class VirtualReception:
 
     def arrived(self, message: Reply, payload: torch.Tensor | None) -> None:
         """The answer's last byte is here."""
-        if payload is not None and self.into is not None:
-            self.into[: payload.numel()].copy_(payload)
+        _put(payload, self.into)
         self._answer = message
         self._received()
         self._clock.complete(self._completion)
@@ -179,7 +241,7 @@ class VirtualReception:
 
 @dataclass
 class VirtualChannel:
-    """A worker's requests on one channel: the next one's number, and which of them are
+    """A sender's requests on one channel: the next one's number, and which of them are
     unanswered, in order."""
 
     next: int = 0
@@ -213,70 +275,123 @@ class VirtualEndpoint:
         into: torch.Tensor | None = None,
         channel: str = "",
     ) -> VirtualReception:
-        clock, links = self.server.clock, self.server.links
+        clock, cluster = self.server.clock, self.server.links.cluster
         requests = self._channels.setdefault(channel, VirtualChannel())
         number, received = requests.take_number()
         sender = Sender(self.worker, 0, channel, number, received)
         what = type(message).__name__.lower()
         reception = VirtualReception(
+            cluster.host_of(self.worker),
             clock,
             self.journal,
             into,
             lambda: f"an answer of {self.name} to its {what}",
             partial(requests.unanswered.pop, number),
         )
-        self.server.expect(sender, reception)
-        size, copied = HEADER_BYTES, None
-        if payload is not None:
-            copied = payload.detach().clone()
-            size += wire_bytes(payload)
-            if hasattr(payload, "stands_for_bytes"):
-                stand_in_for(wire_bytes(payload), copied)
+        size = self.server.take(sender, message, payload, reception, clock.current.time)
         self.journal.sent(size)
-        send = partial(
-            links.send,
-            ("to server", self.server.name, self.worker, channel),
-            links.cluster.host_of(self.worker),
-            self.server.host,
-            size,
-            lambda: None,
-            partial(self.server.arrived, sender, message, copied),
-        )
-        clock.at(clock.current.time, send)
         return reception
 
     def close(self) -> None:
         """Nothing is left to do."""
 
 
-def make_servers(
-    job: ServerJob, cluster: Cluster, clock: Clock, links: Links, rates: ServerRates
+class VirtualPeer:
+    """A service's end of another one, its *peer*; it asks from *host*, as number *sender*."""
+
+    def __init__(self, sender: int, host: int, peer: VirtualServer) -> None:
+        self._sender, self._host, self._peer = sender, host, peer
+        self._channels: dict[str, VirtualChannel] = {}
+
+    def ask(
+        self, ask: Ask, replied: Callable[[Reply, torch.Tensor | None], None]
+    ) -> None:
+        """Send a request; *replied* is called with its answer, once that is here."""
+        requests = self._channels.setdefault(ask.channel, VirtualChannel())
+        number, received = requests.take_number()
+
+        def arrived(reply: Reply) -> None:
+            del requests.unanswered[number]
+            replied(reply, ask.into)
+
+        sender = Sender(self._sender, 0, ask.channel, number, received)
+        receiver = AskReceiver(self._host, ask.into, arrived)
+        now = self._peer.clock.now
+        self._peer.take(sender, ask.message, ask.payload, receiver, now)
+
+
+@dataclass
+class AskReceiver:
+    """The `Receiver` of what a service has asked."""
+
+    host: int
+    into: torch.Tensor | None
+    replied: Callable[[Reply], None]
+
+    def arrived(self, message: Reply, payload: torch.Tensor | None) -> None:
+        """The answer's last byte is here."""
+        _put(payload, self.into)
+        self.replied(message)
+
+
+def _put(payload: torch.Tensor | None, into: torch.Tensor | None) -> None:
+    if payload is not None and into is not None:
+        into[: payload.numel()].copy_(payload)
+
+
+def make_services(
+    job: ServiceJob, cluster: Cluster, clock: Clock, links: Links, rates: ServerRates
 ) -> list[VirtualServer]:
-    """The servers of a training, on the hosts that *job* asks for."""
-    place = job.place
+    """The services of a job, where it asks for them."""
+    placed = places.spread(job, partial(hosts_of, cluster))
+    names = tuple(service.name for service, _ in placed)
+    made: dict[str, VirtualServer] = {}
+    for index, (service, host) in enumerate(placed):
+        number = cluster.workers + index
+        start = kinds.Start(
+            service.name,
+            cluster.workers,
+            service.spec,
+            names,
+            service.peers,
+            job.method,
+        )
+        machine = kinds.make(service.kind, start)
+        made[service.name] = VirtualServer(
+            service.name, host, number, machine, clock, links, rates
+        )
+    for service, _ in placed:
+        made[service.name].meet([made[peer] for peer in service.peers])
+    return list(made.values())
+
+
+def hosts_of(cluster: Cluster, place: str) -> Sequence[int]:
+    """The hosts, or the switch, that a place means. Raises `UsageError`."""
+    words = places.single(place)
+    if words is not None:
+        word = words[0]
+        if word == places.BESIDE:
+            worker = places.number_of(place, cluster.workers, "a worker")
+            return [cluster.host_of(worker)]
+        if word == places.HOST:
+            count = cluster.hosts + len(cluster.servers)
+            return [places.number_of(place, count, "a host")]
+        rack = places.number_of(place, len(cluster.racks), "a rack")
+        return [cluster.switch_of(rack)]
     if place == "auto":
         place = "dedicated" if cluster.servers else "embedded"
     if place == "embedded":
-        hosts = [cluster.host_of(0)]
-    elif place == "per-node":
-        hosts = list(range(cluster.hosts))
-    else:
-        hosts = [cluster.host_of_server(i) for i in range(len(cluster.servers))]
-        if place != "dedicated":
-            raise UsageError(
-                f"servers={place}: addresses are for real servers; in the virtual world "
-                "take embedded, per-node or dedicated"
-            )
-        if not hosts:
-            raise UsageError(
-                "servers=dedicated: the cluster has no host of its own for a server; add "
-                "a [[server]] table to its file, or --server-hosts 1"
-            )
-    servers = []
-    for number, host in enumerate(hosts):
-        name = f"server {number}"
-        discipline = None if job.method is None else job.method.server(cluster.workers)
-        # Links lose nothing here, so no request comes again.
-        machine = ParameterServer(cluster.workers, discipline, name, remembers=False)
-        servers.append(VirtualServer(name, host, machine, clock, links, rates))
-    return servers
+        return [cluster.host_of(0)]
+    if place == "per-node":
+        return range(cluster.hosts)
+    if place != "dedicated":
+        raise UsageError(
+            f"servers={place}: addresses are for real servers; in the virtual world "
+            "take embedded, per-node or dedicated"
+        )
+    if not cluster.servers:
+        raise UsageError(
+            "servers=dedicated: the cluster has no host of its own for a server; add "
+            "a [[server]] table to its file, or --server-hosts 1"
+        )
+    return [cluster.host_of_server(i) for i in range(len(cluster.servers))]

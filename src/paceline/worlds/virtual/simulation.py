@@ -15,7 +15,7 @@ import torch.distributed as dist
 from paceline.context import current_world, enter_world_in_this_thread
 from paceline.errors import UsageError
 from paceline.instruments import Journal, Kept, Span
-from paceline.interfaces import ServerJob
+from paceline.interfaces import ServiceJob
 from paceline.network.cluster import Cluster
 from paceline.options import RunOptions
 from paceline.profiling import Profiler
@@ -43,7 +43,7 @@ from paceline.worlds.virtual.process_state import (
     RandomStates,
     thread_count_kept,
 )
-from paceline.worlds.virtual.servers import VirtualServer, make_servers, rates_of
+from paceline.worlds.virtual.servers import VirtualServer, make_services, rates_of
 from paceline.worlds.virtual.watchdog import Watchdog
 from paceline.worlds.virtual.world import VirtualWorld, place_of
 
@@ -118,16 +118,18 @@ class Simulation:
         self._made: dict[tuple[int, str, tuple[int, ...]], int] = {}
         self._names: set[str] = set()
         self._store = local_store()
-        self._servers: dict[int, list[VirtualServer]] = {}
+        self._services: list[list[VirtualServer]] = []
         self.server_rates = rates_of(self.compute_model.workload)
 
-    def servers_of(self, job: ServerJob) -> list[VirtualServer]:
-        """The servers of one training: made when its first worker asks."""
-        if job.training not in self._servers:
-            self._servers[job.training] = make_servers(
-                job, self.cluster, self.clock, self.links, self.server_rates
+    def services_of(self, number: int, job: ServiceJob) -> list[VirtualServer]:
+        """The services of job *number*: made when its first worker asks."""
+        if number == len(self._services):
+            self._services.append(
+                make_services(
+                    job, self.cluster, self.clock, self.links, self.server_rates
+                )
             )
-        return self._servers[job.training]
+        return self._services[number]
 
     def observe(self, span: Span) -> None:
         """Keep a span for the trace."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.instruments import Journal, Kept, Span
-from paceline.interfaces import ServerJob
+from paceline.interfaces import ServiceJob
 from paceline.job import Job
 from paceline.network.workload import Workload
 from paceline.profiling import Profiler
@@ -39,6 +39,8 @@ class VirtualWorld:
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self._simulation = simulation
+        self._service_jobs = 0
+        """How many jobs of services this worker has asked for."""
         self.alone = False
         self.job = Job(simulation.options, self._training_broke)
         self.rank = rank
@@ -62,10 +64,12 @@ class VirtualWorld:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
 
-    def servers(self, job: ServerJob) -> list[VirtualEndpoint]:
+    def services(self, job: ServiceJob) -> list[VirtualEndpoint]:
+        number = self._service_jobs
+        self._service_jobs += 1
         return [
             VirtualEndpoint(self.rank, server, self.journal)
-            for server in self._simulation.servers_of(job)
+            for server in self._simulation.services_of(number, job)
         ]
 
     def runner(self, name: str, *, thread: bool) -> EventRunner:

@@ -1,0 +1,213 @@
+"""Services that ask each other, behind real sockets: mesh, early and late deaths, goodbyes."""
+
+import contextlib
+import socket
+
+import pytest
+import torch
+
+from paceline.errors import PeerLostError, UsageError
+from paceline.interfaces import Answer, Ask, Work
+from paceline.messages import Leave, Reduce, Reduced, Refused
+from paceline.server.orders import PeerAddress
+from tests.real.helpers import wait_until
+from tests.server import SECONDS, TOKEN, Adder, connect, running, time_limit
+
+PEER = "the other"
+
+
+@pytest.fixture(autouse=True)
+def _limit():
+    with time_limit():
+        yield
+
+
+class Relay:
+    """Hands what workers say to the other service, and hands back what that answers; answers
+    other services itself with ones."""
+
+    def __init__(self, workers=1):
+        self.workers = workers
+        self.waiting = {}
+        self.next = 0
+        self.lost, self.peers_lost = [], []
+
+    def on_message(self, sender, message, payload, now):
+        if sender.worker >= self.workers:
+            return [Answer(sender, Reduced(), torch.ones_like(payload))]
+        number, self.next = self.next, self.next + 1
+        self.waiting[number] = sender
+        into = None if payload is None else torch.empty_like(payload)
+        return [Ask(PEER, number, message, payload, into)]
+
+    def on_reply(self, peer, number, reply, payload, now):
+        assert peer == PEER
+        return [Answer(self.waiting.pop(number), reply, payload)]
+
+    def on_peer_lost(self, peer, reason, now):
+        self.peers_lost.append(reason)
+        waiting, self.waiting = self.waiting, {}
+        return [Answer(to, Refused(reason=reason)) for to in waiting.values()]
+
+    def on_lost(self, worker, incarnation, now):
+        self.lost.append(worker)
+        return []
+
+    def next_deadline(self):
+        return None
+
+    def on_timer(self, now):
+        return []
+
+    def take_work(self):
+        return Work()
+
+
+def at(shell):
+    return {PEER: PeerAddress(host="127.0.0.1", port=shell.port, token=TOKEN)}
+
+
+def message(number=0):
+    return Reduce(channel="", number=number, operation="sum")
+
+
+def ask(end, number=0, size=1000):
+    part = torch.zeros(size)
+    reception = end.request(message(number), part, into=part)
+    reception.wait()
+    return part
+
+
+def test_two_services_may_ask_each_other_and_say_goodbye():
+    machines = Relay(), Relay()
+    with contextlib.ExitStack() as stack:
+        shells = [
+            stack.enter_context(running(machine, 1, services=2, peers=[PEER]))
+            for machine in machines
+        ]
+        ends = [connect(shell) for shell in shells]
+        # What is asked before they have met is kept.
+        early = [end.request(message(), torch.zeros(5)) for end in ends]
+        for number, shell in enumerate(shells):
+            shell.meet(1 + number, at(shells[1 - number]))
+        for reception in early:
+            assert reception.wait() == Reduced()
+        for end in ends:
+            assert torch.equal(ask(end, 1, 700_000), torch.ones(700_000))
+        for end in ends:
+            end.close()
+        for shell in shells:
+            shell.thread.join(SECONDS)
+            assert not shell.thread.is_alive()
+    # Whichever ended first has said goodbye: nobody who asks was lost.
+    assert [machine.lost for machine in machines] == [[], []]
+
+
+def test_many_requests_wait_for_credits_and_come_back_in_order():
+    with (
+        running(Adder(2), 1, services=1) as other,
+        running(Relay(), 1, peers=[PEER]) as shell,
+    ):
+        shell.meet(1, at(other))
+        end, direct = connect(shell), connect(other)
+        receptions = [end.request(message(i), torch.ones(2)) for i in range(1500)]
+        for number, reception in enumerate(receptions):
+            direct.request(message(number), torch.ones(2)).wait()
+            assert reception.wait() == Reduced()
+        end.close()
+        direct.close()
+
+
+def test_a_peer_that_refuses_is_no_loss():
+    machine = Relay()
+    with (
+        running(Adder(1), 1, services=1) as other,
+        running(machine, 1, peers=[PEER]) as shell,
+    ):
+        shell.meet(1, at(other))
+        end = connect(shell)
+        for _ in range(2):
+            with pytest.raises(UsageError, match="this server only adds"):
+                end.request(Leave()).wait()
+        end.close()
+        connect(other).close()
+    assert machine.peers_lost == []
+
+
+def test_a_peer_that_ends_is_told_while_somebody_waits_and_again_when_it_is_asked():
+    machine = Relay()
+    with running(machine, 1, peers=[PEER]) as shell:
+        end = connect(shell)
+        adder = Adder(2)
+        with running(adder, 1, services=1) as other:
+            shell.meet(1, at(other))
+            waiting = end.request(message(), torch.ones(1))  # worker 0 brings no part
+            wait_until(lambda: adder.taken, SECONDS, "the request")
+        for reception in (waiting, end.request(message(1), torch.ones(1))):
+            with pytest.raises(UsageError, match=r"the other at 127.* is lost"):
+                reception.wait()
+        end.close()
+    assert len(machine.peers_lost) == 2
+
+
+def test_a_peer_that_has_ended_before_they_meet_is_told_at_once():
+    machine = Relay()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with running(machine, 1, peers=[PEER]) as shell:
+        gone = PeerAddress(host="127.0.0.1", port=port, token=TOKEN)
+        shell.meet(1, {PEER: gone})
+        end = connect(shell)
+        with pytest.raises(UsageError, match=r"the other at .* is lost: .*refused"):
+            end.request(message(), torch.ones(1)).wait()
+        end.close()
+
+
+def test_a_token_of_another_job_is_told_in_words():
+    with (
+        running(Adder(1), 1, services=1) as other,
+        running(Relay(), 1, peers=[PEER]) as shell,
+    ):
+        stranger = PeerAddress(host="127.0.0.1", port=other.port, token="another job's")
+        shell.meet(1, {PEER: stranger})
+        end = connect(shell)
+        with pytest.raises(UsageError, match="does not know this worker: its token"):
+            end.request(message(), torch.ones(1)).wait()
+        end.close()
+
+
+def test_who_asks_nobody_is_not_introduced():
+    with running(Adder(1), 1) as shell:
+        with pytest.raises(
+            UsageError, match="peers the other: this service asks nobody"
+        ):
+            shell.meet(1, at(shell))
+        assert connect(shell).request(message(), torch.ones(1)).wait() == Reduced()
+
+
+def test_asking_one_that_is_no_peer_ends_the_service_in_words():
+    def job():
+        with (
+            running(Relay(), 1, peers=["third"]) as shell,
+            pytest.raises(PeerLostError),
+        ):
+            connect(shell).request(message(), torch.ones(1)).wait()
+
+    with pytest.raises(AssertionError, match=r"which is no peer of its: .* third"):
+        job()
+
+
+def test_a_service_that_is_lost_or_gone_is_no_worker_that_is():
+    machine = Relay()
+    with running(machine, 1, services=1) as shell:
+        asker = connect(shell, 1)
+        assert torch.equal(ask(asker), torch.ones(1000))
+        asker.part(well=False)
+        wait_until(lambda: machine.lost == [1], SECONDS, "the loss")
+        again = connect(shell, 1, incarnation=1)
+        again.close()
+        end = connect(shell)  # still served
+        end.close()
+        shell.thread.join(SECONDS)
+        assert not shell.thread.is_alive()
+    assert machine.lost == [1]
