@@ -1,0 +1,205 @@
+"""The steps of a training: what a method is told, and what training itself sends.
+
+What training sends (buffers, who still trains) goes with the rounds of the method's rhythm:
+at the end of backward where all meet in every step, else after the update.
+"""
+
+from __future__ import annotations
+
+from paceline.clipping import clip
+from paceline.exchange import SharedBuffers
+from paceline.interfaces import Rhythm
+from paceline.loading import Loading
+from paceline.planning import Planner
+from paceline.settings import Settings
+from paceline.tensors import Bucket
+from paceline.training.agreement import Agreement
+from paceline.training.arrival import Arrivals
+from paceline.training.faults import Faults
+from paceline.training.method_hooks import MethodHooks
+from paceline.training.observers import Observers
+from paceline.training.presence import Presence
+from paceline.training.roll_call import RollCall
+from paceline.training.run import WorkerRun
+from paceline.training.uses import Uses
+
+
+class Steps:
+    """One worker's. *clips_own*: the worker's own gradient is clipped before any of it is
+    sent; *agreement*: of workers that meet in groups.
+
+    The parts that refer back to this one are set once they are made: *arrivals*, *run*,
+    *hooks*, *observers*, and *loading* and *uses*, where there are such.
+    """
+
+    arrivals: Arrivals
+    run: WorkerRun
+    hooks: MethodHooks
+    observers: Observers
+    loading: Loading | None = None
+    uses: Uses | None = None
+
+    def __init__(
+        self,
+        rhythm: Rhythm,
+        settings: Settings,
+        clips_own: bool,
+        presence: Presence,
+        planner: Planner,
+        roll_call: RollCall,
+        agreement: Agreement | None,
+        shared: SharedBuffers,
+        faults: Faults,
+    ) -> None:
+        self._rhythm, self._settings, self._clips_own = rhythm, settings, clips_own
+        self._presence, self._planner = presence, planner
+        self._roll_call, self._agreement = roll_call, agreement
+        self._shared, self._faults = shared, faults
+        self._may_begin = True
+        self._done = 0
+        self.delivered = False
+        """Whether the gradients of the step under way were given to the method."""
+        self.accumulated = False
+        """Whether gradients wait, since ``no_sync``, for a pass that delivers them."""
+
+    # ---- from forward to the end of backward ----
+
+    def begin(self) -> None:
+        """The first forward after a backward that ended; or, where the model itself is not
+        called, the first gradient; or a step without either."""
+        if not self._may_begin:
+            return
+        self._may_begin = False
+        if self.loading is not None:
+            self.loading.before_step()
+        if self._rhythm.is_every_step:
+            self._roll_call.begin()
+        self.hooks.call("step_begins")
+
+    def deliver(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are in it, and its turn has come."""
+        if bucket.last and self._rhythm.is_every_step:
+            self._roll_call.all_is_known()
+        self.observers.bucket_leaves(bucket)
+        self.hooks.call("bucket_ready", bucket)
+
+    def end_backward(self) -> None:
+        """The backward pass is over: deliver what is left, and let the method wait."""
+        arrivals = self.arrivals
+        if not arrivals.in_backward:
+            self.begin()
+            arrivals.begin()
+        all_used = arrivals.fill_rest()
+        if self._clips_own:
+            # Buckets hold shares of the mean, and the gradient itself is to be clipped.
+            limit = self._settings.clip_norm * arrivals.share
+            clip([bucket.buffer for bucket in arrivals.buckets], limit)
+        arrivals.deliver_complete()
+        arrivals.in_backward = False
+        self._meet_after_backward()
+        self.observers.means_are_there()
+        if not all_used:
+            arrivals.show()
+        if self._settings.check_finite:
+            arrivals.require_finite(self._done + 1)
+        self.delivered = self._presence.step_is_due = True
+        self.accumulated = False
+        self._plan_anew()
+
+    def _meet_after_backward(self) -> None:
+        self.hooks.call("backward_ended")
+        if self._rhythm.is_every_step:
+            self._roll_call.answer()
+            self._share_buffers()
+        self._may_begin = True
+
+    def _plan_anew(self) -> None:
+        """A backward pass is over, on all ranks: the planner may have changed its mind."""
+        if self._planner.backward_ended():
+            self.arrivals.make_buckets(self._planner.groups)
+            self.hooks.call("buckets_changed")
+
+    # ---- after the update ----
+
+    def end(self) -> None:
+        """The user's optimizer has stepped, or would have."""
+        self.delivered = self._presence.step_is_due = False
+        self._done += 1
+        if self._rhythm.lets_models_differ:
+            self._presence.unsent += 1
+        self._after_update()
+        self.observers.step_ended()
+        self.put_buffers()
+
+    def keep_company(self) -> None:
+        """One step without data, or, where rounds are rarer, the next round."""
+        self._shared.put()
+        run, rhythm = self.run, self._rhythm
+        if rhythm.is_every_step:
+            self.begin()
+            self.arrivals.deliver_nothing()
+            self._meet_after_backward()
+            self._plan_anew()
+        else:
+            run.step += rhythm.every - 1 - run.step % rhythm.every
+        self._after_update()
+
+    def _after_update(self) -> None:
+        """The method's hook; and a round's own messages, where that is when workers
+        meet."""
+        run, rhythm = self.run, self._rhythm
+        run.meets = rhythm.every == 0 or (run.step + 1) % rhythm.every == 0
+        if self.uses is not None:
+            self.uses.begin_anew()
+        if rhythm.lets_models_differ and run.meets:
+            self._hold_round()
+        else:
+            self.hooks.call("after_update")
+        run.step += 1
+
+    def _hold_round(self) -> None:
+        """A round of a method whose models differ between rounds."""
+        if self._agreement is not None:
+            if self._agreement.round_begins():
+                self._shared.put()
+                self._share_buffers()
+            if self._presence.somebody_trains:
+                self.hooks.call("after_update")
+        else:
+            self._roll_call.begin()
+            self._roll_call.all_is_known()
+            self.hooks.call("after_update")
+            self._roll_call.answer()
+            self._share_buffers()
+        self._presence.unsent = 0
+
+    # ---- the model's buffers ----
+
+    def _share_buffers(self) -> None:
+        """DDP's semantics: every step starts from rank 0's buffers; where rank 0 is out of
+        data, from the first rank that still has some."""
+        if self._presence.participants:
+            self._shared.send(source=self._presence.participants[0])
+
+    def put_buffers(self) -> None:
+        """Groups do not wait for all others: what was sent at one agreement of all is put
+        into the model at the next one."""
+        if self._agreement is None:
+            self._shared.put()
+
+    # ---- what a restart goes on from ----
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """Where in its rhythm this training is, equal on all workers between steps."""
+        rounds = 0 if self._agreement is None else self._agreement.rounds
+        unsent = self._presence.unsent
+        return {"step": self.run.step, "unsent": unsent, "rounds": rounds}
+
+    @progress.setter
+    def progress(self, saved: dict[str, int]) -> None:
+        self.run.step = saved["step"]
+        if self._rhythm.lets_models_differ:
+            self._presence.unsent = saved["unsent"]
+        if self._agreement is not None:
+            self._agreement.rounds = saved["rounds"]
