@@ -580,7 +580,7 @@ def a_model_compiled_whole_warns():
             compiled.require_backward_grad_sync = last
             compiled(inputs(paceline.rank())).square().mean().backward()
             optimizer.zero_grad(set_to_none=not last)
-            assert optimizer._training._delivered == last
+            assert optimizer._training._steps.delivered == last
         compiled(inputs(paceline.rank())).square().mean().backward()
         assert_gradients(model, expected)
         optimizer.finish()
