@@ -1,5 +1,7 @@
 """Methods with a state of their own: who forgets to save it breaks the laws of restarts."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from .toys import (
     CountsRounds,
     Forgetful,
     ForgetsToLoad,
+    Pairs,
     Remembers,
     Shares,
     kept_trials,
@@ -47,6 +50,56 @@ def test_who_forgets_its_state_breaks_them(law, method):
     simulation = Simulation(uniform_cluster(2, "1gbit", "50us"))
     with pytest.raises(WorkerFailedError, match="changes the result: by"):
         simulation.run(lambda rank: law(Case(method=method), "ddp"))
+
+
+@pytest.mark.parametrize(
+    "method", [Averages(), Pairs(), Remembers()], ids=lambda m: m.name
+)
+def test_each_worker_goes_on_with_all_that_is_its_own(method, tmp_path):
+    """Parameters, momentum, statistics of batches and random numbers, bit for bit, from
+    between two rounds; in straight training it is saved as well."""
+
+    def begin():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(3, 4),
+            torch.nn.BatchNorm1d(4),
+            torch.nn.Dropout(),
+            torch.nn.Linear(4, 1),
+        )
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, paceline.distribute(model, inner, method=method, fusion="ddp")
+
+    def train(model, optimizer, steps):
+        for _ in steps:
+            optimizer.zero_grad()
+            (model(torch.randn(5, 3)) - 1).square().mean().backward()
+            optimizer.step()
+
+    def ends(model, optimizer):
+        momentum = [state["momentum_buffer"] for state in optimizer.state.values()]
+        own = [*model.state_dict().values(), *momentum, torch.rand(2)]
+        found = [tensor.double().flatten().tolist() for tensor in own]
+        optimizer.finish()
+        return found
+
+    def straight(rank):
+        model, optimizer = begin()
+        torch.manual_seed(10 + rank)
+        train(model, optimizer, range(5))
+        paceline.save(tmp_path / "x")
+        train(model, optimizer, range(15))
+        return ends(model, optimizer)
+
+    def resumed(rank):
+        model, optimizer = begin()
+        paceline.load(tmp_path / "x")
+        train(model, optimizer, range(15))
+        return ends(model, optimizer)
+
+    expected = on(4, straight)
+    assert on(4, resumed) == expected
+    assert all(one != other for one, other in itertools.combinations(expected, 2))
 
 
 # ---- other numbers of workers ----

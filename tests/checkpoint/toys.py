@@ -84,7 +84,7 @@ class Averages:
 
     def average(self, run):
         for parameter in run.parameters:
-            run.average(parameter.data).wait()
+            run.average(parameter).wait()
 
     def consolidate(self, state, run):
         own = [parameter.data.clone() for parameter in run.parameters]
@@ -102,6 +102,20 @@ class Averages:
         source = run.keep_company_to_the_end()
         if source is not None:
             run.take_model(source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Averages):
+    """Averages over pairs of four workers, in turn other ones."""
+
+    name: ClassVar[str] = "pairs"
+    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+
+    def average(self, run):
+        other = run.comm.rank ^ (1 + run.step % 2)
+        pair = run.comm.group(sorted([run.comm.rank, other]))
+        for parameter in run.parameters:
+            run.average(parameter, among=pair).wait()
 
 
 @dataclass(frozen=True, kw_only=True)
