@@ -16,10 +16,18 @@ from paceline import methods, spec
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.collectives.server import ServerComm
+from paceline.compression import Identity, make
 from paceline.errors import UsageError
 from paceline.exchange import broadcast_tensors
 from paceline.guards import check_trained_by_nobody_else
-from paceline.interfaces import Endpoint, Method, ServerJob, UpdatesOnServer, World
+from paceline.interfaces import (
+    Compressor,
+    Endpoint,
+    Method,
+    ServerJob,
+    UpdatesOnServer,
+    World,
+)
 from paceline.messages import Join
 from paceline.optimizer import DistributedOptimizer
 from paceline.pieces import check_servers_can_hold
@@ -43,6 +51,7 @@ def distribute(
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
     collective: CollectiveName = "native",
+    compression: str | Compressor = "none",
     servers: str = "auto",
     sums: Sums = "rank",
     sampler: Sampler | None = None,
@@ -61,7 +70,10 @@ def distribute(
     `GradientError` naming the parameter when a mean gradient is not finite; leave it off
     with a GradScaler. *sampler*: weight gradients by the samples that it deals out, one
     backward pass a batch. *collective*: ``"native"``, or ``"parameter-server"`` to form
-    averages at servers. *servers*: where servers are, ``"embedded"`` (one beside rank 0),
+    averages at servers. *compression*: what is sent of gradients where workers form means
+    of them, a name (``"bf16"``), a spec (``"int8:rounding=nearest,residuals=true"``, see
+    docs/compression.md) or a compressor object; a worker alone sends nothing, and loses
+    nothing. *servers*: where servers are, ``"embedded"`` (one beside rank 0),
     ``"per-node"``, ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where
     there are any, else embedded) or ``"HOST:PORT+HOST:PORT"``.
     *sums*: servers add up in ``"rank"`` order, so that bits repeat, or as gradients come
@@ -82,6 +94,7 @@ def distribute(
         buffers=buffers,
         check_finite=check_finite,
         collective=collective,
+        compression=make(compression) if isinstance(compression, str) else compression,
         servers=servers,
         sums=sums,
         clip_norm=math.inf if clip_norm is None else clip_norm,
@@ -91,6 +104,7 @@ def distribute(
     check_hooks(chosen)
     if hasattr(chosen, "collective"):
         settings = replace(settings, collective="native")  # the method itself says how
+    _check_compression(chosen, settings)
     parameters = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -150,6 +164,25 @@ def distribute(
     world.job.at_exit(wrapped.finish)
     world.job.at_exit(comm.close)
     return wrapped
+
+
+def _check_compression(method: Method, settings: Settings) -> None:
+    """Raise `UsageError` where nobody forms a mean of codes."""
+    compressor = settings.compression
+    if compressor == Identity():
+        return
+    if method.updates_on == "server":
+        raise UsageError(
+            f"compression {compressor.name!r} with method {method.name!r}: its gradients go "
+            "to servers, which take them as they are; compress under a method whose "
+            "workers form means, such as bsp"
+        )
+    if settings.collective == "parameter-server" and not compressor.linear:
+        raise UsageError(
+            f"compression {compressor.name!r} with collective='parameter-server': its codes "
+            "are gathered, and a server only adds; use collective='native', or a linear "
+            "compression, such as bf16"
+        )
 
 
 def _frozen(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -270,6 +303,4 @@ def read_spec(text: str, settings: Settings | None = None) -> tuple[Method, Sett
     Raises `UsageError` that names what is unknown and what there is.
     """
     chosen, rest = methods.make(spec.parse(text), set(spec.field_types(Settings)))
-    return chosen, replace(
-        settings or Settings(), **spec.convert_fields(Settings, rest)
-    )
+    return chosen, (settings or Settings()).changed_by(rest)

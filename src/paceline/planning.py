@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from paceline import fusion
-from paceline.fusion.measure import measure_all_reduce
+from paceline.fusion.measure import measure_mean
 from paceline.fusion.trial import Verdict, judge
-from paceline.interfaces import Comm, Stopwatch
+from paceline.interfaces import Comm, Pending, Stopwatch
 
 PROFILED_STEPS = 4
 TRIAL_STEPS = 4
@@ -58,7 +58,8 @@ class Planner:
 
     *sizes* (bytes) and *kinds* are those of the parameters, by index; *rule* is one of
     `fusion.RULES` or lengths. *blank* makes buffers to measure with; *planned* is told the
-    number of buckets and whether measuring is over, *say* what people should know.
+    number of buckets and whether measuring is over, *say* what people should know. *mean*
+    forms one as training does, to be timed.
     Without *lock_step* ranks never meet:
     buckets are those of the rule, or of DDP's where *rule* measures, for parameters in the
     reverse of their order, and stay so.
@@ -75,6 +76,7 @@ class Planner:
         blank: Callable[[int, torch.device], torch.Tensor],
         planned: Callable[[int, bool], None],
         say: Callable[[str], None],
+        mean: Callable[[torch.Tensor], Pending],
         lock_step: bool = True,
     ) -> None:
         self._comm = comm
@@ -84,7 +86,7 @@ class Planner:
         self._fixed_rule = "ddp" if rule in fusion.MEASURED else rule
         self._sizes, self._kinds = list(sizes), list(kinds)
         self._device, self._stopwatch, self._blank = device, stopwatch, blank
-        self._planned, self._say = planned, say
+        self._planned, self._say, self._mean = planned, say, mean
         self.listening = True
         """Whether the next backward pass is timed."""
         self._pass = Pass()
@@ -163,8 +165,13 @@ class Planner:
         times = self._agreed_times(ready)
         if times is None:
             return False
-        cost = measure_all_reduce(
-            self._comm, sum(self._sizes), self._device, self._stopwatch, self._blank
+        cost = measure_mean(
+            self._comm,
+            sum(self._sizes),
+            self._device,
+            self._stopwatch,
+            self._blank,
+            self._mean,
         )
         planned = self._by_rule(self._rule, times, cost)
         plain = self._by_rule("ddp")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
+from paceline import compression, spec
 from paceline.clipping import check_clip_norm
+from paceline.compression import Identity
 from paceline.errors import UsageError, unknown
 from paceline.fusion import check_rule
+from paceline.interfaces import Compressor
 
 ModuleBuffers = Literal["rank0", "mean", "local"]
 CollectiveName = Literal["native", "parameter-server"]
@@ -27,7 +31,8 @@ class Settings:
     their mean, or keeps its own. *check_finite*: raise an error that names the parameter
     when a gradient is not finite (not together with a GradScaler, which expects such
     gradients and skips the step). *collective*: how averages are formed, by
-    torch.distributed or by a parameter server. *servers*: where servers are: beside rank 0
+    torch.distributed or by a parameter server. *compression*: what is sent of them; its own
+    keys are ``compression.KEY``. *servers*: where servers are: beside rank 0
     ("embedded"), one on each host ("per-node"), on hosts of their own ("dedicated"; "auto":
     where there are any, else embedded), or addresses HOST:PORT joined by "+". *sums*: whether a server adds up
     in the order of ranks, so that bits repeat ("rank"), as gradients come, which holds less
@@ -42,6 +47,7 @@ class Settings:
     servers: str = "auto"
     sums: Sums = "rank"
     clip_norm: float = math.inf
+    compression: Compressor = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
         check_rule(self.fusion)
@@ -62,11 +68,24 @@ class Settings:
                 f"'+', got {self.servers!r}"
             )
 
+    def changed_by(self, keys: Mapping[str, str]) -> Settings:
+        """These settings, but those that a spec's *keys* name. Raises `UsageError` that says
+        what is unknown and what there is."""
+        chosen, rest = spec.nested("compression", keys)
+        known = set(spec.field_types(Settings))
+        for key in rest:
+            if key not in known:
+                raise UsageError(unknown("key", key, known))
+        settings = replace(self, **spec.convert_fields(Settings, rest))
+        if chosen is None:
+            return settings
+        return replace(settings, compression=compression.make(chosen))
+
     def as_keys(self) -> dict[str, str]:
         """The keys of a full spec: the fusion rule, and what differs from the default."""
         keys = {"fusion": self.fusion}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                keys[field.name] = str(value).lower()
-        return keys
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if value != one.default and one.name != "compression":
+                keys[one.name] = str(value).lower()
+        return keys | compression.keys_of(self.compression)

@@ -20,7 +20,7 @@ PARAMETERS = [
 
 def owner(compressor, rank=0, steps=0):
     """After some steps of a worker alone, whose gradients are of no round numbers."""
-    codes = Codes(compressor, Presence(1, 1.0), rank)
+    codes = Codes(compressor, Presence(1, 1.0), rank, lambda size: None)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):
         for name, parameter in PARAMETERS:
@@ -44,7 +44,7 @@ class OneWorker:
 
 def send(codes, part, name):
     """One tensor to itself, through a code; returns what arrives."""
-    codes.sum(OneWorker(), [part], [name])
+    codes.sum(OneWorker(), part, [part], [name])
     return part
 
 
@@ -52,7 +52,7 @@ def send(codes, part, name):
 def test_a_worker_goes_on_with_the_same_bits(code):
     saver, codes = owner(Residuals(code=code), rank=1, steps=3)
     loader, again = owner(Residuals(code=code), rank=1)
-    assert loader.name == saver.name == f"compression.residuals.{code.name}"
+    assert loader.name == saver.name == f"compression.{code.name}+residuals"
     saved = saver.save()
     assert set(saved) == {"weight", "bias"}
     loader.load({name: _copied(state) for name, state in saved.items()})

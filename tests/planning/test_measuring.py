@@ -10,7 +10,7 @@ from paceline.collectives.comm import TorchComm
 from paceline.collectives.schedule import Ring
 from paceline.context import current_world
 from paceline.fusion import TableCost
-from paceline.fusion.measure import LARGEST_BYTES, SMALLEST_BYTES, measure_all_reduce
+from paceline.fusion.measure import LARGEST_BYTES, SMALLEST_BYTES, measure_mean
 from tests.virtual.helpers import LATENCY, LINK
 
 from .helpers import on
@@ -24,7 +24,9 @@ def measured(largest: int) -> TableCost:
     comm = TorchComm(world)
     # Ranks come at different times, as they do after a backward pass.
     paceline.pace(0.01 * paceline.rank())
-    return measure_all_reduce(comm, largest, CPU, world.stopwatch(CPU), world.blank)
+    return measure_mean(
+        comm, largest, CPU, world.stopwatch(CPU), world.blank, comm.all_reduce
+    )
 
 
 def ring_seconds(workers: int, size: float) -> float:

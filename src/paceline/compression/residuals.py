@@ -36,9 +36,12 @@ class Residuals(Compressor):
 
     code: Compressor
 
-    name: ClassVar[str] = "residuals"
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "own"
+
+    @property
+    def name(self) -> str:
+        return f"{self.code.name}+residuals"
 
     @property
     def linear(self) -> bool:

@@ -1,4 +1,5 @@
-"""The cost of an all-reduce, measured in place, on the communicator that training uses."""
+"""The cost of a mean, measured in place: on the communicator that training uses, through
+what its gradients are compressed with."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.fusion.cost import TableCost
-from paceline.interfaces import Comm, Stopwatch
+from paceline.interfaces import Comm, Pending, Stopwatch
 
 SMALLEST_BYTES = 4096
 LARGEST_BYTES = 8 * 1024 * 1024
@@ -24,17 +25,19 @@ SECONDS_PER_SIZE = 0.05
 """Repeat, up to `REPEATS` times, for as long as this at each size."""
 
 
-def measure_all_reduce(
+def measure_mean(
     comm: Comm,
     largest: int,
     device: torch.device,
     stopwatch: Stopwatch,
     blank: Callable[[int, torch.device], torch.Tensor],
+    mean: Callable[[torch.Tensor], Pending],
 ) -> TableCost:
     """The curve from `SMALLEST_BYTES` to *largest* bytes (at most `LARGEST_BYTES`).
 
     The same on every rank: times are means over ranks of each rank's median. With several
-    lanes, pairs of small all-reduces show how much of the start-up overlaps. Collective.
+    lanes, pairs of small ones show how much of the start-up overlaps. *mean* forms one.
+    Collective.
     """
     top = max(SMALLEST_BYTES, min(largest, LARGEST_BYTES))
     sizes = [SMALLEST_BYTES]
@@ -46,7 +49,7 @@ def measure_all_reduce(
     def timed(size: int, together: int) -> float:
         buffers = [blank(size, device) for _ in range(together)]
         start = stopwatch.mark()
-        for pending in [comm.all_reduce(buffer, "sum") for buffer in buffers]:
+        for pending in [mean(buffer) for buffer in buffers]:
             pending.wait()
         return stopwatch.seconds(start, [stopwatch.mark()])[0]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -52,8 +52,10 @@ class Compressor(Protocol):
     that is not finite on any worker is not finite in the result. Shapes and types stay.
     """
 
-    name: ClassVar[str]
-    """The registry's name: lower case, with hyphens."""
+    @property
+    def name(self) -> str:
+        """The registry's: lower case, with hyphens."""
+        ...
 
     @property
     def linear(self) -> bool:

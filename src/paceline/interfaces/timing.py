@@ -25,6 +25,10 @@ class Compute(Protocol):
         """paceline's own work is done; backward goes on."""
         ...
 
+    def coded(self, size: float) -> None:
+        """A compressor has read or written so many bytes."""
+        ...
+
     def update_begins(self) -> None:
         """The optimizer is about to step."""
         ...

@@ -29,7 +29,8 @@ METHODS: dict[str, type[Method]] = {
 def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
     """The method that *spec* names, and the keys that are not its own.
 
-    *others* are keys that somebody else takes. Raises `UsageError` for an unknown name, an
+    *others* are keys that somebody else takes, and with them those that begin with one of
+    them and a dot. Raises `UsageError` for an unknown name, an
     unknown key, or a value of the wrong type.
     """
     if spec.name not in METHODS:
@@ -37,7 +38,7 @@ def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
     cls = METHODS[spec.name]
     own_keys = set(field_types(cls))
     for key in spec.values:
-        if key not in own_keys | others:
+        if key not in own_keys and key.partition(".")[0] not in others:
             message = unknown("key", key, own_keys | others)
             raise UsageError(f"method {spec.name!r}: {message}")
     mine = {key: value for key, value in spec.values.items() if key in own_keys}

@@ -19,7 +19,9 @@ class Case:
     *steps*: enough to solve the kit's quadratic. *under_way*: between steps a part of an
     update is on its way, so a restart is not quite the same as no restart. *rounding*: how
     far one worker alone may be from its reference, where something is derived and not sent. *reference*: the step that one worker
-    alone takes, if it is not plain ``optimizer.step()``.
+    alone takes, if it is not plain ``optimizer.step()``. *lossy*: how much of a tensor's
+    largest gradient a mean may be off in each element, where a lossy code is sent; workers'
+    gradients at the optimum are about 1, so that training ends as far from there.
     """
 
     method: str | Method
@@ -28,6 +30,7 @@ class Case:
     steps: int = 60
     under_way: bool = False
     rounding: float = 0.0
+    lossy: float = 0.0
     reference: Callable[[torch.optim.Optimizer], None] | None = None
 
     @property
@@ -50,10 +53,17 @@ def _asynchronous(method: str) -> Case:
     return Case(method=method, timing_free=False, learning_rate=0.3, steps=200)
 
 
+_RESIDUALS = (
+    "bsp:compression=int8,compression.rounding=nearest,compression.residuals=true"
+)
+
 CASES: tuple[Case, ...] = (
     Case(method="bsp"),
     Case(method="bsp:overlap=false"),
     Case(method="bsp:collective=parameter-server"),
+    Case(method="bsp:compression=bf16", lossy=2**-8),
+    Case(method="bsp:compression=int8", lossy=1 / 127),
+    Case(method=_RESIDUALS, lossy=1 / 127),
     Case(method="osp:collective=native"),
     Case(method="osp:collective=native,overlap=false,defer=nothing"),
     _deferring("osp:collective=native,defer=most,budget=constant,most=0.5,chunk=16"),

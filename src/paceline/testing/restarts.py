@@ -205,8 +205,9 @@ def _count(
 def _require_steps(case: Case, model: Counting, steps: int, when: str) -> None:
     found = -flat_parameters(model) / case.learning_rate
     least, most = found.min().item(), found.max().item()
+    off = 1e-3 + case.lossy * steps
     require(
-        steps - 1e-3 <= least <= most <= steps + 1e-3,
+        steps - off <= least <= most <= steps + off,
         f"{when} the gradients of {least:.3f} to {most:.3f} steps are in the model, and "
         f"{steps} were done",
     )

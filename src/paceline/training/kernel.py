@@ -26,11 +26,11 @@ import torch
 from paceline.clipping import clip
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
+from paceline.compression import Identity
 from paceline.errors import UsageError
 from paceline.exchange import SharedBuffers, broadcast_tensors
 from paceline.hooks import Uncopied
 from paceline.interfaces import Method, World
-from paceline.interfaces.compression import Compressor
 from paceline.loading import Loading
 from paceline.planning import Planner
 from paceline.same_data import SameData
@@ -63,8 +63,7 @@ class Training:
     """Joins what one training is made of, and is what the wrapped optimizer calls.
 
     *parameters* are the trainable ones, in registration order; *remote* finds them on
-    their servers, where these update; *compressor* is what gradients travel as, if not as
-    they are.
+    their servers, where these update.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class Training:
         sampler: Sampler | None = None,
         remote: MakeRemote | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        compressor: Compressor | None = None,
     ) -> None:
         self.comm = comm
         self.sampler = sampler
@@ -100,7 +98,7 @@ class Training:
         own_buffers = () if remote is not None else tuple(model.buffers())
         self._shared = SharedBuffers(comm, own_buffers, settings.buffers)
         self._sent = SentGradients(self.say)
-        self._steps, means = self._make_steps(compressor)
+        self._steps, means = self._make_steps()
         self._arrivals = self._steps.arrivals
         self._remote: RemoteParameters | None = None
         if remote is not None:
@@ -117,25 +115,14 @@ class Training:
         self._steps.observers = self._make_observers()
         self._hook_into_model()
 
-    def _make_steps(self, compressor: Compressor | None) -> tuple[Steps, Means]:
+    def _make_steps(self) -> tuple[Steps, Means]:
         """What buckets go through, and what means are formed with."""
         comm, presence, method = self.comm, self._presence, self._method
         rhythm, settings = method.rhythm, self._settings
         device = self._parameters[0][1].device
         self.stopwatch = self._world.stopwatch(device)
-        planner = self._planner = Planner(
-            comm,
-            settings.fusion,
-            [wire_bytes(parameter) for _, parameter in self._parameters],
-            [kind_of(parameter) for _, parameter in self._parameters],
-            device,
-            self.stopwatch,
-            self._world.blank,
-            self._world.journal.planned,
-            self.say,
-            lock_step=rhythm.is_every_step,
-        )
-        beside = compressor is not None or device.type != "cpu" or rhythm.groups
+        compressed = settings.compression != Identity()
+        beside = compressed or device.type != "cpu" or rhythm.groups
         control = None
         if beside and comm.size > 1 and rhythm.every:
             control = comm.channel("control")
@@ -147,8 +134,22 @@ class Training:
         )
         agreement = Agreement(presence, control or comm) if rhythm.groups else None
         self._codes = None
-        if compressor is not None:
-            self._codes = Codes(compressor, presence, comm.rank)
+        if compressed:
+            self._codes = Codes(settings.compression, presence, comm.rank, self._charge)
+        means = Means(comm, presence, rhythm, roll_call, self._codes)
+        planner = self._planner = Planner(
+            comm,
+            settings.fusion,
+            [wire_bytes(parameter) for _, parameter in self._parameters],
+            [kind_of(parameter) for _, parameter in self._parameters],
+            device,
+            self.stopwatch,
+            self._world.blank,
+            self._world.journal.planned,
+            self.say,
+            means.try_out,
+            lock_step=rhythm.is_every_step,
+        )
         clips_own = method.clips == "own" and settings.clip_norm < math.inf
         steps = Steps(
             *(rhythm, settings, clips_own, presence, planner, roll_call),
@@ -168,7 +169,11 @@ class Training:
             self._faults.refused,
         )
         steps.arrivals.make_buckets(planner.groups)
-        return steps, Means(comm, presence, rhythm, roll_call, self._codes)
+        return steps, means
+
+    def _charge(self, size: float) -> None:
+        """A compressor has read or written so many bytes."""
+        self._steps.observers.coded(size)
 
     def _make_run(
         self, means: Means, optimizer: torch.optim.Optimizer | None

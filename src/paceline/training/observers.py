@@ -7,7 +7,7 @@ from typing import Any
 
 EVENTS = (
     *("step_begins", "forward", "gradient", "gradient_ready", "gradient_taken"),
-    *("bucket_leaves", "means_are_there", "update_begins", "step_ended"),
+    *("coded", "bucket_leaves", "means_are_there", "update_begins", "step_ended"),
 )
 
 
@@ -19,6 +19,8 @@ class Observers:
     - ``gradient(index)``: autograd has made a gradient; our own work begins.
     - ``gradient_ready(index)``: the same, where it is to be sent.
     - ``gradient_taken()``: our own work is done; backward goes on.
+    - ``coded(size)``: a compressor has read or written so many bytes; any passes over a
+      tensor count.
     - ``bucket_leaves(bucket)``: it is about to be given to the method.
     - ``means_are_there()``: backward is over, and the method's hook at its end.
     - ``update_begins()`` and ``step_ended()``: around the optimizer's step.
@@ -37,6 +39,7 @@ class Observers:
     gradient: _Event
     gradient_ready: _Event
     gradient_taken: _Event
+    coded: _Event
     bucket_leaves: _Event
     means_are_there: _Event
     update_begins: _Event

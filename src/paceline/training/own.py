@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Compressor, Method, OwnState, refused
+from paceline.interfaces import Method, OwnState, refused
 from paceline.training.coding import Codes
 from paceline.training.method_hooks import MethodHooks
 
@@ -66,7 +65,7 @@ class CompressorState:
         rank: int,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
     ) -> None:
-        self.name = f"compression.{_full_name(codes.compressor)}"
+        self.name = f"compression.{codes.compressor.name}"
         self._codes, self._rank = codes, rank
         self._parameters = dict(parameters)
         self._device = parameters[0][1].device
@@ -128,17 +127,6 @@ class LocalModel:
         self, parts: Iterable[dict[str, Any]], workers: int
     ) -> dict[str, Any]:
         return {}
-
-
-def _full_name(compressor: Compressor) -> str:
-    """With the names of those within it: ``"residuals.int8"``. States of two kinds are not
-    mixed up then."""
-    names = [compressor.name]
-    for field in dataclasses.fields(cast(Any, compressor)):
-        value = getattr(compressor, field.name)
-        if isinstance(value, Compressor):
-            names.append(_full_name(value))
-    return ".".join(names)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

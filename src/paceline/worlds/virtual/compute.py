@@ -28,7 +28,7 @@ class ComputeModel:
     *workload* says it tensor by tensor. Without one, *forward* and *backward* are seconds
     a step, spread over the tensors by bytes. *jitter* is the relative standard deviation
     of a step's compute time (Gaussian, cut off at zero), drawn per worker and step from
-    *seed*; *what* names the workload to people. *instead_of_pace*: the workload holds also
+    *seed*. *memory*: bytes that a compressor reads or writes in a second. *what* names the workload to people. *instead_of_pace*: the workload holds also
     what the script paces, and `paceline.pace` takes no time. *kept*: the workload is a profile
     that can be made anew, so that `StaleProfileError` is raised where it does not fit;
     *inputs*: the shapes of what the model was given then, if these are to be the same.
@@ -37,6 +37,7 @@ class ComputeModel:
     forward: float = 0.01
     backward: float = 0.02
     jitter: float = 0.0
+    memory: float = 10e9
     seed: int = 0
     workload: Workload | None = None
     what: str = "the workload"
@@ -227,6 +228,9 @@ class ModelCompute:
 
     def gradient_taken(self) -> None:
         pass
+
+    def coded(self, size: float) -> None:
+        self._worker.charge(size / self._worker.costs.memory, "coding")
 
     def update_begins(self) -> None:
         self._worker.charge(self._workload.update, "update")

@@ -1,0 +1,312 @@
+"""Compressed means in whole trainings, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import paceline
+from paceline.collectives.schedule import Ring
+from paceline.compression import BF16, Identity, Int8, Residuals, make
+from paceline.distributing import read_spec
+from paceline.errors import UsageError
+from paceline.network.workload import Workload
+from paceline.settings import Settings
+from paceline.worlds.join import join_world
+from paceline.worlds.virtual import ComputeModel
+from tests.virtual.helpers import run
+
+FLAG = 4
+"""Bytes of the control message of each step."""
+
+
+class Model(torch.nn.Module):
+    """Two tensors, of which the second one is used only where *both*."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(20, 10))
+        self.second = torch.nn.Parameter(torch.zeros(50))
+
+    def forward(self, targets, both=True):
+        loss = (self.first - targets).square().mean()
+        return loss + (self.second.square().sum() + self.second.sum() if both else 0)
+
+
+def counted(train):
+    """Bytes that this worker sends in *train*."""
+    journal, sent = join_world().journal, []
+    before = journal.sent
+    journal.sent = lambda count: (sent.append(count), before(count))
+    try:
+        train()
+    finally:
+        journal.sent = before
+    return sum(sent)
+
+
+def begin(compression, **options):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"fusion": "single", "buffers": "local"} | options
+    return model, paceline.distribute(
+        model, optimizer, compression=compression, **options
+    )
+
+
+def step(model, optimizer, *inputs):
+    optimizer.zero_grad()
+    model(*inputs).backward()
+    optimizer.step()
+
+
+# ---- bytes and times ----
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    ("compression", "code", "gathers"),
+    [
+        ("bf16", 2 * 250, False),
+        ("fp16:residuals=true", 2 * 250, False),
+        ("int8", 250 + 2 * 4, True),
+        (Residuals(Int8(rounding="nearest")), 250 + 2 * 4, True),
+    ],
+    ids=str,
+)
+def test_what_is_sent_is_the_codes_bytes(compression, code, gathers, workers):
+    def body(rank):
+        model, optimizer = begin(compression)
+        step(model, optimizer, torch.tensor(1.0))  # the planner learns an order
+
+        def train():
+            for _ in range(3):
+                step(model, optimizer, torch.tensor(float(rank)))
+
+        sent = counted(train)
+        optimizer.finish()
+        return sent
+
+    size = workers * code if gathers else code
+    ring = Ring(workers, size, rounds=1) if gathers else Ring(workers, code)
+    for rank, sent in enumerate(run(workers, body)):
+        flag = Ring(workers, FLAG).bytes_sent(rank)
+        assert sent == 3 * (ring.bytes_sent(rank) + flag)
+
+
+def test_one_worker_sends_and_loses_nothing():
+    def body(rank):
+        model, optimizer = begin("int8")
+        sent = counted(lambda: step(model, optimizer, torch.randn(20, 10)))
+        return sent, model.first.detach().clone()
+
+    ((sent, first),) = run(1, body)
+    assert sent == 0
+    assert len(first.unique()) > 100
+
+
+@pytest.mark.parametrize(
+    ("compression", "part"), [("none", 1), ("bf16", 1 / 2), ("int8", 1 / 4)]
+)
+def test_a_large_models_stand_in_sends_a_large_models_codes(compression, part):
+    sizes = (400_000, 4_000_000, 40_000)
+    workload = Workload(
+        names=("a", "b", "c"),
+        sizes=sizes,
+        forward=(0.0,) * 3,
+        backward=(0.0,) * 3,
+        order=(2, 1, 0),
+        update=0.0,
+        batch=1,
+    )
+
+    def body(rank):
+        model = paceline.stand_in(workload)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(
+            model, plain, compression=compression, fusion="single"
+        )
+        step(model, optimizer, torch.zeros(1))
+        sent = counted(lambda: step(model, optimizer, torch.zeros(1)))
+        optimizer.finish()
+        return sent
+
+    dense = Ring(2, sum(sizes)).bytes_sent(0)
+    assert run(2, body) == pytest.approx([part * dense] * 2, rel=0.01)
+
+
+def duration(compression, memory):
+    def body(rank):
+        model, optimizer = begin(compression)
+        step(model, optimizer, torch.tensor(1.0))
+        start = paceline.now()
+        step(model, optimizer, torch.tensor(1.0))
+        return paceline.now() - start
+
+    compute = ComputeModel(forward=0.0, backward=0.0, memory=memory)
+    (seconds, _) = run(2, body, compute=compute)
+    return seconds
+
+
+@pytest.mark.parametrize("spec", ["bf16", "int8", "int8:residuals=true"])
+def test_coding_takes_virtual_time(spec):
+    """As many passes over a gradient of 1,000 bytes as it declares."""
+    quick, slow = duration(spec, memory=1e15), duration(spec, memory=1e6)
+    assert slow - quick == pytest.approx(sum(make(spec).passes(2)) * 1e-3, rel=1e-3)
+    assert duration("none", 1e15) == duration("none", 1e6)
+
+
+def test_the_planner_measures_compressed_means():
+    """With 16 bits on the network a measured message is half as long."""
+
+    def body(rank):
+        costs = {}
+        for compression in ("none", "bf16"):
+            _, optimizer = begin(compression)
+            planner = paceline.optimizer.training_of(optimizer)._planner
+            start = paceline.now()
+            planner._mean(torch.zeros(10_000_000)).wait()
+            costs[compression] = paceline.now() - start
+        return costs
+
+    for costs in run(2, body):
+        assert costs["bf16"] == pytest.approx(costs["none"] / 2, rel=0.02)
+
+
+# ---- who takes part ----
+
+
+@pytest.mark.parametrize("compression", ["bf16", "int8", "int8:residuals=true"])
+def test_uneven_data(compression):
+    """Whoever is out of data changes nothing, and all end with one model."""
+
+    def body(rank):
+        model, optimizer = begin(compression)
+        with optimizer.join():
+            for number in range(4 + 3 * rank):
+                step(model, optimizer, torch.tensor(1.0 + number))
+        return model.first.detach().clone()
+
+    first, *others = run(3, body)
+    assert all(torch.equal(first, other) for other in others)
+
+    def alone(rank):
+        model, optimizer = begin("none")
+        for number in range(10):
+            step(model, optimizer, torch.tensor(1.0 + number))
+        return model.first.detach().clone()
+
+    (expected,) = run(1, alone)
+    torch.testing.assert_close(first, expected, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("compression", ["bf16", "int8", "int8:residuals=true"])
+def test_unused_parameters(compression):
+    """Used nowhere: no gradient, and what was left out of earlier ones is kept. Used on one
+    worker: its share of the mean, everywhere."""
+
+    def body(rank):
+        model, optimizer = begin(compression)
+        step(model, optimizer, torch.tensor(1.0), True)
+        seen = []
+        for both in (False, rank == 0, False):
+            step(model, optimizer, torch.tensor(1.0), both)
+            seen.append(model.second.grad is None)
+        return seen, model.second.detach().clone()
+
+    (seen, second), (also, other) = run(2, body)
+    assert seen == also == [True, False, True]
+    assert torch.equal(second, other)
+    exact = -0.1 - 0.1 * (1 - 0.2) / 2
+    torch.testing.assert_close(second, torch.full((50,), exact), rtol=0.02, atol=0)
+
+
+def test_new_buckets_keep_each_tensors_state():
+    """State belongs to a tensor's name: no residual is lost where plans change."""
+
+    def body(rank):
+        model, optimizer = begin("int8:residuals=true", fusion="ddp")
+        step(model, optimizer, torch.tensor(1.0))
+        training = paceline.optimizer.training_of(optimizer)
+        states = training._codes.states
+        before = {name: state["residual"] for name, state in states.items()}
+        training._arrivals.make_buckets([[0], [1]])
+        step(model, optimizer, torch.tensor(1.0))
+        return {name: states[name]["residual"] is before[name] for name in before}
+
+    assert run(2, body) == [{"first": True, "second": True}] * 2
+
+
+# ---- who says so ----
+
+
+def test_keys_of_a_spec():
+    text = "bsp:fusion=ddp,compression=int8,compression.rounding=nearest"
+    _, settings = read_spec(text)
+    assert settings.compression == Int8(rounding="nearest")
+    assert settings.fusion == "ddp"
+    keys = settings.as_keys()
+    assert keys["compression"] == "int8"
+    assert Settings().changed_by(keys) == settings
+    assert Settings().compression == Identity()
+    assert "compression" not in Settings().as_keys()
+    given = Settings(compression=BF16())
+    assert read_spec("bsp", given)[1].compression == BF16()
+    assert read_spec("bsp:compression=none", given)[1].compression == Identity()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bsp:compression=int9", "unknown compression 'int9'. Did you mean 'int8'?"),
+        (
+            "bsp:compression=int8,compression.bits=4",
+            "compression 'int8': unknown key 'bits'. Known: residuals, rounding, seed.",
+        ),
+        ("bsp:compression.seed=4", "without 'compression'"),
+        (
+            "bsp:compresion=int8",
+            "unknown key 'compresion'. Did you mean 'compression'?",
+        ),
+        ("bsp:fusion.rule=ddp", "unknown key 'fusion.rule'"),
+        ("bsp:overlap.x=true", "method 'bsp': unknown key 'overlap.x'"),
+    ],
+)
+def test_what_is_unknown_is_refused(text, said):
+    with pytest.raises(UsageError) as caught:
+        read_spec(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"method": "asp"}, "'bf16' with method 'asp': its gradients go to servers"),
+        (
+            {"collective": "parameter-server", "compression": "int8"},
+            "its codes are gathered, and a server only adds",
+        ),
+        ({"compression": "bf15"}, "unknown compression 'bf15'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(options, said):
+    def body(rank):
+        with pytest.raises(UsageError) as caught:
+            begin(**{"compression": "bf16"} | options)
+        return str(caught.value)
+
+    assert all(said in told for told in run(2, body))
+
+
+def test_servers_add_up_linear_codes():
+    def body(rank):
+        model, optimizer = begin("bf16", collective="parameter-server")
+        for _ in range(3):
+            step(model, optimizer, torch.tensor(float(rank)))
+        optimizer.finish()
+        return model.first.detach().clone()
+
+    one, other = run(2, body)
+    assert torch.equal(one, other)
+    assert one.any()
