@@ -51,14 +51,16 @@ Hyperparameters = list[dict[str, Any]]
 
 
 class Join(msgspec.Struct, tag="join", kw_only=True):
-    """A worker asks to take part, and says what is trained: per bucket, the *units* of it
-    that this server holds and their *dtypes*; the class name of the *optimizer*, of
-    torch.optim; *options* must be equal on all workers. *method*: the spec of who says what
-    the server does; empty where it only reduces. *sums*: "rank" or "arrival". *clip_norm*: the
-    largest norm of a step's mean gradient, of which there are parts on so many *servers*.
-    *tensors*: a line for each tensor of the model, also for those that are not trained.
-    Answer: `Joined`, at once; for a worker that nobody waits for, once no meeting is under
-    way."""
+    """A worker asks to take part, and says what is trained.
+
+    *options* and all else but *shard* are equal on all workers. *method*: the spec of the method
+    whose discipline the server follows; empty where it only reduces. *sums*: the order of sums,
+    "rank", "arrival" or "ring". *shard*: the server's number. *units* and *dtypes*: what this
+    server holds of each bucket. *optimizer*: a class of torch.optim, by name. *clip_norm*: the
+    largest norm of a step's mean gradient, which so many *servers* hold parts of. *tensors*: a
+    line for each tensor of the model, trained or not. Answer: `Joined`, at once; to a worker
+    that nobody waits for, once no meeting is under way.
+    """
 
     options: str
     method: str = ""
@@ -78,27 +80,27 @@ Purpose = Literal["load", "pulled", "meet"]
 
 
 class Arrive(msgspec.Struct, tag="arrive", kw_only=True):
-    """This worker has come to a point at which it waits for all that train. *purpose*:
-    "load", where one of them then loads what all go on from; "pulled", after that, when it
-    has taken it; or "meet", which is all. *brings*: it has something to load. Answer: `Met`,
-    when all are there, and what was to be loaded is; to who is to load, before that."""
+    """This worker waits for all others that train. *purpose*: "meet" is just that; at a "load"
+    one of them loads what all go on from; "pulled" comes after a load, when this worker has
+    taken it. *brings*: this worker has something to load. Answer: `Met`, when all are there,
+    and the load, too; the worker that is to load is answered before it."""
 
     purpose: Purpose
     brings: bool = False
 
 
 class Load(msgspec.Struct, tag="load", kw_only=True):
-    """The payload becomes the parameters of *bucket*: once all buckets are in, and with them
-    the states and the rest that came before. Only before anything was loaded, and from who
-    leads a load. Answer: `Done`."""
+    """The payload becomes the parameters of *bucket*, once all buckets are in; so do the states
+    and the rest that came before. Any worker may load first; later only the one that leads a
+    load. Answer: `Done`."""
 
     bucket: int
 
 
 class LoadRest(msgspec.Struct, tag="load-rest", kw_only=True):
-    """The payload is a part of the bytes of all that the model holds and nobody trains, its
-    frozen parameters and its buffers: the part that begins at byte *start*, where the one
-    before has ended. Takes effect with the `Load` of all buckets. Answer: `Done`."""
+    """The payload is a part of what the model holds and nobody trains, as bytes: frozen
+    parameters and buffers. It begins at byte *start*, where the part before ended. It takes
+    effect with the `Load` of all buckets. Answer: `Done`."""
 
     start: int
 
@@ -124,14 +126,16 @@ class Push(msgspec.Struct, tag="push", kw_only=True):
 
 
 class Decide(msgspec.Struct, tag="decide", kw_only=True):
-    """Server 0 has decided which *workers* count for *step*. Answer: `Done`."""
+    """A worker tells what it has heard: server 0 has decided which *workers* count for *step*.
+    Answer: `Done`."""
 
     step: int
     workers: list[int]
 
 
 class PullNorm(msgspec.Struct, tag="pull-norm", kw_only=True):
-    """Answer: `NormPart` of *step*, once all of its mean that this server holds is known."""
+    """A worker asks for this server's part of the norm of *step*. Answer: `NormPart`, once all
+    of the step's mean that the server holds is known."""
 
     step: int
 
@@ -145,38 +149,39 @@ class Norm(msgspec.Struct, tag="norm", kw_only=True):
 
 
 class Blend(msgspec.Struct, tag="blend", kw_only=True):
-    """The payload is this worker's buffers of the model, in double precision: first so many
-    *floats*, which are mixed into the server's with *weight*; the rest are counters, of
-    which the larger one stays. Answer: `Blended`."""
+    """The payload is this worker's buffers of the model, in double precision. So many *floats*
+    come first: they are mixed into the server's with *weight*. Counters follow: the larger one
+    stays. Answer: `Blended`."""
 
     weight: float
     floats: int
 
 
 class Pull(msgspec.Struct, tag="pull", kw_only=True):
-    """Answer: `Parameters` of *bucket* as they are, once they were loaded, and once a worker
-    may have them that begins with *step*."""
+    """A worker asks for *bucket*, to begin with *step*. Answer: `Parameters`, once all buckets
+    were loaded, and once the discipline allows it."""
 
     bucket: int
     step: int = 0
 
 
 class PullRest(msgspec.Struct, tag="pull-rest", kw_only=True):
-    """Answer: `Rest`, from byte *start* on, *most* bytes of it at most; once parameters were
-    loaded."""
+    """A worker asks for what nobody trains: from byte *start* on, *most* bytes at most. Answer:
+    `Rest`, once parameters were loaded."""
 
     start: int
     most: int
 
 
 class PullBuffers(msgspec.Struct, tag="pull-buffers", kw_only=True):
-    """Answer: `Blended`, with the buffers as they were mixed since the last load; without a
-    payload if none were."""
+    """A worker asks for the buffers as they were mixed since the last load. Answer: `Blended`;
+    without a payload if none were."""
 
 
 class PullState(msgspec.Struct, tag="pull-state", kw_only=True):
-    """Answer: `OptimizerState` of *bucket*; or of some *units* of it, once all updates before
-    *step* are in them."""
+    """A worker asks for the optimizer's state of *bucket*, as it is; or of some *units* of it,
+    as of *step*. Answer: `OptimizerState`; of units, once all updates before the step are in
+    them."""
 
     bucket: int
     units: list[int] | None = None
@@ -205,9 +210,9 @@ class Reduce(msgspec.Struct, tag="reduce", kw_only=True):
 
 
 class Note(msgspec.Struct, tag="note", kw_only=True):
-    """This worker is alive, and busy with something else than pushes: an evaluation, say; or
-    it has joined, and another server has told it to begin with *step*, and not before, or
-    that it is a *guest*. Answer: `Done`, at once."""
+    """This worker is alive: it evaluates, say. Where it has just joined, it tells each server
+    what the others have answered: that it begins with *step*, or that it is a *guest* (see
+    `Joined`). Answer: `Done`, at once."""
 
     step: int = 0
     guest: bool = False
@@ -246,10 +251,9 @@ Request = (
 
 
 class Joined(msgspec.Struct, tag="joined", kw_only=True):
-    """This worker takes part from *step* on. *loaded*: the server has parameters; *load*:
-    how many loads they have come through since the first. *guest*: training has begun
-    without this worker, or this life of it: it takes what is there, and what it brings
-    itself is not wanted."""
+    """This worker takes part from *step* on. *loaded*: the server has parameters, which have
+    come through *load* loads since the first. *guest*: training has begun without this worker,
+    or without this life of it. A guest takes what is there; what it brings is not used."""
 
     step: int
     loaded: bool
@@ -258,16 +262,17 @@ class Joined(msgspec.Struct, tag="joined", kw_only=True):
 
 
 class Met(msgspec.Struct, tag="met", kw_only=True):
-    """All are there. *leads*: this worker is the one that now loads, or the lowest rank. *load*: how many loads
-    the server has come through."""
+    """All are there. *leads*: this worker is the lowest rank; at a load, the lowest of those
+    that bring something, and it loads now. *load*: how many loads the server has come
+    through."""
 
     leads: bool = False
     load: int = 0
 
 
 class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
-    """The payload is *bucket*, or of it the units that were pushed, at *version*: the number
-    of steps, or of pushes, that are in it. *step*: the one that its receiver is to do next.
+    """The payload is *bucket*, or the units of it that were pushed. *version*: how many steps,
+    or how many pushes, are in it. *step*: the one that the worker is to do next.
     *counted*: the workers that counted for the step that was pushed, where server 0 decides.
     *told*: what the discipline tells its workers of the bucket, in the method's own bytes;
     empty in answers to late pushes. *load*: as in `Met`."""
@@ -281,7 +286,7 @@ class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
 
 
 class Rest(msgspec.Struct, tag="rest", kw_only=True):
-    """The payload is the part that was asked for of what nobody trains, of *whole* bytes."""
+    """The payload is the part that was asked for; all of it has *whole* bytes."""
 
     whole: int
 

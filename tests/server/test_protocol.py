@@ -212,8 +212,8 @@ def test_a_step_moves_the_clock_with_its_last_bucket() -> None:
     assert first.message == Parameters(bucket=1, version=1, step=0)
     (last,) = case.push(0, 0, 0)
     assert last.message == Parameters(bucket=0, version=1, step=1)
-    assert (case.server.clock(0), case.server.clock(1)) == (1, 0)
-    assert (case.server.slowest(), case.server.fastest()) == (0, 1)
+    assert (case.server.shard.clock(0), case.server.shard.clock(1)) == (1, 0)
+    assert (case.server.shard.slowest(), case.server.shard.fastest()) == (0, 1)
 
 
 def test_asp_applies_at_once_at_the_weight() -> None:
@@ -282,7 +282,7 @@ def test_a_later_step_that_another_server_named() -> None:
     case.whole_step(0, 0)
     case.whole_step(1, 0)
     assert len(case.whole_step(2, 2)) == 4  # steps 0, of two workers
-    assert case.server.expected(1) == [0, 1]
+    assert case.server.shard.expected(1) == [0, 1]
     case.whole_step(0, 1)
     assert len(case.whole_step(1, 1)) == 4
     case.whole_step(0, 2)
@@ -372,7 +372,7 @@ def test_an_older_life_is_not_lost_again() -> None:
     case = Case(ASP()).begin(0, 1)
     case.ask(1, JOIN, life=1)
     case.server.on_lost(1, 0, 0.0)
-    assert case.server.expected(0) == [0, 1]
+    assert case.server.shard.expected(0) == [0, 1]
 
 
 def test_the_work_that_was_done() -> None:
@@ -479,7 +479,7 @@ def test_answers_that_were_received_are_forgotten() -> None:
     for number in range(10, 40):
         sender = Sender(0, 0, "", number, received=number)
         server.on_message(sender, Pull(bucket=0), None, 0.0)
-        channel = server._members[0].channels[""]
+        channel = server.shard.members[0].channels[""]
         assert list(channel.answers) == [number]
     assert server.on_message(Sender(0, 0, "", 38), Pull(bucket=0), None, 0.0) == []
     assert len(server.on_message(Sender(0, 0, "", 39), Pull(bucket=0), None, 0.0)) == 1
@@ -513,9 +513,9 @@ def test_a_push_that_is_refused_changes_nothing(
     case = Case(method).begin(0, 1)
     assert words in case.refusal(0, push, payload)
     assert case.server.counts["requests refused"] == 1
-    assert [case.server.clock(w) for w in (0, 1)] == [0, 0]
-    assert case.server.fastest() == 0
-    assert case.server.expected(0) == [0, 1]
+    assert [case.server.shard.clock(w) for w in (0, 1)] == [0, 0]
+    assert case.server.shard.fastest() == 0
+    assert case.server.shard.expected(0) == [0, 1]
     answers = case.whole_step(0, 0) + case.whole_step(1, 0)
     assert len(answers) == 4
     assert case.parameters(0, 0) == ([-1, -1] if method == Backup() else [-2, -2])
@@ -611,7 +611,7 @@ def test_workers_that_train_different_things() -> None:
     assert "optimizer is 'SGD'" in case.refusal(1, other)
     # It has not joined by that, and may yet.
     assert case.refusal(1, pushed(), zeros(2)) == "join first"
-    assert case.server.expected(0) == [0, 1]
+    assert case.server.shard.expected(0) == [0, 1]
     assert case.answers(1, JOIN) == [Joined(step=0, loaded=True)]
 
 
@@ -658,7 +658,7 @@ def test_unequal_hyperparameters_of_a_step_refuse_all() -> None:
     assert words in case.refusal(2, pushed(bucket=1), zeros(3))
     assert words in case.refusal(3, Pull(bucket=1), life=1)
     assert case.server.counts["gradients applied"] == 0
-    assert case.server.version(0) == 0
+    assert case.server.shard.version(0) == 0
 
 
 def test_unequal_hyperparameters_are_equal_where_they_are_of_different_steps() -> None:

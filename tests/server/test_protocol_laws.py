@@ -586,9 +586,9 @@ class Training:
             letter = self.network.letters[(shard, *answer.to[:4])]
             if isinstance(letter.message, Push) and isinstance(self.case.method, SSP):
                 waited = answer is self.network.first[letter.key][0]
-                for worker in server.expected(10**9) if waited else []:
+                for worker in server.shard.expected(10**9) if waited else []:
                     joined = (shard, worker) in self.members()
-                    clock = server.clock(worker) if joined else 0
+                    clock = server.shard.clock(worker) if joined else 0
                     ahead = letter.message.step + 1 - clock
                     assert ahead <= max(1, self.case.method.staleness)
 
@@ -626,7 +626,7 @@ class Training:
         for bucket, where in enumerate(self.case.layout):
             for shard in where:
                 server = self.network.servers[shard]
-                final[shard, bucket] = server._model.store.flats[bucket].clone()
+                final[shard, bucket] = server.shard.store.flats[bucket].clone()
         return final
 
     def check_ledger(self, place: tuple[int, int], parameters: torch.Tensor) -> None:

@@ -146,7 +146,7 @@ class Scene:
         for worker, mine in parts.items():
             assert self.missing[worker] == 0, "it goes on in the middle of its step"
             assert {message.bucket for message in mine} == set(range(self.buckets))
-            here = frozenset(self.talk.server.expected(10**9))
+            here = frozenset(self.talk.server.shard.expected(10**9))
             # All turns but the last of a moment come from gaps of no time.
             gap = ring._step_seconds / (self.slack * len(here))
             turn = Turn(now, worker, self.came[worker], here, gap, ring._is_warm)

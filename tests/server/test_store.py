@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
+from paceline.interfaces import Work
 from paceline.messages import Join, Unit
 from paceline.server.shards import Part, split
 from paceline.server.spread import _NOT_SENT
@@ -243,11 +244,10 @@ def test_state_that_is_not_by_element_stays_where_it_is() -> None:
 def test_snapshots_are_shared_and_never_written() -> None:
     model = Model(OPTIMIZERS["SGD"])
     store = Servers(model, 1).stores[0]
-    first, copied = store.snapshot(0)
-    again, copied_again = store.snapshot(0)
-    assert copied
-    assert again is first
-    assert not copied_again
+    first = store.parameters(0)
+    assert store.take_work() == Work(added=store.bytes[0])  # it was copied
+    assert store.parameters(0) is first
+    assert store.take_work() == Work()
     kept = first.clone()
     model.set_gradients(0)
     store.apply(
@@ -255,7 +255,7 @@ def test_snapshots_are_shared_and_never_written() -> None:
     )
     store.load(1, torch.zeros_like(store.flats[1]))
     assert torch.equal(first, kept)
-    assert not torch.equal(store.snapshot(0)[0], kept)
+    assert not torch.equal(store.parameters(0), kept)
 
 
 SGD: dict[str, Any] = {"lr": 0.1}

@@ -71,8 +71,8 @@ class Talk(Case):
 
     @property
     def stages(self) -> TwoStages:
-        assert isinstance(self.server._discipline.discipline, TwoStages)
-        return self.server._discipline.discipline
+        assert isinstance(self.server.shard.discipline, TwoStages)
+        return self.server.shard.discipline
 
     def begin(self, *workers: int) -> Talk:
         for worker in workers:
@@ -226,7 +226,7 @@ def test_the_work_is_counted_by_units() -> None:
     case.second(0, 0, 1, 0, 1)
     case.second(1, 0, 1, 0, 1)
     assert case.server.take_work() == Work(added=96, stepped=48)
-    assert case.server.unit_bytes(0) == [16, 24, 8]
+    assert case.server.shard.unit_bytes(0) == [16, 24, 8]
 
 
 # ---- what may wait ----
@@ -444,8 +444,8 @@ def test_a_second_stage_that_is_refused_changes_nothing(push: Push, words: str) 
     assert case.second(0, 0, 0, 1) == []
     assert words in case.refusal(0, push, payload(push))
     assert case.server.counts["requests refused"] == 1
-    assert [case.server.clock(w) for w in (0, 1)] == [1, 1]
-    assert case.server.fastest() == 1
+    assert [case.server.shard.clock(w) for w in (0, 1)] == [1, 1]
+    assert case.server.shard.fastest() == 1
     assert len(case.second(1, 0, 0, 1)) == 2
     for step in (1, 2):
         assert case.first(0, step) == []
@@ -565,7 +565,7 @@ def test_the_second_stage_does_not_come_too_late() -> None:
     assert case.refusal(0, third, payload(third)) == words + "step 2"
     second = a_push(1, 0, late=True, units=[2])
     assert case.refusal(0, second, payload(second)) == words + "late units of step 1"
-    assert case.server.fastest() == 2
+    assert case.server.shard.fastest() == 2
     # It is not too late yet.
     assert heard(case.second(0, 0, 0, 2)) == [(0, 0, [-1.0])]
     assert len(case.first(0, 2, [0, 1], None)) == 2
@@ -626,10 +626,10 @@ def test_methods_without_stages(method: Any) -> None:
     some = a_push(0, 0, units=[0])
     words = "push: this method takes whole buckets, got units [0] of bucket 0"
     assert case.refusal(0, some, payload(some)) == words
-    assert case.server.fastest() == 0
+    assert case.server.shard.fastest() == 0
     case.first(0, 0)
     case.first(1, 0)
-    assert case.server.version(0) >= 1
+    assert case.server.shard.version(0) >= 1
 
 
 @pytest.mark.parametrize(
@@ -670,7 +670,7 @@ def test_reports_that_cannot_be_read(report: bytes) -> None:
     push = a_push(report=report)
     words = "push: bytes that osp cannot read: "
     assert case.refusal(0, push, payload(push)).startswith(words)
-    assert case.server.fastest() == 0
+    assert case.server.shard.fastest() == 0
     case.first(0, 0, measured=NAMED)
     assert len(case.first(1, 0, measured=NAMED)) == 4
 
@@ -680,10 +680,10 @@ def test_methods_without_reports(method: Any) -> None:
     case = Talk(method).begin(0, 1)
     push = a_push(report=written_report(NAMED))
     assert case.refusal(0, push, payload(push)) == "push: this method takes no reports"
-    assert case.server.fastest() == 0
+    assert case.server.shard.fastest() == 0
     case.first(0, 0)
     case.first(1, 0)
-    assert case.server.version(0) >= 1
+    assert case.server.shard.version(0) >= 1
 
 
 def test_units_that_differ_stop_the_training_in_words() -> None:
@@ -702,7 +702,7 @@ def test_units_that_differ_stop_the_training_in_words() -> None:
     assert {a.message.reason for a in refused} == {words}  # type: ignore[union-attr]
     assert len(refused) == len(answers)
     assert case.server.counts["gradients applied"] == 3  # of bucket 1
-    assert case.server.version(0) == 0
+    assert case.server.shard.version(0) == 0
     push = a_push(0, 0, late=True, units=[2])
     assert case.refusal(0, push, payload(push)) == words
     state = PullState(bucket=0, units=[2], step=1)
@@ -955,9 +955,9 @@ def test_who_joins_defers_what_servers_say() -> None:
     assert next_deferred(first) == [[], []]
     assert [len(places) for places in first.units] == [4, 2]
     masks: list[dict[int, list[int]]] = [{0: [0]}, {0: [0, 2], 1: [1]}]
-    if len(servers[0].buckets) == 2:  # the second bucket went there
+    if len(servers[0].shard.buckets) == 2:  # the second bucket went there
         masks = [{0: [0], 1: [1]}, {0: [0, 2]}]
     for server, mask in zip(servers, masks, strict=True):
-        assert isinstance(server._discipline.discipline, TwoStages)
-        server._discipline.discipline._deferred = mask
+        assert isinstance(server.shard.discipline, TwoStages)
+        server.shard.discipline._deferred = mask
     assert next_deferred(joined(1)) == [[0, 1, 3], [1]]

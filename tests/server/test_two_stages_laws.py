@@ -330,7 +330,7 @@ class StagedTraining(Training):
     def defer(self, shard: int, seed: int, now: bool = False) -> None:
         """A server decides something else, whatever it has measured."""
         stages, method = (
-            self.network.servers[shard]._discipline.discipline,
+            self.network.servers[shard].shard.discipline,
             self.case.method,
         )
         if not isinstance(method, OSP) or method.defer == "nothing":
@@ -424,8 +424,8 @@ class StagedTraining(Training):
         for server in self.network.servers:
             assert server._pushes.are_all_answered()
             assert not server._pulls._states
-            if isinstance(server._discipline.discipline, TwoStages):
-                assert not server._discipline.discipline._rounds
+            if isinstance(server.shard.discipline, TwoStages):
+                assert not server.shard.discipline._rounds
         counts = [server.counts["gradients applied"] for server in self.network.servers]
         assert sum(counts) == self.pushes
         if not self.deaths_happened():

@@ -16,20 +16,20 @@ from paceline.messages import Reply, Request
 
 
 class Sender(NamedTuple):
-    """Which request an answer belongs to: it is sent back unread. A worker that was
-    restarted has another *incarnation*. A service that asks has a number behind those of
-    the workers: number *i* of its job's services is sender *workers* + *i*."""
+    """The request that an answer belongs to. A worker that was restarted has another
+    *incarnation*. A service that asks has a number behind those of the workers: number *i* of
+    its job's services is sender *workers* + *i*."""
 
     worker: int
     incarnation: int
     channel: str
     number: int
     received: int = 0
-    """The worker has the answers to all requests of the channel below this number."""
+    """The worker has the answers to the channel's requests below this number."""
 
 
 class Answer(NamedTuple):
-    """What a server sends, and to whom. *payload* is flat, shared by all who get it, and
+    """An answer to one request. *payload* is flat, shared by all workers that get it, and
     never written again."""
 
     to: Sender
@@ -69,8 +69,8 @@ class Server(Protocol):
     def on_message(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
     ) -> list[Answer]:
-        """A request has come in. *payload* is the server's from now on. Seen before: it is
-        not done again, and answered again if it had been answered."""
+        """A request has come in. *payload* is the server's from now on. A request that came
+        before is not done again, and answered again if it had been answered."""
         ...
 
     def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:

@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from paceline.errors import UsageError
 from paceline.interfaces import Clips, Discipline, HeldPush, Shard
-from paceline.methods.push_pull import PushPull
+from paceline.methods.push_pull import PushPull, without_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +64,16 @@ class FastestOfAll:
         self.spares = spares
         self._rounds: dict[tuple[int, int], list[HeldPush]] = {}
         self._complete: dict[int, list[int]] = {}
-        """By open step: whose gradients are in as a whole, as they came."""
+        """By open step: the workers whose gradients are all in, in the order of coming."""
         self._follows = False
         self._counted: dict[int, list[int]] = {}
-        """By step: who was decided to count, for steps that some worker may yet ask of."""
+        """By step: the workers that count, once that is decided. Kept for slow workers, whose
+        answers name them, too."""
         self._closed = 0
         """Steps below this one have ended."""
         self._late: dict[int, list[HeldPush]] = {}
         """By worker: pushes of a step that has ended. They are answered together, with
-        one version, when the worker's step is in as a whole."""
+        one version, when all of the worker's step is in."""
 
     def pushed(self, shard: Shard, push: HeldPush) -> None:
         if push.step < self._closed:
@@ -138,7 +137,7 @@ class FastestOfAll:
         return True
 
     def _choice(self, step: int, complete: list[int]) -> list[int] | None:
-        """Who counts for a step, once that is decided."""
+        """The workers that count for a step; None while that is not decided."""
         if step not in self._counted:
             if self._follows or len(complete) < self._wait_for:
                 return None
@@ -157,8 +156,7 @@ class FastestOfAll:
                 shard.count("gradients dropped")
 
     def _drop(self, push: HeldPush) -> None:
-        dropped = push._replace(gradient=torch.empty(0))
-        self._late.setdefault(push.worker, []).append(dropped)
+        self._late.setdefault(push.worker, []).append(without_gradient(push))
 
     def first_step(self, shard: Shard) -> int:
         return shard.fastest()

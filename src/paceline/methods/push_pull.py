@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from paceline.interfaces import (
     ON_SERVERS,
     Clips,
     GradientSeen,
+    HeldPush,
     Rhythm,
     ServerRun,
     Shard,
@@ -75,9 +78,14 @@ class PushPull:
         return run.remote.consolidate()
 
 
+def without_gradient(push: HeldPush) -> HeldPush:
+    """The same push, to be answered later: its gradient was used, and the memory can go."""
+    return push._replace(gradient=torch.empty(0))
+
+
 class AppliesOnArrival:
-    """What disciplines share that apply each gradient when it comes: there are no rounds to
-    be in the middle of, so whoever joins may have the parameters as they are."""
+    """What disciplines share that apply each gradient when it comes: they have no rounds, so a
+    worker may join at any moment, and have the parameters as they are."""
 
     def first_step(self, shard: Shard) -> int:
         return shard.slowest()

@@ -44,11 +44,9 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from paceline.errors import UsageError
 from paceline.interfaces import Discipline, HeldPush, Shard
-from paceline.methods.push_pull import AppliesOnArrival, PushPull
+from paceline.methods.push_pull import AppliesOnArrival, PushPull, without_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +76,9 @@ class R2SP(PushPull):
         return RoundRobin(self.slack, self.warm_up)
 
 
-_NOTHING = torch.empty(0)
-"""Instead of a gradient that was applied, so that its memory can go."""
-
-
-class StepTimes:
-    """How long steps of each worker take, from one turn to when the next step is in: what
-    it waits for its turn is not in it. The first *unmeasured* ones do not count."""
+class StepLengths:
+    """How long steps of each worker take, from its turn until its next step is in: the wait for
+    a turn does not count. The first *unmeasured* steps do not, either."""
 
     def __init__(self, unmeasured: int) -> None:
         self._unmeasured = unmeasured
@@ -105,7 +99,8 @@ class StepTimes:
         self._began[worker] = now
 
     def only(self, here: Set[int]) -> None:
-        """The others have left, or are gone: what they do until they come back is no step."""
+        """These workers take part: the others have left or died, and their steps under way are
+        not measured."""
         self._began = {w: began for w, began in self._began.items() if w in here}
 
     def mean(self, worker: int) -> float | None:
@@ -115,8 +110,8 @@ class StepTimes:
 
 
 class RoundRobin(AppliesOnArrival):
-    """The server's half: w <- w - lr/n g_i when it comes; who sent it gets w in its turn.
-    Restored from a snapshot the ring warms up again."""
+    """The server's half: w <- w - lr/n g_i when it comes; its worker gets w in its turn. After
+    a restart from a snapshot the ring warms up again."""
 
     def __init__(self, slack: float, warm_up: int) -> None:
         self._slack = slack
@@ -125,9 +120,9 @@ class RoundRobin(AppliesOnArrival):
         self._catching_up: int | None = None
         """The step that all are to begin before the ring does; None in the warm-up."""
         self._follows = False
-        self._times = StepTimes(unmeasured=warm_up // 2)
+        self._times = StepLengths(unmeasured=warm_up // 2)
         self._held: dict[int, list[HeldPush]] = {}
-        """By worker: what is to be answered when it has its turn."""
+        """By worker: the pushes to be answered in its turn."""
         self._step_seconds = 0.0  # T
         self._next = 0  # next_id: whose turn it is, or the next one's that takes part
         self._next_time = 0.0
@@ -139,7 +134,7 @@ class RoundRobin(AppliesOnArrival):
             shard.answer(push)
             return
         held = self._held.setdefault(push.worker, [])
-        held.append(push._replace(gradient=_NOTHING))
+        held.append(without_gradient(push))
         if shard.clock(push.worker) > push.step:
             self._times.step_is_in(push.worker, shard.now)
 
@@ -179,12 +174,12 @@ class RoundRobin(AppliesOnArrival):
         return shard.clock(worker) - (1 if self._waits(shard, worker) else 0)
 
     def _waits(self, shard: Shard, worker: int) -> bool:
-        """Whether its step is in as a whole, and it has not gone on."""
+        """Whether all of a worker's step is in, and it has not gone on."""
         held = self._held.get(worker)
         return held is not None and shard.clock(worker) > held[0].step
 
     def _whose_turn(self, shard: Shard, here: Sequence[int]) -> int | None:
-        """Who goes on next, if its step is in as a whole."""
+        """The worker that goes on next; None while its step is not in."""
         waiting = [worker for worker in self._held if self._waits(shard, worker)]
         if waiting and self._is_warm:
             turn = min(here, key=lambda worker: (worker < self._next, worker))

@@ -19,11 +19,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from paceline.errors import UsageError
 from paceline.interfaces import Clips, Discipline, HeldPush, Shard
-from paceline.methods.push_pull import AppliesOnArrival, PushPull
+from paceline.methods.push_pull import AppliesOnArrival, PushPull, without_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +46,6 @@ class SSP(PushPull):
         return BoundedStaleness(self.staleness) if self.staleness else InRankOrder()
 
 
-_NOTHING = torch.empty(0)
-"""Instead of a gradient that was applied, so that its memory can go."""
-
-
 class BoundedStaleness(AppliesOnArrival):
     """The server's half, for a bound s of at least 1."""
 
@@ -61,7 +55,7 @@ class BoundedStaleness(AppliesOnArrival):
 
     def pushed(self, shard: Shard, push: HeldPush) -> None:
         shard.apply(push)
-        self._waiting.append(push._replace(gradient=_NOTHING))
+        self._waiting.append(without_gradient(push))
         self._let_go(shard)
 
     def changed(self, shard: Shard) -> None:

@@ -64,7 +64,7 @@ class Answers:
         self.send(to, Refused(reason=reason))
 
     def turn_away(self, to: Sender, reason: str) -> None:
-        """The same, for a request of nobody that is here: nothing of it is kept."""
+        """Refuse a request whose worker is not here: nothing of it is kept."""
         self._out.append(Answer(to, Refused(reason=reason)))
 
     def taken_out(self) -> list[Answer]:

@@ -1,27 +1,33 @@
 """Where all workers that train wait for each other: to load, and to be at one moment.
 
-A worker *arrives*, and its request is answered when all that train are there. Then nothing is
-under way: each has the answers to all that it sent, and sends nothing. At a *meet* that is
-all, and the lowest rank is told that it leads. At a *load* the lowest rank of those that bring something is answered first: it leads, and
-sends what all go on from; when that is whole it takes effect, gradients that are held (of
-workers that died) are dropped, and the others are answered. If the leader dies before, the
-next one leads. Then each takes what was loaded, and arrives once more: nobody sends a
-gradient before all have it.
+A worker *arrives*: its request is answered when all that train are there. Then nothing is
+under way: each has the answers to all that it sent, and sends nothing.
 
-Who comes back (another life of a worker) while others have arrived joins when they have met,
-and who has joined but has no parameters yet is given them then; unless those who have yet to
-arrive wait for its gradients.
-Who has come back just before, at a step that those who meet have yet to do, may have missed
-the point where they met: a meet does not wait for it.
+- At a *meet* that is all. The lowest rank is told that it leads.
+- At a *load* the lowest rank of those that bring something leads. It is answered first, and
+  sends what all go on from. When that is whole it takes effect, the gradients of workers that
+  died are dropped, and the others are answered. If the leader dies before, the next one leads.
+  Each worker then takes what was loaded, and arrives once more: nobody sends a gradient before
+  all have it.
+
+Workers that come back
+----------------------
+A worker that comes back while others have arrived joins when they have met. One that has joined
+and has no parameters yet is given them then; earlier, if the workers that have yet to arrive
+wait for its gradients. A meet does not wait for a worker that has come back at a step which
+those that meet have yet to do: it may have missed the point where they met. Example: workers 0
+and 1 meet after step 4; worker 2 died before, and has come back with step 5.
 
 A point at which only some arrive
 ---------------------------------
-Who has left is not waited for, whenever it left. Of the others each may still come, and is
-waited for, with two exceptions. Where all of them wait for those who have arrived, none will:
-a meet ends with those who are there, and a load is refused. (Where a step may end without
-some, backup:wait_for=M, it ends without those who have arrived, and the others come too.) And where one who has not done a
-step waits to load, and another one does steps, the other one's script does not load there:
-that is refused too.
+Workers that have left are not waited for. Any other may still come, and is waited for, with two
+exceptions:
+
+- All that are missing wait for those that have arrived: then none will come. A meet ends with
+  the workers that are there; a load is refused. (Where a step may end without some workers, it
+  ends without those that have arrived, and the others come, too.)
+- One that has not done a step waits to load, and another one does steps: its script does not
+  load there. That is refused, too.
 """
 
 from __future__ import annotations
@@ -32,10 +38,9 @@ from paceline.errors import UsageError
 from paceline.interfaces import Sender
 from paceline.messages import Arrive, Met
 from paceline.server.answers import Answers
-from paceline.server.bound_discipline import BoundDiscipline
-from paceline.server.members import Members
 from paceline.server.pulls import Pulls
 from paceline.server.pushes import Pushes
+from paceline.server.shard import HeldShard
 
 HOW_TO_LOAD = "every worker that trains calls paceline.load, or load_state_dict, after the same step"
 
@@ -45,52 +50,53 @@ class Meetings:
 
     def __init__(
         self,
-        members: Members,
+        shard: HeldShard,
         pushes: Pushes,
         pulls: Pulls,
-        discipline: BoundDiscipline,
         answers: Answers,
     ) -> None:
         self.loads = 0
         """How many loads there were since the first one."""
         self.leader: int | None = None
         self.follows = False
-        """Another server decides what pushes wait for: who waits here may be let go."""
-        self._members = members
+        """Another server decides what pushes wait for: they may be answered without anybody
+        else's."""
+        self._shard = shard
+        self._members = shard.members
         self._pushes = pushes
         self._pulls = pulls
-        self._discipline = discipline
         self._answers = answers
         self._arrived: dict[int, tuple[Sender, Arrive]] = {}
         self._pulling: set[int] = set()
-        """Who has yet to say that it has taken what was loaded."""
+        """Workers that have yet to say that they have taken what was loaded."""
         self._lets_pull = False
-        """Who has joined is given parameters though others have arrived."""
+        """A worker that has joined is given parameters though others have arrived."""
         self._joining: dict[int, Callable[[], None]] = {}
 
     # ---- what happens ----
 
     def arrive(self, sender: Sender, arrive: Arrive) -> None:
-        """Raises `UsageError` for who has not been at the load that it has taken."""
+        """A worker is there. Raises `UsageError` for one that takes a load at which it was
+        not."""
         if arrive.purpose == "pulled" and sender.worker not in self._pulling:
             raise UsageError(f"arrive: worker {sender.worker} was not at a load")
         self._arrived[sender.worker] = sender, arrive
 
     def check_not_there(self, what: str, worker: int) -> None:
-        """Raise `UsageError` for who has arrived, and wants to do something else."""
+        """Raise `UsageError` for a worker that has arrived, and wants to do something else."""
         if worker in self._arrived:
             raise UsageError(f"{what}: worker {worker} is where all meet")
 
     def step(self) -> int:
-        """The last one that any of those who have arrived is to do next."""
+        """The latest of the next steps of those that have arrived."""
         return max(self._members[worker].clock for worker in self._arrived)
 
     def is_under_way(self) -> bool:
         return bool(self._arrived or self._pulling)
 
     def may_pull(self, worker: int) -> bool:
-        """Not who is not awaited where others have arrived; and not what was just loaded,
-        before all who were there have it."""
+        """Whether a worker may be given parameters now. Those that were at a load come first;
+        a worker that has joined while others had arrived waits until they have met."""
         if self._pulling:
             return worker in self._pulling
         member = self._members[worker]
@@ -98,14 +104,14 @@ class Meetings:
         return self._lets_pull or not held
 
     def put_off(self, worker: int, join: Callable[[], None]) -> None:
-        """Who comes back joins when the others have met. Raises `UsageError` for a second
-        time."""
+        """A worker that comes back joins when the others have met. Raises `UsageError` for one
+        that has asked before."""
         if worker in self._joining:
             raise UsageError(f"join: worker {worker} has asked to join before")
         self._joining[worker] = join
 
     def forget(self, worker: int) -> None:
-        """It is lost."""
+        """This worker is lost."""
         self._arrived.pop(worker, None)
         self._joining.pop(worker, None)
         self._members.resting.discard(worker)
@@ -125,8 +131,8 @@ class Meetings:
     # ---- who is there ----
 
     def look(self) -> bool:
-        """Something has changed: see whether all are there. Returns whether a load is
-        complete at once, because nobody has anything to load."""
+        """Something has changed: see whether all are there. Returns True where they are there
+        to load, and nobody has brought anything: then the load is complete."""
         if self.leader is not None or not self._pulling.issubset(self._arrived):
             return False
         if self._pulling or not self._arrived:
@@ -177,7 +183,7 @@ class Meetings:
         self._let_join()
 
     def _answer(self) -> None:
-        """Those who were not answered yet."""
+        """Answer those that were not answered before."""
         self._members.resting = set()
         arrived, self._arrived = self._arrived, {}
         for worker, (sender, arrive) in arrived.items():
@@ -192,16 +198,16 @@ class Meetings:
     # ---- who is not there ----
 
     def _look_for_mistakes(self, missing: Sequence[int], purposes: set[str]) -> None:
-        if purposes == {"meet"} and self._discipline.spares:
+        if purposes == {"meet"} and self._shard.spares:
             # A step ends without those who are here, so that the others come here too.
             if self._members.resting != self._arrived.keys():
                 self._members.resting = set(self._arrived)
-                self._discipline.changed()
+                self._shard.changed()
             return
         if all(self._waits_for_others(worker) for worker in missing):
-            if self._discipline.next_deadline() is not None or self.follows:
+            if self._shard.next_deadline() is not None or self.follows:
                 return
-            if self._discipline.waits_for_norm():
+            if self._shard.waits_for_norm():
                 return
             if purposes == {"meet"}:
                 self._end()
@@ -248,7 +254,7 @@ class Meetings:
         return f"{' and '.join(parts)}: all have to do the same after the same step"
 
     def give_up(self, reason: str) -> None:
-        """It cannot be: tell all who wait, for this or for who waits for it."""
+        """The meeting cannot end: tell all that wait, there or for an answer to a push."""
         self._members.resting = set()
         arrived, self._arrived = self._arrived, {}
         self._lets_pull = False

@@ -1,4 +1,4 @@
-"""Who takes part in a training, in which life, what each has asked, and how far each is."""
+"""The workers of a training: which of them take part, in which life, and how far each is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender
 
 MOST_STEPS_AHEAD = 100_000
-"""Of the other workers: by more a step is a mistake, and not taken."""
+"""A step that is further ahead of all workers is a mistake, and refused."""
 WHOLE_STEPS_KEPT = 2
 """Late pushes may still come of so many steps whose main pushes are all in. Example: late
 pushes of step 4 have a channel of their own, so they may come after all main pushes of step 5;
@@ -53,9 +53,9 @@ class Member:
     guest: bool = False
     """It has joined a training that goes on."""
     settled: bool = False
-    """It has had parameters, and works with them."""
+    """It was given parameters."""
     has_buffers: bool = False
-    """The model's buffers here are in those that it sends."""
+    """The buffers that it sends are made from those that the server had."""
     lost: bool = False
     leaving: bool = False
     first_step: int = 0
@@ -92,14 +92,14 @@ class Members:
         self._workers = workers
         self._known: dict[int, Member] = {}
         self.return_from_loss = False
-        """Who is lost comes back, as another life of the worker."""
+        """Lost workers come back, each as another life."""
         self._returning: set[int] = set()
         self._awaited = set(range(workers))
-        """Workers that have not joined yet: they will, at the first step."""
+        """Workers that are to join before the first step, and have not yet."""
         self.resting: set[int] = set()
-        """Workers without which the others go on, until all meet."""
+        """Workers that wait for all others, while steps end without them."""
         self.begin = 0
-        """The step with which training begins: later than 0 where a snapshot was restored."""
+        """The first step of the training: later than 0 after a snapshot was restored."""
         self.furthest = 0
         """Nobody has begun this step, nor a later one."""
 
@@ -132,8 +132,8 @@ class Members:
             self._known[worker] = Member(incarnation)
 
     def stranger(self, sender: Sender, joins: bool) -> str:
-        """Why a request is none of a worker that is here; empty where it is. *joins*: it
-        asks to be."""
+        """Why a request is refused whose worker is not here; empty where it is. *joins*: the
+        request asks to take part."""
         if not self.is_one(sender.worker):
             return f"worker {sender.worker}: there are only {self._workers} workers"
         member = self._known.get(sender.worker)
@@ -162,12 +162,12 @@ class Members:
         self._awaited.discard(worker)
 
     def is_done(self, worker: int) -> None:
-        """It will not come, nor come back."""
+        """This worker will not come, nor come back."""
         self._awaited.discard(worker)
         self._returning.discard(worker)
 
     def everybody(self) -> list[int]:
-        """Who is to take part in a reduction: also who is out of data keeps company."""
+        """The workers that take part in a reduction: also those that are out of data."""
         return sorted(self._present().keys() | self._awaited)
 
     def nobody_trains(self) -> bool:
@@ -179,11 +179,11 @@ class Members:
         return bool(self._known) and self.nobody_trains()
 
     def is_between_steps(self) -> bool:
-        """Nobody who trains is in the middle of its pushes."""
+        """Whether no worker is in the middle of its pushes."""
         return not any(member.begun for _, member in self._training())
 
     def trains(self) -> list[int]:
-        """Who is to come to where all meet: who trains, and who is awaited."""
+        """The workers that are to come where all meet: those that train or are awaited."""
         return sorted({w for w, _ in self._training()} | self._awaited)
 
     def has_joined(self, worker: int) -> bool:
@@ -211,7 +211,7 @@ class Members:
         return sorted((mine | self._awaited) - self.resting)
 
     def clock(self, worker: int) -> int:
-        """The number of a worker's next step; of one that is to come, the first one."""
+        """The number of a worker's next step; of one that has yet to join, of its first."""
         member = self._known.get(worker)
         return member.clock if member is not None and member.joined else self.begin
 

@@ -5,85 +5,76 @@ Transitions
 ========== ============================================== ==============================
 event      what changes                                   answer
 ========== ============================================== ==============================
-join       the worker takes part: from step 0, or where   `Joined`; `Refused` where model
-           it was missed before, from the step that the   or options differ from those of
-           discipline names; an older incarnation of it   who came first
-           is lost
-arrive     the worker sends nothing, until it has met     `Met`, when all that train are
-           all others that train                          there, and what is to be loaded
-                                                          is; to the lowest rank that has
-                                                          something to load, before that:
-                                                          it leads; `Refused` where others
-                                                          will not come (see `meetings`)
-load,      with the last bucket's parameters: these, and  `Done`; pulls and meetings that
-load-state, the states and the rest that came before; the waited; `Refused` from others
-load-rest  discipline begins anew, holding nothing        than who leads, once loaded
-pull       -                                              `Parameters`, once loaded and
-                                                          once the discipline allows it for
-                                                          all buckets
+join       The worker takes part from step 0, or where    `Joined`; `Refused` where it
+           it was missed before from the step that the    trains something else than the
+           discipline names. An older life of it is lost. first worker
+arrive     The worker sends nothing, until it has met     `Met`, when all have arrived and
+           all others that train.                         the load is here; earlier to the
+                                                          worker that leads the load;
+                                                          `Refused` where the others will
+                                                          not come (see `meetings`)
+load,      With the last bucket's parameters all of the   `Done`; `Refused` to others than
+load-state, load takes effect: the discipline begins      the leader, once loaded
+load-rest  anew, and pulls and meetings go on.
+pull       -                                              `Parameters`, once loaded, when
+                                                          the discipline allows all buckets
 pull-rest, -                                              `Rest`, `Blended`, once loaded
 pull-buffers
-decide     server 0's choice of who counts for a step,    `Done`
-           passed on by a worker
+push       The discipline takes it, once per (worker,     `Parameters`, when the
+           life, step, bucket, main or late). The step's  discipline says so; `Refused`
+           last main push moves the worker's clock. A     out of order (see `pushes`),
+           step beyond it, which another server named,    and where nothing can take what
+           leaves out those before.                       it brings: parts, or a report
+decide     The discipline is told who counts for a step:  `Done`
+           server 0 has decided it.
 pull-norm  -                                              `NormPart`, once all of the
-                                                          step's mean is known
-norm       the step's mean is scaled, and applied         `Done`
-blend      the model's buffers are mixed                  `Blended`
-push       once per (worker, incarnation, step, bucket,   `Parameters`, when the
-           late or not): handed to the discipline; with   discipline says so; `Refused`
-           the step's last main push the worker's clock   if it is of a step before, or
-           moves; a later step than expected, where       of a later one while pushes of
-           another server named it, leaves out those      an earlier one are unanswered;
-           before                                         if late and not just what the
-                                                          main push left out; if main and
-                                                          late units should have come
+                                                          step's mean is here
+norm       The step's mean is scaled, and applied.        `Done`
+blend      The model's buffers are mixed.                 `Blended`
 pull-state -                                              `OptimizerState`; of units, once
                                                           all updates before the step are
-                                                          in them; `Refused` if that is
-                                                          beyond the worker's next step
-reduce     the part is added, in rank order               `Reduced`, to all, with the
+                                                          in them; `Refused` beyond the
+                                                          worker's next step
+reduce     The part is added, in rank order.              `Reduced`, to all, with the
                                                           last part
-note       -                                              `Done`
-leave      nobody waits for the worker's gradients        `Done`, once nobody trains, or
+note       The worker is alive. One that joined at a      `Done`
+           later step elsewhere begins with that here.
+leave      Nobody waits for the worker's gradients.       `Done`, once nobody trains, or
                                                           is to come back; `Refused` in
                                                           mid-step
-lost       the same, and it gets no more answers; what    -
-           it had pushed still counts
-timer      what the discipline does at a time of its own  `Parameters`, as it says
+lost       Nobody waits for the worker's gradients; those -
+           that have come still count.
+timer      The discipline acts.                           `Parameters`, as it says
 ========== ============================================== ==============================
 
 Law: a request that comes again is not done again, and is answered again if it had been
 answered. Each request says which answers its worker has; only those are forgotten.
 
-Where workers disagree about a step's hyperparameters training cannot go on: all pushes and
-pulls that wait are refused, and all pushes that come.
+Where workers disagree about a step's hyperparameters, or about its units, training cannot go
+on: all pushes and pulls that wait are refused, and all pushes that come.
 
-Parts
+Rooms
 -----
-- `members`: who takes part, in which life, and how far each is.
+- `shard`: the parameters (`store`), who trains them (`members`), and the method's discipline,
+  which decides when somebody is answered; `clipping` holds a step's updates until its norm is
+  known.
+- `admission`: who is let in, and what is trained.
 - `answers`: what was asked before, and what is to leave.
-- `held_model`: the parameters, and their updates.
-- `bound_discipline`: the method's discipline, which decides when somebody is answered.
-- `pushes`, `pulls`, `reductions`: what is asked for, and waits.
-- `meetings`, `incoming`: where all wait for all, and what is loaded then.
+- `pushes`, `pulls`, `norms`, `reductions`: what is asked for, and waits.
+- `meetings`, `loads`: where all wait for all, and what is loaded then.
 - `rest`: frozen parameters and buffers.
-- here: what each event does with these.
+- here: who comes and goes, and which room an event concerns.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 
-from paceline.clipping import check_clip_norm
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Discipline, HeldPush, Led, Sender, Work
+from paceline.interfaces import Answer, Coordinated, Discipline, Sender, Work
 from paceline.messages import (
     Arrive,
     Blend,
@@ -91,13 +82,11 @@ from paceline.messages import (
     Decide,
     Done,
     Join,
-    Joined,
     Leave,
     Load,
     LoadRest,
     LoadState,
     Norm,
-    NormPart,
     Note,
     Pull,
     PullBuffers,
@@ -109,22 +98,20 @@ from paceline.messages import (
     Request,
     Say,
 )
+from paceline.server.admission import Admission, Make
 from paceline.server.answers import Answers
-from paceline.server.bound_discipline import BoundDiscipline
-from paceline.server.checks import require_same
-from paceline.server.clipping import ClippedSteps
-from paceline.server.held_model import HeldModel
-from paceline.server.incoming import Incoming
-from paceline.server.meetings import HOW_TO_LOAD, Meetings
-from paceline.server.members import Members
+from paceline.server.loads import Loads
+from paceline.server.meetings import Meetings
+from paceline.server.norms import Norms
 from paceline.server.pulls import Pulls
 from paceline.server.pushes import Pushes
 from paceline.server.reductions import Reductions
 from paceline.server.rest import HeldRest
+from paceline.server.shard import HeldShard
 
 
 class ParameterServer:
-    """The `Server`, and the `Shard` that its discipline sees.
+    """The `Server`.
 
     Without a *discipline* it holds no parameters, and only reduces; *make* makes one from
     the spec that the first worker joins with. *workers*: how many there are to be.
@@ -137,67 +124,67 @@ class ParameterServer:
         workers: int,
         discipline: Discipline | None = None,
         name: str = "server",
-        make: Callable[[str, int], Discipline] | None = None,
+        make: Make | None = None,
         remembers: bool = True,
     ) -> None:
         self.workers = workers
-        self.now = 0.0
-        self.counts: Counter[str] = Counter()
-        self._make = make
-        self._description: Join | None = None
-        """What is trained, as the first worker has said it."""
-        self._restored = False
-        self._members = Members(workers)
+        self.shard = HeldShard(
+            workers,
+            discipline,
+            lambda push, counted: self._pulls.answer(push, counted),
+            self._stop,
+        )
+        self._members = self.shard.members
+        self.counts = self.shard.counts
         self._answers = Answers(name, self._members, self.counts, remembers)
-        self._model = HeldModel(self.counts)
         self._rest = HeldRest()
-        self._incoming = Incoming(self._model, self._rest)
-        self._discipline = BoundDiscipline(self, discipline)
-        self._pushes = Pushes(self._members, self._model, self._discipline, self.counts)
+        self._pushes = Pushes(self.shard)
         self._pulls = Pulls(
-            self._members,
-            self._model,
-            self._discipline,
+            self.shard,
             self._pushes,
             self._answers,
             self._rest,
             lambda: self._meetings.loads,
             lambda worker: self._meetings.may_pull(worker),
         )
-        self._meetings = Meetings(
-            self._members, self._pushes, self._pulls, self._discipline, self._answers
-        )
+        self._meetings = Meetings(self.shard, self._pushes, self._pulls, self._answers)
+        self._loads = Loads(self.shard, self._rest, self._meetings, self._answers)
+        self._norms = Norms(self.shard, self._answers)
         self._reductions = Reductions(self._members, self._answers)
+        self._admission = Admission(
+            workers, self.shard, self._meetings, self._reductions, self._answers, make
+        )
         self._leaves: list[Sender] = []
-        self._norms: list[tuple[Sender, int]] = []
-        """Who waits for this server's part of the norm of which step."""
-        self._handlers: dict[type, Callable[[Sender, Any, Any], None]] = {
-            Join: self._join,
-            Arrive: self._arrive,
-            Load: self._load,
-            LoadRest: self._load_rest,
-            LoadState: self._load_state,
-            Pull: self._pull,
-            PullRest: self._pull_rest,
-            PullBuffers: self._pull_rest,
-            PullState: self._pull_state,
-            Push: self._push,
-            Reduce: self._reduce,
+        self._handlers: dict[type, Callable[[Sender, Any], None]] = {
+            Join: self._admission.join,
+            Arrive: self._loads.arrive,
+            Pull: self._pulls.ask_parameters,
+            PullRest: self._pulls.ask_rest,
+            PullBuffers: self._pulls.ask_buffers,
+            PullState: self._pulls.ask_state,
             Leave: self._leave,
             Note: self._note,
             Decide: self._decide,
             PullNorm: self._pull_norm,
             Norm: self._norm,
+        }
+        self._taking: dict[type, Callable[[Sender, Any, torch.Tensor | None], None]] = {
+            Load: self._load,
+            LoadRest: self._loads.take_rest,
+            LoadState: self._loads.take_state,
+            Push: self._push,
+            Reduce: self._reductions.add,
             Blend: self._blend,
             Say: self._say,
         }
+        """Of requests that have a payload."""
 
     # ---- the `Server` ----
 
     def on_message(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
     ) -> list[Answer]:
-        self.now = now
+        self.shard.now = now
         joins = isinstance(message, Join)
         if joins:
             self._hear_of(sender.worker, sender.incarnation)
@@ -206,46 +193,63 @@ class ParameterServer:
             self._answers.turn_away(sender, stranger)
         elif self._answers.is_new(sender):
             try:
-                self._handlers[type(message)](sender, message, payload)
+                self._handle(sender, message, payload)
             except UsageError as error:
                 self._answers.refuse(sender, str(error))
-        self._look()
-        return self._answers.taken_out()
+        return self._done()
+
+    def _handle(
+        self, sender: Sender, message: Request, payload: torch.Tensor | None
+    ) -> None:
+        taking = self._taking.get(type(message))
+        if taking is not None:
+            taking(sender, message, payload)
+        else:
+            self._handlers[type(message)](sender, message)
 
     def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
-        self.now = now
+        self.shard.now = now
         self._hear_of(worker, incarnation)
         if self._members.is_alive(worker, incarnation):
             self._lose(worker)
-        self._look()
-        return self._answers.taken_out()
+        return self._done()
 
     def next_deadline(self) -> float | None:
-        return self._discipline.next_deadline()
+        return self.shard.next_deadline()
 
     def on_timer(self, now: float) -> list[Answer]:
-        self.now = now
-        self._discipline.timer(now)
-        self._look()
-        return self._answers.taken_out()
+        self.shard.now = now
+        self.shard.timer(now)
+        return self._done()
 
     def take_work(self) -> Work:
-        work = self._model.take_work()
+        work = self.shard.take_work()
         return Work(work.added + self._reductions.take_added(), work.stepped)
+
+    def _done(self) -> list[Answer]:
+        """Something has happened: whether those who have arrived have met by now, and what
+        is to leave."""
+        meets = self._meetings.is_under_way()
+        if self._meetings.look():
+            self.counts["loads that nobody has brought"] += 1
+            self._take_load()
+        if meets or self._meetings.is_under_way():
+            # Steps may have ended without those who are here, or they have met.
+            self._let_go()
+        return self._answers.taken_out()
 
     # ---- who comes back ----
 
     def wait_for_the_lost(self) -> None:
-        """From now on whoever is lost comes back: nobody who has left is told that all is
-        over before it has."""
+        """From now on lost workers come back: those that leave are told that all is over
+        only then."""
         self._members.return_from_loss = True
 
     def on_done(self, worker: int) -> list[Answer]:
         """A worker's script has ended well: if it is not here, it does not come back."""
         self._members.is_done(worker)
         self._somebody_has_gone()
-        self._look()
-        return self._answers.taken_out()
+        return self._done()
 
     # ---- snapshots ----
 
@@ -260,18 +264,16 @@ class ParameterServer:
     def snapshot(self) -> dict[str, Any]:
         """What `restore` goes on from: copied tensors, and plain values. Empty while
         there is nothing to go on from, or a step has ended for some buckets only."""
-        if not self._model.is_loaded or self._model.fault:
-            return {}
-        step = self._discipline.ended()
+        shard = self.shard
+        step = shard.ended() if shard.is_loaded and not shard.fault else None
         if step is None:
             return {}
-        join = bytearray(msgspec.msgpack.encode(self._description))
         return {
             "workers": self.workers,
-            "join": torch.frombuffer(join, dtype=torch.uint8).clone(),
+            "join": self._admission.saved(),
             "step": step,
             "counts": dict(self.counts),
-            "store": self._model.store.saved(),
+            "store": shard.store.saved(),
             "rest": self._rest.saved(),
             "load": self._meetings.loads,
         }
@@ -284,80 +286,15 @@ class ParameterServer:
                 f"the snapshot is of {saved['workers']} workers, and this job has "
                 f"{self.workers}: start as many as before, or remove the file"
             )
-        data = saved["join"].numpy().tobytes()
-        join = msgspec.msgpack.decode(data, type=Join)
-        discipline = self._discipline.discipline
-        if self._make is not None:
-            discipline = self._make(join.method, self.workers)
-        self._discipline.bind(discipline, partial(self._clipped, join))
-        self._description, self._restored = join, True
-        self._reductions.order = join.sums
-        self._model.hold(join)
-        self._model.store.restore(saved["store"])
+        self._admission.restore(saved["join"])
+        self.shard.store.restore(saved["store"])
         self._rest.restore(saved["rest"])
         self._meetings.loads = int(saved["load"])
         self.counts.update(saved["counts"])
         step = int(saved["step"])
         self._members.begin_with(step)
-        self._discipline.resume(step)
+        self.shard.resume(step)
         return step
-
-    # ---- the `Shard` ----
-
-    def expected(self, step: int) -> list[int]:
-        return self._members.expected(step)
-
-    def clock(self, worker: int) -> int:
-        return self._members.clock(worker)
-
-    def move_on(self, worker: int, step: int) -> None:
-        member = self._members[worker]
-        member.clock = max(member.clock, step)
-
-    def slowest(self) -> int:
-        return self._members.slowest()
-
-    def fastest(self) -> int:
-        return self._members.furthest
-
-    @property
-    def buckets(self) -> list[int]:
-        return self._model.buckets
-
-    @property
-    def all_buckets(self) -> int:
-        return len(self._model.store.flats)
-
-    def version(self, bucket: int) -> int:
-        return self._model.store.versions[bucket]
-
-    def unit_bytes(self, bucket: int) -> list[int]:
-        return self._model.unit_bytes(bucket)
-
-    def values(self, bucket: int, units: Sequence[int]) -> list[torch.Tensor]:
-        return self._model.store.values(bucket, units)
-
-    def apply(self, push: HeldPush) -> None:
-        self._model.apply(push)
-
-    def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
-        self._model.apply_mean(bucket, pushes)
-        if self._model.fault:  # training cannot go on: let nobody wait for it
-            waiting = [sender for sender, _ in self._norms]
-            self._norms.clear()
-            self._meetings.give_up(self._model.fault)
-            for sender in [*self._pushes.give_up(), *waiting]:
-                self._answers.refuse(sender, self._model.fault)
-
-    def answer(self, push: HeldPush, counted: Sequence[int] = ()) -> None:
-        sender = self._pushes.answered(push)
-        if sender is not None:
-            self._pulls.give_parameters(
-                sender, push.bucket, push.units, counted, push.late
-            )
-
-    def count(self, what: str) -> None:
-        self.counts[what] += 1
 
     # ---- who takes part ----
 
@@ -371,55 +308,7 @@ class ParameterServer:
     def _say(self, *_: object) -> None:
         raise UsageError("say: those are the words of another kind of service")
 
-    def _join(self, sender: Sender, join: Join, _: object) -> None:
-        worker = sender.worker
-        if self._members[worker].joined:
-            raise UsageError(f"join: worker {worker} has joined before")
-        if self._description is None:
-            self._begin(join)
-        else:
-            require_same(self._description, join, worker, self._restored)
-        awaited = self._members.is_awaited(worker)
-        if self._meetings.is_under_way() and not awaited:
-            self._meetings.put_off(worker, partial(self._admit, sender))
-        else:
-            self._admit(sender)
-
-    def _admit(self, sender: Sender) -> None:
-        members, loads = self._members, self._meetings.loads
-        step, guest = members.begin, self._restored
-        if not members.is_awaited(sender.worker):
-            step = self._discipline.first_step()
-            guest = guest or members.has_begun_training() or loads > 0
-        members.join(sender.worker, step, guest)
-        loaded = self._model.is_loaded
-        joined = Joined(step=step, loaded=loaded, load=loads, guest=guest)
-        self._answers.send(sender, joined)
-
-    def _begin(self, join: Join) -> None:
-        """The first worker says what is trained."""
-        discipline = self._discipline.discipline
-        if self._make is not None and join.method:
-            discipline = self._make(join.method, self.workers)
-        if join.shard and isinstance(discipline, Led):
-            discipline.follow()
-        if discipline is not None:
-            self._model.hold(join)
-        self._clipped(join)  # may refuse
-        self._discipline.bind(discipline, partial(self._clipped, join))
-        self._meetings.follows = bool(join.shard) and isinstance(discipline, Led)
-        self._description = join
-        self._reductions.order = join.sums
-
-    def _clipped(self, join: Join) -> ClippedSteps | None:
-        """What holds a step's updates until their norm is known, if that is wanted."""
-        check_clip_norm(join.clip_norm)
-        if join.clip_norm == math.inf:
-            return None
-        alone, added = join.servers == 1, self._model.add_work
-        return ClippedSteps(self, join.clip_norm, alone, added)
-
-    def _leave(self, sender: Sender, leave: Leave, _: object) -> None:
+    def _leave(self, sender: Sender, leave: Leave) -> None:
         member = self._members[sender.worker]
         if member.begun:
             raise UsageError("leave: in the middle of a step")
@@ -433,19 +322,18 @@ class ParameterServer:
         """Nobody waits for a worker, and it is told nothing any more."""
         self._members.lose(worker)
         self._meetings.forget(worker)
-        if worker == self._incoming.worker:
-            self._incoming.clear()
+        self._loads.forget(worker)
         self._pushes.forget(worker)
         self._pulls.forget(worker)
-        self._norms = [wait for wait in self._norms if wait[0].worker != worker]
+        self._norms.forget(worker)
         self._leaves = [s for s in self._leaves if s.worker != worker]
         self.counts["workers lost"] += 1
         self._somebody_has_gone()
 
     def _somebody_has_gone(self) -> None:
-        """Let go of who waited for them."""
-        if self._model.is_held:
-            self._discipline.changed()
+        """Let go of those who waited for them."""
+        if self.shard.is_held:
+            self.shard.changed()
             self._let_go()
         self._reductions.answer_ended()
         if self._members.nobody_trains():
@@ -453,137 +341,44 @@ class ParameterServer:
             for sender in leaves:
                 self._answers.send(sender, Done())
 
-    # ---- loads ----
-
-    def _arrive(self, sender: Sender, arrive: Arrive, _: object) -> None:
-        member = self._members[sender.worker]
-        if arrive.purpose != "meet":
-            self._model.check_held()
-        if self._model.fault:
-            raise UsageError(self._model.fault)
-        if member.begun or member.leaving:
-            raise UsageError("arrive: in the middle of a step, or after the last one")
-        self._meetings.check_not_there("arrive", sender.worker)
-        self._meetings.arrive(sender, arrive)
-
-    def _look(self) -> None:
-        """Whether those who have arrived have met by now."""
-        meets = self._meetings.is_under_way()
-        if self._meetings.look():
-            self.counts["loads that nobody has brought"] += 1
-            self._take_load()
-        if meets or self._meetings.is_under_way():
-            # Steps may have ended without those who are here, or they have met.
-            self._let_go()
-
-    def _load(self, sender: Sender, load: Load, payload: torch.Tensor | None) -> None:
-        self._check_may_load("load", sender.worker)
-        self._incoming.take_parameters(load.bucket, payload)
-        self._answers.send(sender, Done())
-        if self._incoming.is_whole():
-            self._take_load()
-
-    def _load_state(
-        self, sender: Sender, load: LoadState, payload: torch.Tensor | None
-    ) -> None:
-        self._check_may_load("load-state", sender.worker)
-        self._incoming.take_state(load, payload)
-        self._answers.send(sender, Done())
-
-    def _load_rest(
-        self, sender: Sender, load: LoadRest, payload: torch.Tensor | None
-    ) -> None:
-        self._model.check_held()
-        self._check_may_load("load-rest", sender.worker)
-        self._incoming.take_rest(load.start, payload)
-        self._answers.send(sender, Done())
-
-    def _check_may_load(self, what: str, worker: int) -> None:
-        if self._model.is_loaded and worker != self._meetings.leader:
-            raise UsageError(
-                f"{what}: this server has parameters, and others go on from them: "
-                f"{HOW_TO_LOAD}"
-            )
-        self._incoming.begin(worker)
-
-    def _take_load(self) -> None:
-        """All that is to be loaded is here. Who trains is where all meet, and has nothing
-        under way: what is held of those who died is from before."""
-        goes_on = self._model.is_loaded
-        self._incoming.put()
-        if goes_on:
-            step = self._meetings.step()
-            self._model.store.catch_up(step)
-            self._discipline.renew()
-            self._discipline.resume(step)
-            self._meetings.has_loaded()
-        self._discipline.changed()
-        self._let_go()
-
-    # ---- the other requests ----
+    # ---- what a request sets off ----
 
     def _push(self, sender: Sender, push: Push, payload: torch.Tensor | None) -> None:
         if not push.late:  # late units may come after their worker
             self._meetings.check_not_there("push", sender.worker)
         held = self._pushes.take(sender, push, payload)
-        is_last = not push.late and self.clock(sender.worker) > push.step
-        self._discipline.pushed(held)
+        is_last = not push.late and self._members.clock(sender.worker) > push.step
+        self.shard.discipline.pushed(self.shard, held)
+        self.shard.settle()
         if is_last:  # of its step
-            self._discipline.changed()
+            self.shard.changed()
         self._let_go()
 
-    def _pull(self, sender: Sender, pull: Pull, _: object) -> None:
-        self._pulls.ask_parameters(sender, pull)
+    def _load(self, sender: Sender, load: Load, payload: torch.Tensor | None) -> None:
+        if self._loads.take_parameters(sender, load, payload):
+            self._take_load()
 
-    def _pull_rest(
-        self, sender: Sender, pull: PullRest | PullBuffers, _: object
-    ) -> None:
-        self._pulls.ask_rest(sender, pull)
-        if isinstance(pull, PullBuffers):
-            self._members[sender.worker].has_buffers = True
+    def _take_load(self) -> None:
+        self._loads.put()
+        self._let_go()
 
-    def _pull_state(self, sender: Sender, pull: PullState, _: object) -> None:
-        self._pulls.ask_state(sender, pull)
-
-    def _decide(self, sender: Sender, decide: Decide, _: object) -> None:
-        self._model.check_held()
-        self._discipline.decided(decide.step, decide.workers)
+    def _decide(self, sender: Sender, decide: Decide) -> None:
+        self.shard.check_held()
+        discipline = self.shard.discipline
+        if not isinstance(discipline, Coordinated):
+            raise UsageError("decide: nothing is decided under this method")
+        discipline.decided(self.shard, decide.step, decide.workers)
+        self.shard.settle()
         self._answers.send(sender, Done())
         self._let_go()
 
-    def _pull_norm(self, sender: Sender, pull: PullNorm, _: object) -> None:
-        if self._model.fault:
-            raise UsageError(self._model.fault)
-        self._clipping("pull-norm")
-        self._members.check_step("pull-norm", pull.step)
-        self._norms.append((sender, pull.step))
+    def _pull_norm(self, sender: Sender, pull: PullNorm) -> None:
+        self._norms.ask(sender, pull)
         self._let_go()
 
-    def _norm(self, sender: Sender, norm: Norm, _: object) -> None:
-        clipped = self._clipping("norm")
-        self._members.check_step("norm", norm.step)
-        if norm.squares < 0:  # what is not finite shows in the gradients
-            raise UsageError(f"norm: expected a sum of squares, got {norm.squares}")
-        clipped.norm(norm.step, norm.squares)
-        self._answers.send(sender, Done())
+    def _norm(self, sender: Sender, norm: Norm) -> None:
+        self._norms.take(sender, norm)
         self._let_go()
-
-    def _clipping(self, what: str) -> ClippedSteps:
-        if self._discipline.clipped is None:
-            raise UsageError(f"{what}: nothing is clipped on this server")
-        return self._discipline.clipped
-
-    def _let_go(self) -> None:
-        """Answer who waited for what is known by now."""
-        self._pulls.let_go()
-        waiting, self._norms = self._norms, []
-        for sender, step in waiting:
-            part = self._clipping("pull-norm").part(step)
-            if part is None:
-                self._norms.append((sender, step))
-            else:
-                answer = NormPart(squares=part.squares, counted=list(part.counted))
-                self._answers.send(sender, answer)
 
     def _blend(
         self, sender: Sender, blend: Blend, payload: torch.Tensor | None
@@ -596,15 +391,22 @@ class ParameterServer:
             self._answers.send(sender, Blended(), self._rest.blend(blend, payload))
         member.has_buffers = True
 
-    def _reduce(
-        self, sender: Sender, reduce: Reduce, payload: torch.Tensor | None
-    ) -> None:
-        self._reductions.add(sender, reduce, payload)
-
-    def _note(self, sender: Sender, note: Note, _: object) -> None:
+    def _note(self, sender: Sender, note: Note) -> None:
         if note.guest:
             self._members[sender.worker].guest = True
-        if note.step and self._model.is_held:
+        if note.step and self.shard.is_held:
             self._pulls.go_on("note", sender.worker, note.step)
             self._let_go()
         self._answers.send(sender, Done())
+
+    def _let_go(self) -> None:
+        """Answer those who waited for what is known by now."""
+        self._pulls.let_go()
+        self._norms.let_go()
+
+    def _stop(self) -> None:
+        """Training cannot go on: let nobody wait for it."""
+        fault, waiting = self.shard.fault, self._norms.give_up()
+        self._meetings.give_up(fault)
+        for sender in [*self._pushes.give_up(), *waiting]:
+            self._answers.refuse(sender, fault)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paceline.errors import UsageError
-from paceline.interfaces import Sender
+from paceline.interfaces import HeldPush, Sender
 from paceline.messages import (
     Blended,
     OptimizerState,
@@ -17,31 +17,27 @@ from paceline.messages import (
     Rest,
 )
 from paceline.server.answers import Answers
-from paceline.server.bound_discipline import BoundDiscipline
-from paceline.server.held_model import HeldModel
-from paceline.server.members import Members
 from paceline.server.pushes import Pushes
 from paceline.server.rest import HeldRest
+from paceline.server.shard import HeldShard
 
 
 class Pulls:
-    """The pulls that wait, in the order in which they came. *loads*: how many loads there
-    were by now; *may_pull*: whether a worker may have anything now."""
+    """The pulls that wait, in the order in which they came; and what parameters leave with.
+    *loads*: how many loads there were by now; *may_pull*: whether a worker may have anything
+    now."""
 
     def __init__(
         self,
-        members: Members,
-        model: HeldModel,
-        discipline: BoundDiscipline,
+        shard: HeldShard,
         pushes: Pushes,
         answers: Answers,
         rest: HeldRest,
         loads: Callable[[], int],
         may_pull: Callable[[int], bool],
     ) -> None:
-        self._members = members
-        self._model = model
-        self._discipline = discipline
+        self._shard = shard
+        self._members = shard.members
         self._pushes = pushes
         self._answers = answers
         self._rest = rest
@@ -53,33 +49,38 @@ class Pulls:
 
     def ask_parameters(self, sender: Sender, pull: Pull) -> None:
         """Raises `UsageError` for what there is not, and for a step too far ahead."""
-        self._model.check_bucket(pull.bucket)
+        self._shard.store.check_bucket(pull.bucket)
         self.go_on("pull", sender.worker, pull.step)
         step = max(pull.step, self._members[sender.worker].first_step)
         self._parameters.append((sender, pull.bucket, step))
         self.let_go()
 
     def go_on(self, what: str, worker: int, step: int) -> None:
-        """A worker joined where servers were at different steps, or came too late for its
-        own, and goes on with the latest: do not wait for it before that. Raises `UsageError`
-        for a step too far ahead."""
+        """A worker goes on with *step*: nobody waits for its steps before. Example: it has
+        joined, and another server is further than this one; or it came too late for its own
+        step. Raises `UsageError` for a step too far ahead."""
         if step > self._members[worker].clock and self._pushes.is_idle(worker):
             self._members.check_step(what, step)
             self._members.goes_on_with(worker, step)
-            self._discipline.changed()
+            self._shard.changed()
 
     def ask_state(self, sender: Sender, pull: PullState) -> None:
         """Raises `UsageError` for units that there are not, and for a step too far ahead."""
-        self._model.check_bucket(pull.bucket)
-        self._model.store.elements(pull.bucket, pull.units)
+        self._shard.store.check_bucket(pull.bucket)
+        self._shard.store.elements(pull.bucket, pull.units)
         if self._waits_for_updates(pull):
             self._check_state_step(sender.worker, pull.step)
         self._states.append((sender, pull))
         self.let_go()
 
+    def ask_buffers(self, sender: Sender, pull: PullBuffers) -> None:
+        """Buffers as they were mixed. Raises `UsageError` where nothing is held."""
+        self.ask_rest(sender, pull)
+        self._members[sender.worker].has_buffers = True
+
     def ask_rest(self, sender: Sender, pull: PullRest | PullBuffers) -> None:
         """Frozen parameters and buffers. Raises `UsageError` where nothing is held."""
-        self._model.check_held()
+        self._shard.check_held()
         self._rests.append((sender, pull))
         self.let_go()
 
@@ -98,50 +99,59 @@ class Pulls:
         self._let_parameters_go()
         self._let_states_go()
 
-    def give_parameters(
+    def answer(self, push: HeldPush, counted: Sequence[int]) -> None:
+        """Answer a push, for whose step the workers *counted*, unless it was refused
+        meanwhile, or its worker is lost."""
+        sender = self._pushes.answered(push)
+        if sender is not None:
+            told = b"" if push.late else self._told(push.bucket)
+            self._give_parameters(sender, push.bucket, push.units, counted, told)
+
+    def _give_parameters(
         self,
         to: Sender,
         bucket: int,
-        units: Sequence[int] | None = None,
-        counted: Sequence[int] = (),
-        late: bool = False,
+        units: Sequence[int] | None,
+        counted: Sequence[int],
+        told: bytes,
     ) -> None:
-        """Answer a pull of a bucket, or a push of some *units* of it, for whose step the
-        workers *counted*."""
         message = Parameters(
             bucket=bucket,
-            version=self._model.store.versions[bucket],
+            version=self._shard.store.versions[bucket],
             step=self._members[to.worker].clock,
             counted=list(counted),
-            told=b"" if late else self._discipline.tells(bucket),
+            told=told,
             load=self._loads(),
         )
-        self._answers.send(to, message, self._model.parameters(bucket, units))
+        self._answers.send(to, message, self._shard.store.parameters(bucket, units))
+
+    def _told(self, bucket: int) -> bytes:
+        informed = self._shard.informed
+        return b"" if informed is None else informed.tells(bucket)
 
     def _let_parameters_go(self) -> None:
         waiting, self._parameters = self._parameters, []
         for sender, bucket, step in waiting:
             member = self._members[sender.worker]
-            # Who has left takes what there is: no step of its own is to come.
+            # A worker that has left takes what there is: it does no step with it.
             if member.leaving or self._may_have(sender.worker, step):
                 member.settled = True
-                self.give_parameters(sender, bucket)
-            elif self._model.fault:
-                self._answers.refuse(sender, self._model.fault)
+                self._give_parameters(sender, bucket, None, (), self._told(bucket))
+            elif self._shard.fault:
+                self._answers.refuse(sender, self._shard.fault)
             else:
                 self._parameters.append((sender, bucket, step))
 
     def _may_have(self, worker: int, step: int) -> bool:
-        """Whether a worker that begins with *step* may have the model: all of it, or it would
-        hold buckets from before a load and from after it."""
-        if not (self._model.is_loaded and self._may_pull(worker)):
-            return False
-        return all(
-            self._discipline.may_pull(step, bucket) for bucket in self._model.buckets
+        """Whether a worker that begins with *step* may have the model."""
+        return (
+            self._shard.is_loaded
+            and self._may_pull(worker)
+            and self._shard.may_pull(step)
         )
 
     def _let_rests_go(self) -> None:
-        if not self._model.is_loaded:
+        if not self._shard.is_loaded:
             return
         waiting, self._rests = self._rests, []
         for sender, pull in waiting:
@@ -160,8 +170,8 @@ class Pulls:
         waiting, self._states = self._states, []
         for sender, pull in waiting:
             waits = self._waits_for_updates(pull)
-            if waits and self._model.fault:
-                self._answers.refuse(sender, self._model.fault)
+            if waits and self._shard.fault:
+                self._answers.refuse(sender, self._shard.fault)
             elif waits and not self._has(pull):
                 self._states.append((sender, pull))
             else:
@@ -169,7 +179,7 @@ class Pulls:
 
     def _give_state(self, to: Sender, pull: PullState) -> None:
         try:
-            entries, payload = self._model.state(pull.bucket, pull.units)
+            entries, payload = self._shard.store.state(pull.bucket, pull.units)
         except UsageError as error:
             # It has waited, maybe, and the request at hand is another worker's.
             self._answers.refuse(to, str(error))
@@ -177,13 +187,15 @@ class Pulls:
         self._answers.send(to, OptimizerState(entries=entries), payload)
 
     def _waits_for_updates(self, pull: PullState) -> bool:
-        """Whether it is of some units, as they are before a step: a whole bucket's state is
+        """Whether it is of some units, as they are before a step. A whole bucket's state is
         given as it is."""
-        return pull.units is not None and self._discipline.takes_parts
+        return pull.units is not None and self._shard.in_parts is not None
 
     def _has(self, pull: PullState) -> bool:
+        shard = self._shard
+        assert shard.in_parts is not None
         assert pull.units is not None
-        return self._discipline.has(pull.step, pull.bucket, pull.units)
+        return shard.in_parts.has(shard, pull.step, pull.bucket, pull.units)
 
     def _check_state_step(self, worker: int, step: int) -> None:
         """A worker may ask for what its step under way makes. A later state waits for pushes

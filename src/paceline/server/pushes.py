@@ -14,7 +14,6 @@ refused before them.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,25 +22,16 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush, Sender
 from paceline.messages import Push
-from paceline.server.bound_discipline import BoundDiscipline
-from paceline.server.held_model import HeldModel
-from paceline.server.members import Member, Members
+from paceline.server.members import Member
+from paceline.server.shard import HeldShard
 
 
 class Pushes:
     """The pushes that a server has taken, until they are answered."""
 
-    def __init__(
-        self,
-        members: Members,
-        model: HeldModel,
-        discipline: BoundDiscipline,
-        counts: Counter[str],
-    ) -> None:
-        self._members = members
-        self._model = model
-        self._discipline = discipline
-        self._counts = counts
+    def __init__(self, shard: HeldShard) -> None:
+        self._shard = shard
+        self._members = shard.members
         self._unanswered: dict[int, tuple[Sender, bool]] = {}
         """By number; and whether they are late ones."""
         self._number = 0
@@ -51,11 +41,12 @@ class Pushes:
     ) -> HeldPush:
         """A push that is in, from now on. Raises `UsageError`, with nothing changed, where
         it does not fit, or does not come at its time."""
-        if self._model.fault:
-            raise UsageError(self._model.fault)
-        gradient = self._model.fitting("push", push.bucket, payload, push.units)
+        if self._shard.fault:
+            raise UsageError(self._shard.fault)
+        store = self._shard.store
+        gradient = store.fitting("push", push.bucket, payload, push.units)
         self._check_sense(sender.worker, push)
-        report = self._discipline.read_report(push.report) if push.report else None
+        report = self._read_report(push.report)
         if push.late:
             self._take_late(sender.worker, push)
         else:
@@ -85,13 +76,13 @@ class Pushes:
     # ---- until they are answered ----
 
     def answered(self, push: HeldPush) -> Sender | None:
-        """Who is to get the answer to a push; None where it was refused meanwhile, or its
-        worker is lost."""
+        """The worker that gets the answer to a push; None where the push was refused
+        meanwhile, or its worker is lost."""
         sender, _ = self._unanswered.pop(push.number, (None, False))
         return sender
 
     def give_up(self) -> list[Sender]:
-        """No push will be answered any more: who waits."""
+        """No push will be answered any more: the workers that wait."""
         unanswered, self._unanswered = self._unanswered, {}
         return [sender for sender, _ in unanswered.values()]
 
@@ -127,7 +118,7 @@ class Pushes:
     # ---- whether they make sense ----
 
     def _check_sense(self, worker: int, push: Push) -> None:
-        store, units = self._model.store, self._units(push)
+        store, units = self._shard.store, self._units(push)
         if not store.loaded[push.bucket]:
             raise UsageError("push: no parameters were loaded yet")
         if self._members[worker].leaving:
@@ -139,20 +130,27 @@ class Pushes:
         if not 0 <= push.weight < math.inf:
             raise UsageError(f"push: expected a weight of 0 or more, got {push.weight}")
         store.check_hyperparameters(push.hyperparameters)
-        if push.late and not self._discipline.takes_parts:
+        if push.late and self._shard.in_parts is None:
             raise UsageError("push: this method takes no late units")
-        if push.units is not None and not self._discipline.takes_parts:
+        if push.units is not None and self._shard.in_parts is None:
             raise UsageError(
                 f"push: this method takes whole buckets, got units {push.units} of bucket "
                 f"{push.bucket}"
             )
 
+    def _read_report(self, report: bytes) -> Any:
+        if not report:
+            return None
+        if self._shard.informed is None:
+            raise UsageError("push: this method takes no reports")
+        return self._shard.informed.read_report(self._shard, report)
+
     def _units(self, push: Push) -> Sequence[int]:
-        return self._model.numbers(push.bucket, push.units)
+        return self._shard.store.numbers(push.bucket, push.units)
 
     def _left_out(self, push: Push) -> list[int]:
         sent = set(self._units(push))
-        every = self._model.numbers(push.bucket, None)
+        every = self._shard.store.numbers(push.bucket, None)
         return [unit for unit in every if unit not in sent]
 
     # ---- main pushes ----
@@ -166,14 +164,14 @@ class Pushes:
         self.check_late_units("push", worker, push.step - 1, f"step {push.step}")
         self._members.has_begun(push.step)
         member.begun[push.bucket] = self._left_out(push)
-        if len(member.begun) == len(self._model.buckets):
+        if len(member.begun) == len(self._shard.buckets):
             member.step_is_whole()
 
     def _check_not_before(self, worker: int, push: Push, member: Member) -> None:
         if push.step < member.clock or (
             push.step == member.clock and push.bucket in member.begun
         ):
-            self._counts["pushes that came again"] += 1
+            self._shard.counts["pushes that came again"] += 1
             raise UsageError(
                 f"push: worker {worker} has pushed bucket {push.bucket} of step "
                 f"{push.step} before"
@@ -198,7 +196,7 @@ class Pushes:
                 f"is {member.clock}"
             )
         if push.bucket in step.late:
-            self._counts["pushes that came again"] += 1
+            self._shard.counts["pushes that came again"] += 1
             raise UsageError(
                 f"push: worker {worker} has pushed the late units of bucket {push.bucket} "
                 f"of step {push.step} before"

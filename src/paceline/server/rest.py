@@ -1,8 +1,8 @@
 """What a model holds beside what is trained, on a server: frozen parameters and buffers.
 
-A server does not know what they are: it keeps them as the bytes that the first worker, or who
-leads a load, has brought, and gives them to those who join. Buffers change in training
-(BatchNorm's statistics): they are mixed as they come, and who joins is given those beside.
+A server does not know what they are: it keeps the bytes that the first worker, or the leader of
+a load, has brought, and gives them to workers that join. Buffers change in training
+(BatchNorm's statistics): they are mixed as they come, and given to workers that join as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class HeldRest:
         self.buffers = None
 
     def part(self, start: int, most: int) -> torch.Tensor:
-        """Up to so many bytes. Raises `UsageError` for a place where there are none."""
+        """At most so many bytes from *start* on. Raises `UsageError` for a place where there
+        are none."""
         if not 0 <= start <= self.bytes.numel() or most < 0:
             raise UsageError(
                 f"pull-rest: expected a start of at most {self.bytes.numel()}, got "
@@ -49,7 +50,7 @@ class HeldRest:
     # ---- for a snapshot ----
 
     def saved(self) -> dict[str, torch.Tensor | None]:
-        """What is never written again, and needs no copy."""
+        """Tensors that are never written again, and need no copy."""
         return {"bytes": self.bytes, "buffers": self.buffers}
 
     def restore(self, saved: dict[str, torch.Tensor | None]) -> None:
@@ -62,9 +63,9 @@ class HeldRest:
 def blended(
     kept: torch.Tensor | None, blend: Blend, payload: torch.Tensor | None
 ) -> torch.Tensor:
-    """What a server keeps once a worker's buffers are mixed in; the first ones, where it
-    kept nothing. What is equal in both stays so to the bit, infinities too. Raises
-    `UsageError` for a payload that does not fit."""
+    """A worker's buffers mixed into those that were *kept*; the worker's, where none were.
+    Numbers that are equal in both stay so to the bit, infinities too. Raises `UsageError` for
+    a payload that does not fit."""
     if payload is None or payload.dtype != torch.float64:
         raise UsageError("blend: expected a payload in double precision")
     if not 0 <= blend.floats <= payload.numel() or not 0 <= blend.weight <= 1:

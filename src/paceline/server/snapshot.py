@@ -109,11 +109,11 @@ class _Digesting:
 class Snapshots:
     """A `Server` around *server* that keeps a snapshot of it in *path*, every *seconds*.
 
-    It takes one at a moment when no push is unanswered and no worker is in the middle of
-    its pushes. Where all wait for all, each step has such a moment. Where none has come for
-    twice the interval, as it may be under asp, it takes one as things are: then, of workers
-    that were ahead of the slowest, steps are in the parameters that are done again after
-    a restart. (Never while a step has ended for some buckets only: then at its end.)
+    It takes one at a quiet moment: no push is unanswered, and no worker is in the middle of its
+    pushes. Where all wait for all, each step has such a moment. Under asp there may be none for
+    twice the interval: then it takes one as things are. Example: the slowest worker has done 7
+    steps and another one 9; after a restart both begin with step 7, though steps 7 and 8 of one
+    are in the parameters. A step that has ended for some buckets only is waited for.
 
     It is the timer that takes one, not the message that ends a step: so the answers to that
     step have left before, and workers compute while the server writes and does nothing else.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Hyperparameters, Piece
+from paceline.interfaces import Hyperparameters, Piece, Work
 from paceline.messages import DTYPES, Join, Unit
 from paceline.pieces import ELEMENTWISE, WHOLE_TENSOR
 from paceline.tensors import wire_bytes
@@ -39,6 +39,8 @@ class Store:
             torch.zeros(sum(u.elements for u in units), dtype=DTYPES[dtype])
             for units, dtype in zip(join.units, join.dtypes, strict=True)
         ]
+        self.buckets = [bucket for bucket, units in enumerate(join.units) if units]
+        """Those of which this server holds a part."""
         self.loaded = [not units for units in join.units]
         self.versions = [0] * len(self.flats)
         self.bytes = [wire_bytes(flat) for flat in self.flats]
@@ -46,6 +48,7 @@ class Store:
         self._snapshots: list[dict[tuple[int, ...] | None, torch.Tensor]] = [
             {} for _ in self.flats
         ]
+        self._work = Work()
         self._units = join.units
         self._bounds = [_bounds(units) for units in join.units]
         self._optimizer, self._pieces = self._build(join)
@@ -103,11 +106,12 @@ class Store:
     ) -> None:
         """One step of the optimizer with *factor* times the learning rate, on all units or
         on these, whose gradients follow each other."""
+        self.add_work(stepped=self.size(bucket, units))
         if factor != 1.0:
             hyperparameters = [{**h, "lr": h["lr"] * factor} for h in hyperparameters]
         pieces, gradients = [], []
         start = 0
-        for position, number in enumerate(self._numbers(bucket, units)):
+        for position, number in enumerate(self.numbers(bucket, units)):
             stop = start + self._units[bucket][number].elements
             if used[position]:
                 pieces.append(self._pieces[bucket][number])
@@ -121,22 +125,23 @@ class Store:
         self.versions[bucket] += 1
         self._snapshots[bucket].clear()
 
-    def snapshot(
+    def parameters(
         self, bucket: int, units: Sequence[int] | None = None
-    ) -> tuple[torch.Tensor, bool]:
-        """A bucket, or some units of it, as they are, in a tensor that nobody writes again;
-        and whether they had to be copied for that."""
+    ) -> torch.Tensor:
+        """A bucket, or some units of it, as they are, in a tensor that nobody writes again:
+        one copy for all that ask before the next update."""
         key = None if units is None else tuple(units)
         kept = self._snapshots[bucket].get(key)
         if kept is not None:
-            return kept, False
+            return kept
+        self.add_work(added=self.size(bucket, units))
         parts = self.values(bucket, key) if key else []
         if key is None:
             kept = self.flats[bucket].clone()
         else:
             kept = torch.cat(parts) if parts else self.flats[bucket].new_empty(0)
         self._snapshots[bucket][key] = kept
-        return kept, True
+        return kept
 
     def values(self, bucket: int, units: Sequence[int]) -> list[torch.Tensor]:
         """Some units' parameters, each flat."""
@@ -161,8 +166,52 @@ class Store:
         elements = self.elements(bucket, units)
         return self.bytes[bucket] * elements // max(1, self.flats[bucket].numel())
 
-    def _numbers(self, bucket: int, units: Sequence[int] | None) -> Sequence[int]:
+    def unit_bytes(self, bucket: int) -> list[int]:
+        """What each unit of a bucket is on the network."""
+        return [self.size(bucket, [unit]) for unit in self.numbers(bucket, None)]
+
+    def numbers(self, bucket: int, units: Sequence[int] | None) -> Sequence[int]:
+        """All units of a bucket, or these."""
         return range(len(self._pieces[bucket])) if units is None else units
+
+    # ---- what fits ----
+
+    def check_bucket(self, bucket: int) -> None:
+        """Raise `UsageError` unless something of *bucket* is here."""
+        if bucket not in self.buckets:
+            raise UsageError(f"expected a bucket of {self.buckets}, got {bucket}")
+
+    def fitting(
+        self,
+        what: str,
+        bucket: int,
+        payload: torch.Tensor | None,
+        units: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """The payload, which fits the bucket, or these units of it; else `UsageError`."""
+        self.check_bucket(bucket)
+        flat, elements = self.flats[bucket], self.elements(bucket, units)
+        if payload is None and not elements:
+            payload = flat.new_empty(0)
+        if payload is None:
+            raise UsageError(f"{what}: expected a payload, got none")
+        if payload.numel() != elements or payload.dtype != flat.dtype:
+            raise UsageError(
+                f"bucket {bucket}: expected {elements} elements of {flat.dtype}, got "
+                f"{payload.numel()} of {payload.dtype}"
+            )
+        return payload
+
+    # ---- what it cost ----
+
+    def add_work(self, added: int = 0, stepped: int = 0) -> None:
+        """Bytes that were added up or copied, and bytes that were stepped."""
+        self._work = Work(self._work.added + added, self._work.stepped + stepped)
+
+    def take_work(self) -> Work:
+        """What was done since this was last called."""
+        work, self._work = self._work, Work()
+        return work
 
     # ---- all of it, for a snapshot ----
 
@@ -216,7 +265,7 @@ class Store:
         entries: list[list[tuple[str, int | float]]] = []
         parts: list[torch.Tensor] = []
         offset = 0
-        numbers = self._numbers(bucket, units)
+        numbers = self.numbers(bucket, units)
         pieces = [self._pieces[bucket][number] for number in numbers]
         for number, state in zip(numbers, self._updater.state(pieces), strict=True):
             like = self._part(bucket, number)
@@ -235,16 +284,20 @@ class Store:
                 elif value is not None:
                     mine.append((name, float(value)))
             entries.append(mine)
-        return entries, torch.cat(parts) if parts else flat.new_empty(0)
+        payload = torch.cat(parts) if parts else flat.new_empty(0)
+        self.add_work(added=wire_bytes(payload))
+        return entries, payload
 
     def fitting_state(
         self,
         bucket: int,
         entries: list[list[tuple[str, int | float]]],
-        payload: torch.Tensor,
+        payload: torch.Tensor | None,
     ) -> list[State]:
         """What `state` gave, per unit, for `put_state`. Raises `UsageError` where it does
         not fit."""
+        self.check_bucket(bucket)
+        payload = self.flats[bucket].new_empty(0) if payload is None else payload
         if payload.dtype != self.flats[bucket].dtype:
             raise UsageError(
                 f"bucket {bucket}: expected a state of {self.flats[bucket].dtype}, got "

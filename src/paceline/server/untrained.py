@@ -1,7 +1,7 @@
 """What a model holds and nobody trains, from one worker's side: frozen parameters, buffers.
 
-They travel as bytes, whatever they are, when all are to hold the same: at a load, and to who
-joins. Buffers also travel in every step, and are mixed on the server.
+All of it travels as bytes at a load, and to workers that join. Buffers also travel in every
+step, and are mixed on the server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Untrained:
     # ---- all of it ----
 
     def load(self) -> None:
-        """What this worker holds is what it loads."""
+        """Send the server what this worker holds."""
         flat = torch.cat([torch.empty(0, dtype=torch.uint8), *map(_raw, self._tensors)])
         waiting = [
             self._endpoint.request(LoadRest(start=start), flat[start:][:MOST_BYTES])
