@@ -222,8 +222,13 @@ def check_bare_script(folder, end, times, launchers):
 def test_both_worlds_count_the_same_bytes_towards_servers(tmp_path, method):
     options = ["--json", "--steps=7", f"--method={method}"]
     jobs = [
-        start(2, "loops.py", folder=tmp_path / start.__name__, options=options)
-        for start in (run, simulate)
+        launch(
+            (*PACELINE, verb),
+            ["--workers=2", *options],
+            "loops.py",
+            folder=tmp_path / verb,
+        )
+        for verb in ("run", "simulate")
     ]
     results = [
         json.loads(job.check_ended_well().stdout.splitlines()[-1])
