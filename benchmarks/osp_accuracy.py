@@ -45,6 +45,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from osp_comparisons import KINDS
 from torch.utils.data import DistributedSampler
 
 import paceline
@@ -76,8 +77,8 @@ MAIN = {
     "ramp=50, native": f"{NATIVE},ramp=50",
     "everything deferred, native": f"{NATIVE},{ALL}",
     "everything deferred, server": f"osp:{ALL}",
-    "everything, correction=average": f"{NATIVE},{ALL},correction=average",
-    "everything, correction=plain": f"{NATIVE},{ALL},correction=plain",
+    "everything, average": f"{NATIVE},{ALL},compared=average",
+    "everything, plain": f"{NATIVE},{ALL},compared=plain",
     "everything, correction=none (control)": CONTROL,
 }
 FEWER = {
@@ -88,18 +89,19 @@ FEWER = {
         "as it comes, server",
         "budget=constant, server",
         "everything deferred, native",
-        "everything, correction=plain",
+        "everything, plain",
         "everything, correction=none (control)",
     )
 }
 """On bytes_lm, where a row takes minutes."""
 ABLATIONS = {
     "80 %": f"{NATIVE},{MOST}",
+    "80 %, order=importance": f"{NATIVE},{MOST},order=importance",
     **{
-        f"80 %, order=importance, importance={kind}": (
-            f"{NATIVE},{MOST},order=importance,importance={kind}"
+        f"80 %, order=importance, {kind}": (
+            f"{NATIVE},{MOST},order=importance,compared={kind}"
         )
-        for kind in ("product", "random", "inverse")
+        for kind in ("random", "inverse")
     },
     "up to everything, budget=linear, ramp=100": (
         f"{NATIVE},defer=most,most=1,budget=linear,ramp=100"
@@ -226,31 +228,30 @@ class Trained:
         return statistics.fmean(f[name] for f in self.figures.values())
 
 
-class Watched(OSP):
-    """OSP, which notes what it defers."""
+def watched(cls):
+    """OSP, or what it is compared with, which notes what it defers."""
 
-    def after_update(self, state, run):
-        super().after_update(state, run)
-        if run.comm.rank:
-            return
-        if self.collective == "native":
-            late, every = state.layout.deferred, state.layout.sizes
-            late = [every[number] for number in late]
-        else:
-            sizes = [run.staged.unit_bytes(bucket.index) for bucket in run.buckets]
-            late = [sizes[bucket][unit] for bucket, unit in state.deferred]
-            every = [size for units in sizes for size in units]
-        NOTED.append(sum(late) / sum(every))
+    class Watched(cls):
+        def after_update(self, state, run):
+            super().after_update(state, run)
+            layout = state.layout
+            if run.comm.rank == 0:
+                late = sum(layout.sizes[number] for number in layout.deferred)
+                NOTED.append(late / sum(layout.sizes))
+
+    return Watched
 
 
 NOTED: list[float] = []
 
 
 def method_of(text):
-    """A method object, watched if it is osp; and what else the spec says."""
-    method, rest = methods.make(spec.parse(text), {"collective"})
+    """A method object, watched if it is osp; and what else the spec says. The key *compared*
+    names what osp is compared with."""
+    method, rest = methods.make(spec.parse(text), {"collective", "compared"})
     if isinstance(method, OSP):
-        method = Watched(**{f.name: getattr(method, f.name) for f in fields(method)})
+        cls = watched(KINDS.get(rest.pop("compared", None), OSP))
+        method = cls(**{f.name: getattr(method, f.name) for f in fields(method)})
     return method, rest
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.osp_comparisons import compared
 from torch import nn
 
 import paceline
-from paceline.methods.osp import decision
+from paceline.methods.osp import OSP
 from paceline.network import uniform_cluster
 from paceline.worlds.virtual import Simulation
 
@@ -20,10 +21,10 @@ FIRST_DEFERRED = 2
 HALF = "osp:collective=native,defer=most,budget=constant,most=0.5,chunk=64"
 ALL = "osp:collective=native,defer=most,budget=constant,most=1,chunk=64"
 
-MASKS = {
+MASKS: dict[str, str | OSP] = {
     "0.3 product": ALL.replace("most=1", "most=0.3,order=importance"),
-    "0.5 random": f"{HALF},order=importance,importance=random",
-    "0.5 inverse": f"{HALF},order=importance,importance=inverse",
+    "0.5 random": compared("random", f"{HALF},order=importance"),
+    "0.5 inverse": compared("inverse", f"{HALF},order=importance"),
     "0.5": HALF,
     "all": ALL,
     "all, small pieces": ALL.replace("chunk=64", "chunk=16"),
@@ -42,7 +43,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def decide_often(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
     """Let a decision be made every few steps, so that short trainings see many."""
-    monkeypatch.setattr(decision, "INTERVAL", steps)
+    monkeypatch.setattr(OSP, "interval", steps)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -120,7 +121,7 @@ def simulate(workers: int, body: Callable[[int], Any]) -> list[Any]:
 
 
 def train(
-    method: str,
+    method: str | OSP,
     workers: int = 2,
     *,
     make: Callable[[], nn.Module] = network,

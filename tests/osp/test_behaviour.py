@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from benchmarks.osp_comparisons import compared
 from torch import nn
 
 import paceline
@@ -39,7 +40,7 @@ def _often(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "method", [*(MASKS[one] for one in SOME), f"{ALL},correction=average"]
+    "method", [*(MASKS[one] for one in SOME), compared("average", ALL)]
 )
 def test_looking_changes_nothing(method):
     """Evaluations, on all ranks or on one, and checkpoints in between."""
@@ -395,12 +396,11 @@ def test_kinds_of_tensors(mask, kind):
     assert torch.equal(train(MASKS[mask], 2, same=True, **options), expected)
     nothing = "osp:collective=native,defer=nothing"
     assert torch.equal(train(nothing, 2, **options), train("bsp", 2, **options))
-    plain = train(f"{ALL},correction=plain", 2, **options)
+    plain = train(compared("plain", ALL), 2, **options)
     assert torch.isfinite(plain).all()
 
 
-@pytest.mark.parametrize("form", ["osp:collective=native", "osp"])
-def test_the_papers_guess_climbs_where_the_optimizer_does(form):
+def test_the_papers_guess_climbs_where_the_optimizer_does():
     """Equal data on all workers: the guess is the step, so that every look at the model
     sees what one process would have."""
     seen = []
@@ -420,9 +420,8 @@ def test_the_papers_guess_climbs_where_the_optimizer_does(form):
         if rank == 0:
             seen.append(model.weight.item())
 
-    joint = ":" if form == "osp" else ","
     train(
-        f"{form}{joint}defer=most,most=1,budget=constant,chunk=4,correction=plain",
+        compared("plain", ALL.replace("chunk=64", "chunk=4")),
         make=one_weight,
         optimizer=climbing,
         loss=flat_loss,

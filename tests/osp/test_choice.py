@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.osp_comparisons import Inverse, InverseOSP, Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,15 +23,23 @@ from paceline.methods.osp.choice import (
     levelled,
     measured_rate,
     step_seconds,
-    turns,
 )
-from paceline.methods.osp.importance import product, ranking
+from paceline.methods.osp.decision import Decision
+from paceline.methods.osp.importance import Importance
 from paceline.methods.osp.layout import Layout
 from paceline.methods.osp.options import OSPOptions
 from paceline.tensors import make_buckets
 from paceline.updater import TorchUpdater, split_pieces
 
 # ---- what to defer ----
+
+
+def turns(options: OSPOptions, parts: Parts, values: list[float]) -> list[int]:
+    """In which order pieces of such importance are deferred."""
+    decision = Decision(options)
+    for number, value in enumerate(values):
+        decision.importance.rate(number, torch.tensor([value]), torch.ones(1))
+    return decision.order(parts, step=0)
 
 
 @st.composite
@@ -119,11 +127,11 @@ def test_what_backward_hides_is_not_deferred():
 
 def test_what_is_ready_last_is_deferred_first_and_of_that_the_least_important() -> None:
     parts, values = Parts([1] * 5, [2, 0, 1, 2, 0], 3), [5.0, 4.0, 3.0, 2.0, 1.0]
-    assert turns(OSPOptions(), parts, values, 0) == [3, 0, 2, 4, 1]
-    assert turns(OSPOptions(importance="inverse"), parts, values, 0) == [0, 3, 2, 1, 4]
+    assert turns(OSPOptions(), parts, values) == [3, 0, 2, 4, 1]
+    assert turns(InverseOSP(), parts, values) == [0, 3, 2, 1, 4]
     by_importance = [4, 3, 2, 1, 0]
-    assert turns(OSPOptions(order="importance"), parts, values, 0) == by_importance
-    assert turns(OSPOptions(overlap=False), parts, values, 0) == by_importance
+    assert turns(OSPOptions(order="importance"), parts, values) == by_importance
+    assert turns(OSPOptions(overlap=False), parts, values) == by_importance
 
 
 @given(steps(), st.floats(0, 2))
@@ -133,7 +141,7 @@ def test_in_turns_as_much_is_gained_as_in_any_other_order_of_as_many(step, most)
     parts = Parts([100] * len(parts.sizes), parts.buckets, parts.count)
     rate = Rate(0.0, rate.per_byte)  # deferring all of a bucket saves a message
     budget = most * sum(parts.sizes)
-    late = turns(OSPOptions(), parts, [0.0] * len(order), 0)
+    late = turns(OSPOptions(), parts, [0.0] * len(order))
 
     def takes(turn: list[int]) -> float:
         chosen = fill(parts, turn, budget)
@@ -146,7 +154,7 @@ def test_where_pulls_follow_pushes_the_largest_bucket_is_waited_for_twice() -> N
     # Pushed 1, 3 and 2, and pulled in turn: the three pieces of bucket 1 are in the way.
     parts = Parts([100] * 6, [0, 1, 1, 1, 2, 2], 3)
     times, rate = StepTimes([0.9, 1.0, 1.1], 1.1), Rate(0.0, 0.01, pulls=True)
-    late = turns(OSPOptions(), parts, [0.0] * 6, 0)
+    late = turns(OSPOptions(), parts, [0.0] * 6)
     assert levelled(parts, late) == [1, 4, 2, 5, 3, 0]
     assert step_seconds(times, 0, [100, 300, 200], rate) == pytest.approx(9.9)
     assert step_seconds(times, 100, [100, 300, 100], rate) == pytest.approx(9.0)
@@ -237,27 +245,39 @@ def test_a_loss_that_is_no_longer_told_leaves_growth_where_it_is():
 # ---- which first ----
 
 
+def rated(
+    kind: type[Importance], *pairs: tuple[torch.Tensor, torch.Tensor]
+) -> Importance:
+    importance = kind()
+    for number, (parameter, gradient) in enumerate(pairs):
+        importance.rate(number, parameter, gradient)
+    return importance
+
+
 def test_importance_is_the_sum_of_products_in_size():
     parameter = torch.tensor([[1.0, -2.0], [3.0, 0.0]])
     gradient = torch.tensor([-4.0, 0.5, 2.0, 9.0])
-    assert product(parameter, gradient) == 4 + 1 + 6
+    assert rated(Importance, (parameter, gradient)).values == {0: 4 + 1 + 6}
 
 
 def test_importance_pairs_elements_whatever_the_memory_format():
     parameter = torch.randn(2, 3, 4, 5)
     gradient = torch.randn(2 * 3 * 4 * 5)
     other = parameter.to(memory_format=torch.channels_last)
-    assert product(other, gradient) == pytest.approx(product(parameter, gradient))
+    values = rated(Importance, (parameter, gradient), (other, gradient)).values
+    assert values[0] == pytest.approx(values[1])
 
 
-def test_ranking_is_by_importance_then_number():
-    values = [3.0, 1.0, 2.0, 1.0]
-    assert ranking("product", values, seed=0) == [1, 3, 2, 0]
-    assert ranking("inverse", values, seed=0) == [0, 2, 1, 3]
+def test_the_order_is_by_importance_then_number():
+    values = [torch.tensor([value]) for value in (3.0, 1.0, 2.0, 1.0)]
+    pairs = [(value, torch.ones(1)) for value in values]
+    assert rated(Importance, *pairs).order(4, seed=0) == [1, 3, 2, 0]
+    assert rated(Inverse, *pairs).order(4, seed=0) == [0, 2, 1, 3]
+    assert Importance().order(2, seed=0) == [0, 1]  # of nothing rated
 
 
-def test_random_ranking_repeats_with_its_seed():
-    orders = [ranking("random", [0.0] * 30, seed) for seed in (1, 1, 2)]
+def test_a_random_order_repeats_with_its_seed():
+    orders = [Random().order(30, seed) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[2]) == list(range(30))
 
@@ -296,9 +316,9 @@ def layouts(draw):
 def test_each_gradient_is_in_one_message_once(case):
     parameters, groups, updater, pieces, deferred = case
     buckets = make_buckets(parameters, groups)
-    layout = Layout(SimpleNamespace(buckets=buckets), updater)
+    layout = Layout(buckets, updater)
     layout.defer(deferred)
-    assert sorted(layout.pieces) == sorted(pieces)
+    assert layout.pieces == sorted(pieces)
     number = 1.0
     for bucket in buckets:
         bucket.buffer.copy_(torch.arange(number, number + bucket.buffer.numel()))
@@ -308,16 +328,15 @@ def test_each_gradient_is_in_one_message_once(case):
     for bucket, message in zip(buckets, messages, strict=True):
         assert message.flat.dtype == bucket.buffer.dtype
         assert not set(message.numbers) & set(deferred)
-    for kind, numbers in layout.deferred_by_kind().items():
-        message = layout.pack(numbers, lambda size, like: like.new_empty(size))
-        assert message.flat.dtype == kind[0]
-        messages.append(message)
+    late = layout.late_messages()
+    assert sorted(n for message in late for n in message.numbers) == deferred
 
     found = {}
-    for message in messages:
-        assert message.flat.numel() == sum(part.numel() for _, part in message.parts())
-        for piece, part in message.parts():
+    for message in [*messages, *late]:
+        assert message.flat.numel() == sum(part.numel() for part in message.parts)
+        for piece, part in zip(message.numbers, message.parts, strict=True):
             assert piece not in found
+            assert part.dtype == message.flat.dtype
             found[piece] = part
     assert sorted(found) == list(range(len(pieces)))
     views = {
@@ -326,15 +345,17 @@ def test_each_gradient_is_in_one_message_once(case):
         for p, view in zip(bucket.parameters, bucket.views, strict=True)
     }
     owners = [p for group in updater._optimizer.param_groups for p in group["params"]]
+    names = {id(p): name for name, p in parameters}
     for index, piece in enumerate(layout.pieces):
         owner = owners[piece.parameter]
         expected = views[id(owner)][piece.start : piece.stop]
         assert torch.equal(found[index], expected)
         assert torch.equal(layout.gradient(index), expected)
-        assert layout.owner_of(index) == id(owner)
-    names = {id(p): name for name, p in parameters}
-    for piece in pieces:
-        assert layout.name_of(piece) == names[id(owners[piece.parameter])]
+        assert layout.name_of(index) == names[id(owner)]
+    for bucket in buckets:
+        bucket.used[:] = [name != "p0" for name in bucket.names]
+    gone = {n for n in range(len(pieces)) if layout.name_of(n) == "p0"}
+    assert layout.unused() == gone
 
 
 @given(layouts())
@@ -342,7 +363,7 @@ def test_each_gradient_is_in_one_message_once(case):
 def test_parts_are_the_bytes_of_each_bucket(case):
     parameters, groups, updater, _, deferred = case
     buckets = make_buckets(parameters, groups)
-    layout = Layout(SimpleNamespace(buckets=buckets), updater)
+    layout = Layout(buckets, updater)
     parts = layout.parts()
     owned = {
         id(p): p for group in updater._optimizer.param_groups for p in group["params"]
@@ -357,18 +378,17 @@ def test_a_layout_follows_new_buckets():
     parameters = [(f"p{i}", torch.nn.Parameter(torch.zeros(3))) for i in range(3)]
     optimizer = torch.optim.SGD([p for _, p in parameters], lr=0.1)
     updater = TorchUpdater(optimizer, split_pieces(optimizer, 100))
-    run = SimpleNamespace(buckets=make_buckets(parameters, [[0], [1, 2]]))
-    layout = Layout(run, updater)
+    buckets = make_buckets(parameters, [[0], [1, 2]])
+    layout = Layout(buckets, updater)
     layout.defer([1])
     changes = layout.changes
-    layout.follow(run)
     layout.defer([1])
     assert layout.changes == changes
-    run.buckets = make_buckets(parameters, [[2, 1, 0]])
-    layout.follow(run)
+    buckets = make_buckets(parameters, [[2, 1, 0]])
+    layout.follow(buckets)
     assert layout.changes == changes + 1
-    run.buckets[0].buffer.copy_(torch.arange(9.0))
-    message = layout.message(run.buckets[0])
+    buckets[0].buffer.copy_(torch.arange(9.0))
+    message = layout.message(buckets[0])
     assert message.numbers == [2, 0]
     assert message.flat.tolist() == [0, 1, 2, 6, 7, 8]
     assert layout.gradient(1).tolist() == [3, 4, 5]
@@ -387,8 +407,10 @@ def test_a_layout_follows_new_buckets():
         ("osp:chunk=0", r"osp:chunk=0.*1 or more bytes"),
         ("osp:budget=foo", r"budget.*constant.*linear.*loss"),
         ("osp:order=foo", r"order.*importance.*time"),
-        ("osp:importance=foo", r"importance.*inverse.*product.*random"),
-        ("osp:correction=foo", r"correction.*average.*local.*none.*plain"),
+        ("osp:correction=foo", r"correction.*local.*none"),
+        ("osp:correction=plain", r"correction.*local.*none"),
+        ("osp:importance=random", r"'osp'.*unknown key 'importance'"),
+        ("osp:state=predict", r"'osp'.*unknown key 'state'"),
         ("osp:defer=foo", r"defer.*measured.*most.*nothing"),
         ("osp:overlap=foo", r"overlap"),
         ("osp:frobnicate=1", r"'osp'.*frobnicate"),

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from paceline.methods.osp.explain import why_nothing
 from paceline.methods.osp.options import OSPOptions
-
-from .helpers import HALF, train
+from paceline.methods.osp.watch import StepWatch
+from tests.osp.helpers import HALF, train
 
 CONSTANT = OSPOptions(budget="constant")
+
+
+def watched(options: OSPOptions) -> StepWatch:
+    run: Any = SimpleNamespace(stopwatch=None, say=print)
+    return StepWatch(options, run)
 
 
 @pytest.mark.parametrize(
@@ -38,14 +45,20 @@ CONSTANT = OSPOptions(budget="constant")
 def test_the_reason(
     options: OSPOptions, steps: int, part: float, waited: bool, why: str
 ) -> None:
-    sentence = why_nothing(options, steps, part, waited)
+    watch = watched(options)
+    watch.per_byte = 1e-9 * waited
+    if part == 0.5:  # the loss has fallen by so much
+        for loss in [4.0] * 50 + [2.0] * 50:
+            watch.growth.step(loss)
+    assert watch.growth.part == part
+    sentence = watch.why_nothing(steps)
     assert sentence is not None
     assert sentence.startswith(f"osp deferred nothing: {why}")
 
 
 @pytest.mark.parametrize("options", [OSPOptions(defer="nothing"), OSPOptions(most=0.0)])
 def test_who_asks_for_nothing_is_told_nothing(options: OSPOptions) -> None:
-    assert why_nothing(options, 900, 1.0, True) is None
+    assert watched(options).why_nothing(900) is None
 
 
 @pytest.mark.parametrize("collective", ["native", "parameter-server"])

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from benchmarks.osp_comparisons import KINDS, compared
 from torch import nn
 
 import paceline
@@ -372,6 +373,10 @@ def reference(correction, make_optimizer, steps, workers=2):
     return flat(exact), trajectory
 
 
+def corrected(how):
+    return compared(how, ALL) if how in KINDS else f"{ALL},correction={how}"
+
+
 def _step(model, optimizer, gradients):
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient.clone()
@@ -393,9 +398,7 @@ def test_every_correction_is_its_reference_to_the_bit(correction, make):
     def watch(rank, step, model, optimizer):
         trajectory[step][rank] = flat(model)
 
-    end = train(
-        f"{ALL},correction={correction}", 2, optimizer=make, watch=watch, steps=9
-    )
+    end = train(corrected(correction), 2, optimizer=make, watch=watch, steps=9)
     expected_end, expected = reference(correction, make, steps=9)
     for step, (ours, theirs) in enumerate(zip(trajectory, expected, strict=True)):
         for rank in range(2):
@@ -405,7 +408,7 @@ def test_every_correction_is_its_reference_to_the_bit(correction, make):
 
 def test_plain_is_local_where_there_is_no_momentum():
     ends = [
-        train(f"{ALL},correction={one}", 2, optimizer=plain_sgd)
+        train(corrected(one), 2, optimizer=plain_sgd)
         for one in ("local", "plain", "none", "average")
     ]
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
@@ -431,13 +434,14 @@ def test_laws_hold_while_the_planner_makes_new_buckets():
         counts.append(len(optimizer._training.buckets))
 
     options = {"steps": 32, "make": wide}
-    mask = MASKS["0.5 inverse"].replace("chunk=64", "chunk=16384")
-    end = train(mask, 2, same=True, fusion="optimal", watch=watch, **options)
+    mask = HALF.replace("chunk=64", "chunk=16384,order=importance")
+    inverse = compared("inverse", mask)
+    end = train(inverse, 2, same=True, fusion="optimal", watch=watch, **options)
     assert torch.equal(end, train("bsp", 2, same=True, **options))
     assert len(set(counts)) > 1  # in a trial two plans take turns
-    mask = mask.replace("0.5", "1")
-    fixed = train(mask, 2, **options)
-    assert torch.equal(train(mask, 2, fusion="optimal", **options), fixed)
+    inverse = compared("inverse", mask.replace("0.5", "1"))
+    fixed = train(inverse, 2, **options)
+    assert torch.equal(train(inverse, 2, fusion="optimal", **options), fixed)
 
 
 def wide():

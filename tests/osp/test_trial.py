@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import paceline
-from paceline.methods.osp import OSP, decision
-from paceline.methods.osp.decision import Decider
-from paceline.methods.osp.options import INTERVAL
+from paceline.methods.osp import OSP
+from paceline.methods.osp.choice import Rate
 from paceline.methods.osp.reports import Measured, read_mask
 from paceline.methods.osp.trial import LONGER, LOOK, PATIENCE, Seen, Trial
 from paceline.methods.osp.watch import StepWatch
@@ -26,6 +27,7 @@ from tests.osp.test_adapting import COMPUTE, layers, link_for
 from tests.osp.test_laws import OtherWayRound
 from tests.server.test_two_stages import UNITS, Talk
 
+INTERVAL = OSP.interval
 NATIVE = "osp:collective=native,budget=constant,most=1"
 SERVER = "osp:budget=constant,most=1"
 WORKLOAD = layers(4, 2**17)
@@ -81,11 +83,7 @@ def train(
 
 
 def mask_of(optimizer: paceline.DistributedOptimizer) -> Mask:
-    state = optimizer._training.state
-    if hasattr(state, "layout") and hasattr(state.layout, "deferred"):
-        return tuple(state.layout.deferred)
-    pairs = ((b, n) for b, numbers in enumerate(state.this_step) for n in numbers)
-    return tuple(pairs)
+    return tuple(optimizer._training.state.layout.deferred)
 
 
 def by(factor: float) -> Callable[[int, int], float]:
@@ -206,28 +204,14 @@ def test_ranks_run_out_of_data_one_after_the_other(
 
 
 @pytest.mark.parametrize("steps", [(3, 0, 3), (0, 3, 3), (3, 3, 0)], ids=str)
-def test_looks_fit_while_buckets_change(
+def test_decisions_fit_while_buckets_change(
     steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank without data is through with a step before the planner makes new buckets, the
-    others after. Here every step that ends no interval has a look."""
-    looks = []
-
-    def adopt(decider: Decider, run: object) -> None:
-        adopted(decider, run)
-        decider._look = decider._round
-
-    def look_at(decider: Decider, run: object, own: object) -> list[int]:
-        looks.append(decider._round)
-        return looked(decider, run, own)
-
-    adopted, looked = Decider._adopt, Decider._look_at
-    monkeypatch.setattr(decision, "INTERVAL", 100)
-    monkeypatch.setattr(Decider, "_adopt", adopt)
-    monkeypatch.setattr(Decider, "_look_at", look_at)
+    others after. Here something is decided after every step."""
+    small.decide_often(monkeypatch, 1)
     method = "osp:collective=native,budget=constant,most=1"
     small.train(method, 3, make=OtherWayRound, fusion="ddp", steps=steps)
-    assert looks == [1, 2]
 
 
 @pytest.mark.parametrize("method", [SERVER, f"{SERVER},servers=per-node"])
@@ -242,13 +226,14 @@ def test_over_servers_too(method: str, end: int) -> None:
 
 # ---- the judgement ----
 
-PLAIN = Seen(whole=1.0, per_byte=1e-9, workers=(0, 1))
-
 
 def seen(
     whole: float, per_byte: float = 1e-9, workers: tuple[int, ...] = (0, 1)
 ) -> Seen:
-    return Seen(whole, per_byte, workers)
+    return Seen(None, Rate(0.0, per_byte), whole, workers)
+
+
+PLAIN = seen(1.0)
 
 
 def begun() -> Trial:
@@ -339,24 +324,29 @@ class Counting:
 
 def test_a_step_takes_as_long_as_half_of_them_do() -> None:
     clock = Counting()
-    watch = StepWatch(clock, overlap=True)
+    run: Any = SimpleNamespace(stopwatch=clock, say=print)
+    watch = StepWatch(OSP(), run)
+
+    def whole() -> float:
+        took = watch.took()
+        return took.whole if took else 0.0
 
     def steps(*lengths: float, layout: int) -> None:
         for length in lengths:
             watch.step_begins()
             watch.bucket_ready()
-            watch.backward_ended()
-            watch.all_arrived()
+            watch.mark()
+            watch.mark()
             clock.now += length
-            watch.step_ended(layout)
+            watch.step_ended(layout, None)
 
     steps(*[1.0] * (1 + LOOK), layout=0)
-    assert watch.whole() == 1.0
+    assert whole() == 1.0
     steps(9.0, layout=1)  # which belongs to neither
     for _ in range(LOOK):
-        assert watch.whole() == 0.0
+        assert whole() == 0.0
         steps(2.0, layout=1)
-    assert watch.whole() == 2.0
+    assert whole() == 2.0
 
 
 # ---- a server alone ----
@@ -364,7 +354,7 @@ def test_a_step_takes_as_long_as_half_of_them_do() -> None:
 
 def told(whole: float, **others: object) -> Measured:
     """For one computation of 0.3 s each bucket takes 0.48 s: to defer one would pay."""
-    known = {"end": 0.3, "start_up": 0.0, "bytes": [48, 48], "part": 1.0}
+    known = {"end": 0.3, "bytes": [48, 48], "part": 1.0}
     known |= {"ready": [0.2, 0.3], "per_byte": 1e-2, "whole": whole}
     return Measured(**(known | others))
 
@@ -372,8 +362,8 @@ def told(whole: float, **others: object) -> Measured:
 class Trying(Talk):
     """A server under osp whose workers take steps in which they defer what they are told."""
 
-    def __init__(self, workers: int) -> None:
-        super().__init__(OSP(budget="constant", most=1.0), workers)
+    def __init__(self, workers: int, method: OSP | None = None) -> None:
+        super().__init__(method or OSP(budget="constant", most=1.0), workers)
         self.begin(*range(workers))
         self.step = 0
         self.masks: list[Sequence[int]] = [()] * len(UNITS)
@@ -459,5 +449,6 @@ def test_times_that_tell_nothing_begin_no_trial() -> None:
 
 
 def test_a_server_that_always_defers_has_no_trial() -> None:
-    stages = OSP(defer="most").server(2)
-    assert not stages._looks(INTERVAL + LOOK + 3)
+    case = Trying(2, OSP(defer="most", most=1.0, budget="constant"))
+    case.steps(3 * INTERVAL, slow)
+    assert case.deferring() == set(range(1, 3 * INTERVAL))

@@ -36,10 +36,10 @@ from paceline.messages import (
 )
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
-from paceline.methods.osp import OSP, discipline
+from paceline.methods.osp import OSP
 from paceline.methods.osp.discipline import TwoStages
+from paceline.methods.osp.remote import next_deferred
 from paceline.methods.osp.reports import Measured, read_mask, written_report
-from paceline.methods.osp.worker import next_deferred
 from paceline.methods.ssp import SSP
 from paceline.server.protocol import ParameterServer
 from paceline.server.remote import RemoteParameters
@@ -58,9 +58,7 @@ JOIN = Join(
     optimizer="SGD",
     hyperparameters=HOW,
 )
-NAMED = Measured(
-    ready=[0.1, 0.2], end=0.3, start_up=0.0, per_byte=1e-3, bytes=[48, 48], part=1.0
-)
+NAMED = Measured(ready=[0.1, 0.2], end=0.3, per_byte=1e-3, bytes=[48, 48], part=1.0)
 
 
 class Talk(Case):
@@ -143,7 +141,7 @@ def heard(answers: list[Answer]) -> list[tuple[int, int, list[float]]]:
 def every_step() -> Iterator[None]:
     """What may wait is decided in every step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(discipline, "INTERVAL", 1)
+        patch.setattr(OSP, "interval", 1)
         yield
 
 
@@ -263,9 +261,7 @@ def test_masks_go_out_with_the_answers_to_first_stages() -> None:
 
 @pytest.mark.usefixtures("every_step")
 def test_a_mask_fits_the_budget_of_the_slowest() -> None:
-    case = Talk(
-        OSP(defer="most", most=0.5, order="importance", importance="random")
-    ).begin(0, 1)
+    case = Talk(OSP(defer="most", most=0.5, order="importance")).begin(0, 1)
     half = Measured(
         **{name: getattr(NAMED, name) for name in NAMED.__struct_fields__ if name != "part"},
         part=0.5,
@@ -320,9 +316,7 @@ def test_nothing_is_deferred_where_that_was_asked_for() -> None:
 @pytest.mark.usefixtures("every_step")
 def test_who_is_gone_does_not_hold_the_budget_down() -> None:
     case = Talk(OSP(defer="most", most=1.0)).begin(0, 1)
-    nothing = Measured(
-        ready=[0.1, 0.2], end=0.3, start_up=0.0, per_byte=0.0, bytes=[], part=0.0
-    )
+    nothing = Measured(ready=[0.1, 0.2], end=0.3, per_byte=0.0, bytes=[], part=0.0)
     case.first(0, 0, measured=NAMED)
     case.first(1, 0, measured=nothing)
     case.server.on_lost(1, 0, 0.0)
@@ -640,7 +634,6 @@ def test_methods_without_stages(method: Any) -> None:
         {"ready": [0.1, -1.0]},
         {"end": math.inf},
         {"per_byte": -1.0},
-        {"start_up": math.nan},
         {"whole": -1.0},
         {"whole": math.nan},
         {"whole": math.inf},
@@ -952,12 +945,12 @@ def test_who_joins_defers_what_servers_say() -> None:
         return remote
 
     first = joined(0)
-    assert next_deferred(first) == [[], []]
+    assert next_deferred(first) == []
     assert [len(places) for places in first.units] == [4, 2]
     masks: list[dict[int, list[int]]] = [{0: [0]}, {0: [0, 2], 1: [1]}]
     if len(servers[0].shard.buckets) == 2:  # the second bucket went there
         masks = [{0: [0], 1: [1]}, {0: [0, 2]}]
     for server, mask in zip(servers, masks, strict=True):
         assert isinstance(server.shard.discipline, TwoStages)
-        server.shard.discipline._deferred = mask
-    assert next_deferred(joined(1)) == [[0, 1, 3], [1]]
+        server.shard.discipline.defer(mask, now=True)
+    assert sorted(next_deferred(joined(1))) == [(0, 0), (0, 1), (0, 3), (1, 1)]

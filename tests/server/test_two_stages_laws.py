@@ -1,7 +1,7 @@
 """Laws of osp's server, whatever arrives when, twice or never, whatever is deferred, and
 whoever dies.
 
-Workers do what those of `paceline.methods.osp.worker` do, over the network of
+Workers do what those of `paceline.methods.osp.remote` do, over the network of
 `test_protocol_laws`: they send a step's first stage beside the second one of the step
 before, and go on when both are answered. Requests of the second channel arrive in order;
 everything else in none. What counted for each unit in each step is kept, and torch's own
@@ -35,7 +35,7 @@ from paceline.messages import (
     Unit,
 )
 from paceline.methods.backup import Backup
-from paceline.methods.osp import OSP, discipline
+from paceline.methods.osp import OSP
 from paceline.methods.osp.discipline import TwoStages
 from paceline.methods.osp.reports import Measured, read_mask, written_report
 from paceline.server.states import LATE_CHANNEL
@@ -289,7 +289,6 @@ class StagedTraining(Training):
         return Measured(
             ready=ready if choice.random() < 0.9 else [],
             end=1.0,
-            start_up=0.0,
             per_byte=choice.choice([0.0, 1e-5, 1e-3, 1e-2]),
             bytes=[choice.randrange(5000) for _ in range(count)],
             part=choice.choice([0.0, 0.5, 1.0, 1.0]),
@@ -342,10 +341,7 @@ class StagedTraining(Training):
             bucket: [u for u in range(count) if choice.random() < part]
             for bucket, count in enumerate(self.case.units)
         }
-        if now:
-            stages._deferred = masks
-        else:
-            stages._decided = masks
+        stages.defer(masks, now)
 
     def deliver(self, index: int) -> None:
         if self.held_back and self.network.requests[index].sender.channel:
@@ -425,7 +421,7 @@ class StagedTraining(Training):
             assert server._pushes.are_all_answered()
             assert not server._pulls._states
             if isinstance(server.shard.discipline, TwoStages):
-                assert not server.shard.discipline._rounds
+                assert not server.shard.discipline.rounds
         counts = [server.counts["gradients applied"] for server in self.network.servers]
         assert sum(counts) == self.pushes
         if not self.deaths_happened():
@@ -605,16 +601,10 @@ SCHEDULES = st.builds(
 """Longer ones than Hypothesis would draw by itself: a step takes dozens of events."""
 METHODS = {
     "nothing": OSP(defer="nothing"),
-    "random": OSP(
-        defer="most",
-        most=0.6,
-        budget="constant",
-        order="importance",
-        importance="random",
-    ),
+    "importance": OSP(defer="most", most=0.6, budget="constant", order="importance"),
     "late": OSP(defer="most", most=0.6, budget="constant"),
     "all": OSP(defer="most", most=1.0, budget="constant"),
-    "measured": OSP(most=1.0, order="importance", importance="inverse"),
+    "measured": OSP(most=1.0, order="importance"),
 }
 
 
@@ -622,7 +612,7 @@ METHODS = {
 def every_step() -> Iterator[None]:
     """What may wait is decided in every step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(discipline, "INTERVAL", 1)
+        patch.setattr(OSP, "interval", 1)
         yield
 
 
@@ -677,7 +667,7 @@ def test_laws_of_two_stages(defer: str) -> None:
 
 
 def test_one_worker_is_plain_sgd() -> None:
-    QUICK(given(cases(METHODS["random"], 1), SCHEDULES)(check_plain))()
+    QUICK(given(cases(METHODS["importance"], 1), SCHEDULES)(check_plain))()
 
 
 def test_with_nothing_deferred_it_is_backup() -> None:

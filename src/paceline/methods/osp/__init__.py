@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from paceline.errors import UsageError
 from paceline.interfaces import (
     EVERY_STEP,
     ON_SERVERS,
@@ -32,12 +31,12 @@ from paceline.interfaces import (
     Discipline,
     GradientSeen,
     Rhythm,
-    Run,
     UpdatesOn,
 )
-from paceline.methods.osp import native, worker
 from paceline.methods.osp.discipline import TwoStages
+from paceline.methods.osp.native import NativeWorker
 from paceline.methods.osp.options import OSPOptions
+from paceline.methods.osp.remote import RemoteWorker
 from paceline.tensors import Bucket
 
 
@@ -54,14 +53,6 @@ class OSP(OSPOptions):
     collective: Literal["parameter-server", "native"] = "parameter-server"
     """Parameters on servers, which update them; or by all-reduce among workers."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.correction == "average" and self.collective != "native":
-            raise UsageError(
-                "osp:correction=average: workers see mean gradients only under "
-                "collective=native; add that, or take correction=local"
-            )
-
     @property
     def rhythm(self) -> Rhythm:
         return EVERY_STEP if self.collective == "native" else ON_SERVERS
@@ -75,34 +66,34 @@ class OSP(OSPOptions):
         return "mean" if self.defer == "nothing" else "own"
 
     @property
-    def _form(self) -> Any:
-        return native if self.collective == "native" else worker
-
-    @property
     def coordinates(self) -> bool:
         return False
 
     def server(self, workers: int) -> Discipline:
         return TwoStages(self)
 
-    def init(self, run: Run) -> Any:
-        return self._form.begin(self, run)
+    def init(self, run: Any) -> Any:
+        form = NativeWorker if self.collective == "native" else RemoteWorker
+        return form(self, run)
 
-    def bucket_ready(self, state: Any, run: Run, bucket: Bucket) -> None:
-        self._form.bucket_ready(state, run, bucket)
+    def bucket_ready(self, state: Any, run: Any, bucket: Bucket) -> None:
+        state.bucket_ready(run, bucket)
 
-    def backward_ended(self, state: Any, run: Run) -> None:
-        self._form.backward_ended(state, run)
+    def backward_ended(self, state: Any, run: Any) -> None:
+        state.backward_ended(run)
 
-    def after_update(self, state: Any, run: Run) -> None:
-        self._form.after_update(state, run)
+    def after_update(self, state: Any, run: Any) -> None:
+        state.after_update(run)
 
-    def finish(self, state: Any, run: Run) -> None:
-        self._form.finish(state, run)
+    def buckets_changed(self, state: Any, run: Any) -> None:
+        state.buckets_changed(run)
 
-    def loaded(self, state: Any, run: Run) -> None:
-        self._form.loaded(state, run)
+    def finish(self, state: Any, run: Any) -> None:
+        state.finish(run)
 
-    def consolidate(self, state: Any, run: Run) -> Callable[[], None]:
-        undo: Callable[[], None] = self._form.consolidate(state, run)
+    def loaded(self, state: Any, run: Any) -> None:
+        state.loaded(run)
+
+    def consolidate(self, state: Any, run: Any) -> Callable[[], None]:
+        undo: Callable[[], None] = state.consolidate(run)
         return undo

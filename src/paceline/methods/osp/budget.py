@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
-from typing import Literal
-
-GrowthKind = Literal["loss", "linear", "constant"]
 
 EPOCHS = 10
 """The loss is averaged over this part of the ramp."""
@@ -21,7 +19,7 @@ class Growth:
     the linear one is used, and *say* is told so once.
     """
 
-    def __init__(self, kind: GrowthKind, ramp: int, say: Callable[[str], None]) -> None:
+    def __init__(self, kind: str, ramp: int, say: Callable[[str], None]) -> None:
         self._kind, self._ramp, self._say = kind, ramp, say
         self._epoch = max(1, ramp // EPOCHS)
         self._steps = 0
@@ -31,31 +29,24 @@ class Growth:
     def step(self, loss: float | None) -> None:
         """A step has ended, with this *loss* if the script tells it."""
         self._steps += 1
-        if self._kind != "loss":
-            return
-        if loss is not None and math.isfinite(loss):
+        if self._kind == "loss" and loss is not None and math.isfinite(loss):
             self._losses.append(loss)
-        if self._steps % self._epoch:
+        if self._kind != "loss" or self._steps % self._epoch:
             return
-        if not self._losses and math.isnan(self._first):
-            self._say(
-                "osp: budget=loss, and no step has told a finite loss: step(loss=loss) or "
-                f"paceline.log(loss=loss). The budget grows over {self._ramp} steps instead"
-            )
-            self._kind = "linear"
-        elif self._losses:
-            mean = math.fsum(self._losses) / len(self._losses)
+        begins = math.isnan(self._first)
+        if self._losses:
+            mean = statistics.fmean(self._losses)
             self._losses.clear()
-            if math.isnan(self._first):
-                self._first = self._least = mean
-                if mean <= 0:
-                    self._say(
-                        f"osp: budget=loss, and the first losses' mean is {mean:.3g}: how "
-                        "far it has fallen cannot be told. The budget grows over "
-                        f"{self._ramp} steps instead"
-                    )
-                    self._kind = "linear"
-            self._least = min(self._least, mean)
+            self._first = mean if begins else self._first
+            self._least = mean if begins else min(self._least, mean)
+            why = f"the first losses' mean is {mean:.3g}: how far it has fallen cannot be told"
+        else:
+            why = "no step has told a finite loss: step(loss=loss) or paceline.log(loss=loss)"
+        if begins and not self._first > 0:
+            self._kind = "linear"
+            self._say(
+                f"osp: budget=loss, and {why}. The budget grows over {self._ramp} steps instead"
+            )
 
     @property
     def part(self) -> float:
@@ -64,6 +55,6 @@ class Growth:
             return 1.0
         if self._kind == "linear":
             return min(1.0, self._steps / self._ramp)
-        if math.isnan(self._first) or self._first <= 0:
+        if math.isnan(self._first):
             return 0.0
         return min(1.0, max(0.0, 1 - self._least / self._first))

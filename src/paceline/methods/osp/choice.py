@@ -1,13 +1,13 @@
-"""Which tensors can wait: those that a step waits for, as few as make it wait no longer.
+"""Which pieces can wait: those that a step waits for, as few as make it wait no longer.
 
-The first layers' gradients are ready last, and whatever the network does before, they are
-what a step waits for: deferring them is what shortens it. What is ready early hides behind
-backward, and deferring it gains nothing. So pieces are deferred in the order of `turns`.
+The first layers' gradients are ready last, so they are what a step waits for, and deferring
+them is what shortens it. What is ready early hides behind backward, and deferring it gains
+nothing.
 
-A step as its network sees it: what was deferred begins to travel when the step begins,
-each bucket's rest when its gradients are ready, and all of it must be there at the step's
-end. The network is one queue here: two streams that share it end when one after the
-other would, since both are waited for. A message takes a start-up, and a time per byte.
+A step as its network sees it: what was deferred begins to travel when the step begins, each
+bucket's rest when its gradients are ready, and all of it must be there at the step's end. The
+network is one queue here: two streams that share it end when one after the other would, since
+both are waited for.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from paceline.methods.osp.importance import ranking
-from paceline.methods.osp.options import OSPOptions
 
 VISIBLE = 0.01
 """Waiting for less than this part of a step is none."""
@@ -55,12 +52,12 @@ class Rate:
 
 @dataclass(frozen=True)
 class Parts:
-    """The pieces of a model: *sizes* in bytes, and the bucket that each is in."""
+    """The pieces of a model: *sizes* in bytes, the bucket that each is in, and the *count* of
+    buckets."""
 
     sizes: Sequence[int]
     buckets: Sequence[int]
     count: int
-    """How many buckets there are."""
 
     def total(self, pieces: Iterable[int]) -> int:
         """Bytes of some pieces."""
@@ -70,30 +67,16 @@ class Parts:
         """Bytes of each bucket that are not deferred."""
         out = set(deferred)
         left = [0] * self.count
-        for piece, (size, bucket) in enumerate(
-            zip(self.sizes, self.buckets, strict=True)
-        ):
-            left[bucket] += 0 if piece in out else size
+        for piece, size in enumerate(self.sizes):
+            left[self.buckets[piece]] += 0 if piece in out else size
         return left
-
-
-def turns(
-    options: OSPOptions, parts: Parts, values: Sequence[float], seed: int
-) -> list[int]:
-    """In which order pieces of such importance (*values*) are deferred. Without overlap all are ready
-    at the same time, when backward ends."""
-    order = ranking(options.importance, values, seed)
-    if options.order == "time" and options.overlap:
-        order.sort(key=lambda piece: -parts.buckets[piece])  # stable
-    return order
 
 
 def step_seconds(
     times: StepTimes, deferred: float, left: Sequence[float], rate: Rate
 ) -> float:
-    """Until everything has arrived: *deferred* bytes of the step before, and what is
-    *left* of each bucket of this one. The last bucket always sends a message: workers
-    meet there."""
+    """Until everything has arrived: *deferred* bytes of the step before, and what is *left*
+    of each bucket of this one. The last bucket always sends a message: workers meet there."""
     free = rate.seconds(deferred)
     back = free + min(deferred, PIPELINED) * rate.per_byte
     for ready, size in zip(times.ready, left, strict=True):
@@ -131,8 +114,9 @@ def measured_rate(
 
 
 def levelled(parts: Parts, order: Sequence[int]) -> list[int]:
-    """Pieces of what is then the largest bucket first, in *order* among themselves. Where a bucket is
-    pulled when it has been pushed, a step that only communicates waits for the largest one twice."""
+    """Pieces of the bucket that is then the largest first, in *order* among themselves. Where
+    a bucket is pulled when it has been pushed, a step that only communicates waits for the
+    largest one twice."""
     waiting: list[list[int]] = [[] for _ in range(parts.count)]
     for piece in reversed(order):
         waiting[parts.buckets[piece]].append(piece)
@@ -157,10 +141,11 @@ def choose(
     budget: float,
     update_seconds_per_byte: float = 0.0,
 ) -> list[int]:
-    """The pieces to defer, in the first of *orders* unless another makes steps shorter: at most *budget* bytes.
+    """The pieces to defer, at most *budget* bytes, in the first of *orders* unless another
+    makes steps shorter.
 
-    What backward hides is not deferred, and nothing is where that would not pay: deferring
-    a byte costs a worker *update_seconds_per_byte* for its tentative step.
+    What backward hides is not deferred. Nothing is where that would not pay: a deferred byte
+    costs a worker *update_seconds_per_byte* for its tentative step.
     """
     plain = step_seconds(times, 0.0, parts.left(()), rate)
     if plain <= times.end * (1 + WORTH_IT):
@@ -169,35 +154,32 @@ def choose(
         budget = min(budget, times.end / rate.per_byte)  # what one computation covers
     takes, chosen = math.inf, list[int]()
     for order in orders:
-        found = _least(parts, order, times, rate, budget, update_seconds_per_byte)
-        if found[0] < takes * (1 - WORTH_IT):
-            takes, chosen = found
+        kept = _least(parts, order, times, rate, budget)
+        size = parts.total(kept)
+        seconds = step_seconds(times, size, parts.left(kept), rate)
+        seconds += size * update_seconds_per_byte
+        if seconds < takes * (1 - WORTH_IT):
+            takes, chosen = seconds, sorted(kept)
     return chosen if takes < plain * (1 - WORTH_IT) else []
 
 
 def _least(
-    parts: Parts,
-    order: Sequence[int],
-    times: StepTimes,
-    rate: Rate,
-    budget: float,
-    update_seconds_per_byte: float,
-) -> tuple[float, list[int]]:
-    """How long a step takes, and what is deferred: of what fits into *budget*, no more than it takes."""
+    parts: Parts, order: Sequence[int], times: StepTimes, rate: Rate, budget: float
+) -> list[int]:
+    """Of what fits into *budget*, no more than it takes for steps as short."""
     deferred = fill(parts, order, budget)
     left, size = parts.left(deferred), parts.total(deferred)
     enough = step_seconds(times, size, left, rate) * (1 + VISIBLE / 2)
     kept = []
     for piece in reversed(deferred):
-        bucket = parts.buckets[piece]
-        left[bucket] += parts.sizes[piece]
-        size -= parts.sizes[piece]
-        if step_seconds(times, size, left, rate) > enough:
-            left[bucket] -= parts.sizes[piece]
-            size += parts.sizes[piece]
+        bucket, own = parts.buckets[piece], parts.sizes[piece]
+        left[bucket] += own
+        if step_seconds(times, size - own, left, rate) > enough:
+            left[bucket] -= own
             kept.append(piece)
-    takes = step_seconds(times, size, left, rate) + size * update_seconds_per_byte
-    return takes, sorted(kept)
+        else:
+            size -= own
+    return kept
 
 
 def fill(parts: Parts, order: Sequence[int], budget: float) -> list[int]:

@@ -1,28 +1,24 @@
-"""Which tensors matter most."""
+"""Which pieces of a model matter most: PGP, by how much the loss would change without one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
-
 import torch
 
-Importance = Literal["product", "inverse", "random"]
 
+class Importance:
+    """Sum of abs(parameter x mean gradient), piece by piece, as of when it was rated last."""
 
-def product(parameter: torch.Tensor, gradient: torch.Tensor) -> float:
-    """PGP: I = sum of |p g|, by how much the loss would change without the tensor."""
-    pair = parameter.detach().reshape(-1) * gradient.reshape(-1)
-    return float(torch.linalg.vector_norm(pair, 1))
+    def __init__(self) -> None:
+        self.values: dict[int, float] = {}
 
+    def rate(self, piece: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The mean *gradient* belongs to the *parameter* as it is."""
+        products = parameter.detach().reshape(-1) * gradient.reshape(-1)
+        self.values[piece] = float(torch.linalg.vector_norm(products, 1))
 
-def ranking(kind: Importance, values: Sequence[float], seed: int) -> list[int]:
-    """The least important first; equal ones by their number."""
-    if kind == "random":
-        generator = torch.Generator().manual_seed(seed)
-        order: list[int] = torch.randperm(len(values), generator=generator).tolist()
-        return order
-    sign = 1 if kind == "product" else -1
-    return sorted(
-        range(len(values)), key=lambda number: (sign * values[number], number)
-    )
+    def order(self, count: int, seed: int) -> list[int]:
+        """Pieces 0 to *count* - 1: the least important first, equal ones by their number.
+
+        *seed* is for orders that are drawn.
+        """
+        return sorted(range(count), key=lambda one: (self.values.get(one, 0.0), one))

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from paceline.interfaces import Piece, Updater, UpdatingRun
+from paceline.interfaces import Piece, Updater
 from paceline.methods.osp.choice import Parts
 from paceline.tensors import Bucket, Kind, kind_of, stand_in_for, wire_bytes
 
-Room = Callable[[int, torch.Tensor], torch.Tensor]
-"""From a number of elements and a model tensor: memory for a message."""
 
-
-@dataclass
-class Message:
-    """Some pieces' gradients, one after the other in *flat*; ``stops[i]`` is where
-    piece ``numbers[i]`` ends."""
+class Message(NamedTuple):
+    """Some pieces' gradients, one after the other in *flat*: ``parts[i]`` is that of piece
+    ``numbers[i]``."""
 
     flat: torch.Tensor
     numbers: list[int]
-    stops: list[int]
-
-    def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Every piece's number, and its part of `flat`."""
-        start = 0
-        for number, stop in zip(self.numbers, self.stops, strict=True):
-            yield number, self.flat[start:stop]
-            start = stop
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a piece is: elements [*start*, *stop*) of its bucket's buffer."""
-
-    number: int
-    start: int
-    stop: int
+    parts: Sequence[torch.Tensor]
 
 
 class Layout:
@@ -48,161 +28,109 @@ class Layout:
     Parameters that the optimizer does not have are sent to nobody.
     """
 
-    def __init__(self, run: UpdatingRun, updater: Updater) -> None:
-        owners = [p for bucket in run.buckets for p in bucket.parameters]
-        pairs = [(piece, p) for p in owners for piece in updater.pieces_of(p)]
-        pairs.sort(key=lambda pair: pair[0])
-        self.pieces: list[Piece] = [piece for piece, _ in pairs]
-        self._owners = [owner for _, owner in pairs]
-        self._numbers = {piece: number for number, piece in enumerate(self.pieces)}
-        names = {
-            id(parameter): name
-            for bucket in run.buckets
-            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
-        }
-        self._names = [names[id(owner)] for owner in self._owners]
-        self.sizes = [
-            wire_bytes(owner) * (piece.stop - piece.start) // owner.numel()
-            for piece, owner in pairs
-        ]
+    def __init__(self, buckets: Sequence[Bucket], updater: Updater) -> None:
+        parameters = [p for bucket in buckets for p in bucket.parameters]
+        self.pieces = sorted(
+            piece for p in parameters for piece in updater.pieces_of(p)
+        )
+        self.numbers = {piece: number for number, piece in enumerate(self.pieces)}
+        self.lengths = [piece.stop - piece.start for piece in self.pieces]
         self.deferred: list[int] = []
         self.changes = 0
         """How often buckets, or what is deferred, have changed."""
+        self.inside: list[list[int]] = []
+        """Per bucket, its pieces in the order of its buffer."""
+        self._members: dict[int, tuple[Bucket, int, int]] = {}
+        """Per piece: its bucket, the number of its parameter there, and where it begins."""
         self._updater = updater
-        self._buckets: Sequence[Bucket] = ()
-        self._places: list[list[_Place]] = []
-        self._place_of: dict[int, tuple[Bucket, _Place]] = {}
-        self._first: list[_Copies] = []
-        self._room: dict[int, torch.Tensor] = {}
-        self.follow(run)
+        self._kept: dict[Hashable, torch.Tensor] = {}
+        self.follow(buckets)
+        owners = [self._owner(number) for number in range(len(self.pieces))]
+        self.sizes = [
+            wire_bytes(owner) * length // owner.numel()
+            for owner, length in zip(owners, self.lengths, strict=True)
+        ]
 
-    def owner_of(self, number: int) -> int:
-        """The id of the parameter that a piece is of."""
-        return id(self._owners[number])
-
-    def name_of(self, piece: Piece) -> str:
-        """The model's name of the parameter that a piece is of."""
-        return self._names[self._numbers[piece]]
-
-    def follow(self, run: UpdatingRun) -> None:
-        """Notice where the planner has made new buckets."""
-        if run.buckets is self._buckets:
-            return
-        self._buckets = run.buckets
-        self._room.clear()
-        self._places = [self._pieces_in(bucket) for bucket in run.buckets]
-        self._place_of = {
-            place.number: (bucket, place)
-            for bucket, places in zip(run.buckets, self._places, strict=True)
-            for place in places
-        }
-        self._plan()
+    def follow(self, buckets: Sequence[Bucket]) -> None:
+        """The planner has made new *buckets*."""
+        self.changes += 1
+        self.inside.clear()
+        for bucket in buckets:
+            self.inside.append([])
+            offset = 0
+            for member, parameter in enumerate(bucket.parameters):
+                for piece in self._updater.pieces_of(parameter):
+                    number = self.numbers[piece]
+                    self.inside[-1].append(number)
+                    self._members[number] = bucket, member, offset + piece.start
+                offset += parameter.numel()
 
     def defer(self, numbers: Sequence[int]) -> None:
         """From the next step on these are deferred."""
         if list(numbers) != self.deferred:
             self.deferred = list(numbers)
-            self._plan()
+            self.changes += 1
+
+    def some(self, numbers: Sequence[int]) -> list[Piece]:
+        """The pieces of these numbers."""
+        return [self.pieces[number] for number in numbers]
 
     def parts(self) -> Parts:
-        """The pieces as `choose` wants them."""
-        buckets = [0] * len(self.pieces)
-        for number, (bucket, _) in self._place_of.items():
-            buckets[number] = bucket.index
-        return Parts(self.sizes, buckets, len(self._buckets))
+        """The pieces as `choice` wants them."""
+        buckets = [self._members[n][0].index for n in range(len(self.pieces))]
+        return Parts(self.sizes, buckets, len(self.inside))
 
     def gradient(self, number: int) -> torch.Tensor:
         """This worker's own gradient of a piece: a flat part of its bucket."""
-        bucket, place = self._place_of[number]
-        return bucket.buffer[place.start : place.stop]
+        bucket, _, start = self._members[number]
+        return bucket.buffer[start : start + self.lengths[number]]
 
-    def deferred_by_kind(self) -> dict[Kind, list[int]]:
-        """What can share a message."""
-        kinds: dict[Kind, list[int]] = {}
-        for number in self.deferred:
-            kinds.setdefault(kind_of(self._owners[number]), []).append(number)
-        return kinds
+    def name_of(self, number: int) -> str:
+        """The model's name of the parameter that a piece is of."""
+        bucket, member, _ = self._members[number]
+        return bucket.names[member]
+
+    def unused(self) -> set[int]:
+        """The pieces of parameters that took no part in the last backward pass."""
+        members = self._members.items()
+        return {number for number, (bucket, m, _) in members if not bucket.used[m]}
 
     def message(self, bucket: Bucket) -> Message:
         """What is not deferred of a bucket: a copy, unless that is all of it."""
-        copies = self._first[bucket.index]
-        if copies.elements == bucket.buffer.numel():
-            return Message(bucket.buffer, copies.numbers, copies.stops)
-        room = self._room.get(bucket.index)
-        if room is None:
-            room = self._room[bucket.index] = torch.empty_like(bucket.buffer)
-        flat = room[: copies.elements]
-        for source, target in copies.runs:
-            flat[target].copy_(bucket.buffer[source])
-        if hasattr(bucket.buffer, "stands_for_bytes"):
-            stand_in_for(copies.bytes, flat)
-        return Message(flat, copies.numbers, copies.stops)
+        late = set(self.deferred)
+        numbers = [n for n in self.inside[bucket.index] if n not in late]
+        lengths = [self.lengths[number] for number in numbers]
+        if sum(lengths) == bucket.buffer.numel():
+            return Message(bucket.buffer, numbers, bucket.buffer.split(lengths))
+        return self._joined(numbers, bucket.index, bucket.buffer)
 
-    def pack(self, numbers: Sequence[int], room: Room) -> Message:
-        """A copy of some pieces' gradients, of one kind."""
-        own = [self.gradient(number) for number in numbers]
-        flat = room(sum(part.numel() for part in own), own[0])
-        stops: list[int] = []
-        start = 0
-        for part in own:
-            stops.append(start + part.numel())
-            flat[start : stops[-1]].copy_(part)
-            start = stops[-1]
-        if any(hasattr(self._owners[n], "stands_for_bytes") for n in numbers):
-            stand_in_for(sum(self.sizes[n] for n in numbers), flat)
-        return Message(flat, list(numbers), stops)
-
-    def _pieces_in(self, bucket: Bucket) -> list[_Place]:
-        places, offset = [], 0
-        for parameter in bucket.parameters:
-            for piece in self._updater.pieces_of(parameter):
-                number = self._numbers[piece]
-                places.append(_Place(number, offset + piece.start, offset + piece.stop))
-            offset += parameter.numel()
-        return places
-
-    def _plan(self) -> None:
-        self.changes += 1
-        out = set(self.deferred)
-        self._first = [
-            _Copies.of([p for p in places if p.number not in out], self.sizes)
-            for places in self._places
+    def late_messages(self) -> list[Message]:
+        """All that is deferred: a copy for each kind of tensor."""
+        kinds: dict[Kind, list[int]] = {}
+        for number in self.deferred:
+            kinds.setdefault(kind_of(self._owner(number)), []).append(number)
+        return [
+            self._joined(numbers, kind, self._members[numbers[0]][0].buffer)
+            for kind, numbers in kinds.items()
         ]
 
+    def room(self, key: Hashable, size: int, like: torch.Tensor) -> torch.Tensor:
+        """So many elements of the kind of *like*, flat. A *key* is given the same memory again:
+        new pages cost more than a copy."""
+        kept = self._kept.get(key)
+        if kept is None or kept.numel() < size or kind_of(kept) != kind_of(like):
+            kept = self._kept[key] = like.new_empty(size)
+        return kept[:size]
 
-@dataclass
-class _Copies:
-    """How a bucket's first message is put together: whole runs at a time."""
+    def _joined(self, numbers: list[int], key: Hashable, like: torch.Tensor) -> Message:
+        lengths = [self.lengths[number] for number in numbers]
+        flat = self.room(key, sum(lengths), like)
+        if numbers:
+            torch.cat([self.gradient(number) for number in numbers], out=flat)
+        if hasattr(like, "stands_for_bytes"):
+            stand_in_for(sum(self.sizes[number] for number in numbers), flat)
+        return Message(flat, numbers, flat.split(lengths))
 
-    numbers: list[int]
-    stops: list[int]
-    runs: list[tuple[slice, slice]]
-    bytes: int
-
-    @property
-    def elements(self) -> int:
-        return self.stops[-1] if self.stops else 0
-
-    @classmethod
-    def of(cls, places: Sequence[_Place], sizes: Sequence[int]) -> _Copies:
-        stops: list[int] = []
-        spans: list[
-            list[int]
-        ] = []  # start and stop in the bucket, start in the message
-        end = 0
-        for place in places:
-            if spans and spans[-1][1] == place.start:
-                spans[-1][1] = place.stop
-            else:
-                spans.append([place.start, place.stop, end])
-            end += place.stop - place.start
-            stops.append(end)
-        return cls(
-            numbers=[place.number for place in places],
-            stops=stops,
-            runs=[
-                (slice(start, stop), slice(at, at + stop - start))
-                for start, stop, at in spans
-            ],
-            bytes=sum(sizes[place.number] for place in places),
-        )
+    def _owner(self, number: int) -> torch.nn.Parameter:
+        bucket, member, _ = self._members[number]
+        return bucket.parameters[member]

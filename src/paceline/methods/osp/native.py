@@ -8,303 +8,186 @@ tentative step is a step of that optimizer whose result is thrown away.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Hyperparameters, Pending, Piece, Updater, UpdatingRun
-from paceline.methods.osp.decision import Decider
-from paceline.methods.osp.layout import Layout, Message
+from paceline.interfaces import Hyperparameters, Pending, UpdatingRun
+from paceline.methods.osp.exchange import Exchange
+from paceline.methods.osp.layout import Message
 from paceline.methods.osp.options import OSPOptions
+from paceline.methods.osp.worker import Worker
 from paceline.tensors import Bucket
 
 SECOND = "stage 2"
 """The channel that stage 2 has for itself."""
-
-PREDICTED = 0.9
-"""How much of the mean of mean gradients stays from one step to the next
-(``correction=average``)."""
 
 
 @dataclass
 class Deferral:
     """What of one step travels in stage 2, and what the worker computes with meanwhile."""
 
-    pieces: list[Piece]  # U(i), those that took part in the step
-    gradients: list[torch.Tensor]  # their means, once `pending` was waited for
-    hyperparameters: Hyperparameters
+    numbers: list[int]  # of the pieces that took part in the step
+    means: list[torch.Tensor]  # once `pending_second` was waited for
+    how: Hyperparameters
     exact: list[torch.Tensor]  # P(i), and P(i+1) once `applied`
     stamps: list[int]
     applied: bool = False
 
 
-@dataclass
-class NativeState:
+class NativeWorker(Worker[UpdatingRun]):
     """*deferral*: of the last step, until the end of the next backward pass."""
 
-    options: OSPOptions
-    updater: Updater
-    layout: Layout
-    decider: Decider
-    pending_first: list[Pending] = field(default_factory=list)
-    pending_second: list[Pending] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    unused: set[int] = field(default_factory=set)
-    weight: float = 1.0  # of this worker's gradients in the mean
-    deferral: Deferral | None = None
-    predicted: dict[Piece, torch.Tensor] = field(default_factory=dict)
-    room: dict[Any, torch.Tensor] = field(default_factory=dict)
+    def __init__(self, options: OSPOptions, run: UpdatingRun) -> None:
+        """Collective."""
+        total = sum(bucket.bytes for bucket in run.buckets)
+        super().__init__(options, run, run.take_over(options.piece_bytes(total)))
+        second = run.comm.channel(SECOND) if options.defer != "nothing" else None
+        self.exchange = Exchange(self, run, second)
+        self.pending_first: list[Pending] = []
+        self.pending_second: list[Pending] = []
+        self.messages: list[Message] = []
+        self.unused: set[int] = set()
+        self.weight = 1.0  # of this worker's gradients in the mean
+        self.deferral: Deferral | None = None
 
+    def send(self, run: UpdatingRun, bucket: Bucket) -> None:
+        message = self.layout.message(bucket)
+        if message.numbers:
+            self.messages.append(message)
+        flat = message.flat
+        if bucket.last and not flat.numel():
+            flat = bucket.buffer.new_zeros(
+                1
+            )  # what all learn in a step travels with it
+        if flat.numel():
+            self.pending_first.append(run.mean(flat, of=bucket))
 
-def begin(options: OSPOptions, run: UpdatingRun) -> NativeState:
-    """Collective."""
-    total = sum(bucket.bytes for bucket in run.buckets)
-    updater = run.take_over(options.piece_bytes(total))
-    layout = Layout(run, updater)
-    second = run.comm.channel(SECOND) if options.defer != "nothing" else None
-    return NativeState(
-        options=options,
-        updater=updater,
-        layout=layout,
-        decider=Decider(options, run, layout, second),
-    )
+    def backward_ended(self, run: UpdatingRun) -> None:
+        super().backward_ended(run)
+        self._wait()
+        self.watch.mark()
+        # Kept, since a forward pass before step() would make it the next batch's.
+        self.weight = run.weight
+        self.unused = self.layout.unused()
 
+    def after_update(self, run: UpdatingRun) -> None:
+        self._settle()
+        messages, self.messages = self.messages, []
+        if run.active:
+            how = self.updater.hyperparameters()
+            self._update(run, messages, how)
+            self._defer(run, how)
+        elif run.participants:
+            self._send_second(run)
+        self.exchange.step_ended(run, self.pending_second)
 
-def bucket_ready(state: NativeState, run: UpdatingRun, bucket: Bucket) -> None:
-    state.layout.follow(run)
-    state.decider.watch.bucket_ready()
-    if state.options.overlap:
-        _send(state, run, bucket)
+    def finish(self, run: UpdatingRun) -> None:
+        source = run.keep_company_to_the_end()
+        self._wait()
+        self._settle()
+        self.explain(run)
+        if source is not None:
+            run.take_model(source)
 
+    def consolidate(self, run: UpdatingRun) -> Callable[[], None]:
+        """The parameters with all gradients in them that were sent; and the optimizer's
+        state that belongs to them."""
+        deferral = self.deferral
+        if deferral is None:
+            return lambda: None
+        for pending in self.pending_second:
+            pending.wait()
+        tentative = self.kept(deferral.numbers)
+        self._settle()
+        deferral.exact, deferral.applied = self.kept(deferral.numbers), True
 
-def backward_ended(state: NativeState, run: UpdatingRun) -> None:
-    state.decider.watch.backward_ended()
-    if not state.options.overlap:
-        for bucket in run.buckets:
-            _send(state, run, bucket)
-    for pending in (*state.pending_second, *state.pending_first):
-        pending.wait()
-    state.pending_second.clear()
-    state.pending_first.clear()
-    state.decider.watch.all_arrived()
-    # Kept, since a forward pass before step() would make it the next batch's.
-    state.weight = run.weight
-    state.unused = {
-        id(parameter)
-        for bucket in run.buckets
-        for parameter, used in zip(bucket.parameters, bucket.used, strict=True)
-        if not used
-    }
+        def undo() -> None:
+            self.write(deferral.numbers, tentative)
+            deferral.stamps = self._stamps(deferral.numbers)
+            self.deferral = deferral
 
+        return undo
 
-def after_update(state: NativeState, run: UpdatingRun) -> None:
-    if not run.active:
-        # This worker only keeps the others company. What it had under way is complete.
-        _settle(state, run)
-        state.messages.clear()
-        if run.participants:
-            _send_second(state, run, zeros=True)
-        state.decider.step_ended(run, state.pending_second)
-        return
-    hyperparameters = state.updater.hyperparameters()
-    _settle(state, run)
-    pieces, gradients = [], []
-    for message in state.messages:
-        for number, part in message.parts():
-            if state.layout.owner_of(number) not in state.unused:
-                pieces.append(state.layout.pieces[number])
-                gradients.append(part)
-    run.clip(gradients)
-    state.decider.rate(state.updater, pieces, gradients)
-    start = run.stopwatch.mark()
-    state.updater.apply(pieces, gradients, hyperparameters)
-    size = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-    state.decider.updated(start, run.stopwatch.mark(), size)
-    state.messages.clear()
-    _defer(state, run, hyperparameters)
-    state.decider.step_ended(run, state.pending_second)
+    def _update(
+        self, run: UpdatingRun, messages: Sequence[Message], how: Hyperparameters
+    ) -> None:
+        """Apply what stage 1 has brought."""
+        means = {
+            number: part
+            for message in messages
+            for number, part in zip(message.numbers, message.parts, strict=True)
+            if number not in self.unused
+        }
+        numbers, gradients = list(means), list(means.values())
+        run.clip(gradients)
+        self.exchange.rate(numbers, gradients)
+        start = run.stopwatch.mark()
+        self.updater.apply(self.layout.some(numbers), gradients, how)
+        size = sum(mean.numel() * mean.element_size() for mean in gradients)
+        self.exchange.updated(start, run.stopwatch.mark(), size)
 
+    # ---- stage 2 ----
 
-def finish(state: NativeState, run: UpdatingRun) -> None:
-    source = run.keep_company_to_the_end()
-    for pending in state.pending_second:
-        pending.wait()
-    state.pending_second.clear()
-    _settle(state, run)
-    state.decider.ended(run)
-    if source is not None:
-        run.take_model(source)
+    def _defer(self, run: UpdatingRun, how: Hyperparameters) -> None:
+        """Send what is deferred on its way, and take the tentative step."""
+        if not self.layout.deferred:
+            return
+        numbers = [n for n in self.layout.deferred if n not in self.unused]
+        pieces, exact = self.layout.some(numbers), []
+        for piece, value in zip(pieces, self.updater.values(pieces), strict=True):
+            room = self.layout.room(piece, value.numel(), value)
+            exact.append(room.view(value.shape).copy_(value))
+        means = self._send_second(run)
+        # Its own gradient is the whole of this worker's share.
+        self.step_tentatively(numbers, how, 1 / self.weight if self.weight else 0.0)
+        mine, stamps = [means[n] for n in numbers], self.updater.stamps(pieces)
+        self.deferral = Deferral(numbers, mine, how, exact, stamps)
 
+    def _send_second(self, run: UpdatingRun) -> dict[int, torch.Tensor]:
+        """Start the mean of everything deferred; returns where each piece's will be. All
+        ranks send as much, used or not."""
+        means: dict[int, torch.Tensor] = {}
+        for message in self.layout.late_messages():
+            if not run.active:
+                message.flat.zero_()  # to keep the others company
+            means.update(zip(message.numbers, message.parts, strict=True))
+            self.pending_second.append(run.mean(message.flat, channel=SECOND))
+        return means
 
-def consolidate(state: NativeState, run: UpdatingRun) -> Callable[[], None]:
-    """The parameters with all gradients in them that were sent; and the optimizer's state
-    that belongs to them."""
-    deferral = state.deferral
-    if deferral is None:
-        return lambda: None
-    for pending in state.pending_second:
-        pending.wait()
-    values = state.updater.values(deferral.pieces)
-    tentative = [value.clone() for value in values]
-    _settle(state, run)
-    exact = [value.clone() for value in values]
+    def _settle(self) -> None:
+        """Put the exact values of what was deferred in the place of the tentative ones: their
+        means have arrived."""
+        deferral, self.deferral = self.deferral, None
+        if deferral is None:
+            return
+        self._require_untouched(deferral)
+        self.write(deferral.numbers, deferral.exact)
+        if not deferral.applied:
+            pieces = self.layout.some(deferral.numbers)
+            self.exchange.rate(deferral.numbers, deferral.means)
+            self.correction.arrived(pieces, deferral.means)
+            self.updater.apply(pieces, deferral.means, deferral.how)
 
-    def undo() -> None:
-        values = state.updater.values(deferral.pieces)
-        _copy(tentative, values)
-        deferral.exact, deferral.applied = exact, True
-        deferral.stamps = state.updater.stamps(deferral.pieces)
-        state.deferral = deferral
+    def _wait(self) -> None:
+        for pending in (*self.pending_second, *self.pending_first):
+            pending.wait()
+        self.pending_second.clear()
+        self.pending_first.clear()
 
-    return undo
+    def _stamps(self, numbers: Sequence[int]) -> list[int]:
+        return self.updater.stamps(self.layout.some(numbers))
 
-
-# ---- stage 1 ----
-
-
-def _send(state: NativeState, run: UpdatingRun, bucket: Bucket) -> None:
-    """A bucket's important part leaves."""
-    message = state.layout.message(bucket)
-    if message.numbers:
-        state.messages.append(message)
-    flat = message.flat
-    if bucket.last and not flat.numel():
-        flat = bucket.buffer.new_zeros(1)  # what all learn in a step travels with it
-    if flat.numel():
-        state.pending_first.append(run.mean(flat, of=bucket))
-
-
-# ---- stage 2 ----
-
-
-def _defer(
-    state: NativeState, run: UpdatingRun, hyperparameters: Hyperparameters
-) -> None:
-    """Take the tentative step (LGP), and send what was deferred on its way."""
-    layout, updater = state.layout, state.updater
-    layout.follow(run)  # the planner may have made new buckets
-    numbers = [n for n in layout.deferred if layout.owner_of(n) not in state.unused]
-    if not layout.deferred:
-        return
-    pieces = [layout.pieces[number] for number in numbers]
-    own = [layout.gradient(number) for number in numbers]
-    values = updater.values(pieces)
-    exact = [
-        _room(state, ("exact", piece), value).copy_(value)
-        for piece, value in zip(pieces, values, strict=True)
-    ]
-    sums = _send_second(state, run)
-    # Buckets hold this worker's share of the mean; its own gradient is the whole of that.
-    whole = 1 / state.weight if state.weight else 0.0
-    if whole != 1.0:
-        for gradient in own:
-            gradient.mul_(whole)
-    # p~_k(i+1) = P(i) - eta g_k(i), by the optimizer's own rule and with its state
-    guess = _guess(state, pieces, own)
-    if guess is not None and pieces:
-        if state.options.correction == "plain":
-            for piece, value, gradient in zip(pieces, values, guess, strict=True):
-                group = hyperparameters[updater.group_of(piece)]
-                rate = -group["lr"] if group.get("maximize") else group["lr"]
-                value.sub_(gradient.view_as(value) * rate)
-        else:
-            tentative = updater.apply(pieces, guess, hyperparameters, commit=False)
-            _copy(tentative, values)
-    state.deferral = Deferral(
-        pieces=pieces,
-        gradients=[sums[number] for number in numbers],
-        hyperparameters=hyperparameters,
-        exact=exact,
-        stamps=updater.stamps(pieces),
-    )
-
-
-def _send_second(
-    state: NativeState, run: UpdatingRun, zeros: bool = False
-) -> dict[int, torch.Tensor]:
-    """Start the all-reduce of everything deferred; returns where each piece's mean will
-    be. All ranks send as much, used or not."""
-    places: dict[int, torch.Tensor] = {}
-    for kind, numbers in state.layout.deferred_by_kind().items():
-        message = state.layout.pack(numbers, _room(state, ("second", kind)))
-        if zeros:
-            message.flat.zero_()
-        places.update(message.parts())
-        state.pending_second.append(run.mean(message.flat, channel=SECOND))
-    return places
-
-
-def _settle(state: NativeState, run: UpdatingRun) -> None:
-    """Put the exact values of what was deferred in the place of the tentative ones: their
-    means have arrived."""
-    deferral, state.deferral = state.deferral, None
-    if deferral is None:
-        return
-    updater = state.updater
-    _require_untouched(deferral, state)
-    _copy(deferral.exact, updater.values(deferral.pieces))
-    if deferral.applied:
-        return
-    state.decider.rate(updater, deferral.pieces, deferral.gradients)
-    if state.options.correction == "average":
-        for piece, gradient in zip(deferral.pieces, deferral.gradients, strict=True):
-            known = state.predicted.get(piece)
-            if known is None:
-                state.predicted[piece] = gradient.clone()
-            else:
-                known.lerp_(gradient, 1 - PREDICTED)
-    updater.apply(deferral.pieces, deferral.gradients, deferral.hyperparameters)
-
-
-def _guess(
-    state: NativeState, pieces: Sequence[Piece], own: list[torch.Tensor]
-) -> list[torch.Tensor] | None:
-    """What the mean gradient may be: this worker's own, in the paper."""
-    if state.options.correction == "none":
-        return None
-    if state.options.correction != "average":
-        return own
-    guesses = []
-    for piece, gradient in zip(pieces, own, strict=True):
-        known = state.predicted.get(piece)
-        guesses.append(gradient if known is None else (gradient + known) / 2)
-    return guesses
-
-
-def _require_untouched(deferral: Deferral, state: NativeState) -> None:
-    now = state.updater.stamps(deferral.pieces)
-    for piece, before, after in zip(deferral.pieces, deferral.stamps, now, strict=True):
-        if before != after:
-            raise UsageError(
-                f"parameter {state.layout.name_of(piece)!r} was written to since step(), "
-                "while a part of its update was under way (osp, stage 2): what was "
-                "written would be lost. Load and change parameters before training, or "
-                "call finish(), change them, and distribute again"
-            )
-
-
-def _copy(source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for value, into in zip(source, target, strict=True):
-            into.copy_(value)
-
-
-def _room(state: NativeState, key: Any, like: torch.Tensor | None = None) -> Any:
-    """Memory that is kept from step to step: new pages cost more than the copy."""
-    if like is None:
-        return lambda size, model: _grown(state.room, key, size, model)
-    kept = state.room.get(key)
-    if kept is None or kept.shape != like.shape or kept.dtype != like.dtype:
-        kept = state.room[key] = torch.empty_like(like)
-    return kept
-
-
-def _grown(
-    rooms: dict[Any, torch.Tensor], key: Any, size: int, model: torch.Tensor
-) -> torch.Tensor:
-    kept = rooms.get(key)
-    if kept is None or kept.numel() < size:
-        kept = rooms[key] = model.new_empty(size)
-    return kept[:size]
+    def _require_untouched(self, deferral: Deferral) -> None:
+        now = self._stamps(deferral.numbers)
+        for number, before, after in zip(
+            deferral.numbers, deferral.stamps, now, strict=True
+        ):
+            if before != after:
+                raise UsageError(
+                    f"parameter {self.layout.name_of(number)!r} was written to since step(), "
+                    "while a part of its update was under way (osp, stage 2): what was "
+                    "written would be lost. Load and change parameters before training, or "
+                    "call finish(), change them, and distribute again"
+                )

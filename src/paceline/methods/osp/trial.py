@@ -1,55 +1,51 @@
 """Whether deferring pays: what the times promise is held against what comes.
 
-Where processors carry the messages, as between processes of one machine, nothing hides
-behind computing, whatever the times say: steps are longer with something deferred than
-without. So the first interval with something deferred is a trial. `LOOK` steps of it show
-whether steps have become much longer; all of it, whether they are no shorter. Either way
-nothing is deferred then for some decisions, and twice as many each time that it fails.
-
-Who decides has a `Trial`: under ``collective=native`` the worker that decides for all, over
-servers each server for its part.
+Where processors carry the messages, as between processes of one machine, nothing hides behind
+computing, and steps are longer with something deferred than without. So the first interval
+with something deferred is a trial. It ends after `LOOK` steps if these are much longer, and
+after the interval if its steps are no shorter. After a trial that fails nothing is deferred for
+some decisions, and for twice as many after the next one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.methods.osp.choice import VISIBLE
-from paceline.methods.osp.options import INTERVAL
+from paceline.methods.osp.choice import VISIBLE, Rate, StepTimes
 
 LOOK = 5
-"""So many steps are the least that tell how long one takes: their median stands as long as
-two of them are no steps like the others, and it strays about half as far as one step does.
-More would make a trial that fails cost more."""
+"""The steps after which a trial is first looked at. Two of five may be outliers without moving
+the median. More steps would make a trial that fails cost more."""
 
 LONGER = 1.1
-"""Where the median of `LOOK` steps is by this factor longer, a trial fails at once. On machines
-where one step in three is off by a tenth that median is off by a twentieth, so a tenth is
-seldom chance; and what is missed costs less than a tenth, until the interval ends."""
+"""A trial fails at once if the median of `LOOK` steps is longer by this factor. Where one step
+in three is off by a tenth, that median is off by a twentieth, so that a tenth is seldom chance."""
 
 OTHER = 2.0
-"""By this factor the network must have changed for steps of before to tell nothing."""
+"""Steps with a network that is faster or slower by this factor are not comparable."""
 
 PATIENCE = 10
 """Decisions for which nothing is deferred after the first trial that fails."""
 
 
-def looks_in(step: int) -> bool:
-    """Over servers: whether workers tell in *step* what a trial has shown by then. What was
-    decided after step i is deferred from step i + 2 on; that one, which still waits for what
-    its predecessor sent, does not count, and they tell it in the step after the last."""
-    return step % INTERVAL == LOOK + 3
+def looks_in(step: int, interval: int) -> bool:
+    """Over servers: whether workers report in *step* how a trial goes. What was decided after
+    step i is deferred from step i + 2 on. Step i + 2 still waits for what its predecessor
+    sent, so steps i + 3 to i + 2 + `LOOK` count, and the one after them reports."""
+    return step % interval == LOOK + 3
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Steps since what is deferred has last changed: *whole*, how many seconds one takes,
-    or 0 if they were fewer than `LOOK`; *per_byte*, what the network took then; and
-    *workers*, who trained."""
+    """The steps since what is deferred has last changed: *times* (None: workers tell none, or
+    not of the same buckets), *rate* of the network, *whole* seconds of a step (0: fewer than
+    `LOOK` steps), the *workers* that trained, *update* seconds per byte of a tentative step."""
 
+    times: StepTimes | None
+    rate: Rate
     whole: float
-    per_byte: float
     workers: tuple[int, ...]
+    update: float = 0.0
 
 
 class Trial:
@@ -61,9 +57,8 @@ class Trial:
         self._rest, self._patience = 0, PATIENCE
 
     def rests(self, deferring: bool, seen: Seen) -> bool:
-        """After an interval in which something was deferred throughout, or nothing:
-        whether nothing is to be deferred in the next one, because that does not pay, or
-        because it is not known what these workers' steps take without."""
+        """Whether nothing is to be deferred in the next interval, as *seen* in the last one:
+        because deferring does not pay, or because these workers' steps without are unknown."""
         self._began = not deferring
         if not deferring:
             if seen.whole > 0:
@@ -79,8 +74,7 @@ class Trial:
         return True
 
     def stops_early(self, deferring: bool, seen: Seen) -> bool:
-        """After `LOOK` steps with something deferred: whether they are so much longer than
-        those without that it need not be tried any further."""
+        """Whether a trial ends now, after `LOOK` steps: they are much longer than without."""
         plain = self._plain
         if not deferring or not self._began:
             return False
@@ -88,8 +82,8 @@ class Trial:
             return False
         if seen.whole <= plain.whole * LONGER:
             return False
-        # A network that seems to have become slow as well may be, or it is the same
-        # processors that are busy: the next interval shows it, and is no rest.
+        # A network that seems to be slower as well may be, or the processors are busy: the
+        # next interval shows it, and is no rest.
         if _alike(plain, seen):
             self._fail()
         return True
@@ -100,4 +94,5 @@ class Trial:
 
 def _alike(plain: Seen, seen: Seen) -> bool:
     """Whether steps can be compared, as far as the network goes."""
-    return plain.per_byte / OTHER < seen.per_byte < plain.per_byte * OTHER
+    before = plain.rate.per_byte
+    return before / OTHER < seen.rate.per_byte < before * OTHER

@@ -1,0 +1,203 @@
+"""OSP over servers: the worker's half.
+
+Servers hold the exact parameters and the optimizer's state. For its tentative step a worker
+has the exact values of what it defers, and mirrors the momentum from how these moved: SGD
+without Nesterov's form moves by -eta v, so v is (P(i-1) - P(i)) / eta, up to rounding, at
+no traffic. The state of other optimizers is pulled for what is deferred, meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from paceline.interfaces import Hyperparameters, Remote, ServerRun
+from paceline.methods.osp.options import OSPOptions
+from paceline.methods.osp.reports import Measured, read_mask, written_report
+from paceline.methods.osp.trial import looks_in
+from paceline.methods.osp.watch import FADES
+from paceline.methods.osp.worker import Worker
+from paceline.tensors import Bucket
+
+Values = dict[int, torch.Tensor]
+"""By piece, flat."""
+
+
+class RemoteWorker(Worker[ServerRun]):
+    """The pieces of its layout are the servers' units."""
+
+    def __init__(self, options: OSPOptions, run: ServerRun) -> None:
+        remote: Remote = run.remote
+        self.step = remote.join()
+        super().__init__(options, run, remote.own_updater())
+        self._units = {
+            number: (bucket, unit)
+            for bucket, inside in enumerate(self.layout.inside)
+            for unit, number in enumerate(inside)
+        }
+        sizes = [remote.unit_bytes(bucket.index) for bucket in run.buckets]
+        for number, (bucket, unit) in self._units.items():
+            self.layout.sizes[number] = sizes[bucket][unit]
+        self.base: Values = {}
+        """P(i) of what the last step deferred: the exact values with which it began."""
+        self.before: Values = {}
+        """P(i-1) of what the step under way defers and the last one did not."""
+        self.late: Values | None = None
+        """What the second stage of the last step has brought, once it was waited for."""
+        self.rates: list[float] = []
+        """The learning rates of the last step, by group."""
+        self._begin_step(remote)
+
+    def send(self, run: ServerRun, bucket: Bucket) -> None:
+        late, report = set(self.layout.deferred), b""
+        if bucket.last and self.step % self.options.interval == 0:
+            report = self._report(FADES)
+        elif bucket.last and looks_in(self.step, self.options.interval) and late:
+            report = self._report(fades=1.0)
+        inside = self.layout.inside[bucket.index]
+        units = {unit for unit, number in enumerate(inside) if number not in late}
+        run.remote.push(bucket, self.step, units, report=report)
+
+    def after_update(self, run: ServerRun) -> None:
+        remote, how = run.remote, self.updater.hyperparameters()
+        self._settle(remote)  # now all is P(i)
+        arrived = self._by_number(remote.arrived())  # P(i+1)
+        self.watch.mark()
+        deferring, following = self.layout.deferred, self._told(remote)
+        both = sorted({*deferring, *following})
+        exact = dict(zip(both, self.kept(both), strict=True))
+        before = {n: self.base.get(n, self.before.get(n)) for n in deferring}
+        self.base = {number: exact[number] for number in deferring}
+        self.write(list(arrived), list(arrived.values()))
+        for bucket in run.buckets:
+            inside = enumerate(self.layout.inside[bucket.index])
+            units = {unit for unit, number in inside if number in self.base}
+            if units:
+                remote.push(bucket, self.step, units, late=True)
+        if self.options.correction == "local":
+            self._mirror(remote, before, how)
+        self.step_tentatively(deferring, how)
+        self.before = {n: exact[n] for n in following if n not in self.base}
+        self.late = None
+        self.has_deferred = self.has_deferred or bool(deferring)
+        self.rates = [float(group["lr"]) for group in how]
+        self.step += 1
+        self.steps += 1
+        changes = self.layout.changes
+        self._begin_step(remote)
+        self.watch.step_ended(changes, run.loss)
+        self.watch.step_begins()
+
+    def finish(self, run: ServerRun) -> None:
+        self._settle(run.remote)
+        run.remote.written()
+        self.explain(run)
+        run.remote.leave()
+
+    def consolidate(self, run: ServerRun) -> Callable[[], None]:
+        """The parameters with all gradients in them that were sent."""
+        everything = range(len(self.layout.pieces))
+        tentative = self.kept(everything)
+        self._settle(run.remote)
+
+        def undo() -> None:
+            self.write(everything, tentative)
+            run.remote.written()
+
+        return undo
+
+    def loaded(self, run: ServerRun) -> None:
+        """All parameters are exact, and none of what was known of them is of use."""
+        remote = run.remote
+        self._wait_late(remote)
+        remote.states()  # they were asked for before
+        self.base, self.before, self.late, self.rates = {}, {}, None, []
+        self.layout.changes += 1
+        self._begin_step(remote)
+
+    # ---- the second stage ----
+
+    def _begin_step(self, remote: Remote) -> None:
+        """The next step defers what servers have said. Pull the optimizer's state of that;
+        SGD's without Nesterov's form is mirrored."""
+        remote.written()
+        self.layout.defer(self._told(remote))
+        groups = self.updater.hyperparameters()
+        units = []
+        for number in self.layout.deferred:
+            group = groups[self.updater.group_of(self.layout.pieces[number])]
+            if "dampening" not in group or group["nesterov"]:
+                units.append(self._units[number])
+        if units and self.options.correction == "local":
+            remote.ask_states(sorted(units), self.step)
+
+    def _settle(self, remote: Remote) -> None:
+        """Put the exact values of what the last step deferred in the place of the tentative
+        ones; waits for them."""
+        late = self._wait_late(remote)
+        self.write(list(late), list(late.values()))
+
+    def _wait_late(self, remote: Remote) -> Values:
+        if self.late is None:
+            # Copied: the memory in which it lands is used by the next second stage.
+            late = self._by_number(remote.arrived(late=True))
+            self.late = {number: value.clone() for number, value in late.items()}
+        return self.late
+
+    def _by_number(self, answers: Iterable[tuple[int, int, torch.Tensor]]) -> Values:
+        return {self.layout.inside[bucket][unit]: v for bucket, unit, v in answers}
+
+    def _told(self, remote: Remote) -> list[int]:
+        inside = self.layout.inside
+        return sorted(inside[bucket][unit] for bucket, unit in next_deferred(remote))
+
+    def _mirror(
+        self,
+        remote: Remote,
+        before: dict[int, torch.Tensor | None],
+        how: Hyperparameters,
+    ) -> None:
+        """Give the own optimizer the state that the servers' has for what is deferred: what
+        was pulled, or V(i-1) = (P(i-1) - P(i)) / eta."""
+        pulled = {self.layout.inside[b][u]: found for b, u, found in remote.states()}
+        for number, exact in self.base.items():
+            piece, earlier = self.layout.pieces[number], before[number]
+            group, live = self.updater.group_of(piece), self.updater.state([piece])[0]
+            live.clear()
+            if number in pulled:
+                for name, value in pulled[number].items():
+                    whole = value.numel() == exact.numel()
+                    live[name] = value.view(exact.shape) if whole else value
+            elif how[group]["momentum"] and earlier is not None and self.rates:
+                rate = self.rates[group]
+                if rate:
+                    live["momentum_buffer"] = (earlier - exact) / rate
+
+    def _report(self, fades: float) -> bytes:
+        watch, parts = self.watch, self.layout.parts()
+        took = watch.took()
+        if took is not None:
+            watch.measure(
+                took, parts, self.layout.deferred, fades, start_up=0.0, pulls=True
+            )
+        measured = Measured(
+            ready=list(took.times.ready) if took else [],
+            end=took.times.end if took else 0.0,
+            per_byte=watch.per_byte if took else 0.0,
+            bytes=parts.left(()),
+            part=watch.growth.part,
+            whole=took.whole if took else 0.0,
+        )
+        return written_report(measured)
+
+
+def next_deferred(remote: Remote) -> list[tuple[int, int]]:
+    """Bucket and unit of all that the next step defers, as servers have told with their last
+    answers (GIB)."""
+    return [
+        (bucket, part.units[unit])
+        for bucket in range(len(remote.units))
+        for part in remote.told(bucket)
+        for unit in read_mask(part.words)
+    ]
