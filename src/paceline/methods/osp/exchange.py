@@ -33,7 +33,9 @@ TRIES = 5
 class Exchange:
     """Makes ``layout.deferred`` of a *worker*. Collective, step by step."""
 
-    def __init__(self, worker: Worker[UpdatingRun], run: UpdatingRun, channel: Comm | None) -> None:
+    def __init__(
+        self, worker: Worker[UpdatingRun], run: UpdatingRun, channel: Comm | None
+    ) -> None:
         self._worker, self._channel = worker, channel
         self._options, self._layout, self._watch = (
             worker.options,
