@@ -215,24 +215,19 @@ def check_bare_script(folder, end, times, launchers):
         assert "bsp:fusion=optimal" in jobs[0].stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["ssp:staleness=0,fusion=wfbp", "bsp:collective=parameter-server"]
 )
 def test_both_worlds_count_the_same_bytes_towards_servers(tmp_path, method):
-    options = ["--json", "--steps=7", f"--method={method}"]
-    jobs = [
-        launch(
-            (*PACELINE, verb),
-            ["--workers=2", *options],
-            "loops.py",
-            folder=tmp_path / verb,
-        )
-        for verb in ("run", "simulate")
+    options = {"JSON": "1", "STEPS": "7", "METHOD": method}
+    environment = {f"PACELINE_{name}": value for name, value in options.items()}
+    loops = SCRIPTS / "loops.py"
+    ranks = forked.run_together(2, [loops], folder=tmp_path, environment=environment)
+    [real] = beginning(ranks[0], "{")
+    words = ["-m", "paceline", "simulate", "--workers=2", "--json", "--steps=7"]
+    virtual = forked.run([*words, f"--method={method}", loops], folder=tmp_path)
+    assert virtual.returncode == 0, virtual.stderr
+    sent = [
+        json.loads(text)["bytes_sent_per_worker"] for text in (real, virtual.stdout)
     ]
-    results = [
-        json.loads(job.check_ended_well().stdout.splitlines()[-1])
-        for job in wait_for_all(jobs)
-    ]
-    real, virtual = (result["bytes_sent_per_worker"] for result in results)
-    assert real == virtual > 0
+    assert sent[0] == sent[1] > 0

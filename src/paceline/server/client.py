@@ -301,6 +301,7 @@ class RemoteServer:
                 UsageError,
             )
         elif event == zmq.EVENT_DISCONNECTED:
+            channel.read()  # what it said last
             self.give_up(f"is lost: channel {channel.name!r} broke")
         else:
             mine = "encrypted" if self._security.encrypted else "plain"

@@ -39,10 +39,10 @@ class Running:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody is kept from anything if it ends soon."""
-        if isinstance(self.machine, ParameterServer):
-            return self.machine.is_over()
-        return self.shell.some_have_departed
+        """Whether its training has come to an end for somebody: the others are about to."""
+        machine = self.machine
+        trained = isinstance(machine, ParameterServer) and machine.is_over()
+        return trained or self.shell.some_have_departed
 
 
 class Pool:
