@@ -1,11 +1,13 @@
 """Methods with a state of their own: who forgets to save it breaks the laws of restarts."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import paceline
+from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import uniform_cluster
 from paceline.testing import Case
@@ -20,6 +22,7 @@ from .toys import (
     CountsRounds,
     Forgetful,
     ForgetsToLoad,
+    Hides,
     Pairs,
     Remembers,
     Shares,
@@ -50,6 +53,21 @@ def test_who_forgets_its_state_breaks_them(law, method):
     simulation = Simulation(uniform_cluster(2, "1gbit", "50us"))
     with pytest.raises(WorkerFailedError, match="changes the result: by"):
         simulation.run(lambda rank: law(Case(method=method), "ddp"))
+
+
+@pytest.mark.parametrize("law", BITS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_compressor_that_hides_what_it_keeps_breaks_them(law, saved, monkeypatch):
+    monkeypatch.setitem(COMPRESSORS, "hides", Hides)
+    code = "hides"
+    if saved:
+        code = "int8,compression.rounding=nearest,compression.residuals=true"
+    case = Case(method=f"bsp:compression={code}")
+    broken = pytest.raises(WorkerFailedError, match="changes the result: by")
+    with nullcontext() if saved else broken:
+        Simulation(uniform_cluster(2, "1gbit", "50us")).run(
+            lambda rank: law(case, "ddp")
+        )
 
 
 @pytest.mark.parametrize(

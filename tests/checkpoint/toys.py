@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 import paceline
+from paceline.compression import BF16
 from paceline.interfaces import Rhythm, shares_of
 from paceline.methods.bsp import BSP
 from paceline.testing import Case
@@ -130,6 +131,27 @@ class CountsRounds(Averages):
             state["rounds"] += 1
             if state["rounds"] % 2:
                 self.average(run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hides(BF16):
+    """A code with residuals, which it keeps in itself, where no checkpoint finds them."""
+
+    name: ClassVar[str] = "hides"
+
+    def __post_init__(self):
+        object.__setattr__(self, "hidden", {})
+
+    def average(self, parts, states, workers, sent=None):
+        shapes = tuple(part.shape for part in parts)
+        left = self.hidden.setdefault(shapes, [torch.zeros_like(p) for p in parts])
+        for part, rest in zip(parts, left, strict=True):
+            rest.add_(part)
+            part.copy_(rest)
+        sent = [torch.empty_like(part) for part in parts]
+        yield from super().average(parts, states, workers, sent)
+        for rest, own in zip(left, sent, strict=True):
+            rest.sub_(own)
 
 
 def kept_trials(workers):
