@@ -13,6 +13,8 @@ from typing import Any
 
 from paceline.methods import METHODS
 from paceline.testing import Case
+from tests.newcomer.toys.every_fourth import EveryFourth
+from tests.newcomer.toys.pairs import Pairs
 from tests.newcomer.toys.textbook import Textbook
 
 
@@ -29,7 +31,11 @@ class Toy:
         return str(self.what.name)
 
 
-TOYS = (Toy(METHODS, Textbook, Case(method="textbook")),)
+TOYS = (
+    Toy(METHODS, Textbook, Case(method="textbook")),
+    Toy(METHODS, EveryFourth, Case(method="every-fourth", learning_rate=0.3)),
+    Toy(METHODS, Pairs, Case(method="pairs", learning_rate=0.3, steps=200)),
+)
 
 
 def register() -> None:

@@ -1,0 +1,34 @@
+"""Local SGD: every worker steps by itself, and parameters are averaged after each fourth step.
+
+Waits for: every worker, in every fourth step. Sends: the parameters. Guarantees: equal
+models after every fourth step, and after the last one.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.interfaces import Clips, GradientSeen, Rhythm, Run, UpdatesOn
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryFourth:
+    """Average the parameters after each fourth step."""
+
+    name: ClassVar[str] = "every-fourth"
+    rhythm: ClassVar[Rhythm] = Rhythm(every=4)
+    updates_on: ClassVar[UpdatesOn] = "worker"
+    gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
+    clips: ClassVar[Clips] = "own"
+
+    def init(self, run: Run) -> None:
+        """Nothing is kept: the models themselves differ."""
+
+    def after_update(self, state: None, run: Run) -> None:
+        if run.meets:
+            for pending in [run.average(parameter) for parameter in run.parameters]:
+                pending.wait()
+
+    def finish(self, state: None, run: Run) -> None:
+        source = run.keep_company_to_the_end()
+        if source is not None:
+            run.take_model(source)

@@ -1,0 +1,44 @@
+"""Gossip: in each step other pairs of workers average their parameters.
+
+Waits for: one other worker, in every step. Sends: the parameters, to that one. Guarantees:
+the mean of all models is kept; after the last step all have it.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from paceline.interfaces import Clips, GradientSeen, Rhythm, Run, UpdatesOn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Average the parameters of two workers each, drawn anew in each step."""
+
+    name: ClassVar[str] = "pairs"
+    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+    updates_on: ClassVar[UpdatesOn] = "worker"
+    gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
+    clips: ClassVar[Clips] = "own"
+
+    seed: int = 0
+
+    def init(self, run: Run) -> None:
+        """Nothing is kept: the models themselves differ."""
+
+    def after_update(self, state: None, run: Run) -> None:
+        draw = torch.Generator().manual_seed(self.seed + run.step)
+        order = torch.randperm(len(run.participants), generator=draw).tolist()
+        drawn = [run.participants[place] for place in order]
+        for pair in zip(drawn[::2], drawn[1::2], strict=False):
+            if run.comm.rank in pair:
+                self._average(run, run.comm.group(sorted(pair)))
+
+    def finish(self, state: None, run: Run) -> None:
+        run.keep_company_to_the_end()
+        self._average(run, run.comm)
+
+    def _average(self, run: Run, among) -> None:
+        for pending in [run.average(p, among=among) for p in run.parameters]:
+            pending.wait()
