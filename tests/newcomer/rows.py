@@ -33,7 +33,9 @@ class Toy:
 
 TOYS = (
     Toy(METHODS, Textbook, Case(method="textbook")),
-    Toy(METHODS, EveryFourth, Case(method="every-fourth", learning_rate=0.3)),
+    Toy(
+        METHODS, EveryFourth, Case(method="every-fourth", learning_rate=0.3, steps=100)
+    ),
     Toy(METHODS, Pairs, Case(method="pairs", learning_rate=0.3, steps=200)),
 )
 

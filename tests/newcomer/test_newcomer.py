@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from paceline.testing import check_method
-from paceline.testing.checks import trials
 from tests import forked
 from tests.newcomer.rows import TOYS, registered
+from tests.newcomer.table import chosen
 from tests.test_structure import FORBIDDEN_TO_METHODS, LEVEL_OF, METHODS_MAY_IMPORT
 
 FILES = sorted((Path(__file__).parent / "toys").glob("[!_]*.py"))
@@ -49,9 +49,19 @@ def test_the_kit_in_virtual_time(toy):
         check_method(toy.case)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_the_kit_on_real_processes(workers):
+@pytest.mark.parametrize(
+    ("workers", "every"),
+    [
+        pytest.param(2, 13, id="2 processes, a sample"),
+        pytest.param(3, 13, id="3 processes, a sample"),
+        pytest.param(2, 1, id="2 processes", marks=pytest.mark.slow),
+        pytest.param(3, 1, id="3 processes", marks=pytest.mark.slow),
+    ],
+)
+def test_the_kit_on_real_processes(workers, every):
     """All toys in one job."""
-    first, *_ = forked.run_together(workers, ["-m", "tests.newcomer.table"])
-    tried = trials(workers, [toy.case for toy in TOYS])
-    assert {f"{trial.name}: ok" for trial in tried} <= set(first.stderr.splitlines())
+    words = ["-m", "tests.newcomer.table", every]
+    seconds = 120 if every > 1 else 600
+    first, *_ = forked.run_together(workers, words, seconds=seconds)
+    names = {f"{trial.name}: ok" for trial in chosen(workers, every)}
+    assert names <= set(first.stderr.splitlines())
