@@ -78,8 +78,8 @@ def test_who_is_let_in():
     key = z85.decode(curve.worker_public)
     accepted = [b"1.0", b"7", b"200", b"OK", b"", b""]
     plain = question(b"PLAIN", b"paceline", b"the token")
-    assert PLAIN.judge(plain, token) == (accepted, True)
-    assert curve.judge(question(b"CURVE", key), token) == (accepted, True)
+    assert PLAIN.zap_reply(plain, token) == (accepted, True)
+    assert curve.zap_reply(question(b"CURVE", key), token) == (accepted, True)
     for security, asked in [
         (PLAIN, question(b"PLAIN", b"paceline", b"another")),
         (PLAIN, question(b"NULL")),
@@ -88,7 +88,7 @@ def test_who_is_let_in():
         (curve, question(b"CURVE", bytes(32))),
         (curve, question(b"NULL")),
     ]:
-        reply, admitted = security.judge(asked, token)
+        reply, admitted = security.zap_reply(asked, token)
         assert not admitted
         assert reply[2] == b"400"
 

@@ -10,7 +10,7 @@ else                                        refused: nothing listens there unpro
 Both ends decide by this table, so the variables must be the same on all machines.
 
 Both CURVE key pairs come from the secret by scrypt: whoever knows it is one of us. ZeroMQ
-asks `Security.judge` about each connection before the first message of it is read; plain
+asks `Security.zap_reply` about each connection before the first message of it is read; plain
 connections show the server's token there as a password. A server that a job starts has a
 token of its own (`paceline.worlds.handover` says how workers learn it); one that is named with
 HOST:PORT has that of ``PACELINE_SERVERS_TOKEN``, or one derived from the secret. Who does not
@@ -55,7 +55,7 @@ TOKEN = "PACELINE_SERVERS_TOKEN"
 TRUSTED = "PACELINE_TRUSTED_NETWORK"
 SECRET_CHARACTERS = 16
 """Of the secret, and of the token."""
-JUDGE_ADDRESS = "inproc://zeromq.zap.01"
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks whether a connection is admitted (ZAP, RFC 27)."""
 
 _USER = b"paceline"
@@ -93,7 +93,9 @@ class Security:
             socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
             socket.setsockopt(zmq.PLAIN_PASSWORD, token.encode())
 
-    def judge(self, question: Sequence[bytes], token: str) -> tuple[list[bytes], bool]:
+    def zap_reply(
+        self, question: Sequence[bytes], token: str
+    ) -> tuple[list[bytes], bool]:
         """ZeroMQ asks about a connection: the reply, and whether it is admitted."""
         version, number, _, _, _, mechanism, *credentials = question
         if self.encrypted and mechanism == b"CURVE":

@@ -37,7 +37,7 @@ from paceline.server import payloads, wire
 from paceline.server.orders import PeerAddress
 from paceline.server.peers import Peers
 from paceline.server.poll_loop import PollLoop
-from paceline.server.security import JUDGE_ADDRESS, Security, choose
+from paceline.server.security import ZAP_ADDRESS, Security, choose
 from paceline.server.sessions import Connection, Session, Sessions
 from paceline.server.shared_memory import ServerMemory
 from paceline.server.wire import RefusalError
@@ -98,7 +98,7 @@ class Shell:
         self._memory = ServerMemory()
         self._context = zmq.Context(io_threads=1)
         self._router = self._context.socket(zmq.ROUTER)
-        self._judge = self._context.socket(zmq.REP)
+        self._zap = self._context.socket(zmq.REP)
         try:
             self._bind(_resolved(address), port)
         except (zmq.ZMQError, OSError) as error:
@@ -121,14 +121,14 @@ class Shell:
         router.setsockopt(zmq.IPV6, ":" in address)
         wire.keep_alive(router)
         self._security.protect_server(router)
-        self._judge.setsockopt(zmq.LINGER, 0)
-        self._judge.bind(JUDGE_ADDRESS)
+        self._zap.setsockopt(zmq.LINGER, 0)
+        self._zap.bind(ZAP_ADDRESS)
         router.bind(wire.endpoint(address, port or "*"))
         bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(bound.rpartition(":")[2])
         listener = self._sessions.listen(address)
         self._loop.watch(router, self._read_messages)
-        self._loop.watch(self._judge, self._read_questions)
+        self._loop.watch(self._zap, self._read_questions)
         self._loop.watch(listener, self._accept)
 
     def meet(self, sender: int, peers: Mapping[str, PeerAddress]) -> None:
@@ -178,7 +178,7 @@ class Shell:
         self._memory.close()
         self._sessions.close()
         self._loop.let_go()
-        self._judge.close()
+        self._zap.close()
         self._router.close()
         self._context.term()
 
@@ -196,9 +196,9 @@ class Shell:
             self._deliver(on_done(int(worker)))
 
     def _read_questions(self) -> None:
-        question = self._judge.recv_multipart()
-        reply, admitted = self._security.judge(question, self._token)
-        self._judge.send_multipart(reply)
+        question = self._zap.recv_multipart()
+        reply, admitted = self._security.zap_reply(question, self._token)
+        self._zap.send_multipart(reply)
         if not admitted:
             self._count("token", "a connection that does not know the job's token")
 

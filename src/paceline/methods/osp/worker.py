@@ -14,7 +14,6 @@ from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.watch import StepWatch
 from paceline.tensors import Bucket
 
-
 AnyRun = TypeVar("AnyRun", bound=Run)
 
 
