@@ -11,9 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.compression import COMPRESSORS
 from paceline.methods import METHODS
 from paceline.testing import Case
+from tests.newcomer.toys.common_scale import CommonScale
 from tests.newcomer.toys.every_fourth import EveryFourth
+from tests.newcomer.toys.grid import Grid
+from tests.newcomer.toys.largest import Largest
 from tests.newcomer.toys.pairs import Pairs
 from tests.newcomer.toys.textbook import Textbook
 
@@ -37,6 +41,17 @@ TOYS = (
         METHODS, EveryFourth, Case(method="every-fourth", learning_rate=0.3, steps=100)
     ),
     Toy(METHODS, Pairs, Case(method="pairs", learning_rate=0.3, steps=200)),
+    Toy(COMPRESSORS, Grid, Case(method="bsp:compression=grid", lossy=2**-18)),
+    Toy(
+        COMPRESSORS,
+        Largest,
+        Case(method="bsp:compression=largest", learning_rate=0.3, steps=150, lossy=0.5),
+    ),
+    Toy(
+        COMPRESSORS,
+        CommonScale,
+        Case(method="bsp:compression=common-scale", lossy=2**-13),
+    ),
 )
 
 

@@ -1,0 +1,53 @@
+"""A lossy linear code: whole numbers on a grid that all workers share.
+
+Sums of codes are codes of sums, so that they may be added up anywhere, by integer addition
+alone: as in a switch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from paceline.interfaces import Coding, Compressor, State, StateKind, Sum
+
+STEP = 2.0**-20
+MOST = (
+    2**40
+)  # steps; what is not finite travels as a number far beyond all sums of these
+NOT_FINITE = 2**60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid(Compressor):
+    """Each element, rounded to a multiple of a step."""
+
+    name: ClassVar[str] = "grid"
+    linear: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = False
+    rounds: ClassVar[int] = 1
+    state: ClassVar[StateKind] = "none"
+
+    def passes(self, workers: int) -> tuple[float, float]:
+        return 4.0, 4.0
+
+    def average(
+        self,
+        parts: Sequence[torch.Tensor],
+        states: Sequence[State],
+        workers: int,
+        sent: Sequence[torch.Tensor] | None = None,
+    ) -> Coding:
+        for place, part in enumerate(parts):
+            if not part.numel():
+                continue
+            steps = torch.nan_to_num(part.double() / STEP, nan=0.0).clamp(-MOST, MOST)
+            code = steps.round().to(torch.int64).view(-1)
+            code[~part.isfinite().view(-1)] = NOT_FINITE // workers
+            if sent is not None:
+                sent[place].copy_((code * STEP).view(part.shape))
+            total = yield Sum(code)
+            result = total * STEP
+            result[total.abs() > NOT_FINITE // (2 * workers)] = torch.nan
+            part.copy_(result.view(part.shape))
