@@ -202,8 +202,8 @@ def test_another_user_cannot_read_the_file_nor_have_his_read() -> None:
 # ---- servers that are named ----
 
 
-def find(environment: dict[str, str]) -> None:
-    job = ServiceJob((Service("server", place="127.0.0.1:1"),))
+def find(environment: dict[str, str], place: str = "127.0.0.1:1") -> None:
+    job = ServiceJob((Service("server", place=place),))
     RealServices(0, 1, DictStore(), Journal(0, lambda: 0.0)).find(job, environment)
 
 
@@ -212,6 +212,12 @@ def test_a_worker_that_was_told_no_token_says_where_it_comes_from() -> None:
         find({})
     with pytest.raises(UsageError, match="at least 16 characters, got 9"):
         find({TOKEN: "dedicated"})
+
+
+@pytest.mark.parametrize("place", ["embedded", "per-node", "beside:0", "host:0"])
+def test_workers_that_share_nothing_start_no_servers(place: str) -> None:
+    with pytest.raises(UsageError, match=f"servers={place}: a job that survives"):
+        find({"PACELINE_SURVIVE": "1"}, place)
 
 
 def test_the_token_of_named_servers() -> None:

@@ -38,6 +38,7 @@ from paceline.worlds.servers import (
     INCARNATION_VARIABLE,
     SERVER_ENVIRONMENT,
     START_SECONDS,
+    SURVIVE_VARIABLE,
     end,
     line_within,
 )
@@ -255,17 +256,21 @@ class Where:
 
     def spots(self, place: str) -> list[Spot]:
         """Where services of that place run. Raises `UsageError`."""
-        words = places.single(place)
-        if words is not None:
-            return [Spot(here=self.rank == self._starter(place, *words))]
         if place == "auto":
             named = self.environment.get(ADDRESSES_VARIABLE)
             place = "dedicated" if named else "embedded"
-        if place == "embedded":
-            return [Spot(here=self.rank == 0)]
-        if place == "per-node":
-            return self._nodes()
-        return [Spot(address=one) for one in _dedicated(place, self.environment)]
+        words = places.single(place)
+        if words is None and place not in ("embedded", "per-node"):
+            return [Spot(address=one) for one in _dedicated(place, self.environment)]
+        if self.environment.get(SURVIVE_VARIABLE) == "1":
+            raise UsageError(
+                f"servers={place}: a job that survives deaths (--survive) has the servers that "
+                "its supervisor has started, and no others: its workers share nothing else "
+                "by which they could find one. Leave servers=... out"
+            )
+        if words is not None:
+            return [Spot(here=self.rank == self._starter(place, *words))]
+        return [Spot(here=self.rank == 0)] if place == "embedded" else self._nodes()
 
     def _nodes(self) -> list[Spot]:
         on_node = int(self.environment.get("LOCAL_WORLD_SIZE", self.workers))
