@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from paceline.collectives.table import collectives_page
 from paceline.compression.table import compression_page
 from paceline.methods.table import methods_page
 
@@ -17,6 +18,11 @@ def test_methods_page_is_the_registry():
 def test_compression_page_is_the_registry():
     page = (ROOT / "docs" / "compression.md").read_text()
     assert page == compression_page(), "run: paceline compression > docs/compression.md"
+
+
+def test_collectives_page_is_the_registry():
+    page = (ROOT / "docs" / "collectives.md").read_text()
+    assert page == collectives_page(), "run: paceline collectives > docs/collectives.md"
 
 
 def test_files_that_pages_name_exist():

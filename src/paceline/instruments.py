@@ -147,6 +147,11 @@ class Journal:
         """Count bytes that this worker puts on the network."""
         self._bytes_sent += count
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes since the last step ended."""
+        return self._bytes_sent
+
     def waited(self, name: str, start: float, end: float) -> None:
         """Count a wait for the network."""
         self._wait_seconds += end - start

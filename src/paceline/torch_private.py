@@ -6,8 +6,11 @@ Checked against torch 2.13. When a newer torch renames one, this is the file to 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -15,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.checkpoint
+
+from paceline.errors import UsageError
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
@@ -115,28 +120,60 @@ def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGr
     connections of its own. Only its members call this, in any thread.
 
     Under gloo torch's registry does not know it: its threads and connections go with its
-    last reference. It has a connection of its own to torch's store, since who waits there
-    holds up all who share one.
+    last reference.
     """
-    beside = getattr(parent, "beside", None)  # the virtual world's say
-    if beside is not None:
-        made: dist.ProcessGroup = beside(name, ranks)
+    end = virtual_end(parent)
+    if end is not None:
+        made: dist.ProcessGroup = end.beside(name, ranks)
         return made
     devices = parent._device_types
     if {parent._get_backend(device).name() for device in devices} != {"gloo"}:
         return _registered_group(parent, name, ranks)
     timeout = parent._get_backend(torch.device("cpu")).options._timeout
-    store = c10d.PrefixStore(f"{name}/", parent.get_group_store().clone())
-    store.set_timeout(timeout)
+    store = c10d.PrefixStore(f"{name}/", parent.get_group_store())
     rank = list(ranks).index(parent.rank())
+    meet = partial(_meet, store, rank, list(ranks), f"process group {name!r}", timeout)
+    meet("before")
     gloo = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=timeout)
     group: Any = dist.ProcessGroup(store, rank, len(ranks))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     for device in devices:
         group._register_backend(device, dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(name)
+    meet("after")  # whoever lets go of it now breaks no connection that is being made
     found: dist.ProcessGroup = group
     return found
+
+
+def _meet(
+    store: Any,
+    rank: int,
+    members: Sequence[int],
+    what: str,
+    timeout: timedelta,
+    when: str,
+) -> None:
+    """Return when all members are here.
+
+    It asks again and again: who waits in a store holds up all threads of the process that
+    share it, and one of them may be what the others wait for.
+    """
+    store.set(f"{when} {rank}", "here")
+    deadline, pause = time.monotonic() + timeout.total_seconds(), 0.0002
+    keys = [f"{when} {member}" for member in range(len(members))]
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [
+                m
+                for key, m in zip(keys, members, strict=True)
+                if not store.check([key])
+            ]
+            raise UsageError(
+                f"{what}: rank {missing} has not asked for it within {timeout}; all "
+                "members ask for the same groups and channels, in the same order"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)
 
 
 def _registered_group(
@@ -227,9 +264,14 @@ def all_to_all_options() -> Any:
     return options
 
 
+def virtual_end(group: Any) -> Any | None:
+    """The group itself if it is one in virtual time, which has more to say."""
+    return None if getattr(group, "lanes", None) is None else group
+
+
 def follows_streams(group: Any, device: torch.device) -> bool:
     """Whether waiting for a result on *device* only makes its current stream wait."""
-    if getattr(group, "lanes", None) is not None:
+    if virtual_end(group) is not None:
         return False
     return bool(group._get_backend(device).name() == "nccl")
 
@@ -240,8 +282,9 @@ GLOO_LANES = 2
 
 def lanes_of(group: Any, device: torch.device) -> int:
     """Collectives on tensors of *device* that a process group moves at a time."""
-    lanes: int | None = getattr(group, "lanes", None)  # the virtual world's say
-    if lanes is not None:
+    end = virtual_end(group)
+    if end is not None:
+        lanes: int = end.lanes
         return lanes
     return GLOO_LANES if group._get_backend(device).name() == "gloo" else 1
 

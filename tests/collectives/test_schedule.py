@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.collectives.combined import Among, InTurn, SideBySide
+from paceline.collectives.executor import combining, perform, steps_of, worked_out
+from paceline.collectives.halving_doubling import HalvingDoubling
+from paceline.collectives.rows import Hierarchical
 from paceline.collectives.schedule import (
     Exchange,
     Ring,
-    Schedule,
     Star,
     Tree,
     all_to_all,
     barrier,
+    offset_of,
     segment,
 )
+from paceline.interfaces import Schedule, Transfer
 
 RANKS = [1, 2, 3, 4, 5, 7, 8, 13, 16]
 Holdings = list[dict[int, set[int]]]
@@ -176,6 +182,9 @@ def test_bytes_sent_are_the_sum_over_steps(
         (Tree(5, 10), [30, 10, 0, 0, 0]),  # 0 to 1, 2 and 4; 1 to 3
         (Tree(5, 10, root=3), [0, 0, 0, 30, 10]),
         (Tree(5, 10, reduce=True), [0, 10, 10, 10, 10]),
+        (HalvingDoubling(4, 10), [15, 15, 15, 15]),  # 5 + 3 or 2, and what is held
+        (InTurn((Tree(2, 10, reduce=True), Tree(2, 10))), [10, 10]),
+        (Among(4, (3, 1), Tree(2, 10)), [0, 0, 0, 10]),
         (Star(3, 10, root=1), [0, 20, 0]),
         (Star(3, 10, root=1, gather=True), [10, 0, 10]),
         (all_to_all(4, 10), [30] * 4),
@@ -194,6 +203,9 @@ def test_segments_are_as_equal_as_bytes_allow(size: int, parts: int) -> None:
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
     assert segment(size, parts, -1) == sizes[-1]  # indices go round
+    offsets = [offset_of(size, parts, index) for index in range(parts)]
+    assert offsets == [sum(sizes[:index]) for index in range(parts)]
+    assert offset_of(size, parts, -1) == offsets[-1]
 
 
 @settings(derandomize=True, deadline=None)
@@ -233,3 +245,137 @@ def test_ring_latency_by_hand() -> None:
     assert Ring(4, 8).latency(lambda a, b: edges[a]) == 11 + 8
     assert Ring(4, 8, rounds=1).latency(lambda a, b: edges[a]) == 5 + 3 + 2
     assert Ring(1, 8).latency(lambda a, b: 7.0) == 0
+
+
+class Shape:
+    """What `Collective.schedule` asks of a `Comm`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def racked(n: int, size: int, racks: list[int] | None) -> Schedule:
+    return Hierarchical().schedule(size, Shape(n), racks)
+
+
+ALL_REDUCES = {
+    "ring": Ring,
+    "tree": lambda n, size: InTurn((Tree(n, size, reduce=True), Tree(n, size))),
+    "halving-doubling": HalvingDoubling,
+    "hierarchical": lambda n, size: racked(n, size, None),
+    "uneven racks": lambda n, size: racked(
+        n, size, [0] * (n - n // 3) + [7] * (n // 3)
+    ),
+    "star": lambda n, size: InTurn(
+        (Star(n, size, gather=True, adds=True), Star(n, size))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES)
+def test_all_reduces_give_the_exact_sum_and_send_what_they_say(name: str) -> None:
+    for n in range(1, 10):
+        for size in (1, 2, 3, 7, 16, 101):
+            schedule = ALL_REDUCES[name](n, size)
+            held = [torch.arange(size) * 10**rank + rank for rank in range(n)]
+            sums, most = sum(held), torch.stack(held).amax(0)
+            largest = [tensor.clone() for tensor in held]
+            worked_out(schedule, held, combining("sum"))
+            worked_out(schedule, largest, combining("max"))
+            for rank in range(n):
+                assert torch.equal(held[rank], sums), (n, size, rank)
+                assert torch.equal(largest[rank], most), (n, size, rank)
+                sent = sum(
+                    send.stop - send.start
+                    for step in steps_of(schedule, rank)
+                    for send in step.sends
+                )
+                assert schedule.bytes_sent(rank) == sent, (n, size, rank)
+
+
+def test_a_reduce_scatter_leaves_each_rank_its_own_part() -> None:
+    for n in range(1, 8):
+        held = [torch.arange(3 * n) * (rank + 1) for rank in range(n)]
+        whole = sum(held)
+        worked_out(Ring(n, 3 * n, rounds=1, shift=1), held, combining("sum"))
+        for rank in range(n):
+            part = slice(3 * rank, 3 * rank + 3)
+            assert torch.equal(held[rank][part], whole[part])
+
+
+def test_an_all_gather_adds_nothing() -> None:
+    n = 5
+    held = [torch.where(torch.arange(n) == rank, rank, -1) for rank in range(n)]
+    worked_out(Ring(n, n, rounds=1, gather=True), held, combining("sum"))
+    assert all(tensor.tolist() == list(range(n)) for tensor in held)
+
+
+class Exchanging:
+    """Both directions between two ranks at once: what leaves is what was held before."""
+
+    ranks, steps, priced = 2, 1, None
+
+    def step(self, number: int):
+        for rank in range(2):
+            yield Transfer(number, rank, 1 - rank, 3, 0, adds=False)
+
+    def bytes_sent(self, rank: int) -> int:
+        return 3
+
+
+def test_what_is_sent_in_a_step_was_held_before_it() -> None:
+    held = [torch.zeros(3), torch.ones(3)]
+    worked_out(Exchanging(), held, combining("sum"))
+    assert [tensor.tolist() for tensor in held] == [[1.0] * 3, [0.0] * 3]
+
+
+def test_a_part_that_comes_where_one_leaves_from_waits_beside() -> None:
+    """The transport may write as soon as it is asked to receive."""
+    flat, left = torch.zeros(3), []
+
+    class Done:
+        def wait(self) -> None: ...
+
+    def send(part: torch.Tensor, to: int) -> Done:
+        left.append(part.tolist())
+        return Done()
+
+    def receive(part: torch.Tensor, source: int) -> Done:
+        part.fill_(5.0)
+        return Done()
+
+    perform(steps_of(Exchanging(), 0), flat, combining("sum"), send, receive)
+    assert left == [[0.0] * 3]
+    assert flat.tolist() == [5.0] * 3
+
+
+def test_combined_schedules_keep_their_order() -> None:
+    both = InTurn(
+        (
+            SideBySide((Among(4, (0, 1), Tree(2, 8)), Among(4, (3, 2), Tree(2, 8)))),
+            Among(4, (1, 3), Ring(2, 8)),
+        )
+    )
+    found = [
+        (t.step, t.source, t.destination, t.size)
+        for number in range(both.steps)
+        for t in both.step(number)
+    ]
+    assert found[:2] == [(0, 0, 1, 8), (0, 3, 2, 8)]
+    assert sorted(found[2:]) == [(1, 1, 3, 4), (1, 3, 1, 4), (2, 1, 3, 4), (2, 3, 1, 4)]
+    assert [both.bytes_sent(rank) for rank in range(4)] == [8, 8, 0, 16]
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_what_a_price_says_is_what_the_messages_do(n: int) -> None:
+    for rounds in (1, 2):
+        priced = Ring(n, 10 * n, rounds).priced
+        sent = [t for number in range(priced.steps) for t in priced.step(number)]
+        assert {(t.source, t.destination) for t in sent} == set(priced.connections)
+        for rank in range(n):
+            assert priced.messages_sent == sum(t.source == rank for t in sent)
+        for connection in priced.connections:
+            carried = sum(t.size for t in sent if t[1:3] == connection)
+            assert carried == priced.bytes_per_connection
+        assert priced.pattern == Ring(n, 3, rounds).pattern
+    assert Ring(n, 1).pattern != Ring(n, 1, rounds=1).pattern

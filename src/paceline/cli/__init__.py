@@ -14,6 +14,7 @@ from types import TracebackType
 import typer
 
 from paceline.cli import (
+    collectives,
     compare,
     compression,
     emulate,
@@ -45,6 +46,7 @@ app.command(cls=Command)(compare.compare)
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(methods.methods)
 app.command(cls=Command)(compression.compression)
+app.command(cls=Command)(collectives.collectives)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import World
+from paceline.interfaces import Schedule, World
 
 
 class AloneComm:
@@ -16,11 +16,8 @@ class AloneComm:
     survives deaths, nobody may wait for a worker that a server has not evicted."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
         self.rank, self.size = world.rank, world.size
-
-    def now(self) -> float:
-        return self._world.now()
+        self.racks = None
 
     def lanes(self, device: torch.device) -> int:
         return 1
@@ -37,10 +34,24 @@ class AloneComm:
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> NoReturn:
         self._refuse("all_gather")
 
+    def all_to_all(self, output: torch.Tensor, buffer: torch.Tensor) -> NoReturn:
+        self._refuse("all_to_all")
+
+    def send(self, buffer: torch.Tensor, to: int) -> NoReturn:
+        self._refuse("send")
+
+    def receive(self, buffer: torch.Tensor, source: int) -> NoReturn:
+        self._refuse("receive")
+
+    def perform(
+        self, schedule: Schedule, buffer: torch.Tensor, operation: str = "sum"
+    ) -> NoReturn:
+        self._refuse("perform")
+
     def channel(self, name: str) -> AloneComm:
         return self
 
-    def group(self, ranks: Sequence[int]) -> NoReturn:
+    def group(self, ranks: Sequence[int], *, once: bool = False) -> NoReturn:
         self._refuse("a group")
 
     def leave(self) -> None:

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
-from paceline.collectives import chains
-from paceline.collectives.chains import AtOnce, Chain, Work
-from paceline.collectives.schedule import Ring, Schedule, Tree
+from paceline.collectives import chains, executor
+from paceline.collectives.chains import Chain
+from paceline.collectives.pending import Job, OneWait, WorkPending
+from paceline.collectives.schedule import Ring, Tree, all_to_all
 from paceline.errors import UsageError
-from paceline.interfaces import Pending, ReduceOperation, World
+from paceline.interfaces import (
+    Collective,
+    Pending,
+    ReduceOperation,
+    Runner,
+    Schedule,
+    World,
+)
 from paceline.tensors import wire_bytes
 from paceline.torch_private import (
     all_gather_options,
     all_reduce_options,
+    all_to_all_options,
     broadcast_options,
     follows_streams,
     group_beside,
     lanes_of,
     reduce_scatter_options,
+    virtual_end,
 )
+
+MOST_GROUPS = 16
+"""Groups with threads and connections of their own that a worker keeps of a communicator."""
+
+_LANES = 2
+"""Schedules that a communicator performs at a time: as many collectives as gloo moves."""
 
 
 class TorchComm:
@@ -31,7 +49,8 @@ class TorchComm:
     Counts bytes and waits in *world*'s journal. A group of one moves nothing. *name* is
     unique in the job and the same on all ranks. *chain* runs what follows results; groups
     share it with the communicator that they are of. *issuer*: the chain whose works issue
-    all that is issued here; None: the training itself.
+    all that is issued here; None: the training itself. *collective*: how averages are
+    formed; None: as torch.distributed does it.
     """
 
     threads: ClassVar[bool] = True
@@ -44,16 +63,24 @@ class TorchComm:
         group: dist.ProcessGroup | None = None,
         chain: Chain | None = None,
         issuer: Chain | None = None,
+        collective: Collective | None = None,
+        racks: Sequence[int] | None = None,
     ) -> None:
         self._world = world
         self.name = name
         whole: Any = dist.group.WORLD
         self._group: Any = whole if group is None else group
         self.chain = chain or Chain(world, name, thread=self.threads)
+        self._owns_chain = chain is None
         self.issuer = issuer
+        self.collective = collective
+        self.racks = racks
         self._channels: dict[str, TorchComm] = {}
         self._groups: dict[tuple[int, ...], TorchComm] = {}
+        self._times_made: dict[tuple[int, ...], int] = {}
         self._rounds: dict[str, TorchComm] = {}
+        self._lanes: dict[str, _Lanes] = {}
+        self._under_way: set[OneWait] = set()
         self._ring_bytes: dict[int, int] = {}
         self._reduce_options = {
             "mean": all_reduce_options(dist.ReduceOp.AVG),
@@ -62,28 +89,13 @@ class TorchComm:
         }
         self.rank: int = self._group.rank()
         self.size: int = self._group.size()
+        self._peers: Sequence[int] = range(self.size)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """torch's handle of this group."""
         group: dist.ProcessGroup = self._group
         return group
-
-    def leave(self) -> None:
-        """This worker's last all-reduce is over."""
-
-    def close(self) -> None:
-        """Let go of the process groups, whose threads end with the last reference, and of
-        works that were not run (`Pending.then`)."""
-        self.chain.close()
-        for others in (self._channels, self._groups, self._rounds):
-            for other in others.values():
-                other.close()
-            others.clear()
-        self._group = None
-
-    def now(self) -> float:
-        return self._world.now()
 
     @property
     def is_alone(self) -> bool:
@@ -95,16 +107,42 @@ class TorchComm:
         """Whether results on CUDA are in the order of the device's streams."""
         return follows_streams(self._group, torch.device("cuda"))
 
+    def leave(self) -> None:
+        """This worker's last all-reduce is over."""
+
+    def close(self) -> None:
+        """Let go of the process groups, whose threads end with the last reference, and of
+        works that were not run (`Pending.then`)."""
+        if self._owns_chain:
+            self.chain.close()
+        for others in (self._channels, self._groups, self._rounds):
+            for other in others.values():
+                other.close()
+            others.clear()
+        for lanes in self._lanes.values():
+            lanes.close()
+        self._group = None
+
     def lanes(self, device: torch.device) -> int:
         return lanes_of(self._group, device)
+
+    # ---- collectives ----
 
     def all_reduce(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
     ) -> Pending:
+        if self.collective is not None:
+            return self.collective.run(self, buffer, operation)
+        return self.all_reduce_natively(buffer, operation)
+
+    def all_reduce_natively(
+        self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
+    ) -> Pending:
+        """`all_reduce` as torch.distributed does it."""
         if chains.current() is not self.issuer:
-            return self._round().all_reduce(buffer, operation)
+            return self._round().all_reduce_natively(buffer, operation)
         if self.size == 1:
-            return _WorkPending(self, None, "all_reduce")
+            return WorkPending(self, self.issuer, None, "all_reduce")
         size = wire_bytes(buffer)
         if size not in self._ring_bytes:
             self._ring_bytes[size] = Ring(self.size, size).bytes_sent(self.rank)
@@ -113,60 +151,233 @@ class TorchComm:
         # which is a percent of a small step, and in virtual time it would take the
         # thread's worker for the one who calls.
         work = self._group.allreduce([_real(buffer)], self._reduce_options[operation])
-        return _WorkPending(self, work, "all_reduce", buffer.is_cuda)
+        return WorkPending(self, self.issuer, work, "all_reduce", buffer.is_cuda)
 
     def broadcast(self, buffer: torch.Tensor, source: int = 0) -> Pending:
         if chains.current() is not self.issuer:
             return self._round().broadcast(buffer, source)
         if self.size == 1:
-            return _WorkPending(self, None, "broadcast")
+            return WorkPending(self, self.issuer, None, "broadcast")
         self._count(Tree(self.size, wire_bytes(buffer), source))
         work = self._group.broadcast([_real(buffer)], broadcast_options(source))
-        return _WorkPending(self, work, "broadcast", buffer.is_cuda)
+        return WorkPending(self, self.issuer, work, "broadcast", buffer.is_cuda)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
         if chains.current() is not self.issuer:
             return self._round().reduce_scatter(output, buffer)
         if self.size == 1:
             output.copy_(buffer)
-            return _WorkPending(self, None, "reduce_scatter")
+            return WorkPending(self, self.issuer, None, "reduce_scatter")
         self._count(Ring(self.size, wire_bytes(buffer), rounds=1))
         options = reduce_scatter_options(dist.ReduceOp.AVG)
         work = self._group.reduce_scatter_single(_real(output), _real(buffer), options)
-        return _WorkPending(self, work, "reduce_scatter", buffer.is_cuda)
+        return WorkPending(self, self.issuer, work, "reduce_scatter", buffer.is_cuda)
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
         if chains.current() is not self.issuer:
             return self._round().all_gather(output, buffer)
         if self.size == 1:
             output.copy_(buffer)
-            return _WorkPending(self, None, "all_gather")
+            return WorkPending(self, self.issuer, None, "all_gather")
         self._count(Ring(self.size, wire_bytes(output), rounds=1))
         work = self._group.all_gather_single(
             _real(output), _real(buffer), all_gather_options()
         )
-        return _WorkPending(self, work, "all_gather", buffer.is_cuda)
+        return WorkPending(self, self.issuer, work, "all_gather", buffer.is_cuda)
+
+    def all_to_all(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        if chains.current() is not self.issuer:
+            return self._round().all_to_all(output, buffer)
+        check_parts(self.size, output, buffer)
+        if self.size == 1:
+            output.copy_(buffer)
+            return WorkPending(self, self.issuer, None, "all_to_all")
+        self._count(all_to_all(self.size, wire_bytes(buffer) // self.size))
+        work = self._group.all_to_all_single(
+            _real(output), _real(buffer), [], [], all_to_all_options()
+        )
+        return WorkPending(self, self.issuer, work, "all_to_all", buffer.is_cuda)
+
+    # ---- between two ranks, and what is made of that ----
+
+    def send(self, buffer: torch.Tensor, to: int) -> Pending:
+        self._check_peer(to, "send(buffer, to)")
+        issuer = chains.current()
+        self._world.journal.sent(wire_bytes(buffer))
+        flat = [_flat(buffer)]
+        work = self._group.send(flat, self._peers[to], self._tag("", issuer))
+        return self._message(work, issuer, "send", buffer)
+
+    def receive(self, buffer: torch.Tensor, source: int) -> Pending:
+        self._check_peer(source, "receive(buffer, source)")
+        issuer = chains.current()
+        flat = [_flat(buffer)]
+        work = self._group.recv(flat, self._peers[source], self._tag("", issuer))
+        return self._message(work, issuer, "receive", buffer)
+
+    def perform(
+        self,
+        schedule: Schedule,
+        buffer: torch.Tensor,
+        operation: ReduceOperation = "sum",
+    ) -> Pending:
+        issuer = chains.current()
+        if self.size == 1:
+            return WorkPending(self, issuer, None, "perform")
+        if buffer.is_cuda and self.follows_streams:
+            raise UsageError(
+                "schedules are performed over gloo's sends and receives, and this tensor "
+                "is on CUDA under NCCL: use collective=native"
+            )
+        flat = _flat(buffer)
+        unit = wire_bytes(buffer) / flat.numel()
+        self._world.journal.sent(round(unit * schedule.bytes_sent(self.rank)))
+        path = "" if issuer is self.issuer or issuer is None else issuer.path
+        end = virtual_end(self._group)
+        work: Any
+        if end is not None:
+            if path:
+                end = end.shared(f"{self.name}, after {path}", range(self.size))
+            work = end.perform(schedule, flat, operation, unit)
+        else:
+            if path not in self._lanes:
+                self._lanes[path] = _Lanes(self._world, f"{self.name}{path}")
+            lanes = self._lanes[path]
+            tag = self._tag(f"perform {lanes.started}", issuer)
+            work = Job(partial(self._move, schedule, flat, operation, tag))
+            lanes.start(work)
+        return WorkPending(self, issuer, work, "perform")
+
+    def _move(
+        self,
+        schedule: Schedule,
+        flat: torch.Tensor,
+        operation: ReduceOperation,
+        tag: int,
+    ) -> None:
+        """This rank's part of a schedule, to its end."""
+        group, peers = self._group, self._peers
+        if group is None:
+            raise UsageError("the communicator was closed before this was performed")
+        executor.perform(
+            executor.steps_of(schedule, self.rank),
+            flat,
+            executor.combining(operation),
+            lambda part, to: group.send([part], peers[to], tag),
+            lambda part, source: group.recv([part], peers[source], tag),
+        )
+        if operation == "mean":
+            flat.div_(self.size)
+
+    def _message(
+        self, work: Any, issuer: Chain | None, name: str, buffer: torch.Tensor
+    ) -> Pending:
+        if virtual_end(self._group) is None:
+            work = OneWait(work, self._under_way)
+        return WorkPending(self, issuer, work, name, buffer.is_cuda)
+
+    def _tag(self, what: str, issuer: Chain | None) -> int:
+        """Messages between two ranks are told apart by tags. gloo takes 31 bits."""
+        path = "" if issuer is None else issuer.path
+        return crc32(f"{self.name}|{path}|{what}".encode()) & 0x7FFFFFFF
+
+    def _check_peer(self, rank: int, call: str) -> None:
+        if rank == self.rank or not 0 <= rank < self.size:
+            raise UsageError(
+                f"{call}: expected another rank of this group, 0 to {self.size - 1} but "
+                f"not {self.rank}, got {rank}"
+            )
+
+    # ---- other communicators ----
 
     def channel(self, name: str) -> TorchComm:
         if name not in self._channels:
             chains.check_may_make(f"channel {name!r}")
-            group = self._beside(f"channel {name}", range(self.size))
-            self._channels[name] = TorchComm(self._world, *group)
+            self._channels[name] = self._make_channel(name)
         return self._channels[name]
 
-    def group(self, ranks: Sequence[int]) -> TorchComm:
+    def _make_channel(self, name: str) -> TorchComm:
+        full_name, group = self._beside(f"channel {name}", range(self.size))
+        return TorchComm(
+            self._world, full_name, group, None, None, self.collective, self.racks
+        )
+
+    def group(self, ranks: Sequence[int], *, once: bool = False) -> TorchComm:
+        from paceline.collectives.point_to_point import PointToPointComm
+
         key = tuple(ranks)
-        if key not in self._groups:
-            chains.check_may_make(f"group {key}")
-            if self.rank not in key:
-                raise UsageError(
-                    f"group {key}: rank {self.rank} is none of its members, and only they "
-                    "ask for it"
-                )
-            text = " ".join(str(rank) for rank in key)
-            group = self._beside(f"group {text}", key)
-            self._groups[key] = TorchComm(self._world, *group, self.chain)
+        known = self._groups.get(key)
+        if known is not None and not once and known.is_open:
+            return known
+        chains.check_may_make(f"group {key}")
+        if self.rank not in key or len(set(key)) < len(key):
+            raise UsageError(
+                f"group {key} asked for by rank {self.rank} of {self.size}: expected "
+                "different ranks, this one among them; only members ask for a group"
+            )
+        made = self._times_made.get(key, 0)
+        self._times_made[key] = made + 1
+        text = " ".join(str(rank) for rank in key) + (f", {made}" if made else "")
+        if once:
+            return PointToPointComm(self, key, f"{self.name}, once {text}")
+        if not self._all_have_room(key, text):
+            self._groups[key] = PointToPointComm(
+                self, key, f"{self.name}, group {text}"
+            )
+            return self._groups[key]
+        name, group = self._beside(f"group {text}", key)
+        self._groups[key] = TorchComm(
+            self._world,
+            name,
+            group,
+            self.chain,
+            self.issuer,
+            self.collective,
+            racks_of(self.racks, key),
+        )
         return self._groups[key]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called."""
+        return self._group is not None
+
+    def _all_have_room(self, members: tuple[int, ...], text: str) -> bool:
+        """Whether each of *members* can keep one more group of its own: they agree on it,
+        since what others of their groups are is unknown to each other. Collective."""
+        if virtual_end(self._group) is not None or len(members) == 1:
+            return True  # costs neither threads nor connections
+        if not self.speaks_gloo:
+            return True
+        kept = [group for group in self._groups.values() if group.has_own_group]
+        full = torch.tensor([len(kept) >= MOST_GROUPS], dtype=torch.uint8)
+        peers = [self._peers[member] for member in members]
+        tag = self._tag(f"room for {text}", None)
+        everybody = Ring(len(members), 1)
+        executor.perform(
+            executor.steps_of(everybody, members.index(self.rank)),
+            full,
+            executor.combining("max"),
+            lambda part, to: self._group.send([part], peers[to], tag),
+            lambda part, source: self._group.recv([part], peers[source], tag),
+        )
+        return not full.item()
+
+    @property
+    def speaks_gloo(self) -> bool:
+        """Whether tensors on the host can be sent with a tag."""
+        return lanes_of(self._group, torch.device("cpu")) > 1
+
+    @property
+    def has_own_group(self) -> bool:
+        """Whether it holds threads and connections."""
+        return self.is_open and self.size > 1
+
+    def chain_of(self, issuer: Chain | None) -> Chain:
+        """What follows the operations that *issuer* issues here."""
+        if issuer is self.issuer or issuer is None:
+            return self.chain
+        return issuer.inner
 
     def _round(self) -> TorchComm:
         """Where the work that runs on this thread issues what it issues here."""
@@ -179,7 +390,9 @@ class TorchComm:
 
     def _make_round(self, issuer: Chain) -> TorchComm:
         name, group = self._beside(f"after {issuer.path}", range(self.size))
-        return TorchComm(self._world, name, group, issuer.inner, issuer)
+        return TorchComm(
+            self._world, name, group, issuer.inner, issuer, self.collective, self.racks
+        )
 
     def _beside(self, what: str, ranks: Sequence[int]) -> tuple[str, dist.ProcessGroup]:
         """Name and process group of a communicator among some ranks of this one."""
@@ -191,73 +404,49 @@ class TorchComm:
     def _count(self, schedule: Schedule) -> None:
         self._world.journal.sent(schedule.bytes_sent(self.rank))
 
-    def _wait(self, work: Any, name: str) -> None:
+    def wait_for(self, work: Any, name: str) -> None:
+        """Wait, and count it."""
         start = self._world.now()
         work.wait()
         self._world.journal.waited(name, start, self._world.now())
+
+
+class _Lanes:
+    """Threads that perform schedules, in the order of issue."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.started = 0
+        self._runners: list[Runner] = [
+            world.runner(f"{name}, lane {lane}", thread=True) for lane in range(_LANES)
+        ]
+
+    def start(self, job: Job) -> None:
+        self._runners[self.started % _LANES].put(None, job.run)
+        self.started += 1
+
+    def close(self) -> None:
+        for runner in self._runners:
+            runner.close()
+
+
+def racks_of(racks: Sequence[int] | None, members: Sequence[int]) -> list[int] | None:
+    """In which racks some ranks are."""
+    return None if racks is None else [racks[member] for member in members]
+
+
+def check_parts(size: int, output: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Raise `UsageError` unless both can be cut into *size* equal parts."""
+    if output.numel() != buffer.numel() or buffer.numel() % size:
+        raise UsageError(
+            f"all_to_all among {size}: expected two tensors of one size, a multiple of "
+            f"{size}, got {output.numel()} and {buffer.numel()} elements"
+        )
 
 
 def _real(buffer: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
-class _WorkPending:
-    """A `Pending` over torch.distributed's work handle; None: the result is in."""
-
-    __slots__ = ("_comm", "_name", "_on_cuda", "_work")
-
-    def __init__(
-        self, comm: TorchComm, work: Any, name: str, on_cuda: bool = False
-    ) -> None:
-        self._comm = comm
-        self._work = work
-        self._name = name
-        self._on_cuda = on_cuda
-
-    def wait(self) -> None:
-        work = self._work
-        if work is not None:
-            chains.check_may_wait()
-            try:
-                self._comm._wait(work, self._name)
-            finally:
-                self._work = None
-
-    def then(self, work: Work) -> Pending:
-        comm = self._comm
-        chains.check_issued_here(comm.issuer)
-        issued = None if self._work is None else _Issued(self, self._work)
-        if comm.is_alone or (self._on_cuda and comm.follows_streams):
-            return AtOnce(issued, work)
-        return comm.chain.follow(issued, work)
-
-    def settle(self) -> None:
-        if self._work is not None:
-            _Issued(self, self._work).settle()
-
-    def when_in(self, action: Callable[[], None]) -> None:
-        if self._work is None:
-            action()
-        else:
-            self._work.when_in(action)
-
-    def is_in(self) -> None:
-        """Whoever waits from now on need not."""
-        self._work = None
-
-
-class _Issued:
-    """What a chain waits for: also when the training waits for it, too, in another
-    thread."""
-
-    __slots__ = ("_pending", "_work")
-
-    def __init__(self, pending: _WorkPending, work: Any) -> None:
-        self._pending, self._work = pending, work
-
-    def settle(self) -> None:
-        self._work.wait()
-        self._pending.is_in()
-
-    def when_in(self, action: Callable[[], None]) -> None:
-        self._work.when_in(action)
+def _flat(buffer: torch.Tensor) -> torch.Tensor:
+    flat = _real(buffer)
+    return flat if flat.dim() == 1 else flat.view(-1)

@@ -1,49 +1,23 @@
-"""Collectives as data: who sends how many bytes to whom, and after what.
-
-One list of transfers serves three readers: the virtual world *plays* it message by
-message, or *prices* it as one activity; the planner prices it without a world. Ranks here
-are positions in the group, 0 to n-1.
-
-A transfer may start when every transfer of an earlier step into its source has arrived:
-that is all the order there is. Messages between the same two ranks never overtake.
-"""
+"""The schedules that others are made of: see `interfaces.schedule` for what one is."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+
+from paceline.interfaces import Transfer
 
 
-class Transfer(NamedTuple):
-    """*source* sends *size* bytes to *destination* in *step*."""
-
-    step: int
-    source: int
-    destination: int
-    size: int
-
-
-class Schedule(Protocol):
-    """A collective's transfers, and what they cost when nothing disturbs them."""
-
-    @property
-    def steps(self) -> int:
-        """Number of steps."""
-        ...
-
-    def step(self, number: int) -> Iterator[Transfer]:
-        """The transfers of one step."""
-        ...
-
-    def bytes_sent(self, rank: int) -> int:
-        """Bytes that *rank* sends in all."""
-        ...
+def offset_of(size: int, parts: int, index: int) -> int:
+    """Where one of *parts* segments of *size* units begins, see `segment`."""
+    base, extra = divmod(size, parts)
+    index %= parts
+    return base * index + min(index, extra)
 
 
 def segment(size: int, parts: int, index: int) -> int:
-    """Bytes of one of *parts* segments of *size* bytes: as equal as bytes allow, larger
+    """Units of one of *parts* segments of *size* units: as equal as units allow, larger
     ones first."""
     base, extra = divmod(size, parts)
     return base + (index % parts < extra)
@@ -51,17 +25,20 @@ def segment(size: int, parts: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class Ring:
-    """Rings of ``rounds`` times n-1 steps over *size* bytes cut into n segments.
+    """Rings of ``rounds`` times n-1 steps over *size* units cut into n segments.
 
     All-reduce is two rounds (reduce-scatter, then all-gather), reduce-scatter and
-    all-gather one each. In step s, rank r sends segment r - s to rank r + 1 (mod n): the
-    bandwidth-optimal algorithm of Patarasuk and Yuan (2009), section 3; gloo's and NCCL's
-    for large buffers.
+    all-gather (*gather*: nothing is added) one each. In step s, rank r sends segment
+    r - s - *shift* to rank r + 1 (mod n): the bandwidth-optimal algorithm of Patarasuk and
+    Yuan (2009), section 3; gloo's and NCCL's for large buffers. A reduce-scatter leaves
+    segment r + 1 - *shift* at rank r.
     """
 
     ranks: int
     size: int
     rounds: int = 2
+    gather: bool = False
+    shift: int = 0
 
     @property
     def steps(self) -> int:
@@ -69,17 +46,36 @@ class Ring:
 
     def step(self, number: int) -> Iterator[Transfer]:
         n = self.ranks
+        adds = number < n - 1 and not self.gather
         for rank in range(n):
-            size = segment(self.size, n, rank - number)
-            yield Transfer(number, rank, (rank + 1) % n, size)
+            index = rank - number - self.shift
+            size, offset = segment(self.size, n, index), offset_of(self.size, n, index)
+            yield Transfer(number, rank, (rank + 1) % n, size, offset, adds)
 
     def bytes_sent(self, rank: int) -> int:
-        n = self.ranks
+        n, first = self.ranks, rank - self.shift
         # In one round a rank sends every segment but the one that would come next.
         return sum(
-            self.size - segment(self.size, n, rank - (r + 1) * (n - 1))
+            self.size - segment(self.size, n, first - (r + 1) * (n - 1))
             for r in range(self.rounds)
         )
+
+    @property
+    def priced(self) -> Ring:
+        return self
+
+    @property
+    def pattern(self) -> Hashable:
+        return Ring, self.rounds
+
+    @property
+    def connections(self) -> Iterable[tuple[int, int]]:
+        n = self.ranks
+        return ((rank, (rank + 1) % n) for rank in range(n if n > 1 else 0))
+
+    @property
+    def messages_sent(self) -> int:
+        return self.steps
 
     @property
     def bytes_per_connection(self) -> int:
@@ -134,7 +130,11 @@ class Tree:
             b = (self.root + near + distance) % self.ranks
             if self.reduce:
                 a, b = b, a
-            yield Transfer(number, a, b, self.size)
+            yield Transfer(number, a, b, self.size, 0, self.reduce)
+
+    @property
+    def priced(self) -> None:
+        return None
 
     def bytes_sent(self, rank: int) -> int:
         place = (rank - self.root) % self.ranks
@@ -149,12 +149,14 @@ class Tree:
 
 @dataclass(frozen=True)
 class Star:
-    """*root* sends *size* bytes to each other rank, or with *gather* receives them."""
+    """*root* sends *size* units to each other rank, or with *gather* receives them, and
+    *adds* them up."""
 
     ranks: int
     size: int
     root: int = 0
     gather: bool = False
+    adds: bool = False
 
     @property
     def steps(self) -> int:
@@ -164,7 +166,11 @@ class Star:
         for rank in range(self.ranks):
             if rank != self.root:
                 a, b = (rank, self.root) if self.gather else (self.root, rank)
-                yield Transfer(number, a, b, self.size)
+                yield Transfer(number, a, b, self.size, 0, self.adds)
+
+    @property
+    def priced(self) -> None:
+        return None
 
     def bytes_sent(self, rank: int) -> int:
         if self.gather:
@@ -174,7 +180,7 @@ class Star:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Every rank sends *size* bytes to each other one, at distance s + 1 in step s.
+    """Every rank sends *size* units to each other one, at distance s + 1 in step s.
 
     All-to-all; with a size of zero bytes and doubling distances it is a barrier
     (dissemination, Hensgen, Finkel and Manber 1988): see `barrier`.
@@ -192,6 +198,10 @@ class Exchange:
         distance = self.distances[number]
         for rank in range(self.ranks):
             yield Transfer(number, rank, (rank + distance) % self.ranks, self.size)
+
+    @property
+    def priced(self) -> None:
+        return None
 
     def bytes_sent(self, rank: int) -> int:
         return self.size * len(self.distances)

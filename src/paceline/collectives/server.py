@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from paceline.collectives import chains
 from paceline.collectives.chains import Chain, Work
 from paceline.collectives.comm import TorchComm
+from paceline.collectives.pending import call_when_all_in
+from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, World
 from paceline.messages import Leave, Reduce
 from paceline.server.shards import SMALL_BYTES
@@ -36,7 +38,7 @@ class ServerComm(TorchComm):
         chain: Chain | None = None,
         issuer: Chain | None = None,
     ) -> None:
-        super().__init__(world, name, group, chain, issuer)
+        super().__init__(world, name, group, chain, issuer, racks=world.racks)
         self._endpoints = endpoints
         self._channel = channel
         self._numbers = 0
@@ -68,14 +70,16 @@ class ServerComm(TorchComm):
     def lanes(self, device: torch.device) -> int:
         return 1
 
-    def channel(self, name: str) -> TorchComm:
-        if name not in self._channels:
-            chains.check_may_make(f"channel {name!r}")
-            full_name, group = self._beside(f"channel {name}", range(self.size))
-            self._channels[name] = ServerComm(
-                self._world, full_name, self._endpoints, group, name
-            )
-        return self._channels[name]
+    def _make_channel(self, name: str) -> TorchComm:
+        full_name, group = self._beside(f"channel {name}", range(self.size))
+        return ServerComm(self._world, full_name, self._endpoints, group, name)
+
+    def group(self, ranks: Sequence[int], *, once: bool = False) -> NoReturn:
+        raise UsageError(
+            f"group {tuple(ranks)} under collective=parameter-server: its servers add up "
+            "what all workers send. Use another collective with this method, "
+            "collective=native for example"
+        )
 
     def _make_round(self, issuer: Chain) -> TorchComm:
         name, group = self._beside(f"after {issuer.path}", range(self.size))
@@ -126,16 +130,4 @@ class Receptions:
         return self._comm.chain.follow(self, work)
 
     def when_in(self, action: Callable[[], None]) -> None:
-        """Once the last of them is in."""
-        missing = len(self._receptions)
-
-        def one_is_in() -> None:
-            nonlocal missing
-            missing -= 1
-            if missing <= 0:
-                action()
-
-        if not missing:
-            action()
-        for reception in self._receptions:
-            reception.when_in(one_is_in)
+        call_when_all_in(self._receptions, action)

@@ -4,8 +4,10 @@ Files are split by who implements a seam and who uses it. Low to high:
 
 - `updates`: parameters and updates. `Updater` is the optimizer, applied piece by piece.
 - `timing`: what charges or measures compute time, and what times work.
-- `communication`: `Comm` has asynchronous collectives; each returns a `Pending`. An
-  `Endpoint` is a worker's end of a server.
+- `schedule`: a collective as data: who sends which part of a buffer to whom.
+- `communication`: `Comm` has asynchronous collectives; each returns a `Pending`, and work can
+  follow it. A `Collective` says how averages are formed. An `Endpoint` is a worker's end of
+  a server.
 - `discipline`: what a server does with gradients, in a method's words.
 - `server`: a server, or another service, as a state machine, and what it sends.
 - `remote`: a model's parameters on their servers, as one worker's method sees them.
@@ -25,6 +27,7 @@ undefined and the communicator must not be used again.
 
 from paceline.interfaces.communication import (
     Awaited,
+    Collective,
     Comm,
     Endpoint,
     Pending,
@@ -63,6 +66,7 @@ from paceline.interfaces.method import (
 from paceline.interfaces.remote import Arrived, Remote, Told, UnitPlace
 from paceline.interfaces.rhythm import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rhythm
 from paceline.interfaces.run import Run, ServerRun, UpdatingRun
+from paceline.interfaces.schedule import Priced, Schedule, Transfer
 from paceline.interfaces.server import (
     Answer,
     AnyServer,
@@ -90,6 +94,7 @@ __all__ = [
     "Awaited",
     "Clips",
     "Coding",
+    "Collective",
     "Comm",
     "Compressor",
     "Compute",
@@ -107,12 +112,14 @@ __all__ = [
     "OwnState",
     "Pending",
     "Piece",
+    "Priced",
     "Reception",
     "ReduceOperation",
     "Remote",
     "Rhythm",
     "Run",
     "Runner",
+    "Schedule",
     "Sender",
     "Server",
     "ServerJob",
@@ -128,6 +135,7 @@ __all__ = [
     "Sum",
     "Timed",
     "Told",
+    "Transfer",
     "UnitPlace",
     "Updater",
     "UpdatesOn",

@@ -8,10 +8,11 @@ and a `Runner` for what is chained.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
+from paceline.interfaces.schedule import Schedule
 from paceline.messages import Reply, Request
 
 ReduceOperation = Literal["mean", "sum", "max"]
@@ -96,24 +97,74 @@ class Comm(Protocol):
         """*output* (size n times k) becomes all ranks' *buffer* (size k), in rank order."""
         ...
 
+    def all_to_all(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
+        """Part j of *buffer*, cut into n equal parts, becomes this rank's part of the
+        *output* of rank j (both of size n times k)."""
+        ...
+
+    def send(self, buffer: torch.Tensor, to: int) -> Pending:
+        """Send *buffer* to rank *to*, which receives it. Messages between two ranks arrive
+        in the order of issue; they are not ordered with respect to collectives."""
+        ...
+
+    def receive(self, buffer: torch.Tensor, source: int) -> Pending:
+        """*buffer* becomes what rank *source* has sent: of the same type and size."""
+        ...
+
+    def perform(
+        self,
+        schedule: Schedule,
+        buffer: torch.Tensor,
+        operation: ReduceOperation = "sum",
+    ) -> Pending:
+        """Move and add up parts of *buffer* as *schedule* says, whose sizes and offsets are
+        in elements (a complex one counts as two). *operation* is how parts are added; a
+        mean is a sum that every rank divides by n at the end. Collective. On CUDA under
+        NCCL a `UsageError`."""
+        ...
+
+    @property
+    def racks(self) -> Sequence[int] | None:
+        """In which rack each rank is, where that is known: the same on all ranks."""
+        ...
+
     def channel(self, name: str) -> Comm:
         """A queue of its own over the same workers: what is issued there never queues
         behind what is issued here, though both share the network. Collective: every rank
         asks for the same channels in the same order."""
         ...
 
-    def group(self, ranks: Sequence[int]) -> Comm:
-        """The group of some of these workers. Only its members call this; groups are
-        kept, so asking again is cheap."""
-        ...
+    def group(self, ranks: Sequence[int], *, once: bool = False) -> Comm:
+        """The group of some of these workers. Only its members call this, in the same order
+        of groups as the others that share them.
 
-    def now(self) -> float:
-        """Seconds on this world's clock, from an arbitrary origin."""
+        A group is kept, so asking again is cheap, and has connections and threads of its
+        own; where one of its members keeps many already, all of them send over the
+        connections that they have. With *once* they do so anyway, and nothing is kept: for
+        groups that change from step to step. Averages are formed as on this `Comm`.
+        """
         ...
 
     def lanes(self, device: torch.device) -> int:
         """Collectives on tensors of *device* that are under way at a time: gloo moves
         two, NCCL one."""
+        ...
+
+
+class Collective(Protocol):
+    """How an average is formed: a row of the registry, see `paceline.collectives`."""
+
+    name: ClassVar[str]
+    needs_servers: ClassVar[bool]
+
+    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
+        """Who sends what to whom to add up *size* units among the ranks of *comm*."""
+        ...
+
+    def run(
+        self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
+    ) -> Pending:
+        """Replace *buffer* on every rank of *comm* by its mean, sum or maximum."""
         ...
 
 

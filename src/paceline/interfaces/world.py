@@ -90,6 +90,11 @@ class World(Protocol):
         ...
 
     @property
+    def racks(self) -> Sequence[int] | None:
+        """In which rack each worker is, where the world knows it: the same on all ranks."""
+        ...
+
+    @property
     def journal(self) -> Journal:
         """Where this worker's steps, bytes, waits and metrics are counted."""
         ...

@@ -47,6 +47,7 @@ class RealWorld:
 
     name: ClassVar[str] = "real"
     speeds: Sequence[float] | None = None
+    racks: Sequence[int] | None = None
 
     def __init__(self, options: RunOptions) -> None:
         self.options = options

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
+from paceline.collectives.executor import combining, worked_out
 from paceline.collectives.schedule import (
     Ring,
-    Schedule,
     Star,
     Tree,
     all_to_all,
     barrier,
 )
 from paceline.errors import UsageError
+from paceline.interfaces import ReduceOperation, Schedule
 from paceline.ring_sum import ring_sum
 from paceline.tensors import wire_bytes
 from paceline.torch_private import ProcessGroupBase, WorkBase, reduce_operation_name
@@ -85,7 +86,8 @@ class VirtualWork(WorkBase):
 class VirtualProcessGroup(ProcessGroupBase):
     """One worker's end of a `Communicator`.
 
-    *make* gives the calling worker's end of a group with this name and these workers.
+    *make* gives the calling worker's end of a group with this name and these workers, a new
+    one or, if asked for, the one that there is.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         rank: int,
         communicator: Communicator,
         mailbox: Mailbox,
-        make: Callable[[str, Sequence[int]], VirtualProcessGroup],
+        make: Callable[[str, Sequence[int], bool], VirtualProcessGroup],
     ) -> None:
         super().__init__(rank, len(communicator.ranks))
         self._make = make
@@ -107,8 +109,14 @@ class VirtualProcessGroup(ProcessGroupBase):
         return BACKEND
 
     def beside(self, name: str, ranks: Sequence[int]) -> VirtualProcessGroup:
-        """The group *name* of the members *ranks* of this one."""
-        return self._make(name, [self._communicator.ranks[rank] for rank in ranks])
+        """A new group *name* of the members *ranks* of this one."""
+        members = [self._communicator.ranks[rank] for rank in ranks]
+        return self._make(name, members, False)
+
+    def shared(self, name: str, ranks: Sequence[int]) -> VirtualProcessGroup:
+        """The group *name* of the members *ranks* of this one: the same one each time."""
+        members = [self._communicator.ranks[rank] for rank in ranks]
+        return self._make(name, members, True)
 
     def _launch(
         self,
@@ -116,6 +124,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         schedule: Schedule,
         contribution: Any,
         deliver: Deliver,
+        unit: float = 1,
     ) -> VirtualWork:
         def write(operation: Operation, position: int) -> None:
             # Whichever worker's thread this is: parameters and inference tensors too.
@@ -123,7 +132,7 @@ class VirtualProcessGroup(ProcessGroupBase):
                 deliver(operation, position)
 
         completion = self._communicator.launch(
-            self._position, call, schedule, contribution, write
+            self._position, call, schedule, contribution, write, unit
         )
         return VirtualWork(self._clock, completion)
 
@@ -196,6 +205,39 @@ class VirtualProcessGroup(ProcessGroupBase):
             Ring(self.size(), _bytes(parts), rounds=1),
             _copies(parts),
             deliver,
+        )
+
+    def perform(
+        self,
+        schedule: Schedule,
+        flat: torch.Tensor,
+        operation: ReduceOperation,
+        unit: float,
+    ) -> VirtualWork:
+        """Move and add up as *schedule* says; one unit of it is *unit* bytes."""
+
+        def deliver(done: Operation, position: int) -> None:
+            held = done.results.get(0)
+            if held is None:
+                # Who has not come yet cannot matter to this rank, which is done.
+                held = [
+                    torch.zeros_like(flat) if copies is None else copies[0].clone()
+                    for copies in done.contributions
+                ]
+                worked_out(schedule, held, combining(operation))
+                if all(done.called):
+                    done.results[0] = held
+            flat.copy_(held[position])
+            if operation == "mean":
+                flat.div_(self.size())
+
+        kind = type(schedule).__name__
+        return self._launch(
+            f"perform({kind}, {operation}, {_shapes([flat])})",
+            schedule,
+            _copies([flat]),
+            deliver,
+            unit,
         )
 
     # ---- copies ----

@@ -7,9 +7,9 @@ is the same operation, and must be the same call. A queue has *lanes* (gloo: two
 threads; NCCL: one stream): an operation is *present* on a rank once a lane is free there,
 and holds it until it is complete there.
 
-*Priced* (rings): starts when its last rank is present, takes the schedule's latency, then
+*Priced* (what its schedule has a price for, such as rings): starts when its last rank is present, takes the schedule's latency, then
 moves as one activity on all its connections, and ends on all ranks at once.
-*Played* (trees, and rings where asked for): every message of the schedule starts when both
+*Played* (all else, and these where asked for): every message of the schedule starts when both
 its ends are present and what its source must have received has arrived; a rank is done
 when its own messages are.
 
@@ -21,13 +21,13 @@ takes the copies away: whoever still holds its work (for torch, for errors) hold
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
-from paceline.collectives.schedule import Ring, Schedule, Transfer
 from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.instruments import Span
+from paceline.interfaces import Priced, Schedule, Transfer
 from paceline.worlds.virtual.clock import MAX_NAMED, Clock, Completion
 from paceline.worlds.virtual.links import Links
 
@@ -36,9 +36,15 @@ class Operation:
     """One collective: who is present, what each contributed, who is done."""
 
     def __init__(
-        self, communicator: Communicator, number: int, call: str, schedule: Schedule
+        self,
+        communicator: Communicator,
+        number: int,
+        call: str,
+        schedule: Schedule,
+        unit: float,
     ) -> None:
         n = len(communicator.ranks)
+        self.unit = unit
         self.number = number
         self.call = call
         self.schedule = schedule
@@ -107,16 +113,12 @@ class Communicator:
         self._queues: list[deque[Operation]] = [deque() for _ in self.ranks]
         self._free_lanes = [list(range(lanes))[::-1] for _ in self.ranks]
         n = len(self.ranks)
-        self._latencies: dict[int, float] = {}
-        self._ring_demand: dict[int, float] = {}
+        # What is priced, by pattern: seconds of latency, and connections on each link.
+        self._prices: dict[Hashable, tuple[float, dict[int, float]]] = {}
         self._senders: dict[int, int] = {}  # ranks by host
         for position in range(n if n > 1 else 0):
             host = links.cluster.host_of(self.ranks[position])
             self._senders[host] = self._senders.get(host, 0) + 1
-            for link in links.cluster.path(
-                self.ranks[position], self.ranks[(position + 1) % n]
-            ):
-                self._ring_demand[link] = self._ring_demand.get(link, 0) + 1
 
     # ---- a worker's call ----
 
@@ -127,16 +129,18 @@ class Communicator:
         schedule: Schedule,
         contribution: Any,
         deliver: Deliver,
+        unit: float = 1,
     ) -> Completion:
         """The next operation of the rank at *position*; returns what to wait for.
 
-        *call* says what was called, with everything that must be equal on all ranks.
+        *call* says what was called, with everything that must be equal on all ranks. One
+        unit of *schedule* is *unit* bytes.
         """
         number = self._next[position]
         self._next[position] += 1
         operation = self._operations.get(number)
         if operation is None:
-            operation = Operation(self, number, call, schedule)
+            operation = Operation(self, number, call, schedule, unit)
             operation.first_caller = self.ranks[position]
             self._operations[number] = operation
         elif operation.call != call:
@@ -189,26 +193,28 @@ class Communicator:
     def _present(self, operation: Operation, position: int) -> None:
         operation.present[position] = True
         operation.present_count += 1
-        schedule = operation.schedule
-        if not self._play and isinstance(schedule, Ring):
+        priced = None if self._play else operation.schedule.priced
+        if priced is not None:
             if operation.present_count == len(self.ranks):
+                latency, demand = self._price(priced)
                 self.clock.at(
-                    self.clock.now + self._ring_latency(schedule),
-                    partial(self._move_priced, operation),
+                    self.clock.now + latency,
+                    partial(self._move_priced, operation, priced, demand),
                 )
             return
         if operation.play is None:
             operation.play = Play(self, operation)
         operation.play.present(position)
 
-    def _move_priced(self, operation: Operation) -> None:
-        schedule = operation.schedule
-        assert isinstance(schedule, Ring)
+    def _move_priced(
+        self, operation: Operation, priced: Priced, demand: dict[int, float]
+    ) -> None:
+        messages = priced.messages_sent
         self.links.start(
-            self._ring_demand,
-            schedule.bytes_per_connection,
+            demand,
+            operation.unit * priced.bytes_per_connection,
             partial(self._done_everywhere, operation),
-            {host: ranks * schedule.steps for host, ranks in self._senders.items()},
+            {host: ranks * messages for host, ranks in self._senders.items()},
         )
 
     def _done_everywhere(self, operation: Operation) -> None:
@@ -244,10 +250,17 @@ class Communicator:
             operation.forget()
         self._take_lanes(position)
 
-    def _ring_latency(self, schedule: Ring) -> float:
-        if schedule.rounds not in self._latencies:
-            self._latencies[schedule.rounds] = schedule.latency(self._one_way)
-        return self._latencies[schedule.rounds]
+    def _price(self, priced: Priced) -> tuple[float, dict[int, float]]:
+        """Seconds of latency, and how many connections each link carries."""
+        if priced.pattern not in self._prices:
+            demand: dict[int, float] = {}
+            for source, destination in priced.connections:
+                for link in self.links.cluster.path(
+                    self.ranks[source], self.ranks[destination]
+                ):
+                    demand[link] = demand.get(link, 0) + 1
+            self._prices[priced.pattern] = priced.latency(self._one_way), demand
+        return self._prices[priced.pattern]
 
     def _one_way(self, a: int, b: int) -> float:
         return self.links.cluster.latency(self.ranks[a], self.ranks[b])
@@ -273,7 +286,7 @@ class Play:
         for number in range(operation.schedule.steps):
             before = expected.copy()
             for transfer in operation.schedule.step(number):
-                _, source, destination, _ = transfer
+                source, destination = transfer.source, transfer.destination
                 place = expected[destination]
                 self._out[source].append((before[source], place, transfer))
                 self._unsent[source] += 1
@@ -313,7 +326,7 @@ class Play:
             (communicator.name, source, destination),
             communicator.links.cluster.host_of(source),
             communicator.links.cluster.host_of(destination),
-            transfer.size,
+            self._operation.unit * transfer.size,
             partial(self._sent, transfer.source),
             partial(self._arrived, transfer.destination, place),
         )

@@ -76,7 +76,7 @@ class Links:
         connection: Hashable,
         source: int,
         destination: int,
-        size: int,
+        size: float,
         sent: Callable[[], None],
         arrived: Callable[[], None],
     ) -> None:

@@ -107,6 +107,8 @@ class Simulation:
         self._random = RandomStates(self.options.seed or 0)
         self.mains = MainModules()
         self.speeds = cluster.speeds
+        workers = range(cluster.workers)
+        self.racks = [cluster.rack_of_host(cluster.host_of(w)) for w in workers]
         self._hosts = [cluster.host_of(worker) for worker in range(cluster.workers)]
         self.clock = Clock(cluster.workers, self._resumed, self._acting)
         self.links = Links(self.clock, cluster)
@@ -188,18 +190,22 @@ class Simulation:
             **keep,
         )
 
-    def process_group(self, group_id: str, ranks: Sequence[int]) -> VirtualProcessGroup:
-        """The calling worker's end of the group with this name and these members."""
+    def process_group(
+        self, group_id: str, ranks: Sequence[int], shared: bool = False
+    ) -> VirtualProcessGroup:
+        """The calling worker's end of the group with this name and these members: a new
+        one, unless it is to be *shared* with those that it had before."""
         rank = self.clock.current.rank
         members = tuple(ranks) or tuple(range(len(self._worlds)))
         # A name can return after its group was destroyed: the n-th time that a worker
         # makes a group is the n-th time for every other member.
         times = self._made.get((rank, group_id, members), 0)
-        self._made[rank, group_id, members] = times + 1
+        if not shared:
+            self._made[rank, group_id, members] = times + 1
         key = (group_id, members, times)
         if key not in self._communicators:
             # paceline's own groups have names that tell more than "all workers".
-            ours = "channel" in group_id or "after" in group_id
+            ours = any(w in group_id for w in ("channel", "after", "among"))
             whole = len(members) == len(self._worlds) and not ours
             name = "world" if whole else group_id
             if name in self._names:

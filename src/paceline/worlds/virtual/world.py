@@ -46,6 +46,7 @@ class VirtualWorld:
         self.rank = rank
         self.size = simulation.cluster.workers
         self.speeds = simulation.speeds
+        self.racks = simulation.racks
         kept = None
         if simulation.trace:
             kept = Kept([], [])

@@ -1,0 +1,88 @@
+"""Collectives as data: who sends which part of a buffer to whom, and after what.
+
+One list of transfers serves four readers: `collectives.executor` *performs* it on real tensors
+over sends and receives; the virtual world *plays* it message by message, or *prices* it as
+one activity; the planner prices it without a world. Ranks here are positions in the group, 0
+to n-1. Sizes and offsets are in one unit, whichever whoever makes a schedule takes: elements
+of the buffer to perform it, bytes to price it.
+
+A transfer may start when every transfer of an earlier step into its source has arrived:
+that is all the order there is. What is sent in a step is what the buffer held before that
+step. Messages between the same two ranks never overtake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+
+class Transfer(NamedTuple):
+    """*source* sends *size* units at *offset* of its buffer to *destination* in *step*,
+    which adds them to its own there (*adds*), or puts them in their place."""
+
+    step: int
+    source: int
+    destination: int
+    size: int
+    offset: int = 0
+    adds: bool = False
+
+
+class Schedule(Protocol):
+    """A collective's transfers, and what they cost when nothing disturbs them."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        ...
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        """The transfers of one step."""
+        ...
+
+    def bytes_sent(self, rank: int) -> int:
+        """What *rank* sends in all, in units: bytes where sizes are bytes."""
+        ...
+
+    @property
+    def priced(self) -> Priced | None:
+        """This schedule as one activity; None: it must be played."""
+        ...
+
+
+class Priced(Protocol):
+    """A schedule whose messages keep step with each other, so that they can be taken for one
+    activity: after the latency of the longest chain all connections carry the same."""
+
+    @property
+    def pattern(self) -> Hashable:
+        """Equal for schedules with the same connections and latency, of whatever size."""
+        ...
+
+    @property
+    def connections(self) -> Iterable[tuple[int, int]]:
+        """Source and destination of each connection in use."""
+        ...
+
+    @property
+    def messages_sent(self) -> int:
+        """Messages that each rank sends."""
+        ...
+
+    @property
+    def bytes_per_connection(self) -> int:
+        """What the busiest connection carries."""
+        ...
+
+    def latency(self, one_way: Callable[[int, int], float]) -> float:
+        """Seconds of latency on the longest chain of dependent messages. *one_way* gives
+        seconds between two ranks."""
+        ...
