@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -16,6 +17,10 @@ from paceline.cli import options as o
 from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.report.files import clear
+
+if TYPE_CHECKING:
+    from paceline.report.result import Outcome, Result
+    from paceline.report.variants import Variant
 
 
 def compare(
@@ -80,9 +85,9 @@ def compare(
         if value is not None:
             raise UsageError(f"{name} means nothing in the {world} world; leave it out")
     from paceline.cli.measured import profiled
-    from paceline.report.result import Outcome, Result
+    from paceline.report.result import Result
     from paceline.report.tables import print_results
-    from paceline.report.variants import Variant, merge_records, run_variant, to_json
+    from paceline.report.variants import Variant, to_json
 
     shared: dict[str, object] = {"--steps": steps, "--seed": seed, "--workers": workers}
     if world == "real":
@@ -113,43 +118,14 @@ def compare(
     ]
     variants = [Variant(i, text) for i, text in enumerate(variant)]
     clear(str(output))  # else what is left of the last comparison looks like this one's
-    results: list[tuple[str, Outcome]] = []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        for item in variants:
-            task = progress.add_task(
-                f"[{item.number + 1}/{len(variants)}] {item.spec}", total=1
-            )
-            outcome, errors = run_variant(
-                item, world, str(script), script_arguments or [], arguments, output
-            )
-            if not isinstance(outcome, Result):
-                words = f"{errors.strip()}\npaceline: variant {item.spec!r} failed"
-                progress.console.print(Text(words), soft_wrap=True)
-            results.append((item.spec, outcome))
-            progress.update(task, completed=1)
-    ran = [outcome for _, outcome in results if isinstance(outcome, Result)]
-    merge_records(
-        [
-            item
-            for item, (_, outcome) in zip(variants, results, strict=True)
-            if isinstance(outcome, Result)
-        ],
-        output,
+    results = _run_all(
+        variants, world, script, script_arguments or [], arguments, output
     )
+    ran = [outcome for _, outcome in results if isinstance(outcome, Result)]
     page = None
     if ran and not no_plots:
-        from paceline.report.page import write_report  # matplotlib: only where needed
-
-        notes = [("network", ran[0].network), ("compute", ran[0].compute)]
-        page = write_report(
-            str(output),
-            variants,
-            results,
-            title=f"{script}: {len(variants)} variant{'s' * (len(variants) > 1)}",
-            command=shlex.join(["paceline", *sys.argv[1:]]),
-            notes=[(name, text) for name, text in notes if text],
-        )
+        title = f"{script}: {len(variants)} variant{'s' * (len(variants) > 1)}"
+        page = _write_page(output, title, variants, results, ran[0])
     if json:
         print(to_json(results))
     elif ran:
@@ -159,3 +135,59 @@ def compare(
             print(f"page: {page}")
     if len(ran) < len(results):
         sys.exit(1)
+
+
+def _run_all(
+    variants: Sequence[Variant],
+    world: str,
+    script: Path,
+    script_arguments: Sequence[str],
+    options: Sequence[str],
+    output: Path,
+) -> list[tuple[str, Outcome]]:
+    """Run each variant; records of those that have not failed are merged in *output*."""
+    from paceline.report.result import Result
+    from paceline.report.variants import merge_records, run_variant
+
+    results: list[tuple[str, Outcome]] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for item in variants:
+            task = progress.add_task(
+                f"[{item.number + 1}/{len(variants)}] {item.spec}", total=1
+            )
+            outcome, errors = run_variant(
+                item, world, str(script), script_arguments, options, output
+            )
+            if not isinstance(outcome, Result):
+                words = f"{errors.strip()}\npaceline: variant {item.spec!r} failed"
+                progress.console.print(Text(words), soft_wrap=True)
+            results.append((item.spec, outcome))
+            progress.update(task, completed=1)
+    have_run = [
+        item
+        for item, (_, outcome) in zip(variants, results, strict=True)
+        if isinstance(outcome, Result)
+    ]
+    merge_records(have_run, output)
+    return results
+
+
+def _write_page(
+    output: Path,
+    title: str,
+    variants: Sequence[Variant],
+    results: Sequence[tuple[str, Outcome]],
+    first: Result,
+) -> Path:
+    from paceline.report.page import write_report  # matplotlib: only where needed
+
+    notes = [("network", first.network), ("compute", first.compute)]
+    return write_report(
+        str(output),
+        variants,
+        results,
+        title=title,
+        command=shlex.join(["paceline", *sys.argv[1:]]),
+        notes=[(name, text) for name, text in notes if text],
+    )

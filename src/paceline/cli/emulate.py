@@ -59,7 +59,6 @@ def emulate(
     if script is None:
         raise UsageError("expected a script, or --check: paceline emulate train.py")
     from paceline.report.result import read_result
-    from paceline.report.tables import print_results
     from paceline.worlds.emulated.fabric import Fabric
     from paceline.worlds.emulated.job import EmulatedJob
 
@@ -101,11 +100,7 @@ def emulate(
         if result is not None:
             result.network = described.describe()
             print(f"compute: {result.compute}", file=sys.stderr)
-            if json:
-                with open(true_output, "w", closefd=False) as stream:
-                    print(result.to_json(), file=stream)
-            else:
-                print_results([(result.method, result)])
+            o.show(result, json, true_output)
     sys.exit(status)
 
 

@@ -19,6 +19,7 @@ from paceline.errors import ClusterError, UsageError
 from paceline.network import Cluster, Workload, load_cluster, uniform_cluster
 
 if TYPE_CHECKING:
+    from paceline.report.result import Result
     from paceline.worlds.virtual import ComputeModel
 
 SCRATCH = Path("paceline-runs", "scratch")
@@ -199,6 +200,17 @@ def make_compute(
         what=workload or "",
         instead_of_pace=workload is not None,
     )
+
+
+def show(result: Result, json: bool, true_output: int) -> None:
+    """Print a result: as *json* to *true_output*, see `standard_output_for_result`."""
+    if json:
+        with open(true_output, "w", closefd=False) as stream:
+            print(result.to_json(), file=stream)
+        return
+    from paceline.report.tables import print_results
+
+    print_results([(result.method, result)])
 
 
 @contextmanager

@@ -62,7 +62,6 @@ def run(
     arguments = script_arguments or []
     o.check_job(script, method)
     from paceline.report.result import read_result
-    from paceline.report.tables import print_results
     from paceline.worlds.launch import launch
     from paceline.worlds.supervisor import Supervisor
 
@@ -102,9 +101,6 @@ def run(
         if records is not None:
             merge_workers(str(records), "records")
         result = read_result(result_file)  # where rank 0 is, if anything was trained
-        if result is not None and json:
-            with open(output, "w", closefd=False) as stream:
-                print(result.to_json(), file=stream)
-        elif result is not None:
-            print_results([(result.method, result)])
+        if result is not None:
+            o.show(result, json, output)
     sys.exit(status)

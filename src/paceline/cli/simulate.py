@@ -53,7 +53,6 @@ def simulate(
         make_folder(str(records))
     described = o.make_cluster(cluster, workers, link, latency, server_hosts)
     from paceline.cli.measured import profiled, run_or_profile_anew
-    from paceline.report.tables import print_results
     from paceline.worlds.virtual import Simulation
     from paceline.worlds.virtual.script import result_of
 
@@ -121,8 +120,4 @@ def simulate(
             all_steps.sort(key=lambda record: (record.step, record.worker))
             spans = [span for kept in outcome.kept for span in kept.spans]
             write_run(str(records), "records", all_steps, lambda: spans + outcome.spans)
-        if json:
-            with open(true_output, "w", closefd=False) as stream:
-                print(result.to_json(), file=stream)
-        else:
-            print_results([(result.method, result)])
+        o.show(result, json, true_output)
