@@ -191,6 +191,15 @@ def test_nothing_mocks_but_tests():
     assert not [path for path in FILES if "unittest.mock" in imports_of(path)]
 
 
+def test_what_stands_for_more_bytes_is_known_to_one_file():
+    """The others ask `stands_in`, and make parts and copies with `stand_alike`."""
+    assert [
+        path.relative_to(SOURCE).as_posix()
+        for path in FILES
+        if "stands_for_bytes" in path.read_text()
+    ] == ["tensors.py"]
+
+
 DEFAULT_METHOD = "bsp"
 TABLES = ("testing/cases.py",)
 """A row for each method is there on purpose."""

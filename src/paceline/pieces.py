@@ -13,7 +13,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Piece
-from paceline.tensors import wire_bytes
+from paceline.tensors import stands_in, wire_bytes
 
 _t = torch.optim
 ELEMENTWISE = {
@@ -109,8 +109,8 @@ def split_pieces(optimizer: torch.optim.Optimizer, most_bytes: int) -> list[Piec
         (parameter, group), size = parameters[whole.parameter], whole.stop
         unit, _ = cut_every(optimizer, parameter, group)
         unit_bytes = unit * max(1, wire_bytes(parameter) // size)
-        stands_in = hasattr(parameter, "stands_for_bytes")  # has few elements to cut
-        if most_bytes < unit_bytes and unit < size and not stands_in:
+        few = stands_in(parameter)  # few elements to cut, but not few bytes
+        if most_bytes < unit_bytes and unit < size and not few:
             raise UsageError(
                 f"split_pieces(..., most_bytes={most_bytes}): expected {unit_bytes} bytes "
                 f"or more, the least part of parameter {whole.parameter} "

@@ -8,6 +8,7 @@ from paceline.context import current_world
 from paceline.errors import UsageError
 from paceline.interfaces import World
 from paceline.network.workload import Workload
+from paceline.tensors import stand_alike
 
 
 class StandIn(torch.nn.Module):
@@ -26,8 +27,7 @@ class StandIn(torch.nn.Module):
         for name, size in zip(workload.names, workload.sizes, strict=True):
             blank = world.blank(size, torch.device("cpu"))
             parameter = torch.nn.Parameter(blank)
-            if hasattr(blank, "stands_for_bytes"):
-                parameter.stands_for_bytes = blank.stands_for_bytes  # type: ignore[attr-defined]
+            stand_alike(parameter, blank)
             try:
                 self._register(name, parameter)
             except KeyError as error:

@@ -55,6 +55,19 @@ def stand_in_for(size: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def stands_in(tensor: torch.Tensor) -> bool:
+    """Whether *tensor* counts as other bytes than it has."""
+    return hasattr(tensor, "stands_for_bytes")
+
+
+def stand_alike(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Make each element of *tensor* count as many bytes as one of *like*, where that stands
+    in: a part of a buffer stands for its share."""
+    if stands_in(like):
+        stand_in_for(wire_bytes(like) * tensor.numel() // max(1, like.numel()), tensor)
+    return tensor
+
+
 def make_buckets(
     parameters: Sequence[tuple[str, torch.nn.Parameter]],
     groups: Sequence[Sequence[int]],
@@ -66,7 +79,7 @@ def make_buckets(
         sizes = [parameter.numel() for _, parameter in members]
         first = members[0][1]
         buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        if any(hasattr(parameter, "stands_for_bytes") for _, parameter in members):
+        if any(stands_in(parameter) for _, parameter in members):
             stand_in_for(sum(wire_bytes(p) for _, p in members), buffer)
         views = tuple(
             part.view(parameter.shape)

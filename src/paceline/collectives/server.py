@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, World
 from paceline.messages import Leave, Reduce
 from paceline.server.shards import SMALL_BYTES
-from paceline.tensors import stand_in_for, wire_bytes
+from paceline.tensors import stand_in_for, stands_in, wire_bytes
 
 
 class ServerComm(TorchComm):
@@ -98,7 +98,7 @@ class ServerComm(TorchComm):
             return [(self._endpoints[number % count], flat)]
         cuts = [flat.numel() * i // count for i in range(count + 1)]
         parts = [flat[start:stop] for start, stop in pairwise(cuts)]
-        if hasattr(flat, "stands_for_bytes"):
+        if stands_in(flat):
             for part in parts:
                 stand_in_for(size // count, part)
         return list(zip(self._endpoints, parts, strict=True))

@@ -38,7 +38,7 @@ from paceline.server.joining import Joining
 from paceline.server.spread import HeldPart, Spread, cut
 from paceline.server.states import LATE_CHANNEL, States
 from paceline.server.untrained import Untrained
-from paceline.tensors import Bucket, stand_in_for, wire_bytes
+from paceline.tensors import Bucket, stand_alike
 
 NOTE_SECONDS = 1.0
 """Between two notes there is at least so much time."""
@@ -182,11 +182,7 @@ class RemoteParameters:
             payload[start:stop].copy_(bucket.buffer[place.start : place.stop])
             start = stop
         into = payload if late else landing[:size]
-        if hasattr(bucket.buffer, "stands_for_bytes"):
-            stands = wire_bytes(bucket.buffer) * size // bucket.buffer.numel()
-            stand_in_for(stands, payload)
-            stand_in_for(stands, into)
-        return payload, into
+        return stand_alike(payload, bucket.buffer), stand_alike(into, bucket.buffer)
 
     def wait(self) -> int:
         told = self._agree_on_norm() or self._pass_on_decision()

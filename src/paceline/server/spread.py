@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Piece, Told, UnitPlace
 from paceline.messages import Hyperparameters, Parameters, Unit
 from paceline.server.shards import Part, split
-from paceline.tensors import Bucket, stand_in_for, wire_bytes
+from paceline.tensors import Bucket, stand_alike, wire_bytes
 from paceline.torch_private import version_of
 from paceline.updater import IMPLEMENTATION, TorchUpdater
 
@@ -79,7 +79,9 @@ class Spread:
         self.shards = sorted({part.shard for parts in self.parts for part in parts})
         """The servers that hold a part of the model; the first one holds what nobody
         trains."""
-        self.landing = [_like(bucket.buffer) for bucket in buckets]
+        self.landing = [
+            stand_alike(torch.empty_like(b.buffer), b.buffer) for b in buckets
+        ]
         self._told: dict[tuple[int, int], bytes] = {}
         """By bucket and server."""
         self._versions: list[list[int]] = []
@@ -230,17 +232,7 @@ class Spread:
 
 def cut(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """A part of a bucket's buffer; of one that stands for more bytes, its share."""
-    stands_for: int | None = getattr(flat, "stands_for_bytes", None)
-    piece = flat[start:stop]
-    if stands_for is not None:
-        stand_in_for(stands_for * piece.numel() // max(1, flat.numel()), piece)
-    return piece
-
-
-def _like(buffer: torch.Tensor) -> torch.Tensor:
-    landing = torch.empty_like(buffer)
-    stands_for: int | None = getattr(buffer, "stands_for_bytes", None)
-    return landing if stands_for is None else stand_in_for(stands_for, landing)
+    return stand_alike(flat[start:stop], flat)
 
 
 def _bounds(part: HeldPart) -> Iterator[tuple[Unit, int, int]]:

@@ -11,7 +11,7 @@ from paceline.interfaces import Reception
 from paceline.messages import LoadState, OptimizerState, PullState
 from paceline.server.spread import HeldPart, Spread
 from paceline.server.store import is_per_element
-from paceline.tensors import stand_in_for, wire_bytes
+from paceline.tensors import stand_in_for, stands_in, wire_bytes
 
 MOST_STATES = 4
 """No optimizer of torch has more tensors of its parameter's shape."""
@@ -106,7 +106,7 @@ class States:
             buffer = self._spread.buckets[part.bucket].buffer
             size = sum(part.units[number].elements for number in mine)
             into = torch.empty(MOST_STATES * size, dtype=buffer.dtype)
-            if hasattr(buffer, "stands_for_bytes"):
+            if stands_in(buffer):
                 # What Adam has: nobody knows yet.
                 stands = wire_bytes(buffer) * size // max(1, buffer.numel())
                 stand_in_for(2 * stands, into)

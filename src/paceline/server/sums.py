@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from paceline.ring_sum import ring_sum
-from paceline.tensors import stand_in_for, wire_bytes
+from paceline.tensors import stand_alike, wire_bytes
 
 Order = Literal["rank", "arrival", "ring"]
 
@@ -65,8 +65,7 @@ class Sum:
         self._early.clear()
         self.added_bytes += wire_bytes(tensors[0]) * (len(tensors) - 1)
         self._total = ring_sum(tensors)
-        if hasattr(tensors[0], "stands_for_bytes"):
-            stand_in_for(wire_bytes(tensors[0]), self._total)
+        stand_alike(self._total, tensors[0])
 
     def _put(self, tensor: torch.Tensor) -> None:
         if self._total is None:
@@ -78,5 +77,4 @@ class Sum:
             torch.maximum(self._total, tensor, out=self._total)
         else:
             self._total.add_(tensor)
-        if hasattr(tensor, "stands_for_bytes"):
-            stand_in_for(size, self._total)
+        stand_alike(self._total, tensor)

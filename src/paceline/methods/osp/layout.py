@@ -9,7 +9,14 @@ import torch
 
 from paceline.interfaces import Piece, Updater
 from paceline.methods.osp.choice import Parts
-from paceline.tensors import Bucket, Kind, kind_of, stand_in_for, wire_bytes
+from paceline.tensors import (
+    Bucket,
+    Kind,
+    kind_of,
+    stand_in_for,
+    stands_in,
+    wire_bytes,
+)
 
 
 class Message(NamedTuple):
@@ -127,7 +134,7 @@ class Layout:
         flat = self.room(key, sum(lengths), like)
         if numbers:
             torch.cat([self.gradient(number) for number in numbers], out=flat)
-        if hasattr(like, "stands_for_bytes"):
+        if stands_in(like):
             stand_in_for(sum(self.sizes[number] for number in numbers), flat)
         return Message(flat, numbers, flat.split(lengths))
 

@@ -33,7 +33,7 @@ from paceline.network.workload import Workload
 from paceline.server import kinds
 from paceline.server.peers import no_peer
 from paceline.server.wire import HEADER_BYTES
-from paceline.tensors import stand_in_for, wire_bytes
+from paceline.tensors import stand_alike, stands_in, wire_bytes
 from paceline.worlds import places
 from paceline.worlds.virtual.clock import Clock, Completion
 from paceline.worlds.virtual.links import Links
@@ -110,10 +110,8 @@ class VirtualServer:
         self._waiting[sender.worker, sender.channel, sender.number] = receiver
         size, copied = HEADER_BYTES, None
         if payload is not None:
-            copied = payload.detach().clone()
+            copied = stand_alike(payload.detach().clone(), payload)
             size += wire_bytes(payload)
-            if hasattr(payload, "stands_for_bytes"):
-                stand_in_for(wire_bytes(payload), copied)
         arrived = partial(self.server.on_message, sender, message, copied)
         send = partial(
             self.links.send,
@@ -188,7 +186,7 @@ class VirtualServer:
         if answer.payload is not None:
             # A tensor that stands for a larger one is as large as what it answers.
             into = receiver.into
-            stands = into is not None and hasattr(into, "stands_for_bytes")
+            stands = into is not None and stands_in(into)
             size += wire_bytes(into if stands and into is not None else answer.payload)
         self.links.send(
             ("from server", self.name, to.worker, to.channel),
