@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
+PYTHON = (sys.executable,)
 PACELINE = (sys.executable, "-m", "paceline")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MARK = "PACELINE_TEST_JOB"

@@ -3,13 +3,10 @@
 import itertools
 import json
 import os
-import sys
 
 import pytest
 
-from .helpers import launch, somebody_listens, wait_for_all
-
-PYTHON = (sys.executable,)
+from .helpers import PYTHON, launch, somebody_listens, wait_for_all
 
 
 def a_slurm_job():

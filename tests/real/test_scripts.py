@@ -8,6 +8,7 @@ import pytest
 from tests import forked
 from tests.real.helpers import (
     PACELINE,
+    PYTHON,
     SCRIPTS,
     free_port,
     launch,
@@ -193,26 +194,31 @@ def test_two_machines(tmp_path):
 )
 def test_scripts_without_ceremony(tmp_path, end):
     """No ``__main__`` guard, and no destroy_process_group: starts, and ends with 0."""
-    check_bare_script(tmp_path, end, times=1, launchers=[run])
+    check_bare_script(tmp_path, end, [run] if end == "returns" else [run, torchrun])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["returns", "finishes", "destroys"])
 def test_scripts_without_ceremony_many_times(tmp_path, end):
-    check_bare_script(tmp_path, end, times=10, launchers=[run, torchrun])
-
-
-def check_bare_script(folder, end, times, launchers):
-    for number in range(times):
+    """How the interpreter is taken down is each worker's own: no launcher is needed."""
+    for number in range(10):
         jobs = [
-            start(2, "bare.py", end, folder=folder / f"{start.__name__}-{number}")
-            for start in launchers
+            launch(PYTHON, [], "bare.py", end, folder=tmp_path / f"{number}-{r}", **own)
+            for r, own in enumerate(forked.variables_of(2))
         ]
         for job in wait_for_all(jobs):
             job.check_ended_well()
-        # what a step took, as in the other worlds
-        assert "2 workers, real world" in jobs[0].stdout
-        assert "bsp:fusion=optimal" in jobs[0].stdout
+
+
+def check_bare_script(folder, end, launchers):
+    jobs = [
+        start(2, "bare.py", end, folder=folder / start.__name__) for start in launchers
+    ]
+    for job in wait_for_all(jobs):
+        job.check_ended_well()
+    # under paceline run, what a step took, as in the other worlds
+    assert "2 workers, real world" in jobs[0].stdout
+    assert "bsp:fusion=optimal" in jobs[0].stdout
 
 
 @pytest.mark.parametrize(

@@ -576,18 +576,18 @@ def check_kills(start, method, kills, seed=0):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [METHODS[0], *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS[1:])],
-)
-def test_a_worker_is_killed(start, method):
-    check_kills(start, method, kills=1)
+def test_a_worker_is_killed(start):
+    check_kills(start, METHODS[0], kills=1)
+
+
+KILLS = {"asp": 20, "backup": 20}
+"""Each costs an interpreter that imports torch: many where nobody waits and where all do."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_workers_are_killed_twenty_times(start, method):
-    check_kills(start, method, kills=20)
+def test_workers_are_killed_many_times(start, method):
+    check_kills(start, method, kills=KILLS.get(method, 6))
 
 
 @pytest.mark.slow
