@@ -210,7 +210,7 @@ def test_learning_is_that_of_a_fixed_rule(passes, monkeypatch):
     assert_same_course(planned[0], fixed[0])
     for watched in planned:
         assert watched.groups == planned[0].groups
-    monkeypatch.setattr("paceline.training.kernel.Planner", Restless)
+    monkeypatch.setattr("paceline.training.parts.Planner", Restless)
     restless, _ = on(SLOW, lambda rank: learned(passes, "wfbp"))
     assert len({len(groups) for groups in restless[0].groups[-2:]}) == (
         1 if passes is two_backwards else 2
@@ -238,7 +238,7 @@ def test_brief_dtypes_learn_in_any_pieces(dtype, monkeypatch):
         return courses
 
     fixed, _ = on(2, body)
-    monkeypatch.setattr("paceline.training.kernel.Planner", Restless)
+    monkeypatch.setattr("paceline.training.parts.Planner", Restless)
     restless, _ = on(2, body)
     # Of two workers sums are the same in any pieces: a + b is b + a.
     for ours, theirs in zip(restless[0], fixed[0], strict=True):

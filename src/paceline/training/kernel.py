@@ -15,48 +15,23 @@ changed its mind, and buckets are made anew.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from paceline.clipping import clip
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
-from paceline.compression import Identity
 from paceline.errors import UsageError
-from paceline.exchange import SharedBuffers, broadcast_tensors
-from paceline.hooks import Uncopied
 from paceline.interfaces import Method, World
 from paceline.loading import Loading
-from paceline.planning import Planner
-from paceline.same_data import SameData
 from paceline.sampler import Sampler
-from paceline.sent import SentGradients
 from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
-from paceline.tensors import Bucket, kind_of, wire_bytes
-from paceline.training.agreement import Agreement
-from paceline.training.arrival import Arrivals
-from paceline.training.coding import Codes
-from paceline.training.faults import Faults
-from paceline.training.means import Means
-from paceline.training.method_hooks import MethodHooks
-from paceline.training.observers import Observers
-from paceline.training.own import own_states
-from paceline.training.passes import Passes
-from paceline.training.presence import Presence
-from paceline.training.roll_call import RollCall
-from paceline.training.run import UpdatingWorkerRun, WorkerRun, run_for
-from paceline.training.steps import Steps
-from paceline.training.uses import Uses
-from paceline.weights import Weights
-
-MakeRemote = Callable[[list[Bucket], Callable[[], float]], RemoteParameters]
-"""From buckets, and this worker's weight as of now."""
+from paceline.tensors import Bucket
+from paceline.training.parts import MakeRemote, Parts
+from paceline.training.run import UpdatingWorkerRun
 
 
 class Training:
@@ -78,16 +53,11 @@ class Training:
         remote: MakeRemote | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        self.comm = comm
-        self.sampler = sampler
         self.finished = False
         self.leads = False
         """Whether this worker was the lowest rank of those who met last."""
         self.looking = False  # inside `consolidated`
         self._world, self._model, self._method = world, model, method
-        self._parameters, self._settings = list(parameters), settings
-        self._presence = Presence(comm.size, weight=1.0 / comm.size)
-        self._faults = Faults()
         self._number = len(world.job.trainings)
         planned = {id(parameter) for _, parameter in parameters}
         self._outside = [
@@ -95,157 +65,18 @@ class Training:
             for name, parameter in model.named_parameters()
             if id(parameter) not in planned and parameter.numel()
         ]
-        own_buffers = () if remote is not None else tuple(model.buffers())
-        self._shared = SharedBuffers(comm, own_buffers, settings.buffers)
-        self._sent = SentGradients(self.say)
-        self._steps, means = self._make_steps()
-        self._arrivals = self._steps.arrivals
-        self._remote: RemoteParameters | None = None
-        if remote is not None:
-            self._remote = remote(self.buckets, lambda: self._presence.weight)
-        self.run = self._steps.run = self._make_run(means, optimizer)
-        self._hooks = MethodHooks(method, self.run, self._faults.failed)
-        self._steps.hooks = self._hooks
-        self._loading = self._steps.loading = self._make_loading()
-        self._hooks.begin()
-        self.own_states = own_states(
-            method, self._hooks, self._codes, comm.rank, self._parameters, optimizer
-        )
-        """What a checkpoint keeps of this worker alone."""
-        self._steps.observers = self._make_observers()
-        self._hook_into_model()
-
-    def _make_steps(self) -> tuple[Steps, Means]:
-        """What buckets go through, and what means are formed with."""
-        comm, presence, method = self.comm, self._presence, self._method
-        rhythm, settings = method.rhythm, self._settings
-        device = self._parameters[0][1].device
-        self.stopwatch = self._world.stopwatch(device)
-        compressed = settings.compression != Identity()
-        beside = compressed or device.type != "cpu" or rhythm.groups
-        control = None
-        if beside and comm.size > 1 and rhythm.every:
-            control = comm.channel("control")
-        roll_call = RollCall(
-            presence,
-            comm,
-            control,
-            lambda: self.buckets if rhythm.is_every_step else (),
-        )
-        agreement = Agreement(presence, control or comm) if rhythm.groups else None
-        self._codes = None
-        if compressed:
-            self._codes = Codes(settings.compression, presence, comm.rank, self._charge)
-        means = Means(comm, presence, rhythm, roll_call, self._codes)
-        planner = self._planner = Planner(
-            comm,
-            settings.fusion,
-            [wire_bytes(parameter) for _, parameter in self._parameters],
-            [kind_of(parameter) for _, parameter in self._parameters],
-            device,
-            self.stopwatch,
-            self._world.blank,
-            self._world.journal.planned,
-            self.say,
-            means.try_out,
-            lock_step=rhythm.is_every_step,
-        )
-        clips_own = method.clips == "own" and settings.clip_norm < math.inf
-        steps = Steps(
-            *(rhythm, settings, clips_own, presence, planner, roll_call),
-            *(agreement, self._shared, self._faults),
-        )
-        # A bucket holds this rank's share of the mean, where workers form the mean:
-        # the division costs nothing beside the copy that has to be made anyway.
-        averages = (
-            method.gradient_seen_by_user == "mean" or method.updates_on == "method"
-        )
-        steps.arrivals = Arrivals(
-            self._parameters,
-            presence.weight,
-            averages,
-            steps.deliver,
-            clips_own,
-            self._faults.refused,
-        )
-        steps.arrivals.make_buckets(planner.groups)
-        return steps, means
-
-    def _charge(self, size: float) -> None:
-        """A compressor has read or written so many bytes."""
-        self._steps.observers.coded(size)
-
-    def _make_run(
-        self, means: Means, optimizer: torch.optim.Optimizer | None
-    ) -> WorkerRun:
-        return run_for(
-            self._method,
+        self._parts = parts = Parts(
+            *(world, model, parameters, method, settings, comm, sampler, remote),
             optimizer,
-            self._clip_mean,
-            self._remote,
-            self.comm,
-            self._presence,
-            means,
-            [parameter for _, parameter in self._parameters],
-            list(self._model.buffers()),
-            self.stopwatch,
-            self.say,
-            lambda: self.buckets,
-            self._world.journal.metrics.get,
-            self._steps.keep_company,
-            self._take_model,
-        )
-
-    def _make_loading(self) -> Loading | None:
-        if self._remote is None:
-            return None
-        return Loading(
-            self.comm.rank,
-            self._method.name,
-            self._model,
-            self._remote,
-            lambda: self._hooks.call("loaded"),
             lambda: self.looking,
         )
-
-    def _make_observers(self) -> Observers:
-        """Those who only watch."""
-        sees_means = self._method.gradient_seen_by_user == "mean"
-        one_of_many = self.comm.rank == 0 and self.comm.size > 1
-        same_data = SameData(
-            sees_means and self.sampler is None and one_of_many,
-            self.comm.size,
-            self.say,
-            lambda: self.buckets,
-            lambda: self._arrivals.share,
-        )
-        samples = None if self.sampler is None else self.sampler.mean_samples
-        compute = self._world.compute(self._model, self._parameters, samples)
-        return Observers([compute, self._planner, same_data])
-
-    def _hook_into_model(self) -> None:
-        method, steps = self._method, self._steps
-        self._passes = Passes(
-            self._model,
-            self._parameters,
-            method.name,
-            method.gradient_seen_by_user,
-            None if self.sampler is None else Weights(self.sampler),
-            self._presence,
-            steps,
-            self._faults,
-            self._note_life,
-            self._end_backward,
-        )
-        self._handle = self._model.register_load_state_dict_pre_hook(
-            Uncopied(self.settle_buffers)
-        )
-        if self._hooks.has("before_use"):
-            steps.uses = Uses(
-                self._model,
-                self._arrivals.bucket_of,
-                lambda bucket: self._hooks.call("before_use", bucket),
-            )
+        self.comm, self.sampler, self.run = comm, sampler, parts.run
+        self.own_states = parts.own_states
+        """What a checkpoint keeps of this worker alone."""
+        self._presence, self._faults = parts.presence, parts.faults
+        self._steps, self._arrivals = parts.steps, parts.arrivals
+        self._hooks, self._shared = parts.hooks, parts.shared
+        self._remote, self._loading = parts.remote, parts.loading
 
     # ---- what it is like now ----
 
@@ -310,17 +141,11 @@ class Training:
     def progress(self, saved: dict[str, int]) -> None:
         self._steps.progress = saved
 
-    def say(self, sentence: str) -> None:
-        """Tell people something, once for all workers: now, and beside the run's figures."""
-        self._world.journal.note(sentence)
-        if self.comm.rank == 0:
-            print(f"paceline: {sentence}", file=sys.stderr)
-
     # ---- what the wrapped optimizer calls ----
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate into ``.grad``."""
-        return self._passes.no_sync()
+        return self._parts.passes.no_sync()
 
     def before_update(self) -> None:
         """``step()`` was called: see to it that this step's gradients were delivered.
@@ -336,7 +161,7 @@ class Training:
                     "before distribute, or finish() and call distribute again"
                 )
         if not self._steps.delivered:
-            self._end_backward()
+            self._parts.end_backward()
         if self._method.gradient_seen_by_user == "local-sent":
             self._require_unchanged()
         if self._loading is not None:
@@ -346,8 +171,10 @@ class Training:
                 self._faults.failed(error)  # the gradients were sent
                 raise
         if self.optimizer_steps:
-            every = (parameter.grad for _, parameter in self._parameters)
-            self._clip_mean([gradient for gradient in every if gradient is not None])
+            every = (parameter.grad for _, parameter in self._parts.parameters)
+            self._parts.clip_mean(
+                [gradient for gradient in every if gradient is not None]
+            )
         if self._remote is None:
             self._steps.observers.update_begins()
 
@@ -394,12 +221,7 @@ class Training:
 
     def detach(self) -> None:
         """Take the hooks out of the model."""
-        self._passes.detach()
-        self._handle.remove()
-        if self._steps.uses is not None:
-            self._steps.uses.detach()
-        if self._loading is not None:
-            self._loading.detach()
+        self._parts.detach()
 
     def settle_buffers(self, *_: object) -> None:
         """Those that are under way are put into the model before others are loaded, or
@@ -429,11 +251,6 @@ class Training:
             return False
         self.leads = self.remote.meet()
         return True
-
-    def _take_model(self, source: int) -> None:
-        self._shared.put()
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        broadcast_tensors(self.comm, tensors, source)
 
     def _consolidate(self) -> Callable[[], None]:
         """Put the result into the model; returns what undoes it."""
@@ -468,31 +285,19 @@ class Training:
         left, too, and count, and the others wait for what this step sends after them. What
         the script has loaded since is the result all the same."""
         loads = self._loading is not None and self._loading.is_due
-        loaded = [p.detach().clone() for _, p in self._parameters] if loads else []
+        loaded = (
+            [p.detach().clone() for _, p in self._parts.parameters] if loads else []
+        )
         self.after_update()
         with torch.no_grad():
-            for (_, parameter), value in zip(self._parameters, loaded, strict=False):
+            for (_, parameter), value in zip(
+                self._parts.parameters, loaded, strict=False
+            ):
                 parameter.copy_(value)
-
-    # ---- what its parts call ----
-
-    def _note_life(self) -> None:
-        """A forward pass begins. An evaluation takes long, and sends nothing else."""
-        if self._remote is not None and self._world.alone:
-            self._remote.note(self._world.now())
-
-    def _end_backward(self) -> None:
-        self._steps.end_backward()
-        if self._method.gradient_seen_by_user == "local-sent":
-            self._sent.remember(self.buckets)
-
-    def _clip_mean(self, gradients: Sequence[torch.Tensor]) -> None:
-        if self._method.clips == "mean":
-            clip(gradients, self._settings.clip_norm)
 
     def _require_unchanged(self) -> None:
         """Raise `GradientError` if the script has changed gradients that were sent."""
-        name = self._sent.changed(self.buckets)
+        name = self._parts.sent.changed(self.buckets)
         if name is not None:
             raise self._faults.refused(
                 f"the gradient of {name!r} (or of a tensor sent with it) was changed "

@@ -1,0 +1,259 @@
+"""What one training is made of, made and joined."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.clipping import clip
+from paceline.collectives.alone import AloneComm
+from paceline.collectives.comm import TorchComm
+from paceline.compression import Identity
+from paceline.exchange import SharedBuffers, broadcast_tensors
+from paceline.hooks import Uncopied
+from paceline.interfaces import Method, World
+from paceline.loading import Loading
+from paceline.planning import Planner
+from paceline.same_data import SameData
+from paceline.sampler import Sampler
+from paceline.sent import SentGradients
+from paceline.server.remote import RemoteParameters
+from paceline.settings import Settings
+from paceline.tensors import Bucket, kind_of, wire_bytes
+from paceline.training.agreement import Agreement
+from paceline.training.arrival import Arrivals
+from paceline.training.coding import Codes
+from paceline.training.faults import Faults
+from paceline.training.means import Means
+from paceline.training.method_hooks import MethodHooks
+from paceline.training.observers import Observers
+from paceline.training.own import own_states
+from paceline.training.passes import Passes
+from paceline.training.presence import Presence
+from paceline.training.roll_call import RollCall
+from paceline.training.run import WorkerRun, run_for
+from paceline.training.steps import Steps
+from paceline.training.uses import Uses
+from paceline.weights import Weights
+
+MakeRemote = Callable[[list[Bucket], Callable[[], float]], RemoteParameters]
+"""From buckets, and this worker's weight as of now."""
+
+
+class Parts:
+    """Of one worker's training, as `Training` has it. *looking*: whether the script is
+    inside `consolidated`, where it writes what is taken back."""
+
+    def __init__(
+        self,
+        world: World,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        method: Method,
+        settings: Settings,
+        comm: TorchComm | AloneComm,
+        sampler: Sampler | None,
+        remote: MakeRemote | None,
+        optimizer: torch.optim.Optimizer | None,
+        looking: Callable[[], bool],
+    ) -> None:
+        self.comm, self.sampler = comm, sampler
+        self.parameters = list(parameters)
+        self._world, self._model, self._method = world, model, method
+        self._settings, self._looking = settings, looking
+        self.presence = Presence(comm.size, weight=1.0 / comm.size)
+        self.faults = Faults()
+        own_buffers = () if remote is not None else tuple(model.buffers())
+        self.shared = SharedBuffers(comm, own_buffers, settings.buffers)
+        self.sent = SentGradients(self.say)
+        self.steps, means = self._make_steps()
+        self.arrivals = self.steps.arrivals
+        self.remote: RemoteParameters | None = None
+        if remote is not None:
+            self.remote = remote(self.buckets, lambda: self.presence.weight)
+        self.run = self.steps.run = self._make_run(means, optimizer)
+        self.hooks = MethodHooks(method, self.run, self.faults.failed)
+        self.steps.hooks = self.hooks
+        self.loading = self.steps.loading = self._make_loading()
+        self.hooks.begin()
+        self.own_states = own_states(
+            method, self.hooks, self._codes, comm.rank, self.parameters, optimizer
+        )
+        self.steps.observers = self._make_observers()
+        self._hook_into_model()
+
+    def detach(self) -> None:
+        """Take the hooks out of the model."""
+        self.passes.detach()
+        self._handle.remove()
+        if self.steps.uses is not None:
+            self.steps.uses.detach()
+        if self.loading is not None:
+            self.loading.detach()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The gradient's pieces, in plan order."""
+        return self.arrivals.buckets
+
+    def _make_steps(self) -> tuple[Steps, Means]:
+        """What buckets go through, and what means are formed with."""
+        comm, presence, method = self.comm, self.presence, self._method
+        rhythm, settings = method.rhythm, self._settings
+        device = self.parameters[0][1].device
+        self.stopwatch = self._world.stopwatch(device)
+        compressed = settings.compression != Identity()
+        beside = compressed or device.type != "cpu" or rhythm.groups
+        control = None
+        if beside and comm.size > 1 and rhythm.every:
+            control = comm.channel("control")
+        roll_call = RollCall(
+            presence,
+            comm,
+            control,
+            lambda: self.buckets if rhythm.is_every_step else (),
+        )
+        agreement = Agreement(presence, control or comm) if rhythm.groups else None
+        self._codes = None
+        if compressed:
+            self._codes = Codes(settings.compression, presence, comm.rank, self._charge)
+        means = Means(comm, presence, rhythm, roll_call, self._codes)
+        planner = self._planner = Planner(
+            comm,
+            settings.fusion,
+            [wire_bytes(parameter) for _, parameter in self.parameters],
+            [kind_of(parameter) for _, parameter in self.parameters],
+            device,
+            self.stopwatch,
+            self._world.blank,
+            self._world.journal.planned,
+            self.say,
+            means.try_out,
+            lock_step=rhythm.is_every_step,
+        )
+        clips_own = method.clips == "own" and settings.clip_norm < math.inf
+        steps = Steps(
+            *(rhythm, settings, clips_own, presence, planner, roll_call),
+            *(agreement, self.shared, self.faults),
+        )
+        # A bucket holds this rank's share of the mean, where workers form the mean:
+        # the division costs nothing beside the copy that has to be made anyway.
+        averages = (
+            method.gradient_seen_by_user == "mean" or method.updates_on == "method"
+        )
+        steps.arrivals = Arrivals(
+            self.parameters,
+            presence.weight,
+            averages,
+            steps.deliver,
+            clips_own,
+            self.faults.refused,
+        )
+        steps.arrivals.make_buckets(planner.groups)
+        return steps, means
+
+    def _charge(self, size: float) -> None:
+        """A compressor has read or written so many bytes."""
+        self.steps.observers.coded(size)
+
+    def _make_run(
+        self, means: Means, optimizer: torch.optim.Optimizer | None
+    ) -> WorkerRun:
+        return run_for(
+            self._method,
+            optimizer,
+            self.clip_mean,
+            self.remote,
+            self.comm,
+            self.presence,
+            means,
+            [parameter for _, parameter in self.parameters],
+            list(self._model.buffers()),
+            self.stopwatch,
+            self.say,
+            lambda: self.buckets,
+            self._world.journal.metrics.get,
+            self.steps.keep_company,
+            self.take_model,
+        )
+
+    def _make_loading(self) -> Loading | None:
+        if self.remote is None:
+            return None
+        return Loading(
+            self.comm.rank,
+            self._method.name,
+            self._model,
+            self.remote,
+            lambda: self.hooks.call("loaded"),
+            self._looking,
+        )
+
+    def _make_observers(self) -> Observers:
+        """Those who only watch."""
+        sees_means = self._method.gradient_seen_by_user == "mean"
+        one_of_many = self.comm.rank == 0 and self.comm.size > 1
+        same_data = SameData(
+            sees_means and self.sampler is None and one_of_many,
+            self.comm.size,
+            self.say,
+            lambda: self.buckets,
+            lambda: self.arrivals.share,
+        )
+        samples = None if self.sampler is None else self.sampler.mean_samples
+        compute = self._world.compute(self._model, self.parameters, samples)
+        return Observers([compute, self._planner, same_data])
+
+    def _hook_into_model(self) -> None:
+        method, steps = self._method, self.steps
+        self.passes = Passes(
+            self._model,
+            self.parameters,
+            method.name,
+            method.gradient_seen_by_user,
+            None if self.sampler is None else Weights(self.sampler),
+            self.presence,
+            steps,
+            self.faults,
+            self._note_life,
+            self.end_backward,
+        )
+        self._handle = self._model.register_load_state_dict_pre_hook(
+            Uncopied(lambda *_: self.shared.put())
+        )
+        if self.hooks.has("before_use"):
+            steps.uses = Uses(
+                self._model,
+                self.arrivals.bucket_of,
+                lambda bucket: self.hooks.call("before_use", bucket),
+            )
+
+    # ---- what they call ----
+
+    def say(self, sentence: str) -> None:
+        """Tell people something, once for all workers: now, and beside the run's figures."""
+        self._world.journal.note(sentence)
+        if self.comm.rank == 0:
+            print(f"paceline: {sentence}", file=sys.stderr)
+
+    def take_model(self, source: int) -> None:
+        self.shared.put()
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        broadcast_tensors(self.comm, tensors, source)
+
+    def _note_life(self) -> None:
+        """A forward pass begins. An evaluation takes long, and sends nothing else."""
+        if self.remote is not None and self._world.alone:
+            self.remote.note(self._world.now())
+
+    def end_backward(self) -> None:
+        self.steps.end_backward()
+        if self._method.gradient_seen_by_user == "local-sent":
+            self.sent.remember(self.buckets)
+
+    def clip_mean(self, gradients: Sequence[torch.Tensor]) -> None:
+        if self._method.clips == "mean":
+            clip(gradients, self._settings.clip_norm)
