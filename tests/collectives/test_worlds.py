@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import run_together
+from paceline.worlds.ending import LOST_PEER
+from tests.forked import run_together, together
 from tests.virtual.helpers import run
 
 from .cases import CASES, run_case
@@ -24,3 +25,16 @@ def test_every_law_on_three_processes():
         said = set(end.stdout.splitlines())
         assert said >= {f"rank {rank} {name}: ok" for name in CASES}, end.stdout
         assert f"rank {rank} leaves nothing" in said
+
+
+def test_a_rank_that_dies_in_a_work_ends_the_job():
+    ranks = together(3, ["-m", "tests.collectives.dies_in_a_work"], folder=ROOT)
+    try:
+        ends = [rank.done(60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ends[2].returncode == 3
+    for end in ends[:2]:
+        assert end.returncode not in (0, 3), end.stdout + end.stderr
+        assert any(words in end.stderr for words in LOST_PEER), end.stderr

@@ -124,7 +124,7 @@ class Chain:
         self._runner.put(awaited, chained.run)
         return chained
 
-    def perform(self, work: Work, error: BaseException | None) -> Pending | None:
+    def perform(self, work: Work, error: BaseException | None) -> Awaited | None:
         """Run *work* unless there was an error, here or before."""
         if self._broken is None:
             self._broken = error
@@ -132,7 +132,8 @@ class Chain:
             raise self._broken
         try:
             with _working(self):
-                return work()
+                issued = work()
+            return None if issued is None else awaited(issued)
         except BaseException as fault:
             self._broken = fault
             raise
@@ -157,7 +158,7 @@ class Chained:
         self._work: Work | None = work
         self._ran = ran
         self._issued_in = current()
-        self._next: Pending | None = None
+        self._next: Awaited | None = None
         self._error: BaseException | None = None
         self._known_in = False
 
@@ -185,7 +186,7 @@ class Chained:
         if self._error is not None:
             raise self._error
         if self._next is not None:
-            _settle(self._next)
+            self._next.settle()
         self._known_in = True
 
     def when_in(self, action: Callable[[], None]) -> None:
@@ -193,7 +194,7 @@ class Chained:
             if self._next is None:
                 action()
             else:
-                awaited(self._next).when_in(action)
+                self._next.when_in(action)
 
         self._ran.when_in(ran)
 
@@ -236,7 +237,7 @@ class AtOnce:
         if self._error is not None:
             raise self._error
         if self._next is not None:
-            _settle(self._next)
+            awaited(self._next).settle()
 
     def when_in(self, action: Callable[[], None]) -> None:
         if self._next is None:
@@ -256,10 +257,6 @@ def awaited(pending: Pending) -> Awaited:
             f"{type(pending).__name__}; expected None or a Pending of a Comm"
         )
     return pending
-
-
-def _settle(pending: Pending) -> None:
-    awaited(pending).settle()
 
 
 class _Flag:

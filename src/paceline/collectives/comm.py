@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
 from paceline.collectives import chains, executor
 from paceline.collectives.chains import Chain
-from paceline.collectives.pending import Job, OneWait, WorkPending
+from paceline.collectives.messages import Messages, real
+from paceline.collectives.pending import WorkPending
 from paceline.collectives.schedule import Ring, Tree, all_to_all
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Collective,
     Pending,
     ReduceOperation,
-    Runner,
     Schedule,
     World,
 )
@@ -29,7 +27,6 @@ from paceline.torch_private import (
     all_reduce_options,
     all_to_all_options,
     broadcast_options,
-    follows_streams,
     group_beside,
     lanes_of,
     reduce_scatter_options,
@@ -39,11 +36,8 @@ from paceline.torch_private import (
 MOST_GROUPS = 16
 """Groups with threads and connections of their own that a worker keeps of a communicator."""
 
-_LANES = 2
-"""Schedules that a communicator performs at a time: as many collectives as gloo moves."""
 
-
-class TorchComm:
+class TorchComm(Messages):
     """A `Comm` over a torch.distributed process group.
 
     Counts bytes and waits in *world*'s journal. A group of one moves nothing. *name* is
@@ -66,8 +60,7 @@ class TorchComm:
         collective: Collective | None = None,
         racks: Sequence[int] | None = None,
     ) -> None:
-        self._world = world
-        self.name = name
+        super().__init__(world, name)
         whole: Any = dist.group.WORLD
         self._group: Any = whole if group is None else group
         self.chain = chain or Chain(world, name, thread=self.threads)
@@ -79,8 +72,6 @@ class TorchComm:
         self._groups: dict[tuple[int, ...], TorchComm] = {}
         self._times_made: dict[tuple[int, ...], int] = {}
         self._rounds: dict[str, TorchComm] = {}
-        self._lanes: dict[str, _Lanes] = {}
-        self._under_way: set[OneWait] = set()
         self._ring_bytes: dict[int, int] = {}
         self._reduce_options = {
             "mean": all_reduce_options(dist.ReduceOp.AVG),
@@ -97,16 +88,6 @@ class TorchComm:
         group: dist.ProcessGroup = self._group
         return group
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other worker in the whole job."""
-        return self._world.size == 1
-
-    @property
-    def follows_streams(self) -> bool:
-        """Whether results on CUDA are in the order of the device's streams."""
-        return follows_streams(self._group, torch.device("cuda"))
-
     def leave(self) -> None:
         """This worker's last all-reduce is over."""
 
@@ -119,8 +100,7 @@ class TorchComm:
             for other in others.values():
                 other.close()
             others.clear()
-        for lanes in self._lanes.values():
-            lanes.close()
+        self.close_lanes()
         self._group = None
 
     def lanes(self, device: torch.device) -> int:
@@ -150,7 +130,7 @@ class TorchComm:
         # The group's own method, not dist.all_reduce: that checks and logs for 25 us,
         # which is a percent of a small step, and in virtual time it would take the
         # thread's worker for the one who calls.
-        work = self._group.allreduce([_real(buffer)], self._reduce_options[operation])
+        work = self._group.allreduce([real(buffer)], self._reduce_options[operation])
         return WorkPending(self, self.issuer, work, "all_reduce", buffer.is_cuda)
 
     def broadcast(self, buffer: torch.Tensor, source: int = 0) -> Pending:
@@ -159,7 +139,7 @@ class TorchComm:
         if self.size == 1:
             return WorkPending(self, self.issuer, None, "broadcast")
         self._count(Tree(self.size, wire_bytes(buffer), source))
-        work = self._group.broadcast([_real(buffer)], broadcast_options(source))
+        work = self._group.broadcast([real(buffer)], broadcast_options(source))
         return WorkPending(self, self.issuer, work, "broadcast", buffer.is_cuda)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
@@ -170,7 +150,7 @@ class TorchComm:
             return WorkPending(self, self.issuer, None, "reduce_scatter")
         self._count(Ring(self.size, wire_bytes(buffer), rounds=1))
         options = reduce_scatter_options(dist.ReduceOp.AVG)
-        work = self._group.reduce_scatter_single(_real(output), _real(buffer), options)
+        work = self._group.reduce_scatter_single(real(output), real(buffer), options)
         return WorkPending(self, self.issuer, work, "reduce_scatter", buffer.is_cuda)
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
@@ -181,7 +161,7 @@ class TorchComm:
             return WorkPending(self, self.issuer, None, "all_gather")
         self._count(Ring(self.size, wire_bytes(output), rounds=1))
         work = self._group.all_gather_single(
-            _real(output), _real(buffer), all_gather_options()
+            real(output), real(buffer), all_gather_options()
         )
         return WorkPending(self, self.issuer, work, "all_gather", buffer.is_cuda)
 
@@ -194,99 +174,9 @@ class TorchComm:
             return WorkPending(self, self.issuer, None, "all_to_all")
         self._count(all_to_all(self.size, wire_bytes(buffer) // self.size))
         work = self._group.all_to_all_single(
-            _real(output), _real(buffer), [], [], all_to_all_options()
+            real(output), real(buffer), [], [], all_to_all_options()
         )
         return WorkPending(self, self.issuer, work, "all_to_all", buffer.is_cuda)
-
-    # ---- between two ranks, and what is made of that ----
-
-    def send(self, buffer: torch.Tensor, to: int) -> Pending:
-        self._check_peer(to, "send(buffer, to)")
-        issuer = chains.current()
-        self._world.journal.sent(wire_bytes(buffer))
-        flat = [_flat(buffer)]
-        work = self._group.send(flat, self._peers[to], self._tag("", issuer))
-        return self._message(work, issuer, "send", buffer)
-
-    def receive(self, buffer: torch.Tensor, source: int) -> Pending:
-        self._check_peer(source, "receive(buffer, source)")
-        issuer = chains.current()
-        flat = [_flat(buffer)]
-        work = self._group.recv(flat, self._peers[source], self._tag("", issuer))
-        return self._message(work, issuer, "receive", buffer)
-
-    def perform(
-        self,
-        schedule: Schedule,
-        buffer: torch.Tensor,
-        operation: ReduceOperation = "sum",
-    ) -> Pending:
-        issuer = chains.current()
-        if self.size == 1:
-            return WorkPending(self, issuer, None, "perform")
-        if buffer.is_cuda and self.follows_streams:
-            raise UsageError(
-                "schedules are performed over gloo's sends and receives, and this tensor "
-                "is on CUDA under NCCL: use collective=native"
-            )
-        flat = _flat(buffer)
-        unit = wire_bytes(buffer) / flat.numel()
-        self._world.journal.sent(round(unit * schedule.bytes_sent(self.rank)))
-        path = "" if issuer is self.issuer or issuer is None else issuer.path
-        end = virtual_end(self._group)
-        work: Any
-        if end is not None:
-            if path:
-                end = end.shared(f"{self.name}, after {path}", range(self.size))
-            work = end.perform(schedule, flat, operation, unit)
-        else:
-            if path not in self._lanes:
-                self._lanes[path] = _Lanes(self._world, f"{self.name}{path}")
-            lanes = self._lanes[path]
-            tag = self._tag(f"perform {lanes.started}", issuer)
-            work = Job(partial(self._move, schedule, flat, operation, tag))
-            lanes.start(work)
-        return WorkPending(self, issuer, work, "perform")
-
-    def _move(
-        self,
-        schedule: Schedule,
-        flat: torch.Tensor,
-        operation: ReduceOperation,
-        tag: int,
-    ) -> None:
-        """This rank's part of a schedule, to its end."""
-        group, peers = self._group, self._peers
-        if group is None:
-            raise UsageError("the communicator was closed before this was performed")
-        executor.perform(
-            executor.steps_of(schedule, self.rank),
-            flat,
-            executor.combining(operation),
-            lambda part, to: group.send([part], peers[to], tag),
-            lambda part, source: group.recv([part], peers[source], tag),
-        )
-        if operation == "mean":
-            flat.div_(self.size)
-
-    def _message(
-        self, work: Any, issuer: Chain | None, name: str, buffer: torch.Tensor
-    ) -> Pending:
-        if virtual_end(self._group) is None:
-            work = OneWait(work, self._under_way)
-        return WorkPending(self, issuer, work, name, buffer.is_cuda)
-
-    def _tag(self, what: str, issuer: Chain | None) -> int:
-        """Messages between two ranks are told apart by tags. gloo takes 31 bits."""
-        path = "" if issuer is None else issuer.path
-        return crc32(f"{self.name}|{path}|{what}".encode()) & 0x7FFFFFFF
-
-    def _check_peer(self, rank: int, call: str) -> None:
-        if rank == self.rank or not 0 <= rank < self.size:
-            raise UsageError(
-                f"{call}: expected another rank of this group, 0 to {self.size - 1} but "
-                f"not {self.rank}, got {rank}"
-            )
 
     # ---- other communicators ----
 
@@ -373,12 +263,6 @@ class TorchComm:
         """Whether it holds threads and connections."""
         return self.is_open and self.size > 1
 
-    def chain_of(self, issuer: Chain | None) -> Chain:
-        """What follows the operations that *issuer* issues here."""
-        if issuer is self.issuer or issuer is None:
-            return self.chain
-        return issuer.inner
-
     def _round(self) -> TorchComm:
         """Where the work that runs on this thread issues what it issues here."""
         issuer = chains.current()
@@ -404,30 +288,6 @@ class TorchComm:
     def _count(self, schedule: Schedule) -> None:
         self._world.journal.sent(schedule.bytes_sent(self.rank))
 
-    def wait_for(self, work: Any, name: str) -> None:
-        """Wait, and count it."""
-        start = self._world.now()
-        work.wait()
-        self._world.journal.waited(name, start, self._world.now())
-
-
-class _Lanes:
-    """Threads that perform schedules, in the order of issue."""
-
-    def __init__(self, world: World, name: str) -> None:
-        self.started = 0
-        self._runners: list[Runner] = [
-            world.runner(f"{name}, lane {lane}", thread=True) for lane in range(_LANES)
-        ]
-
-    def start(self, job: Job) -> None:
-        self._runners[self.started % _LANES].put(None, job.run)
-        self.started += 1
-
-    def close(self) -> None:
-        for runner in self._runners:
-            runner.close()
-
 
 def racks_of(racks: Sequence[int] | None, members: Sequence[int]) -> list[int] | None:
     """In which racks some ranks are."""
@@ -441,12 +301,3 @@ def check_parts(size: int, output: torch.Tensor, buffer: torch.Tensor) -> None:
             f"all_to_all among {size}: expected two tensors of one size, a multiple of "
             f"{size}, got {output.numel()} and {buffer.numel()} elements"
         )
-
-
-def _real(buffer: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
-
-
-def _flat(buffer: torch.Tensor) -> torch.Tensor:
-    flat = _real(buffer)
-    return flat if flat.dim() == 1 else flat.view(-1)

@@ -104,8 +104,7 @@ class PointToPointComm(TorchComm):
         raise AssertionError("whatever is sent here is told apart by tags")
 
     def close(self) -> None:
-        for lanes in self._lanes.values():
-            lanes.close()
+        self.close_lanes()
         self._group = None
 
 

@@ -8,7 +8,6 @@ moves it, and how the result gets into its buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial, reduce
 from typing import Any
 
@@ -26,15 +25,12 @@ from paceline.errors import UsageError
 from paceline.interfaces import ReduceOperation, Schedule
 from paceline.ring_sum import ring_sum
 from paceline.tensors import wire_bytes
-from paceline.torch_private import ProcessGroupBase, WorkBase, reduce_operation_name
-from paceline.worlds.virtual.clock import Clock, Completion
+from paceline.torch_private import ProcessGroupBase, reduce_operation_name
 from paceline.worlds.virtual.communicator import Communicator, Deliver, Operation
 from paceline.worlds.virtual.mailbox import Mailbox
+from paceline.worlds.virtual.work import VirtualWork
 
 BACKEND = "paceline_virtual"
-
-_ASKING = 1e-6
-"""Seconds that a question for completion takes."""
 
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "SUM": torch.Tensor.add_,
@@ -46,41 +42,6 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "BOR": torch.Tensor.bitwise_or_,
     "BXOR": torch.Tensor.bitwise_xor_,
 }
-
-
-class VirtualWork(WorkBase):
-    """Work that ends at a virtual instant."""
-
-    def __init__(self, clock: Clock, completion: Completion) -> None:
-        super().__init__()
-        self._clock = clock
-        self._completion = completion
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._clock.wait(self._completion)
-        return True
-
-    def when_in(self, action: Callable[[], None]) -> None:
-        """Call *action* at the instant at which the result is in."""
-        self._clock.when(self._completion, action)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether the result is in, at this worker's own time.
-
-        Asking in vain takes a microsecond: a script that asks in a loop would otherwise
-        never let virtual time go on.
-        """
-        time = self._completion.time
-        if time is None or time > self._clock.current.time:
-            self._clock.pause(_ASKING)
-            time = self._completion.time
-        return time is not None and time <= self._clock.current.time
-
-    def is_success(self) -> bool:
-        return self.is_completed()
 
 
 class VirtualProcessGroup(ProcessGroupBase):
