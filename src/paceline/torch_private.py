@@ -280,6 +280,17 @@ GLOO_LANES = 2
 """Worker threads of a gloo process group: collectives that it moves at a time."""
 
 
+def moves_host_tensors(group: Any) -> bool:
+    """Whether a process group moves tensors that are in the hosts' memory."""
+    if virtual_end(group) is not None:
+        return True
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # NCCL alone
+        return False
+    return True
+
+
 def lanes_of(group: Any, device: torch.device) -> int:
     """Collectives on tensors of *device* that a process group moves at a time."""
     end = virtual_end(group)

@@ -23,6 +23,7 @@ from paceline.sent import SentGradients
 from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
 from paceline.tensors import Bucket, kind_of, wire_bytes
+from paceline.torch_private import moves_host_tensors
 from paceline.training.agreement import Agreement
 from paceline.training.arrival import Arrivals
 from paceline.training.coding import Codes
@@ -115,6 +116,7 @@ class Parts:
             comm,
             control,
             lambda: self.buckets if rhythm.is_every_step else (),
+            _where_control_is(comm, device),
         )
         agreement = Agreement(presence, control or comm) if rhythm.groups else None
         self._codes = None
@@ -257,3 +259,12 @@ class Parts:
     def clip_mean(self, gradients: Sequence[torch.Tensor]) -> None:
         if self._method.clips == "mean":
             clip(gradients, self._settings.clip_norm)
+
+
+def _where_control_is(
+    comm: TorchComm | AloneComm, device: torch.device
+) -> torch.device:
+    """Control goes between hosts' processors, while the device computes; where only NCCL
+    was initialized it has to go between devices."""
+    on_host = isinstance(comm, AloneComm) or moves_host_tensors(comm.process_group)
+    return torch.device("cpu") if on_host else device

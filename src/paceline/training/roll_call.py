@@ -35,8 +35,8 @@ LAST = -2.0
 
 
 class RollCall:
-    """One worker's part in them. *control* is where messages beside the means go;
-    *buckets* are those of the step, and none where their use is nobody's business."""
+    """One worker's part in them. *control* is where messages beside the means go, and
+    *device* where their tensors are: the host, unless nothing moves those; *buckets* are those of the step, and none where their use is nobody's business."""
 
     def __init__(
         self,
@@ -44,8 +44,10 @@ class RollCall:
         comm: Comm,
         control: Comm | None,
         buckets: Callable[[], Sequence[Bucket]],
+        device: torch.device,
     ) -> None:
         self._presence, self._comm, self._control = presence, comm, control
+        self._device = device
         self._buckets = buckets
         self.gradient_factor = self.equal_factor = 1.0
         """What sums are multiplied with, of gradients and of what counts equally: not 1
@@ -117,7 +119,9 @@ class RollCall:
     # ---- one round ----
 
     def _ask_beside(self, comm: Comm) -> None:
-        self._flag = torch.tensor([float(self._has_something_to_tell())])
+        self._flag = torch.tensor(
+            [float(self._has_something_to_tell())], device=self._device
+        )
         self._pending = comm.all_reduce(self._flag, "max")
 
     def _has_something_to_tell(self) -> bool:
@@ -134,7 +138,7 @@ class RollCall:
         presence, n = self._presence, self._comm.size
         buckets = self._buckets()
         used = [float(flag) for bucket in buckets for flag in bucket.used]
-        device = torch.device("cpu") if self._own is None else self._own.device
+        device = self._device if self._own is None else self._own.device
         ballot = torch.zeros(n + len(used) + 1, dtype=torch.float64, device=device)
         ballot[self._comm.rank] = self._own_vote()
         if presence.active:
