@@ -2,6 +2,7 @@
 the ranks of a real job try the sample."""
 
 import sys
+from itertools import groupby
 
 import paceline
 from paceline.testing import CASES
@@ -12,12 +13,12 @@ ROWS = [(case, rule) for case in CASES for rule in RULES]
 
 
 def sample(table, every):
-    """Each case has about one trial in so many; from case to case others, so that each law
-    and each rule is tried."""
+    """Of each case's trials one in so many; from case to case others, so that each law and
+    each rule is tried."""
     return [
         trial
-        for number, case in enumerate(CASES)
-        for position, trial in enumerate(t for t in table if t.case is case)
+        for number, (_, of_case) in enumerate(groupby(table, lambda t: t.case))
+        for position, trial in enumerate(of_case)
         if (position + number) % every == 0
     ]
 

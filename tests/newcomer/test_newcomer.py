@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.network import uniform_cluster
 from paceline.testing import check_method
+from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.newcomer.rows import TOYS, registered
 from tests.newcomer.table import chosen
@@ -42,11 +44,22 @@ def test_every_toy_has_one_row():
     assert sorted(Path(inspect.getfile(toy.what)) for toy in TOYS) == FILES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
 def test_the_kit_in_virtual_time(toy):
     """On 1, 2 and 3 workers, under every fusion rule."""
     with registered():
         check_method(toy.case)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
+def test_a_sample_of_the_kit_in_virtual_time(toy, workers):
+    with registered():
+        for trial in chosen(workers, every=7):
+            if trial.case is toy.case:
+                simulation = Simulation(uniform_cluster(workers, "1gbit", "50us"))
+                simulation.run(lambda rank, trial=trial: trial.run())
 
 
 @pytest.mark.parametrize(
