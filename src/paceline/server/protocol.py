@@ -53,8 +53,8 @@ answered. Each request says which answers its worker has; only those are forgott
 Where workers disagree about a step's hyperparameters, or about its units, training cannot go
 on: all pushes and pulls that wait are refused, and all pushes that come.
 
-Rooms
------
+Modules
+-------
 - `shard`: the parameters (`store`), who trains them (`members`), and the method's discipline,
   which decides when somebody is answered; `clipping` holds a step's updates until its norm is
   known.

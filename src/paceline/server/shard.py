@@ -1,4 +1,4 @@
-"""One server's part of the model: what disciplines are given, and the rooms around it share."""
+"""One server's part of the model: what disciplines are given, and the server's modules share."""
 
 from __future__ import annotations
 
