@@ -51,10 +51,11 @@ def when_it_rings(plan: dict[float, float | None], work: int = 0) -> list[float]
     server = Sleeper(plan, work)
     links = Links(clock, uniform_cluster(1, "1gbit", "0 s", 1))
     rates = ServerRates(added=1.0)
-    virtual = VirtualServer("server 0", 1, server, clock, links, rates)
+    virtual = VirtualServer("server 0", 1, 0, server, clock, links, rates)
     for number, time in enumerate(plan):
         sender = Sender(0, 0, "", number)
-        clock.at(time, partial(virtual.arrived, sender, Note(), None))
+        heard = partial(server.on_message, sender, Note(), None)
+        clock.at(time, partial(virtual.enter, heard))
 
     def body() -> None:
         end = Completion(lambda: "the end")
