@@ -130,7 +130,9 @@ def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGr
     if {parent._get_backend(device).name() for device in devices} != {"gloo"}:
         return _registered_group(parent, name, ranks)
     timeout = parent._get_backend(torch.device("cpu")).options._timeout
-    store = c10d.PrefixStore(f"{name}/", parent.get_group_store())
+    key = name, tuple(ranks)
+    times = _times_made[key] = _times_made.get(key, 0) + 1
+    store = c10d.PrefixStore(f"{name}/{times}/", parent.get_group_store())
     rank = list(ranks).index(parent.rank())
     meet = partial(_meet, store, rank, list(ranks), f"process group {name!r}", timeout)
     meet("before")
@@ -143,6 +145,11 @@ def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGr
     meet("after")  # whoever lets go of it now breaks no connection that is being made
     found: dist.ProcessGroup = group
     return found
+
+
+_times_made: dict[tuple[str, tuple[int, ...]], int] = {}
+"""How often this process has made a group: its members have done so equally often. What lies
+in the store for one is not for the next."""
 
 
 def _meet(

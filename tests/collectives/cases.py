@@ -227,6 +227,9 @@ def closing_drops_what_has_not_run(comm: TorchComm) -> None:
     with pytest.raises(UsageError, match="closed"):
         late.wait()
     other.close()
+    again = TorchComm(world, f"{comm.name} to be closed", comm.process_group)
+    again.channel("closed").all_reduce(values[0], "sum").wait()  # made anew
+    again.close()
 
 
 def tensors_that_need_gradients_are_sent(comm: TorchComm) -> None:
