@@ -9,8 +9,7 @@ import torch
 
 from paceline import spec
 from paceline.methods.osp import OSP
-from paceline.methods.osp.correction import LocalStep
-from paceline.methods.osp.importance import Importance
+from paceline.methods.osp.rules import Importance, LocalStep
 
 PREDICTED = 0.9
 """How much of the mean of mean gradients stays from one step to the next."""

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from paceline.distributing import read_spec
 from paceline.errors import UsageError
-from paceline.methods.osp.budget import EPOCHS, Growth
 from paceline.methods.osp.choice import (
     VISIBLE,
     Parts,
@@ -25,9 +24,10 @@ from paceline.methods.osp.choice import (
     step_seconds,
 )
 from paceline.methods.osp.decision import Decision
-from paceline.methods.osp.importance import Importance
 from paceline.methods.osp.layout import Layout
 from paceline.methods.osp.options import OSPOptions
+from paceline.methods.osp.rules import Importance
+from paceline.methods.osp.watch import EPOCHS, Growth
 from paceline.tensors import make_buckets
 from paceline.updater import TorchUpdater, split_pieces
 
@@ -36,7 +36,7 @@ from paceline.updater import TorchUpdater, split_pieces
 
 def turns(options: OSPOptions, parts: Parts, values: list[float]) -> list[int]:
     """In which order pieces of such importance are deferred."""
-    decision = Decision(options)
+    decision = Decision(options, pulls=False)
     for number, value in enumerate(values):
         decision.importance.rate(number, torch.tensor([value]), torch.ones(1))
     return decision.order(parts, step=0)

@@ -16,9 +16,9 @@ import torch
 
 import paceline
 from paceline.methods.osp import OSP
-from paceline.methods.osp.choice import Rate
+from paceline.methods.osp.choice import Parts, Rate
+from paceline.methods.osp.decision import LONGER, LOOK, PATIENCE, Seen, Trial
 from paceline.methods.osp.reports import Measured, read_mask
-from paceline.methods.osp.trial import LONGER, LOOK, PATIENCE, Seen, Trial
 from paceline.methods.osp.watch import StepWatch
 from paceline.network import Cluster, Rack, ServerHost
 from paceline.worlds.virtual import Simulation
@@ -328,8 +328,8 @@ def test_a_step_takes_as_long_as_half_of_them_do() -> None:
     watch = StepWatch(OSP(), run)
 
     def whole() -> float:
-        took = watch.took()
-        return took.whole if took else 0.0
+        parts = Parts([0], [0], 1)
+        return watch.measured(watch.times(), parts, [], 1.0).whole
 
     def steps(*lengths: float, layout: int) -> None:
         for length in lengths:
@@ -354,7 +354,7 @@ def test_a_step_takes_as_long_as_half_of_them_do() -> None:
 
 def told(whole: float, **others: object) -> Measured:
     """For one computation of 0.3 s each bucket takes 0.48 s: to defer one would pay."""
-    known = {"end": 0.3, "bytes": [48, 48], "part": 1.0}
+    known = {"end": 0.3, "start_up": 0.0, "bytes": [48, 48], "part": 1.0}
     known |= {"ready": [0.2, 0.3], "per_byte": 1e-2, "whole": whole}
     return Measured(**(known | others))
 

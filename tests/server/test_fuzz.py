@@ -44,7 +44,9 @@ MESSAGES = [
         used=[True],
         hyperparameters=[{"lr": 0.1}],
         report=written_report(
-            Measured(ready=[0.1], end=0.2, per_byte=1e-9, bytes=[16], part=0.5)
+            Measured(
+                ready=[0.1], end=0.2, start_up=0.0, per_byte=1e-9, bytes=[16], part=0.5
+            )
         ),
     ),
     Pull(bucket=0),

@@ -58,7 +58,9 @@ JOIN = Join(
     optimizer="SGD",
     hyperparameters=HOW,
 )
-NAMED = Measured(ready=[0.1, 0.2], end=0.3, per_byte=1e-3, bytes=[48, 48], part=1.0)
+NAMED = Measured(
+    ready=[0.1, 0.2], end=0.3, start_up=0.0, per_byte=1e-3, bytes=[48, 48], part=1.0
+)
 
 
 class Talk(Case):
@@ -316,7 +318,9 @@ def test_nothing_is_deferred_where_that_was_asked_for() -> None:
 @pytest.mark.usefixtures("every_step")
 def test_who_is_gone_does_not_hold_the_budget_down() -> None:
     case = Talk(OSP(defer="most", most=1.0)).begin(0, 1)
-    nothing = Measured(ready=[0.1, 0.2], end=0.3, per_byte=0.0, bytes=[], part=0.0)
+    nothing = Measured(
+        ready=[0.1, 0.2], end=0.3, start_up=0.0, per_byte=0.0, bytes=[], part=0.0
+    )
     case.first(0, 0, measured=NAMED)
     case.first(1, 0, measured=nothing)
     case.server.on_lost(1, 0, 0.0)
@@ -634,6 +638,7 @@ def test_methods_without_stages(method: Any) -> None:
         {"ready": [0.1, -1.0]},
         {"end": math.inf},
         {"per_byte": -1.0},
+        {"start_up": math.nan},
         {"whole": -1.0},
         {"whole": math.nan},
         {"whole": math.inf},

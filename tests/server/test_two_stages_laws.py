@@ -289,6 +289,7 @@ class StagedTraining(Training):
         return Measured(
             ready=ready if choice.random() < 0.9 else [],
             end=1.0,
+            start_up=0.0,
             per_byte=choice.choice([0.0, 1e-5, 1e-3, 1e-2]),
             bytes=[choice.randrange(5000) for _ in range(count)],
             part=choice.choice([0.0, 0.5, 1.0, 1.0]),

@@ -1,21 +1,19 @@
 """OSP: overlapped synchronization parallel, in two stages.
 
 Chen et al., "OSP: Boosting Distributed Model Training with 2-stage Synchronization" (ICPP
-2023). Stage 1 (RS, reduced synchronization): most gradients are averaged before the step
-ends, as under bsp. Stage 2 (ICS, in-computation synchronization): the rest, which a step would wait
+2023). Stage 1 (RS, reduced synchronization): most gradients are averaged before the step ends,
+as under bsp. Stage 2 (ICS, in-computation synchronization): the rest, which a step would wait
 for, travels while the next step computes. Until its mean arrives a worker computes with a
-tentative step that it made of its own gradient (LGP, local-gradient-based parameter
-correction); then the exact value takes that one's place, so no gradient is lost or applied
-twice, and each is at most one step late.
+tentative step of its own gradient (LGP, local-gradient-based parameter correction); then the
+exact value takes that one's place, so no gradient is lost or applied twice.
 
 Waits for: every worker, in every step, for what is not deferred. Sends: the whole gradient, the
 deferred part of it while the next step computes. Guarantees: every gradient is applied once, in its order, at
 most one step late; what is late is late only in the others' contributions.
 
-Deferred is what is ready last, and not, as in the paper, what is least important: importance (PGP),
-Σ|parameter x mean gradient| of a tensor, decides among equals. The text of the paper could not
-be read beyond its abstract: mechanisms and names follow a reconstruction, and
-``docs/osp.md`` says where it had a choice.
+Deferred is what is ready last, and not, as in the paper, what is least important: importance
+(PGP), the sum of abs(parameter x mean gradient), decides among equals. The text of the paper
+could not be read beyond its abstract: ``docs/osp.md`` says where a reconstruction had a choice.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """Which pieces can wait: those that a step waits for, as few as make it wait no longer.
 
 The first layers' gradients are ready last, so they are what a step waits for, and deferring
-them is what shortens it. What is ready early hides behind backward, and deferring it gains
-nothing.
+them shortens it. What is ready early hides behind backward: deferring it gains nothing.
 
 A step as its network sees it: what was deferred begins to travel when the step begins, each
-bucket's rest when its gradients are ready, and all of it must be there at the step's end. The
-network is one queue here: two streams that share it end when one after the other would, since
-both are waited for.
+bucket's rest when its gradients are ready, and all of it is there at the step's end. The network
+is one queue: two streams that share it end when one after the other would.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -117,19 +114,14 @@ def levelled(parts: Parts, order: Sequence[int]) -> list[int]:
     """Pieces of the bucket that is then the largest first, in *order* among themselves. Where
     a bucket is pulled when it has been pushed, a step that only communicates waits for the
     largest one twice."""
-    waiting: list[list[int]] = [[] for _ in range(parts.count)]
+    left, turn = parts.left(()), list[int]()
+    waiting: list[list[int]] = [[] for _ in left]
     for piece in reversed(order):
         waiting[parts.buckets[piece]].append(piece)
-    heap = [(-size, -bucket) for bucket, size in enumerate(parts.left(()))]
-    heapq.heapify(heap)
-    turn = []
-    while heap:
-        size, bucket = heap[0]
-        if waiting[-bucket]:
-            turn.append(waiting[-bucket].pop())
-            heapq.heapreplace(heap, (size + parts.sizes[turn[-1]], bucket))
-        else:
-            heapq.heappop(heap)
+    while any(waiting):
+        _, bucket = max((left[b], b) for b, pieces in enumerate(waiting) if pieces)
+        turn.append(waiting[bucket].pop())
+        left[bucket] -= parts.sizes[turn[-1]]
     return turn
 
 

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from paceline.interfaces import HeldPush, Shard
 from paceline.methods.osp.choice import Parts
-from paceline.methods.osp.decision import Decision
+from paceline.methods.osp.decision import Decision, looks_in
 from paceline.methods.osp.options import OSPOptions
-from paceline.methods.osp.reports import Measured, read_report, together, written_mask
-from paceline.methods.osp.trial import looks_in
+from paceline.methods.osp.reports import Measured, read_report, written_mask
 
 Key = tuple[int, bool, int]
 """Of a round: step, whether its units come late (in stage 2), and bucket."""
@@ -35,7 +34,7 @@ class TwoStages:
         self._begin = 0
         self._deferred: dict[int, Sequence[int]] = {}
         self._decided: dict[int, Sequence[int]] = {}
-        self._decision = Decision(options)
+        self._decision = Decision(options, pulls=True)
         self._reports: dict[int, Measured] = {}
         """By worker: its last one."""
         self._unrated: list[tuple[int, Sequence[int], HeldPush]] = []
@@ -108,26 +107,18 @@ class TwoStages:
             self._decide(shard, step)
 
     def _decide(self, shard: Shard, step: int) -> None:
-        here = shard.expected(step)
-        workers = tuple(worker for worker in here if worker in self._reports)
-        told = [self._reports[worker] for worker in workers]
+        here = [worker for worker in shard.expected(step) if worker in self._reports]
+        told = {worker: self._reports[worker] for worker in here}
         if self._options.defer == "nothing" or not told:
             return
         places = self._places(shard)
         sizes = [shard.unit_bytes(bucket)[unit] for bucket, unit in places]
-        seen = together(workers, told, sum(sizes))
-        deferred = [
-            n for n, (b, u) in enumerate(places) if u in self._deferred.get(b, ())
-        ]
-        if step % self._options.interval:
-            chosen = self._decision.after_look(deferred, seen)
-        else:
-            buckets = [bucket for bucket, _ in places]
-            parts = Parts(sizes, buckets, len(told[0].ready))
-            growth = min(one.part for one in told)
-            chosen = self._decision.after_interval(parts, deferred, growth, seen, step)
+        parts = Parts(sizes, [bucket for bucket, _ in places], shard.all_buckets)
+        late = self._deferred
+        deferred = [n for n, (b, u) in enumerate(places) if u in late.get(b, ())]
         mask: dict[int, list[int]] = {bucket: [] for bucket in shard.buckets}
-        for bucket, unit in (places[number] for number in chosen):
+        for number in self._decision.decide(parts, deferred, told, step):
+            bucket, unit = places[number]
             mask[bucket].append(unit)
         self.defer(mask)
 
@@ -164,40 +155,29 @@ class TwoStages:
             self._deferred[bucket] = self._decided.pop(bucket)
         for push in pushes:
             shard.answer(push)
-        decides = step % self._options.interval == 0
+        options, decides = self._options, step % self._options.interval == 0
         if decides and units:
             self._unrated.append((bucket, units, pushes[0]))
-        last = not late and bucket == max(shard.buckets)
-        if last and (decides or self._looks(step)):
+        looks = options.defer == "measured" and looks_in(step, options.interval)
+        decides = decides or (looks and any(self._deferred.values()))
+        if decides and not late and bucket == max(shard.buckets):
             self._due = step
-
-    def _looks(self, step: int) -> bool:
-        """Whether what is deferred is on trial, and workers have reported how it goes."""
-        options, defers = self._options, any(self._deferred.values())
-        return (
-            options.defer == "measured" and defers and looks_in(step, options.interval)
-        )
 
     def _skip(self, shard: Shard) -> bool:
         """Where everybody who was to send a step is gone, go on without it; returns whether
         there was one."""
-        skipped = False
+        held, skipped = {(step, bucket) for step, _, bucket in self.rounds}, False
         for bucket in shard.buckets:
             versions = self._of(shard, bucket)
-            for unit, version in enumerate(versions):
-                while version < shard.fastest() and not self._comes(
-                    shard, version, bucket
+            for unit, step in enumerate(versions):
+                while step < shard.fastest() and not (
+                    (step, bucket) in held or shard.expected(step)
                 ):
-                    version += 1
+                    step += 1
                     skipped = True
                     shard.count("updates of units that nobody sent")
-                versions[unit] = version
+                versions[unit] = step
         return skipped
-
-    def _comes(self, shard: Shard, step: int, bucket: int) -> bool:
-        """Whether somebody has sent, or will send, a gradient of this step."""
-        held = any(k[0] == step and k[2] == bucket for k in self.rounds)
-        return held or bool(shard.expected(step))
 
     def _units(self, shard: Shard, push: HeldPush) -> Sequence[int]:
         if push.units is not None:

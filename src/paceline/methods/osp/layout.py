@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,10 +36,8 @@ class Layout:
     """
 
     def __init__(self, buckets: Sequence[Bucket], updater: Updater) -> None:
-        parameters = [p for bucket in buckets for p in bucket.parameters]
-        self.pieces = sorted(
-            piece for p in parameters for piece in updater.pieces_of(p)
-        )
+        owners = [p for bucket in buckets for p in bucket.parameters]
+        self.pieces = sorted(piece for p in owners for piece in updater.pieces_of(p))
         self.numbers = {piece: number for number, piece in enumerate(self.pieces)}
         self.lengths = [piece.stop - piece.start for piece in self.pieces]
         self.deferred: list[int] = []
@@ -52,11 +50,10 @@ class Layout:
         self._updater = updater
         self._kept: dict[Hashable, torch.Tensor] = {}
         self.follow(buckets)
-        owners = [self._owner(number) for number in range(len(self.pieces))]
-        self.sizes = [
-            wire_bytes(owner) * length // owner.numel()
-            for owner, length in zip(owners, self.lengths, strict=True)
-        ]
+        self.sizes = []
+        for number, length in enumerate(self.lengths):
+            owner = self._owner(number)
+            self.sizes.append(wire_bytes(owner) * length // owner.numel())
 
     def follow(self, buckets: Sequence[Bucket]) -> None:
         """The planner has made new *buckets*."""
@@ -78,7 +75,7 @@ class Layout:
             self.deferred = list(numbers)
             self.changes += 1
 
-    def some(self, numbers: Sequence[int]) -> list[Piece]:
+    def some(self, numbers: Iterable[int]) -> list[Piece]:
         """The pieces of these numbers."""
         return [self.pieces[number] for number in numbers]
 

@@ -3,25 +3,42 @@
 Exact for every optimizer that can be applied piece by piece: a worker keeps the last exact
 values of what is deferred, with the optimizer's state that belongs to them, and the
 tentative step is a step of that optimizer whose result is thrown away.
+
+One worker decides for all what is deferred: the first one that still trains, which also knows
+how important each piece is. All tell it when their gradients were ready, in one small all-reduce
+beside stage 2, so nobody waits for it. Every rank finds when it takes place from how many steps
+there were and from what is deferred, which are the same everywhere.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Hyperparameters, Pending, UpdatingRun
-from paceline.methods.osp.exchange import Exchange
+from paceline.methods.osp.choice import StepTimes
+from paceline.methods.osp.decision import LOOK, Decision
 from paceline.methods.osp.layout import Message
 from paceline.methods.osp.options import OSPOptions
+from paceline.methods.osp.watch import FADES
 from paceline.methods.osp.worker import Worker
 from paceline.tensors import Bucket
 
 SECOND = "stage 2"
 """The channel that stage 2 has for itself."""
+
+UPDATES = 3.0
+"""Deferring costs a worker about so many updates of the same bytes: the tentative step, and
+keeping and restoring exact values."""
+
+TRIES = 5
+"""Of the smallest all-reduce; the first makes connections."""
 
 
 @dataclass
@@ -43,45 +60,56 @@ class NativeWorker(Worker[UpdatingRun]):
         """Collective."""
         total = sum(bucket.bytes for bucket in run.buckets)
         super().__init__(options, run, run.take_over(options.piece_bytes(total)))
-        second = run.comm.channel(SECOND) if options.defer != "nothing" else None
-        self.exchange = Exchange(self, run, second)
-        self.pending_first: list[Pending] = []
-        self.pending_second: list[Pending] = []
-        self.messages: list[Message] = []
-        self.unused: set[int] = set()
-        self.weight = 1.0  # of this worker's gradients in the mean
-        self.deferral: Deferral | None = None
+        self._pending_first: list[Pending] = []
+        self._pending_second: list[Pending] = []
+        self._messages: list[Message] = []
+        self._unused: set[int] = set()
+        self._weight = 1.0  # of this worker's gradients in the mean
+        self._deferral: Deferral | None = None
+
+        defers = options.defer != "nothing"
+        self._channel = run.comm.channel(SECOND) if defers else None
+        self._decision = Decision(options, pulls=False)
+        self._leads = run.comm.rank == 0
+        self._start_up = _start_up(run) if options.defer == "measured" else 0.0
+        self._round = 0
+        self._look: int | None = None  # the round of a decision out of turn
+        self._notes: torch.Tensor | None = None  # on their way
+        self._agreed: StepTimes | None = None
+        self._updates = deque[tuple[Any, Any, int]](maxlen=options.interval)
 
     def send(self, run: UpdatingRun, bucket: Bucket) -> None:
         message = self.layout.message(bucket)
-        if message.numbers:
-            self.messages.append(message)
         flat = message.flat
-        if bucket.last and not flat.numel():
-            flat = bucket.buffer.new_zeros(
-                1
-            )  # what all learn in a step travels with it
+        if message.numbers:
+            self._messages.append(message)
+        elif bucket.last:  # what all learn in a step travels with it
+            flat = bucket.buffer.new_zeros(1)
         if flat.numel():
-            self.pending_first.append(run.mean(flat, of=bucket))
+            self._pending_first.append(run.mean(flat, of=bucket))
 
     def backward_ended(self, run: UpdatingRun) -> None:
         super().backward_ended(run)
         self._wait()
         self.watch.mark()
         # Kept, since a forward pass before step() would make it the next batch's.
-        self.weight = run.weight
-        self.unused = self.layout.unused()
+        self._weight = run.weight
+        self._unused = self.layout.unused()
 
     def after_update(self, run: UpdatingRun) -> None:
         self._settle()
-        messages, self.messages = self.messages, []
         if run.active:
             how = self.updater.hyperparameters()
-            self._update(run, messages, how)
+            self._apply_first(run, how)
             self._defer(run, how)
         elif run.participants:
             self._send_second(run)
-        self.exchange.step_ended(run, self.pending_second)
+        self._messages.clear()
+        self.watch.step_ended(self.layout.changes, run.loss)
+        self._exchange(run)
+        self._round += 1
+        self.steps += run.active
+        self.watch.step_begins()
 
     def finish(self, run: UpdatingRun) -> None:
         source = run.keep_company_to_the_end()
@@ -94,10 +122,10 @@ class NativeWorker(Worker[UpdatingRun]):
     def consolidate(self, run: UpdatingRun) -> Callable[[], None]:
         """The parameters with all gradients in them that were sent; and the optimizer's
         state that belongs to them."""
-        deferral = self.deferral
+        deferral = self._deferral
         if deferral is None:
             return lambda: None
-        for pending in self.pending_second:
+        for pending in self._pending_second:
             pending.wait()
         tentative = self.kept(deferral.numbers)
         self._settle()
@@ -106,44 +134,41 @@ class NativeWorker(Worker[UpdatingRun]):
         def undo() -> None:
             self.write(deferral.numbers, tentative)
             deferral.stamps = self._stamps(deferral.numbers)
-            self.deferral = deferral
+            self._deferral = deferral
 
         return undo
 
-    def _update(
-        self, run: UpdatingRun, messages: Sequence[Message], how: Hyperparameters
-    ) -> None:
-        """Apply what stage 1 has brought."""
+    # ---- the stages ----
+
+    def _apply_first(self, run: UpdatingRun, how: Hyperparameters) -> None:
         means = {
             number: part
-            for message in messages
+            for message in self._messages
             for number, part in zip(message.numbers, message.parts, strict=True)
-            if number not in self.unused
+            if number not in self._unused
         }
-        numbers, gradients = list(means), list(means.values())
+        gradients = list(means.values())
         run.clip(gradients)
-        self.exchange.rate(numbers, gradients)
+        self._rate(list(means), gradients)
         start = run.stopwatch.mark()
-        self.updater.apply(self.layout.some(numbers), gradients, how)
+        self.updater.apply(self.layout.some(means), gradients, how)
         size = sum(mean.numel() * mean.element_size() for mean in gradients)
-        self.exchange.updated(start, run.stopwatch.mark(), size)
-
-    # ---- stage 2 ----
+        self._updates.append((start, run.stopwatch.mark(), size))
 
     def _defer(self, run: UpdatingRun, how: Hyperparameters) -> None:
         """Send what is deferred on its way, and take the tentative step."""
         if not self.layout.deferred:
             return
-        numbers = [n for n in self.layout.deferred if n not in self.unused]
+        numbers = [n for n in self.layout.deferred if n not in self._unused]
         pieces, exact = self.layout.some(numbers), []
         for piece, value in zip(pieces, self.updater.values(pieces), strict=True):
             room = self.layout.room(piece, value.numel(), value)
             exact.append(room.view(value.shape).copy_(value))
         means = self._send_second(run)
         # Its own gradient is the whole of this worker's share.
-        self.step_tentatively(numbers, how, 1 / self.weight if self.weight else 0.0)
-        mine, stamps = [means[n] for n in numbers], self.updater.stamps(pieces)
-        self.deferral = Deferral(numbers, mine, how, exact, stamps)
+        self.step_tentatively(numbers, how, 1 / self._weight if self._weight else 0.0)
+        mine, stamps = [means[n] for n in numbers], self._stamps(numbers)
+        self._deferral = Deferral(numbers, mine, how, exact, stamps)
 
     def _send_second(self, run: UpdatingRun) -> dict[int, torch.Tensor]:
         """Start the mean of everything deferred; returns where each piece's will be. All
@@ -153,41 +178,126 @@ class NativeWorker(Worker[UpdatingRun]):
             if not run.active:
                 message.flat.zero_()  # to keep the others company
             means.update(zip(message.numbers, message.parts, strict=True))
-            self.pending_second.append(run.mean(message.flat, channel=SECOND))
+            self._pending_second.append(run.mean(message.flat, channel=SECOND))
         return means
 
     def _settle(self) -> None:
         """Put the exact values of what was deferred in the place of the tentative ones: their
         means have arrived."""
-        deferral, self.deferral = self.deferral, None
+        deferral, self._deferral = self._deferral, None
         if deferral is None:
             return
-        self._require_untouched(deferral)
+        stamps = self._stamps(deferral.numbers)
+        if stamps != deferral.stamps:
+            pairs = zip(stamps, deferral.stamps, strict=True)
+            changed = [now != then for now, then in pairs].index(True)
+            name = self.layout.name_of(deferral.numbers[changed])
+            raise UsageError(
+                f"parameter {name!r} was written to since step(), while a part of its update "
+                "was under way (osp, stage 2): what was written would be lost. Load and change "
+                "parameters before training, or call finish(), change them, and distribute "
+                "again"
+            )
         self.write(deferral.numbers, deferral.exact)
         if not deferral.applied:
             pieces = self.layout.some(deferral.numbers)
-            self.exchange.rate(deferral.numbers, deferral.means)
+            self._rate(deferral.numbers, deferral.means)
             self.correction.arrived(pieces, deferral.means)
             self.updater.apply(pieces, deferral.means, deferral.how)
 
     def _wait(self) -> None:
-        for pending in (*self.pending_second, *self.pending_first):
+        for pending in (*self._pending_second, *self._pending_first):
             pending.wait()
-        self.pending_second.clear()
-        self.pending_first.clear()
+        self._pending_second.clear()
+        self._pending_first.clear()
 
     def _stamps(self, numbers: Sequence[int]) -> list[int]:
         return self.updater.stamps(self.layout.some(numbers))
 
-    def _require_untouched(self, deferral: Deferral) -> None:
-        now = self._stamps(deferral.numbers)
-        for number, before, after in zip(
-            deferral.numbers, deferral.stamps, now, strict=True
-        ):
-            if before != after:
-                raise UsageError(
-                    f"parameter {self.layout.name_of(number)!r} was written to since step(), "
-                    "while a part of its update was under way (osp, stage 2): what was "
-                    "written would be lost. Load and change parameters before training, or "
-                    "call finish(), change them, and distribute again"
-                )
+    # ---- what is deferred ----
+
+    def _ends_interval(self) -> bool:
+        return self._round % self.options.interval == 0
+
+    def _rate(self, numbers: Sequence[int], means: Sequence[torch.Tensor]) -> None:
+        """These mean gradients belong to the pieces as they are."""
+        if self._channel is None or not self._leads or not self._ends_interval():
+            return
+        values = self.updater.values(self.layout.some(numbers))
+        for number, value, mean in zip(numbers, values, means, strict=True):
+            self._decision.importance.rate(number, value, mean)
+
+    def _exchange(self, run: UpdatingRun) -> None:
+        """Adopt what was decided a step ago; decide, if that is due."""
+        if self._notes is not None:
+            self._adopt(run, self._notes.tolist())
+            self._notes = None
+        due = self._ends_interval() or self._round == self._look
+        if self._channel is None or not due or not run.participants:
+            return
+        self._leads = run.comm.rank == run.participants[0]
+        times = self.watch.times()
+        chosen = [0.0] * len(self.layout.pieces)
+        for number in self._decided(run, times) if self._leads else ():
+            chosen[number] = 1.0
+        # As many as were delivered, on all ranks: buckets may have been made anew since.
+        ready = [0.0] * (self.watch.delivered + 1)
+        if times is not None:
+            ready = [*times.ready, times.end]
+        device = run.buckets[0].buffer.device
+        self._notes = torch.tensor(
+            [*chosen, *ready], dtype=torch.float64, device=device
+        )
+        self._pending_second.append(self._channel.all_reduce(self._notes, "max"))
+
+    def _adopt(self, run: UpdatingRun, notes: Sequence[float]) -> None:
+        """All ranks do so at the end of the same step, and with the same values."""
+        count, began = len(self.layout.pieces), not self.layout.deferred
+        self.layout.defer([n for n in range(count) if notes[n] > 0])
+        self._look = None
+        if self.layout.deferred:
+            self.has_deferred = True
+            if began and self.options.defer == "measured":
+                # The next step still waits for what its predecessor sent: it does not count.
+                self._look = self._round + 1 + LOOK
+        *ready, end = notes[count:]
+        fits = len(ready) == len(run.buckets) and all(ready)
+        self._agreed = StepTimes(ready, end) if fits else None
+
+    def _decided(self, run: UpdatingRun, times: StepTimes | None) -> list[int]:
+        """What is to be deferred, as the first rank that still trains sees it: after a look by
+        its own *times*, else by those that all have agreed on."""
+        deferred, parts, agreed = (
+            self.layout.deferred,
+            self.layout.parts(),
+            self._agreed,
+        )
+        if times is None and self.options.defer == "measured":
+            return deferred  # buckets have changed
+        ends = self._ends_interval()
+        if ends and times and agreed and len(agreed.ready) == len(times.ready):
+            times = agreed
+        fades = FADES if ends else 1.0
+        own = self.watch.measured(times, parts, deferred, fades, self._start_up)
+        told, update = dict.fromkeys(run.participants, own), self._update_seconds(run)
+        return self._decision.decide(parts, deferred, told, self._round, update)
+
+    def _update_seconds(self, run: UpdatingRun) -> float:
+        """Seconds per byte that a tentative step takes."""
+        costs = [
+            run.stopwatch.seconds(start, [end])[0] / size
+            for start, end, size in self._updates
+            if size
+        ]
+        return UPDATES * statistics.median(costs) if costs else 0.0
+
+
+def _start_up(run: UpdatingRun) -> float:
+    """Seconds that the smallest all-reduce takes. Collective."""
+    times = []
+    for _ in range(TRIES):
+        one = torch.zeros(1, device=run.buckets[0].buffer.device)
+        start = run.stopwatch.mark()
+        run.comm.all_reduce(one, "sum").wait()
+        times.append(run.stopwatch.seconds(start, [run.stopwatch.mark()])[0])
+    return statistics.median(times)

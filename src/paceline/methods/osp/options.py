@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from paceline.errors import UsageError
-from paceline.methods.osp.correction import LocalStep
-from paceline.methods.osp.importance import Importance
+from paceline.methods.osp.rules import Importance, LocalStep
 
 FINEST = 16
 SMALLEST_BYTES = 64 * 1024

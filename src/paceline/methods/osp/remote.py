@@ -9,17 +9,19 @@ no traffic. The state of other optimizers is pulled for what is deferred, meanwh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
 from paceline.interfaces import Hyperparameters, Remote, ServerRun
+from paceline.methods.osp.decision import looks_in
 from paceline.methods.osp.options import OSPOptions
-from paceline.methods.osp.reports import Measured, read_mask, written_report
-from paceline.methods.osp.trial import looks_in
+from paceline.methods.osp.reports import read_mask, written_report
 from paceline.methods.osp.watch import FADES
 from paceline.methods.osp.worker import Worker
 from paceline.tensors import Bucket
 
+Found = TypeVar("Found")
 Values = dict[int, torch.Tensor]
 """By piece, flat."""
 
@@ -31,14 +33,13 @@ class RemoteWorker(Worker[ServerRun]):
         remote: Remote = run.remote
         self.step = remote.join()
         super().__init__(options, run, remote.own_updater())
-        self._units = {
-            number: (bucket, unit)
-            for bucket, inside in enumerate(self.layout.inside)
-            for unit, number in enumerate(inside)
-        }
-        sizes = [remote.unit_bytes(bucket.index) for bucket in run.buckets]
-        for number, (bucket, unit) in self._units.items():
-            self.layout.sizes[number] = sizes[bucket][unit]
+        self._units: dict[int, tuple[int, int]] = {}
+        """Bucket and unit of each piece."""
+        for bucket, inside in enumerate(self.layout.inside):
+            sizes = remote.unit_bytes(bucket)
+            for unit, number in enumerate(inside):
+                self._units[number] = bucket, unit
+                self.layout.sizes[number] = sizes[unit]
         self.base: Values = {}
         """P(i) of what the last step deferred: the exact values with which it began."""
         self.before: Values = {}
@@ -72,9 +73,8 @@ class RemoteWorker(Worker[ServerRun]):
         self.write(list(arrived), list(arrived.values()))
         for bucket in run.buckets:
             inside = enumerate(self.layout.inside[bucket.index])
-            units = {unit for unit, number in inside if number in self.base}
-            if units:
-                remote.push(bucket, self.step, units, late=True)
+            if late := {unit for unit, number in inside if number in self.base}:
+                remote.push(bucket, self.step, late, late=True)
         if self.options.correction == "local":
             self._mirror(remote, before, how)
         self.step_tentatively(deferring, how)
@@ -145,10 +145,13 @@ class RemoteWorker(Worker[ServerRun]):
             self.late = {number: value.clone() for number, value in late.items()}
         return self.late
 
-    def _by_number(self, answers: Iterable[tuple[int, int, torch.Tensor]]) -> Values:
-        return {self.layout.inside[bucket][unit]: v for bucket, unit, v in answers}
+    def _by_number(self, answers: Iterable[tuple[int, int, Found]]) -> dict[int, Found]:
+        """By piece, what has come by bucket and unit."""
+        inside = self.layout.inside
+        return {inside[bucket][unit]: found for bucket, unit, found in answers}
 
     def _told(self, remote: Remote) -> list[int]:
+        """What the next step defers."""
         inside = self.layout.inside
         return sorted(inside[bucket][unit] for bucket, unit in next_deferred(remote))
 
@@ -160,7 +163,7 @@ class RemoteWorker(Worker[ServerRun]):
     ) -> None:
         """Give the own optimizer the state that the servers' has for what is deferred: what
         was pulled, or V(i-1) = (P(i-1) - P(i)) / eta."""
-        pulled = {self.layout.inside[b][u]: found for b, u, found in remote.states()}
+        pulled = self._by_number(remote.states())
         for number, exact in self.base.items():
             piece, earlier = self.layout.pieces[number], before[number]
             group, live = self.updater.group_of(piece), self.updater.state([piece])[0]
@@ -175,20 +178,9 @@ class RemoteWorker(Worker[ServerRun]):
                     live["momentum_buffer"] = (earlier - exact) / rate
 
     def _report(self, fades: float) -> bytes:
-        watch, parts = self.watch, self.layout.parts()
-        took = watch.took()
-        if took is not None:
-            watch.measure(
-                took, parts, self.layout.deferred, fades, start_up=0.0, pulls=True
-            )
-        measured = Measured(
-            ready=list(took.times.ready) if took else [],
-            end=took.times.end if took else 0.0,
-            per_byte=watch.per_byte if took else 0.0,
-            bytes=parts.left(()),
-            part=watch.growth.part,
-            whole=took.whole if took else 0.0,
-        )
+        parts, deferred = self.layout.parts(), self.layout.deferred
+        times = self.watch.times()
+        measured = self.watch.measured(times, parts, deferred, fades, pulls=True)
         return written_report(measured)
 
 

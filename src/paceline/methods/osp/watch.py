@@ -2,29 +2,74 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from paceline.interfaces import Run
-from paceline.methods.osp.budget import EPOCHS, Growth
 from paceline.methods.osp.choice import Parts, StepTimes, measured_rate
+from paceline.methods.osp.decision import LOOK
 from paceline.methods.osp.options import OSPOptions
-from paceline.methods.osp.trial import LOOK
+from paceline.methods.osp.reports import Measured
+
+EPOCHS = 10
+"""The loss is averaged over this part of the ramp."""
 
 FADES = 0.98
 """A network of which nothing is seen is taken for a little faster with each decision:
 conditions may have improved, and then less needs to be deferred."""
 
 
-class Took(NamedTuple):
-    """Medians over some steps. *arrived*: seconds until everything had; *whole*: of a step,
-    its update included, or 0 for fewer than `LOOK` steps."""
+class Growth:
+    """The part of the budget that may be used: 0 at first, 1 in the end.
 
-    times: StepTimes
-    arrived: float
-    whole: float
+    ``"loss"``: 1 - L/L0, where L0 is the mean loss of the first *ramp* / `EPOCHS` steps,
+    and L the least mean since, over as many. ``"linear"``: in *ramp* steps. Early
+    gradients are large, and differ between workers; late ones can wait. Without a loss
+    the linear one is used, and *say* is told so once.
+    """
+
+    def __init__(self, kind: str, ramp: int, say: Callable[[str], None]) -> None:
+        self._kind, self._ramp, self._say = kind, ramp, say
+        self._epoch = max(1, ramp // EPOCHS)
+        self._steps = 0
+        self._losses: list[float] = []
+        self._first = self._least = math.nan
+
+    def step(self, loss: float | None) -> None:
+        """A step has ended, with this *loss* if the script tells it."""
+        self._steps += 1
+        if self._kind == "loss" and loss is not None and math.isfinite(loss):
+            self._losses.append(loss)
+        if self._kind != "loss" or self._steps % self._epoch:
+            return
+        begins = math.isnan(self._first)
+        if self._losses:
+            mean = statistics.fmean(self._losses)
+            self._losses.clear()
+            self._first = mean if begins else self._first
+            self._least = mean if begins else min(self._least, mean)
+            why = f"the first losses' mean is {mean:.3g}: how far it has fallen cannot be told"
+        else:
+            why = "no step has told a finite loss: step(loss=loss) or paceline.log(loss=loss)"
+        if begins and not self._first > 0:
+            self._kind = "linear"
+            self._say(
+                f"osp: budget=loss, and {why}. The budget grows over {self._ramp} steps instead"
+            )
+
+    @property
+    def part(self) -> float:
+        """Between 0 and 1."""
+        if self._kind == "constant":
+            return 1.0
+        if self._kind == "linear":
+            return min(1.0, self._steps / self._ramp)
+        if math.isnan(self._first):
+            return 0.0
+        return min(1.0, max(0.0, 1 - self._least / self._first))
 
 
 class StepWatch:
@@ -64,32 +109,46 @@ class StepWatch:
         elif self.delivered:
             self._steps.append([*self._marks, self._stopwatch.mark()])
 
-    def took(self) -> Took | None:
-        """None if nothing was seen."""
+    def times(self) -> StepTimes | None:
+        """Medians; None if nothing was seen."""
         if not self._steps:
             return None
-        steps = [self._stopwatch.seconds(start, marks) for start, *marks in self._steps]
-        medians = (statistics.median(one) for one in zip(*steps, strict=True))
-        *ready, end, arrived, whole = medians
+        *ready, end, _, _ = self._medians()
         if not self._options.overlap:
             ready = [end] * len(ready)  # nothing leaves before
-        return Took(
-            StepTimes(ready, end), arrived, whole if len(steps) >= LOOK else 0.0
-        )
+        return StepTimes(ready, end)
 
-    def measure(
+    def measured(
         self,
-        took: Took,
+        times: StepTimes | None,
         parts: Parts,
         deferred: Sequence[int],
         fades: float,
-        **rate: Any,
-    ) -> None:
-        """Find `per_byte` from what steps with *deferred* pieces *took*; where nothing is seen
-        of the network, it is *fades* times what it was. *rate*: see `measured_rate`."""
-        late, left = parts.total(deferred), parts.left(deferred)
-        seen = measured_rate(took.times, late, left, observed=took.arrived, **rate)
-        self.per_byte = fades * self.per_byte if seen is None else seen
+        start_up: float = 0.0,
+        pulls: bool = False,
+    ) -> Measured:
+        """What steps of these *times* tell, with *deferred* pieces. A network of which nothing
+        is seen takes *fades* times what it took. *start_up*, *pulls*: see `Rate`."""
+        per_byte = whole = 0.0
+        if times is not None:
+            *_, arrived, whole = self._medians()
+            late, left = parts.total(deferred), parts.left(deferred)
+            seen = measured_rate(times, late, left, start_up, arrived, pulls)
+            self.per_byte = per_byte = fades * self.per_byte if seen is None else seen
+        return Measured(
+            ready=list(times.ready) if times else [],
+            end=times.end if times else 0.0,
+            start_up=start_up,
+            per_byte=per_byte,
+            bytes=parts.left(()),
+            part=self.growth.part,
+            whole=whole if len(self._steps) >= LOOK else 0.0,
+        )
+
+    def _medians(self) -> list[float]:
+        """Of all marks of a step but the first, in seconds since that one."""
+        steps = [self._stopwatch.seconds(start, marks) for start, *marks in self._steps]
+        return [statistics.median(one) for one in zip(*steps, strict=True)]
 
     def why_nothing(self, steps: int) -> str | None:
         """Why nothing was deferred in a training of so many *steps*, for people who see

@@ -1,4 +1,4 @@
-"""What a worker does in both forms; `native` and `servers` say how gradients travel."""
+"""What a worker does in both forms; `native` and `remote` say how gradients travel."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 import torch
 
 from paceline.interfaces import Hyperparameters, Run, Updater
-from paceline.methods.osp.correction import write
 from paceline.methods.osp.layout import Layout
 from paceline.methods.osp.options import OSPOptions
+from paceline.methods.osp.rules import write
 from paceline.methods.osp.watch import StepWatch
 from paceline.tensors import Bucket
 
@@ -61,9 +61,8 @@ class Worker(Generic[AnyRun]):
 
     def kept(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """A copy of what the model holds of these pieces."""
-        return [
-            value.clone() for value in self.updater.values(self.layout.some(numbers))
-        ]
+        values = self.updater.values(self.layout.some(numbers))
+        return [value.clone() for value in values]
 
     def write(self, numbers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
         """Put *values* of these pieces into the model."""
