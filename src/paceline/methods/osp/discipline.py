@@ -28,18 +28,16 @@ class TwoStages:
     def __init__(self, options: OSPOptions) -> None:
         self._options = options
         self.rounds: dict[Key, list[HeldPush]] = {}
-        """What has come and is not applied yet: see `ended`."""
+        """What has come and is not applied yet."""
+        # Per bucket and unit: the step whose update comes next.
         self._versions: dict[int, list[int]] = {}
-        """Per bucket and unit: the step whose update comes next."""
         self._begin = 0
         self._deferred: dict[int, Sequence[int]] = {}
         self._decided: dict[int, Sequence[int]] = {}
         self._decision = Decision(options, pulls=True)
-        self._reports: dict[int, Measured] = {}
-        """By worker: its last one."""
+        self._reports: dict[int, Measured] = {}  # by worker, its last one
         self._unrated: list[tuple[int, Sequence[int], HeldPush]] = []
-        self._due: int | None = None
-        """The step after whose first stage it is to be decided what is deferred."""
+        self._due: int | None = None  # the step after whose first stage is decided
 
     # ---- the `Discipline` ----
 

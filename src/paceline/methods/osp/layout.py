@@ -9,14 +9,7 @@ import torch
 
 from paceline.interfaces import Piece, Updater
 from paceline.methods.osp.choice import Parts
-from paceline.tensors import (
-    Bucket,
-    Kind,
-    kind_of,
-    stand_in_for,
-    stands_in,
-    wire_bytes,
-)
+from paceline.tensors import Bucket, kind_of, stand_in_for, stands_in, wire_bytes
 
 
 class Message(NamedTuple):
@@ -41,12 +34,10 @@ class Layout:
         self.numbers = {piece: number for number, piece in enumerate(self.pieces)}
         self.lengths = [piece.stop - piece.start for piece in self.pieces]
         self.deferred: list[int] = []
-        self.changes = 0
-        """How often buckets, or what is deferred, have changed."""
-        self.inside: list[list[int]] = []
-        """Per bucket, its pieces in the order of its buffer."""
+        self.changes = 0  # how often buckets, or what is deferred, have changed
+        self.inside: list[list[int]] = []  # per bucket, in the order of its buffer
+        # Per piece: its bucket, the number of its parameter there, and where it begins.
         self._members: dict[int, tuple[Bucket, int, int]] = {}
-        """Per piece: its bucket, the number of its parameter there, and where it begins."""
         self._updater = updater
         self._kept: dict[Hashable, torch.Tensor] = {}
         self.follow(buckets)
@@ -110,7 +101,7 @@ class Layout:
 
     def late_messages(self) -> list[Message]:
         """All that is deferred: a copy for each kind of tensor."""
-        kinds: dict[Kind, list[int]] = {}
+        kinds: dict[Hashable, list[int]] = {}
         for number in self.deferred:
             kinds.setdefault(kind_of(self._owner(number)), []).append(number)
         return [

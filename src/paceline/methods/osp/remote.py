@@ -33,21 +33,18 @@ class RemoteWorker(Worker[ServerRun]):
         remote: Remote = run.remote
         self.step = remote.join()
         super().__init__(options, run, remote.own_updater())
-        self._units: dict[int, tuple[int, int]] = {}
-        """Bucket and unit of each piece."""
+        self._units: dict[int, tuple[int, int]] = {}  # bucket and unit of each piece
         for bucket, inside in enumerate(self.layout.inside):
             sizes = remote.unit_bytes(bucket)
             for unit, number in enumerate(inside):
                 self._units[number] = bucket, unit
                 self.layout.sizes[number] = sizes[unit]
+        # Of what the last step deferred: P(i), the exact values with which it began, and
+        # what its second stage has brought since, once that was waited for.
         self.base: Values = {}
-        """P(i) of what the last step deferred: the exact values with which it began."""
-        self.before: Values = {}
-        """P(i-1) of what the step under way defers and the last one did not."""
         self.late: Values | None = None
-        """What the second stage of the last step has brought, once it was waited for."""
-        self.rates: list[float] = []
-        """The learning rates of the last step, by group."""
+        self.before: Values = {}  # P(i-1) of what only the step under way defers
+        self.rates: list[float] = []  # of the last step, by group
         self._begin_step(remote)
 
     def send(self, run: ServerRun, bucket: Bucket) -> None:

@@ -79,10 +79,8 @@ class StepWatch:
         self._options, self._stopwatch = options, run.stopwatch
         budget = "constant" if options.defer == "nothing" else options.budget
         self.growth = Growth(budget, options.ramp, run.say)
-        self.per_byte = 0.0
-        """Seconds per byte of the network; 0 while no step was seen to wait for it."""
-        self.delivered = 0
-        """How many buckets the step under way has delivered."""
+        self.per_byte = 0.0  # of the network; 0 while no step was seen to wait for it
+        self.delivered = 0  # buckets, in the step under way
         self._marks: list[Any] = []
         self._steps: deque[list[Any]] = deque(maxlen=options.interval)
         self._layout = -1
