@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.compression import COMPRESSORS, Residuals
 from paceline.network import uniform_cluster
-from paceline.testing import check_method
+from paceline.testing import check_compressor, check_method
 from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.newcomer.rows import TOYS, registered
@@ -42,6 +43,14 @@ def test_a_toy_is_one_short_file_that_touches_nothing_else(path):
 
 def test_every_toy_has_one_row():
     assert sorted(Path(inspect.getfile(toy.what)) for toy in TOYS) == FILES
+
+
+@pytest.mark.parametrize(
+    "toy", [t for t in TOYS if t.registry is COMPRESSORS], ids=lambda toy: toy.name
+)
+def test_the_laws_of_compressors(toy):
+    check_compressor(toy.what())
+    check_compressor(Residuals(toy.what()))
 
 
 @pytest.mark.slow

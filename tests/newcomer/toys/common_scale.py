@@ -9,6 +9,8 @@ from typing import ClassVar
 
 import torch
 
+from paceline.compression.identity import summed
+from paceline.compression.packing import flat, put, reals
 from paceline.interfaces import Coding, Compressor, State, StateKind, Sum
 
 LEVELS = 32767
@@ -34,17 +36,13 @@ class CommonScale(Compressor):
         workers: int,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
-        full = [place for place, part in enumerate(parts) if part.numel()]
-        if not full:
+        parts, sent = reals(parts), None if sent is None else reals(sent)
+        if not parts or not parts[0].is_floating_point():
+            yield from summed(parts, sent)
             return
-        largest = torch.stack([parts[place].abs().max().double() for place in full])
-        scales = ((yield Sum(largest)) / LEVELS).tolist()
-        for place, scale in zip(full, scales, strict=True):
-            part = parts[place]
-            finite = torch.isfinite(torch.tensor(scale))
-            code = part.double() / scale if scale and finite else part.double() * 0.0
-            code = code.round().nan_to_num(0.0).to(torch.int32).view(-1)
-            if sent is not None:
-                sent[place].copy_((code * scale).view(part.shape))
-            total = yield Sum(code)
-            part.copy_((total * scale).view(part.shape))
+        whole = flat(parts).double()
+        scale = (yield Sum(whole.abs().max().view(1))) / LEVELS
+        code = (whole / scale).round().nan_to_num(0.0).to(torch.int32)
+        if sent is not None:
+            put(code * scale, sent)
+        put((yield Sum(code)) * scale, parts)

@@ -10,6 +10,8 @@ from typing import ClassVar
 
 import torch
 
+from paceline.compression.identity import summed
+from paceline.compression.packing import flat, put, reals
 from paceline.interfaces import Coding, Compressor, State, StateKind, Sum
 
 STEP = 2.0**-20
@@ -39,15 +41,17 @@ class Grid(Compressor):
         workers: int,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
-        for place, part in enumerate(parts):
-            if not part.numel():
-                continue
-            steps = torch.nan_to_num(part.double() / STEP, nan=0.0).clamp(-MOST, MOST)
-            code = steps.round().to(torch.int64).view(-1)
-            code[~part.isfinite().view(-1)] = NOT_FINITE // workers
-            if sent is not None:
-                sent[place].copy_((code * STEP).view(part.shape))
-            total = yield Sum(code)
-            result = total * STEP
-            result[total.abs() > NOT_FINITE // (2 * workers)] = torch.nan
-            part.copy_(result.view(part.shape))
+        parts, sent = reals(parts), None if sent is None else reals(sent)
+        if not parts or not parts[0].is_floating_point():
+            yield from summed(parts, sent)
+            return
+        whole = flat(parts)
+        steps = torch.nan_to_num(whole.double() / STEP, nan=0.0).clamp(-MOST, MOST)
+        code = steps.round().to(torch.int64)
+        code[~whole.isfinite()] = NOT_FINITE // workers
+        if sent is not None:
+            put(code * STEP, sent)
+        total = yield Sum(code)
+        result = total * STEP
+        result[total.abs() > NOT_FINITE // (2 * workers)] = torch.nan
+        put(result, parts)

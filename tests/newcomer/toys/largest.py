@@ -1,4 +1,4 @@
-"""A lossy code that is gathered, with residuals: the larger half of each tensor's elements.
+"""A lossy code that is gathered, with residuals: the larger half of each bucket's elements.
 
 With a = g + e: send the larger half of a; e = a without it (error feedback).
 """
@@ -9,12 +9,14 @@ from typing import ClassVar
 
 import torch
 
+from paceline.compression.identity import summed
+from paceline.compression.packing import flat, put, reals
 from paceline.interfaces import Coding, Compressor, Gather, State, StateKind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Largest(Compressor):
-    """The larger half of a tensor's elements, and where they are."""
+    """The larger half of a bucket's elements, and where they are."""
 
     name: ClassVar[str] = "largest"
     linear: ClassVar[bool] = False
@@ -35,19 +37,21 @@ class Largest(Compressor):
         workers: int,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
-        for place, (part, state) in enumerate(zip(parts, states, strict=True)):
-            if not part.numel():
-                continue
-            given = part.add_(state["residual"]).view(-1)
-            where = given.abs().topk(-(-given.numel() // 2)).indices
-            values = given[where]
-            state["residual"] = part.clone()
-            state["residual"].view(-1)[where] = 0.0
-            if sent is not None:
-                sent[place].copy_(part - state["residual"])
-            code = torch.cat([where.view(torch.uint8), values.view(torch.uint8)])
-            part.zero_()
-            for theirs in (yield Gather(code)):
-                indices = theirs[: 8 * len(where)].clone().view(torch.int64)
-                added = theirs[8 * len(where) :].clone().view(part.dtype)
-                part.view(-1).index_add_(0, indices, added)
+        kept = reals([state["residual"] for state in states])
+        parts, sent = reals(parts), None if sent is None else reals(sent)
+        if not parts or not parts[0].is_floating_point():
+            yield from summed(parts, sent)
+            return
+        given = (flat(parts) + flat(kept)).double()
+        where = given.abs().topk(-(-given.numel() // 2)).indices
+        code = torch.cat([where.double(), given[where]])
+        own = self._opened(code, given)
+        if sent is not None:
+            put(own, sent)
+        put((given - own).nan_to_num(), kept)
+        codes = yield Gather(code)
+        put(sum(self._opened(one, given) for one in codes), parts)
+
+    def _opened(self, code: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        where, values = code.chunk(2)
+        return torch.zeros_like(like).index_add_(0, where.long(), values)
