@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import os
+import select
 import socket
+import struct
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,7 @@ def job():
     the hub has beside them, and the worker's connection for messages."""
     store = DictStore()
     ranks = [Liveness(rank, 2, store, lambda _: None) for rank in range(2)]
-    hub = ranks[0]._hub
+    hub = ranks[0].hub
     with contextlib.ExitStack() as stack:
         for rank in reversed(ranks):
             stack.callback(rank.close)
@@ -126,3 +128,80 @@ def open_descriptors():
             os.fstat(int(name))
             found.append(name)
     return found
+
+
+@pytest.fixture
+def door():
+    """A listener, and a function that connects to it."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        place = listener.getsockname()
+
+        def knock():
+            return stack.enter_context(socket.create_connection(place))
+
+        yield listener, knock
+
+
+def heard(callers, peer):
+    """What *peer* has said, once something is there."""
+    select.select([peer], [], [])
+    return callers.read(peer)
+
+
+def test_a_crowd_of_strangers_loses_its_oldest_and_nobody_who_is_known(door):
+    listener, knock = door
+    callers = lifelines.Callers(strangers=2, line_bytes=64)
+    ends = [knock() for _ in range(4)]
+    first, second, third = (callers.accept(listener, callers.close) for _ in range(3))
+    assert list(callers) == [second, third]
+    assert ends[0].recv(1) == b""
+    callers.know(second)
+    fourth = callers.accept(listener, callers.close)
+    assert first not in callers
+    assert list(callers) == [second, third, fourth]
+    callers.close_all()
+    assert list(callers) == []
+    assert all(end.recv(1) == b"" for end in ends)
+
+
+def test_lines_are_given_whole_however_they_come(door):
+    listener, knock = door
+    callers = lifelines.Callers(strangers=2, line_bytes=64)
+    end = knock()
+    peer = callers.accept(listener, callers.close)
+    assert callers.read(peer) == ((), False, None)
+    end.sendall(b"one\ntw")
+    assert heard(callers, peer) == ([b"one"], False, None)
+    end.sendall(b"o\nthree\n")
+    assert heard(callers, peer) == ([b"two", b"three"], False, None)
+    end.close()
+    assert heard(callers, peer) == ([], True, None)
+    callers.close_all()
+
+
+def test_a_line_without_an_end_is_the_end(door):
+    listener, knock = door
+    callers = lifelines.Callers(strangers=2, line_bytes=64)
+    end = knock()
+    peer = callers.accept(listener, callers.close)
+    end.sendall(b"x" * 65)
+    said = heard(callers, peer)
+    while not said.over:
+        said = heard(callers, peer)
+    assert said == ([], True, None)
+    callers.close_all()
+
+
+def test_a_connection_that_breaks_says_how(door):
+    listener, knock = door
+    callers = lifelines.Callers(strangers=2, line_bytes=64)
+    end = knock()
+    peer = callers.accept(listener, callers.close)
+    # Closed with something unread or in haste, it is reset.
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    end.close()
+    said = heard(callers, peer)
+    assert said.over
+    assert said.error.errno == errno.ECONNRESET
+    callers.close_all()

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,12 +47,11 @@ def connection(store):
 
 def wait_until_known(members):
     """News that all have passed on means that the hub knows all of them."""
-    hub = members[0]._hub
-    deadline = SECONDS * 100
-    while len(hub._ranks) < len(members):
-        deadline -= 1
-        assert deadline, "the hub did not hear of all ranks"
-        hub._thread.join(0.01)
+    hub = members[0].hub
+    deadline = time.monotonic() + SECONDS
+    while len(hub.present) < len(members):
+        assert time.monotonic() < deadline, "the hub did not hear of all ranks"
+        time.sleep(0.01)
 
 
 def test_a_lost_connection_is_told_to_everybody(ranks):

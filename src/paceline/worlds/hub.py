@@ -72,6 +72,11 @@ class Hub:
         )
         self._thread.start()
 
+    @property
+    def present(self) -> set[int]:
+        """The ranks that have said hello, and have not ended."""
+        return {hello.rank for hello in list(self._ranks.values())}
+
     def close(self) -> None:
         """Rank 0 ends: whoever is still connected is told that this is well."""
         self._wake.close()

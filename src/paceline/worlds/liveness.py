@@ -58,10 +58,11 @@ class Liveness:
         self._rank = rank
         self._lost, self._broke = lost, broke
         self._over = False
-        self._hub: Hub | None = None
+        self.hub: Hub | None = None
+        """Rank 0's."""
         self._board = Board(store, size)
         if rank == 0:
-            self._hub = make_hub(size, self._board)
+            self.hub = make_hub(size, self._board)
         try:
             address = self._board.read(KEY)
         except UsageError as error:
@@ -120,8 +121,8 @@ class Liveness:
                 brief = fault[:FAULT_CHARACTERS] if fault else None
                 self._say(News(rank=self._rank, fault=brief))
                 self._socket.shutdown(socket.SHUT_RDWR)  # the listener closes it
-        if self._hub is not None:  # also after bad news
-            self._hub.close()
+        if self.hub is not None:  # also after bad news
+            self.hub.close()
         self._board.close()
 
     def _say(self, words: msgspec.Struct) -> None:
