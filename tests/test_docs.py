@@ -31,6 +31,19 @@ def test_files_that_pages_name_exist():
             assert (page.parent / path).exists(), f"{page.name} names {path}"
 
 
+PLACES = ("", "src/paceline", "benchmarks", "tests", "examples")
+
+
+def test_modules_that_pages_name_exist():
+    missing = [
+        f"{page.name} names {path}"
+        for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+        for path in re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", page.read_text())
+        if not any((ROOT / place / path).exists() for place in PLACES)
+    ]
+    assert not missing
+
+
 def test_numbers_in_readme_have_a_command():
     readme = (ROOT / "README.md").read_text()
     for path in re.findall(r"python (benchmarks/\S+\.py)", readme):
