@@ -1,6 +1,7 @@
 """The shell and its client, over real sockets: what arrives, who is lost, what is left."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -194,6 +195,17 @@ def test_a_fault_of_the_server_itself_ends_the_shell_and_everybody_knows():
 
     with pytest.raises(AssertionError, match="my fault"):
         job()
+
+
+def test_an_end_that_is_dropped_without_a_goodbye_is_let_go():
+    adder = Adder(1)
+    with running(adder, 1) as shell:
+        server = connect(shell)
+        server.request(Load(bucket=0), torch.ones(1)).wait()
+        del server
+        gc.collect()  # would wait for ever for sockets that are open
+        assert adder.news.wait(SECONDS)
+    assert adder.lost == [(0, 0)]
 
 
 # ---- lost peers ----
