@@ -12,15 +12,15 @@ from typing import cast
 
 import torch
 
-from paceline import methods, spec
+from paceline import collectives, methods, spec
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
-from paceline.collectives.server import ServerComm
 from paceline.compression import Identity, make
 from paceline.errors import UsageError
 from paceline.exchange import broadcast_tensors
 from paceline.guards import check_trained_by_nobody_else
 from paceline.interfaces import (
+    Collective,
     Compressor,
     Endpoint,
     Method,
@@ -33,7 +33,7 @@ from paceline.optimizer import DistributedOptimizer
 from paceline.pieces import check_servers_can_hold
 from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
-from paceline.settings import CollectiveName, ModuleBuffers, Settings, Sums
+from paceline.settings import ModuleBuffers, Settings, Sums
 from paceline.startup import check_same_everywhere, describe
 from paceline.tensors import wire_bytes
 from paceline.torch_private import is_compiled_whole
@@ -50,7 +50,7 @@ def distribute(
     fusion: str = "optimal",
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
-    collective: CollectiveName = "native",
+    collective: str = "native",
     compression: str | Compressor = "none",
     servers: str = "auto",
     sums: Sums = "rank",
@@ -69,8 +69,8 @@ def distribute(
     their maximum) or stay each rank's own (``"local"``). *check_finite*: raise
     `GradientError` naming the parameter when a mean gradient is not finite; leave it off
     with a GradScaler. *sampler*: weight gradients by the samples that it deals out, one
-    backward pass a batch. *collective*: ``"native"``, or ``"parameter-server"`` to form
-    averages at servers. *compression*: what is sent of gradients where workers form means
+    backward pass a batch. *collective*: how averages are formed, ``"native"``,
+    ``"parameter-server"``, ``"hierarchical"`` ... (see docs/collectives.md). *compression*: what is sent of gradients where workers form means
     of them, a name (``"bf16"``), a spec (``"int8:rounding=nearest,residuals=true"``, see
     docs/compression.md) or a compressor object; a worker alone sends nothing, and loses
     nothing. *servers*: where servers are, ``"embedded"`` (one beside rank 0),
@@ -102,9 +102,9 @@ def distribute(
     chosen, settings = _resolve(world, method, settings)
     check_declared(chosen)
     check_hooks(chosen)
-    if hasattr(chosen, "collective"):
-        settings = replace(settings, collective="native")  # the method itself says how
-    _check_compression(chosen, settings)
+    settings = _without_averages(world, chosen, settings)
+    forming = collectives.make(settings.collective)
+    _check_compression(chosen, settings, forming)
     parameters = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -132,7 +132,7 @@ def distribute(
         )
     if isinstance(comm, TorchComm) and comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    endpoints, job = _servers(world, chosen, settings)
+    endpoints, job = _servers(world, chosen, settings, forming)
     remote: MakeRemote | None = None
     if chosen.updates_on == "server":
         kept = settings.buffers == "local"
@@ -150,8 +150,8 @@ def distribute(
             world.alone,
             most_bytes=cast(UpdatesOnServer, chosen).piece_bytes(total),
         )
-    elif endpoints and isinstance(comm, TorchComm):
-        comm = ServerComm(world, comm.name, endpoints, comm.process_group)
+    elif isinstance(comm, TorchComm):
+        comm = collectives.over(forming, world, comm, endpoints)
         join = Join(options=options, sums=settings.sums)
         for reception in [endpoint.request(join) for endpoint in endpoints]:
             reception.wait()
@@ -166,7 +166,22 @@ def distribute(
     return wrapped
 
 
-def _check_compression(method: Method, settings: Settings) -> None:
+def _without_averages(world: World, method: Method, settings: Settings) -> Settings:
+    """Where servers update nobody forms averages: *settings* without what says how."""
+    if method.updates_on != "server" or settings.collective == "native":
+        return settings
+    if world.rank == 0:
+        print(
+            f"paceline: collective={settings.collective!r} is not used: under "
+            f"{method.name} servers take gradients, and nobody forms their average",
+            file=sys.stderr,
+        )
+    return replace(settings, collective="native")
+
+
+def _check_compression(
+    method: Method, settings: Settings, collective: Collective
+) -> None:
     """Raise `UsageError` where nobody forms a mean of codes."""
     compressor = settings.compression
     if compressor == Identity():
@@ -177,9 +192,9 @@ def _check_compression(method: Method, settings: Settings) -> None:
             "to servers, which take them as they are; compress under a method whose "
             "workers form means, such as bsp"
         )
-    if settings.collective == "parameter-server" and not compressor.linear:
+    if collective.needs_servers and not compressor.linear:
         raise UsageError(
-            f"compression {compressor.name!r} with collective='parameter-server': its codes "
+            f"compression {compressor.name!r} with collective={collective.name!r}: its codes "
             "are gathered, and a server only adds; use collective='native', or a linear "
             "compression, such as bf16"
         )
@@ -202,7 +217,7 @@ def _comm(world: World, method: Method) -> TorchComm | AloneComm:
 
 
 def _servers(
-    world: World, method: Method, settings: Settings
+    world: World, method: Method, settings: Settings, collective: Collective
 ) -> tuple[Sequence[Endpoint], ServerJob]:
     """This training's servers, if it has any. Collective."""
     holds = cast(UpdatesOnServer, method) if method.updates_on == "server" else None
@@ -215,7 +230,7 @@ def _servers(
         sums=settings.sums,
         clip_norm=settings.clip_norm if method.clips == "mean" else math.inf,
     )
-    if holds is None and settings.collective == "native":
+    if holds is None and not collective.needs_servers:
         return (), job
     return world.services(job.services), job
 
@@ -303,4 +318,6 @@ def read_spec(text: str, settings: Settings | None = None) -> tuple[Method, Sett
     Raises `UsageError` that names what is unknown and what there is.
     """
     chosen, rest = methods.make(spec.parse(text), set(spec.field_types(Settings)))
-    return chosen, (settings or Settings()).changed_by(rest)
+    settings = (settings or Settings()).changed_by(rest)
+    collectives.make(settings.collective)
+    return chosen, settings

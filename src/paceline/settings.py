@@ -16,7 +16,6 @@ from paceline.fusion import check_rule
 from paceline.interfaces import Compressor
 
 ModuleBuffers = Literal["rank0", "mean", "local"]
-CollectiveName = Literal["native", "parameter-server"]
 Sums = Literal["rank", "arrival", "ring"]
 
 
@@ -30,8 +29,8 @@ class Settings:
     model's buffers (BatchNorm's statistics) once a step: every rank takes rank 0's, or
     their mean, or keeps its own. *check_finite*: raise an error that names the parameter
     when a gradient is not finite (not together with a GradScaler, which expects such
-    gradients and skips the step). *collective*: how averages are formed, by
-    torch.distributed or by a parameter server. *compression*: what is sent of them; its own
+    gradients and skips the step). *collective*: how averages are formed: a
+    row of `paceline.collectives`, which checks the name. *compression*: what is sent of them; its own
     keys are ``compression.KEY``. *servers*: where servers are: beside rank 0
     ("embedded"), one on each host ("per-node"), on hosts of their own ("dedicated"; "auto":
     where there are any, else embedded), or addresses HOST:PORT joined by "+". *sums*: whether a server adds up
@@ -43,7 +42,7 @@ class Settings:
     fusion: str = "optimal"
     buffers: ModuleBuffers = "rank0"
     check_finite: bool = False
-    collective: CollectiveName = "native"
+    collective: str = "native"
     servers: str = "auto"
     sums: Sums = "rank"
     clip_norm: float = math.inf
@@ -54,7 +53,6 @@ class Settings:
         check_clip_norm(self.clip_norm)
         for key, choices in (
             ("buffers", ModuleBuffers),
-            ("collective", CollectiveName),
             ("sums", Sums),
         ):
             value = str(getattr(self, key))

@@ -465,6 +465,44 @@ def groups_that_are_kept_are_bounded(comm: TorchComm) -> None:
         channel.group([(rank + 1) % 3])
 
 
+def training_under_every_collective_is_bsp(comm: TorchComm) -> None:
+    """All ranks hold the same bits, and native's up to rounding; one ends early."""
+    rank = comm.rank
+    found = {}
+    for name in COLLECTIVES:
+        if make(name).needs_servers:
+            continue
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)
+        )
+        optimizer = paceline.distribute(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            fusion="wfbp",
+            collective=name,
+        )
+        data = torch.Generator().manual_seed(rank)
+        for _ in range(3 if rank == 1 else 5):
+            x = torch.randn(4, 5, generator=data)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        optimizer.finish()
+        flat = torch.cat([p.detach().view(-1) for p in model.parameters()])
+        most, least = flat.clone(), -flat
+        comm.all_reduce(most, "max").wait()
+        comm.all_reduce(least, "max").wait()
+        assert torch.equal(most, -least), name
+        found[name] = flat
+    for name, flat in found.items():
+        assert torch.allclose(flat, found["native"], rtol=1e-5, atol=1e-6), name
+    model = torch.nn.Linear(1, 1)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"unknown value for collective.*'rin'.*ring"):
+        paceline.distribute(model, optim, collective="rin")
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -483,6 +521,7 @@ CASES = {
         every_collective_forms_the_same_mean,
         groups_that_are_made_once,
         groups_that_are_kept_are_bounded,
+        training_under_every_collective_is_bsp,
     )
 }
 

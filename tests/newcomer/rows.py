@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.methods import METHODS
 from paceline.testing import Case
@@ -18,8 +19,8 @@ from tests.newcomer.toys.common_scale import CommonScale
 from tests.newcomer.toys.every_fourth import EveryFourth
 from tests.newcomer.toys.grid import Grid
 from tests.newcomer.toys.largest import Largest
+from tests.newcomer.toys.line import Line
 from tests.newcomer.toys.pairs import Pairs
-from tests.newcomer.toys.textbook import Textbook
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class Toy:
 
 
 TOYS = (
-    Toy(METHODS, Textbook, Case(method="textbook")),
     Toy(
         METHODS, EveryFourth, Case(method="every-fourth", learning_rate=0.3, steps=100)
     ),
@@ -52,6 +52,7 @@ TOYS = (
         CommonScale,
         Case(method="bsp:compression=common-scale", lossy=2**-13),
     ),
+    Toy(COLLECTIVES, Line, Case(method="bsp:collective=line")),
 )
 
 

@@ -1,0 +1,47 @@
+"""An all-reduce made of sends and receives: along a line of ranks, and back.
+
+Steps 0 to n-2: rank k sends what it has added up so far to rank k+1, which adds its own.
+Steps n-1 to 2n-3: the sum goes back, from the last rank to the first.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.collectives.rows import Scheduled
+from paceline.interfaces import Comm, Schedule, Transfer
+
+
+@dataclass(frozen=True)
+class Along:
+    """The transfers of a line of *ranks* over *size* units."""
+
+    ranks: int
+    size: int
+
+    priced: ClassVar[None] = None
+
+    @property
+    def steps(self) -> int:
+        return 2 * (self.ranks - 1)
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        there = self.ranks - 1
+        if number < there:
+            yield Transfer(number, number, number + 1, self.size, adds=True)
+        else:
+            rank = 2 * there - number
+            yield Transfer(number, rank, rank - 1, self.size)
+
+    def bytes_sent(self, rank: int) -> int:
+        return self.size * ((rank < self.ranks - 1) + (rank > 0))
+
+
+class Line(Scheduled):
+    """Formed by: a line of all ranks, and back. Sends: the buffer once each way. Good for:
+    chains of machines that have links to their neighbours alone."""
+
+    name: ClassVar[str] = "line"
+
+    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
+        return Along(comm.size, size)
