@@ -84,7 +84,7 @@ def test_the_measured_rate_explains_the_observed_time(step, part):
     deferred = fill(parts, order, part * sum(parts.sizes))
     size, left = parts.total(deferred), parts.left(deferred)
     observed = step_seconds(times, size, left, rate)
-    measured = measured_rate(times, size, left, rate.start_up, observed)
+    measured = measured_rate(times, size, left, rate, observed)
     free = step_seconds(times, size, left, Rate(rate.start_up, 0.0))
     if measured is None:
         assert observed <= free * (1 + VISIBLE)
@@ -95,7 +95,7 @@ def test_the_measured_rate_explains_the_observed_time(step, part):
 
 
 def test_where_nothing_is_sent_nothing_is_measured():
-    assert measured_rate(StepTimes([1.0], 1.0), 0, [0], 0.0, observed=9.0) is None
+    assert measured_rate(StepTimes([1.0], 1.0), 0, [0], Rate(0.0, 0.0), 9.0) is None
 
 
 def test_a_step_by_hand():

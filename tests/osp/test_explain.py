@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.methods.osp.choice import Rate
 from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.watch import StepWatch
 from tests.osp.helpers import HALF, train
@@ -46,7 +47,7 @@ def test_the_reason(
     options: OSPOptions, steps: int, part: float, waited: bool, why: str
 ) -> None:
     watch = watched(options)
-    watch.per_byte = 1e-9 * waited
+    watch.rate = Rate(0.0, 1e-9 * waited)
     if part == 0.5:  # the loss has fallen by so much
         for loss in [4.0] * 50 + [2.0] * 50:
             watch.growth.step(loss)

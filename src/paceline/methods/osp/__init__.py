@@ -44,7 +44,7 @@ class OSP(OSPOptions):
 
     name: ClassVar[str] = "osp"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
-
+    coordinates: ClassVar[bool] = False
     forms: ClassVar[Sequence[Mapping[str, str]]] = ({"collective": "native"},)
     """What else there is a row for in docs/methods.md."""
 
@@ -62,10 +62,6 @@ class OSP(OSPOptions):
     @property
     def clips(self) -> Clips:
         return "mean" if self.defer == "nothing" else "own"
-
-    @property
-    def coordinates(self) -> bool:
-        return False
 
     def server(self, workers: int) -> Discipline:
         return TwoStages(self)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 VISIBLE = 0.01
 """Waiting for less than this part of a step is none."""
@@ -89,15 +89,14 @@ def measured_rate(
     times: StepTimes,
     deferred: float,
     left: Sequence[float],
-    start_up: float,
+    rate: Rate,
     observed: float,
-    pulls: bool = False,
 ) -> float | None:
-    """Seconds per byte with which a step takes what it was *observed* to take; None if
-    start-ups explain it, which says only that the network is fast enough."""
+    """Seconds per byte, instead of *rate*'s, with which a step takes what it was *observed* to
+    take; None if start-ups explain it, which says only that the network is fast enough."""
 
     def takes(per_byte: float) -> float:
-        return step_seconds(times, deferred, left, Rate(start_up, per_byte, pulls))
+        return step_seconds(times, deferred, left, replace(rate, per_byte=per_byte))
 
     if observed <= takes(0.0) * (1 + VISIBLE) or not deferred + sum(left) > 0:
         return None

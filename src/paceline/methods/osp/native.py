@@ -22,7 +22,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Hyperparameters, Pending, UpdatingRun
-from paceline.methods.osp.choice import StepTimes
+from paceline.methods.osp.choice import Rate, StepTimes
 from paceline.methods.osp.decision import LOOK, Decision
 from paceline.methods.osp.layout import Message
 from paceline.methods.osp.options import OSPOptions
@@ -71,7 +71,8 @@ class NativeWorker(Worker[UpdatingRun]):
         self._channel = run.comm.channel(SECOND) if defers else None
         self._decision = Decision(options, pulls=False)
         self._leads = run.comm.rank == 0
-        self._start_up = _start_up(run) if options.defer == "measured" else 0.0
+        if options.defer == "measured":
+            self.watch.rate = Rate(_start_up(run), 0.0)
         self._round = 0
         self._look: int | None = None  # the round of a decision out of turn
         self._notes: torch.Tensor | None = None  # on their way
@@ -278,7 +279,7 @@ class NativeWorker(Worker[UpdatingRun]):
         if ends and times and agreed and len(agreed.ready) == len(times.ready):
             times = agreed
         fades = FADES if ends else 1.0
-        own = self.watch.measured(times, parts, deferred, fades, self._start_up)
+        own = self.watch.measured(times, parts, deferred, fades)
         told, update = dict.fromkeys(run.participants, own), self._update_seconds(run)
         return self._decision.decide(parts, deferred, told, self._round, update)
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from paceline.interfaces import Hyperparameters, Remote, ServerRun
+from paceline.methods.osp.choice import Rate
 from paceline.methods.osp.decision import looks_in
 from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.reports import read_mask, written_report
@@ -33,6 +34,7 @@ class RemoteWorker(Worker[ServerRun]):
         remote: Remote = run.remote
         self.step = remote.join()
         super().__init__(options, run, remote.own_updater())
+        self.watch.rate = Rate(0.0, 0.0, pulls=True)
         self._units: dict[int, tuple[int, int]] = {}  # bucket and unit of each piece
         for bucket, inside in enumerate(self.layout.inside):
             sizes = remote.unit_bytes(bucket)
@@ -175,10 +177,10 @@ class RemoteWorker(Worker[ServerRun]):
                     live["momentum_buffer"] = (earlier - exact) / rate
 
     def _report(self, fades: float) -> bytes:
-        parts, deferred = self.layout.parts(), self.layout.deferred
-        times = self.watch.times()
-        measured = self.watch.measured(times, parts, deferred, fades, pulls=True)
-        return written_report(measured)
+        times, parts = self.watch.times(), self.layout.parts()
+        return written_report(
+            self.watch.measured(times, parts, self.layout.deferred, fades)
+        )
 
 
 def next_deferred(remote: Remote) -> list[tuple[int, int]]:

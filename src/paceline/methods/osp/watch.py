@@ -6,10 +6,11 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.interfaces import Run
-from paceline.methods.osp.choice import Parts, StepTimes, measured_rate
+from paceline.methods.osp.choice import Parts, Rate, StepTimes, measured_rate
 from paceline.methods.osp.decision import LOOK
 from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.reports import Measured
@@ -79,7 +80,8 @@ class StepWatch:
         self._options, self._stopwatch = options, run.stopwatch
         budget = "constant" if options.defer == "nothing" else options.budget
         self.growth = Growth(budget, options.ramp, run.say)
-        self.per_byte = 0.0  # of the network; 0 while no step was seen to wait for it
+        self.rate = Rate(0.0, 0.0)
+        """Of the network: *per_byte* is 0 while no step was seen to wait for it."""
         self.delivered = 0  # buckets, in the step under way
         self._marks: list[Any] = []
         self._steps: deque[list[Any]] = deque(maxlen=options.interval)
@@ -122,21 +124,20 @@ class StepWatch:
         parts: Parts,
         deferred: Sequence[int],
         fades: float,
-        start_up: float = 0.0,
-        pulls: bool = False,
     ) -> Measured:
         """What steps of these *times* tell, with *deferred* pieces. A network of which nothing
-        is seen takes *fades* times what it took. *start_up*, *pulls*: see `Rate`."""
+        is seen takes *fades* times what it took."""
         per_byte = whole = 0.0
         if times is not None:
             *_, arrived, whole = self._medians()
             late, left = parts.total(deferred), parts.left(deferred)
-            seen = measured_rate(times, late, left, start_up, arrived, pulls)
-            self.per_byte = per_byte = fades * self.per_byte if seen is None else seen
+            seen = measured_rate(times, late, left, self.rate, arrived)
+            per_byte = fades * self.rate.per_byte if seen is None else seen
+            self.rate = replace(self.rate, per_byte=per_byte)
         return Measured(
             ready=list(times.ready) if times else [],
             end=times.end if times else 0.0,
-            start_up=start_up,
+            start_up=self.rate.start_up,
             per_byte=per_byte,
             bytes=parts.left(()),
             part=self.growth.part,
@@ -162,7 +163,7 @@ class StepWatch:
             )
         elif steps <= options.interval + 1:
             why = f"what may wait is decided every {options.interval} steps, and there were {steps}"
-        elif options.defer == "measured" and not self.per_byte > 0:
+        elif options.defer == "measured" and not self.rate.per_byte > 0:
             why = "steps did not wait for the network"
         else:
             most = 100 * options.most * part
