@@ -73,10 +73,23 @@ WHOLE_TENSOR_CASES = {
 
 
 CASES = [
-    pytest.param(name, {way: True} if way else {}, id=f"{name}-{way}" if way else name)
+    (name, way)
     for name, (kind, *_) in ELEMENTWISE_CASES.items()
     for way in ("", "foreach", *(["fused"] if kind in FUSED else []))
 ]
+
+
+def cases(law):
+    """All, for law 0, 1 or 2; each is fast under one of the three."""
+    return [
+        pytest.param(
+            name,
+            {way: True} if way else {},
+            id=f"{name}-{way}" if way else name,
+            marks=[pytest.mark.slow] if number % 3 != law else [],
+        )
+        for number, (name, way) in enumerate(CASES)
+    ]
 
 
 class Trainee:
@@ -173,7 +186,7 @@ def apply_step(updater, pieces, gradients, **options):
     return updater.apply(pieces, parts, updater.hyperparameters(), **options)
 
 
-@pytest.mark.parametrize(("name", "extra"), CASES)
+@pytest.mark.parametrize(("name", "extra"), cases(0))
 def test_split_application_is_one_step(name, extra):
     plain, split = Trainee(name, extra), Trainee(name, extra)
     pieces = odd_pieces(split)
@@ -190,7 +203,7 @@ def test_split_application_is_one_step(name, extra):
     same_bits(split.optimizer.state_dict(), plain.optimizer.state_dict())
 
 
-@pytest.mark.parametrize(("name", "extra"), CASES)
+@pytest.mark.parametrize(("name", "extra"), cases(1))
 def test_deferred_application_is_one_step(name, extra):
     plain, split = Trainee(name, extra), Trainee(name, extra)
     pieces = odd_pieces(split)
@@ -208,7 +221,7 @@ def test_deferred_application_is_one_step(name, extra):
     same_bits(split.optimizer.state_dict(), plain.optimizer.state_dict())
 
 
-@pytest.mark.parametrize(("name", "extra"), CASES)
+@pytest.mark.parametrize(("name", "extra"), cases(2))
 def test_a_tentative_step_changes_nothing_and_foretells_the_real_one(name, extra):
     trainee = Trainee(name, extra)
     pieces = odd_pieces(trainee)
