@@ -6,7 +6,8 @@ Every lossy one may have residuals (`Residuals`): the practical wraps the pure.
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, cast
 
 from paceline.compression.casts import BF16, FP16
 from paceline.compression.identity import Identity
@@ -52,12 +53,17 @@ def make(spec: str | Spec) -> Compressor:
 
 
 def keys_of(compressor: Compressor) -> dict[str, str]:
-    """The keys of a method's full spec that say which compressor this is, with all that is
-    particular about it; nothing for `Identity`."""
+    """The keys of a method's full spec that say which compressor this is, and what of it is
+    not as by default; nothing for `Identity`."""
     if compressor == Identity():
         return {}
     pure = compressor.code if isinstance(compressor, Residuals) else compressor
-    values = spec_of(pure.name, pure).values
+    usual = {field.name: field.default for field in dataclasses.fields(cast(Any, pure))}
+    values = {
+        key: text
+        for key, text in spec_of(pure.name, pure).values.items()
+        if getattr(pure, key) != usual[key]
+    }
     if pure is not compressor:
         values = values | {RESIDUALS: "true"}
     nested = {f"compression.{key}": value for key, value in values.items()}
