@@ -1,6 +1,7 @@
 """What runs works: in which order, in which thread, and what becomes of them at the end."""
 
 import threading
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -159,3 +160,23 @@ def test_where_only_the_caller_can_take_results_works_run_as_it_waits(world):
     chain.close()
     with pytest.raises(UsageError, match="was closed before"):
         pendings[2].wait()
+
+
+class TakenMeanwhile(SimpleQueue):
+    """Whoever asks whether there is something is told so, and then it is taken."""
+
+    def empty(self):
+        answer = super().empty()
+        if not answer:
+            super().get()
+        return answer
+
+
+def test_closing_does_not_wait_for_what_the_thread_takes_meanwhile():
+    runner = ThreadRunner("closing")
+    runner._queue = TakenMeanwhile()
+    runner._queue.put((None, lambda error: None))
+    closing = threading.Thread(target=runner.close, daemon=True)
+    closing.start()
+    closing.join(10.0)
+    assert not closing.is_alive()

@@ -28,8 +28,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from queue import SimpleQueue
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -308,10 +308,12 @@ class ThreadRunner:
         return _Flag()
 
     def close(self) -> None:
-        while not self._queue.empty():
-            item = self._queue.get()
-            if item is not None:
-                item[1](None)  # its chain is closed: it is told so
+        # The thread may take what is left meanwhile: neither may wait for the other's.
+        with suppress(Empty):
+            while True:
+                item = self._queue.get_nowait()
+                if item is not None:
+                    item[1](None)  # its chain is closed: it is told so
         self._queue.put(None)
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
