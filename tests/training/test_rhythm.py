@@ -1,7 +1,7 @@
 """Methods that do not meet in every step: what steps between two rounds send, who counts in a
 round, and how such trainings end."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
@@ -9,7 +9,9 @@ import torch
 
 import paceline
 from paceline.errors import UsageError
-from paceline.interfaces import AGREE_EVERY, Rhythm
+from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rhythm
+from paceline.methods.bsp import BSP
+from paceline.tensors import stand_in_for
 from paceline.testing.task import Counting
 from paceline.worlds.join import join_world
 from tests.newcomer.toys.every_fourth import EveryFourth
@@ -127,6 +129,156 @@ def test_a_mean_that_is_waited_for_too_early_is_refused():
     with pytest.raises(Exception, match="before the last bucket") as caught:
         train(WaitsTooEarly(), 2, (2, 2), fusion="wfbp")
     assert isinstance(caught.value.__cause__, UsageError)
+
+
+class Counted(WithStatistics):
+    """Its buffer counts forward passes, each worker in its own way."""
+
+    def forward(self):
+        self.seen += 1 + paceline.rank()
+        return super().forward()
+
+
+@pytest.mark.parametrize("method", [EveryFourth(), Pairs()])
+@pytest.mark.parametrize("steps", [(10, 5), (5, 10), (8, 8), (0, 3)])
+def test_all_end_with_the_same_buffers(method, steps):
+    """Also with those that the last round has sent."""
+    models = [model for *_, model in train(method, 2, steps, Counted)]
+    assert models[0].seen.tolist() == models[1].seen.tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanOfEverySecond(EveryFourth):
+    """Forms the mean of every second gradient."""
+
+    name: ClassVar[str] = "mean-of-every-second"
+    rhythm: ClassVar[Rhythm] = Rhythm(every=2)
+    means: list = field(default_factory=list)
+    meets: list = field(default_factory=list)
+
+    def bucket_ready(self, state, run, bucket):
+        self.meets.append((run.comm.rank, run.step, run.meets))
+
+    def after_update(self, state, run):
+        if not run.meets:
+            return
+        for bucket in run.buckets:
+            bucket.buffer.mul_(run.weight)
+            run.mean(bucket).wait()
+            self.means.append((run.step, bucket.buffer.tolist()))
+
+    def finish(self, state, run):
+        run.keep_company_to_the_end()
+
+
+@pytest.mark.parametrize("steps", [(8, 4, 4), (8, 3, 3), (8, 0, 5)])
+def test_who_is_out_of_data_counts_in_no_mean_of_gradients(steps):
+    """Each gradient is 1, and so is each mean of those that somebody still has."""
+    method = MeanOfEverySecond()
+    train(method, 3, steps)
+    assert len(method.means) > 3 * 4
+    for step, mean in method.means:
+        assert mean == pytest.approx([float(step < 8)] * len(mean))
+
+
+def test_a_method_knows_all_through_a_step_whether_it_is_one_of_a_round():
+    method = MeanOfEverySecond()
+    train(method, 2, (4, 1))
+    assert {(step, meets) for _, step, meets in method.meets} == {
+        *((0, False), (1, True), (2, False), (3, True), (5, True))
+    }
+    assert [step for rank, step, _ in method.meets if rank == 1] == [0, 1, 3, 5]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeansTooEarly(MeanOfEverySecond):
+    """Asks for a mean in backward, and its rounds are held after the update."""
+
+    name: ClassVar[str] = "means-too-early"
+
+    def backward_ended(self, state, run):
+        if run.meets:
+            run.mean(run.buckets[0])
+
+
+def test_a_mean_before_the_round_is_held_is_refused():
+    with pytest.raises(Exception, match="round is held in after_update") as caught:
+        train(MeansTooEarly(), 2, (3, 3))
+    assert isinstance(caught.value.__cause__, UsageError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeansInGroups(BSP):
+    """Averages gradients in one group, of all, while backward runs."""
+
+    name: ClassVar[str] = "means-in-groups"
+    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+
+    def bucket_ready(self, state, run, bucket):
+        everybody = run.comm.group(range(run.comm.size))
+        state.pending.append(run.mean(bucket, among=everybody))
+
+    def finish(self, state, run):
+        run.keep_company_to_the_end()
+
+
+def test_who_is_out_of_data_goes_through_the_backward_passes_of_its_groups():
+    """The other's gradients are halved from then on, and nobody hangs."""
+    first, second = train(MeansInGroups(), 2, (40, 6))
+    assert first[1] == [6 + 34 / 2]
+    assert second[1] == [6.0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsCompanyAtServers(EveryFourth):
+    """Waits for rounds that there are not."""
+
+    name: ClassVar[str] = "keeps-company-at-servers"
+    rhythm: ClassVar[Rhythm] = ON_SERVERS
+
+
+def test_company_where_there_are_no_rounds_is_refused():
+    with pytest.raises(Exception, match="nobody waits for one that is") as caught:
+        train(KeepsCompanyAtServers(), 2, (1, 1))
+    assert isinstance(caught.value.__cause__, UsageError)
+
+
+@pytest.mark.parametrize("collective", ["native", "ring"])
+def test_parameters_in_an_order_of_their_own_are_averaged(collective):
+    """Each worker's weights lie in memory in another order."""
+
+    def body(rank):
+        torch.manual_seed(0)
+        layout = (torch.channels_last, torch.contiguous_format)[rank]
+        model = torch.nn.Conv2d(2, 3, 2).to(memory_format=layout)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(
+            model, inner, method=EveryFourth(), collective=collective
+        )
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = torch.arange(18.0).view(1, 2, 3, 3) * (rank + 1)
+            model(x).square().mean().mul(0.001).backward()
+            optimizer.step()
+        own = model.weight.detach().contiguous().clone()
+        optimizer.finish()
+        return own, model.weight.detach().contiguous()
+
+    (a, after), (b, other) = simulate(2, body)
+    assert not torch.equal(a, b)
+    assert torch.equal(after, other)
+    assert torch.allclose(after, (a + b) / 2)
+
+
+def test_averages_of_parameters_that_stand_for_larger_ones_take_their_bytes():
+    def make():
+        model = Counting()
+        for parameter in model.parameters():
+            stand_in_for(1000 * parameter.numel(), parameter)
+        return model
+
+    for sent, *_ in train(EveryFourth(), 2, (4, 4), make):
+        assert sum(sent) == 1000 * ELEMENTS
 
 
 def test_a_rhythm_that_makes_no_sense_is_refused():

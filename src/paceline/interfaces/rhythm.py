@@ -31,6 +31,10 @@ class Rhythm:
                 "workers that meet at servers alone"
             )
 
+    def meets(self, step: int) -> bool:
+        """Whether step number *step*, from 0, is one of a round."""
+        return self.every == 0 or (step + 1) % self.every == 0
+
     @property
     def is_every_step(self) -> bool:
         """Whether all workers meet in every step."""

@@ -107,7 +107,10 @@ class Run(Protocol):
         what the state of a compressor is kept under, for a tensor that is no bucket.
 
         In a step's means workers learn who trains and what was used. So a mean is not
-        waited for before the step's last bucket was delivered: `UsageError`.
+        waited for before the step's last bucket was delivered: `UsageError`. Where rounds
+        are rarer than steps, and of all workers, they are held in `after_update`: a mean
+        among all before that is a `UsageError`, too. What a worker that is out of data has
+        in the buffer counts as zeros.
         """
         ...
 

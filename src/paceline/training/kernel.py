@@ -274,6 +274,7 @@ class Training:
         if self._loading is not None and self._loading.is_due:
             self._loading.complete()
         self._hooks.call("finish")
+        self._shared.put()  # a last round may have sent some
         if self._remote is not None:
             self._remote.keep_state()
         if isinstance(self.run, UpdatingWorkerRun) and self.run.updater is not None:

@@ -8,7 +8,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Rhythm
-from paceline.tensors import Bucket
+from paceline.tensors import Bucket, stand_alike
 from paceline.training.coding import Codes
 from paceline.training.presence import Presence
 from paceline.training.roll_call import RollCall
@@ -44,6 +44,8 @@ class Means:
             bucket = of = gradients
             buffer = gradients.buffer
         assert isinstance(buffer, torch.Tensor)
+        if self._rhythm.lets_models_differ and not self._presence.active:
+            buffer.zero_()  # of a step long ago, and it counted then
         comm = self._queue(among, channel)
         if among is not None:
             if comm.size != self._comm.size:
@@ -68,7 +70,14 @@ class Means:
             raise UsageError(
                 f"average: expected a tensor of floating point, got {tensor.dtype}"
             )
-        tensor = tensor.detach()  # of a parameter: no step of autograd's
+        # Of a parameter: no step of autograd's.
+        tensor = stand_alike(tensor.detach(), tensor)
+        if not tensor.is_contiguous():
+            # Other ranks may have it in another order: in its own, all have the same.
+            row = stand_alike(tensor.contiguous(), tensor)
+            return _PutBack(
+                self.average(row, among=among, channel=channel), row, tensor
+            )
         comm = self._queue(among, channel)
         if self._rhythm.groups or among is not None:
             tensor.mul_(1 / comm.size)
@@ -103,6 +112,12 @@ class Means:
         was *kept*, where nobody takes part. *carries*: it may carry the question who
         does."""
         call = self._call
+        if call.is_later:
+            raise UsageError(
+                f"a mean among all workers before the update, with a rhythm of every="
+                f"{self._rhythm.every} steps: their round is held in after_update. Ask "
+                "there, where run.meets"
+            )
         if call.is_answered:
             if kept is not None and call.nobody_takes_part:
                 buffer.copy_(kept)
@@ -143,6 +158,31 @@ class Nothing:
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:
         return work() or self
+
+
+class _PutBack:
+    """The `Pending` of a copy's mean, which then goes *into* where it comes from."""
+
+    __slots__ = ("_into", "_pending", "_row")
+
+    def __init__(self, pending: Pending, row: torch.Tensor, into: torch.Tensor) -> None:
+        self._pending, self._row, self._into = pending, row, into
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._put()
+
+    def then(self, work: Callable[[], Pending | None]) -> Pending:
+        def put_and_work() -> Pending | None:
+            self._put()
+            return work()
+
+        return self._pending.then(put_and_work)
+
+    def _put(self) -> None:
+        row, self._row = self._row, self._row.new_empty(0)
+        if row.numel():
+            self._into.copy_(row)
 
 
 class _Mean:

@@ -170,6 +170,7 @@ class Parts:
             self.clip_mean,
             self.remote,
             self.comm,
+            self._method.rhythm,
             self.presence,
             means,
             [parameter for _, parameter in self.parameters],

@@ -53,6 +53,9 @@ class RollCall:
         """What sums are multiplied with, of gradients and of what counts equally: not 1
         where some ranks take no part, since a mean is over those that do."""
         self.is_answered = True
+        self.is_later = False
+        """Whether this step's round, if it is one, is held after the update: now, nobody
+        can be asked who takes part."""
         self._may_ask = False
         self._flag: torch.Tensor | None = None
         self._pending: Pending | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Method, Stopwatch
+from paceline.interfaces import Comm, Method, Rhythm, Stopwatch
 from paceline.server.remote import RemoteParameters
 from paceline.tensors import Bucket
 from paceline.training.means import Means
@@ -23,6 +23,7 @@ class WorkerRun:
     def __init__(
         self,
         comm: Comm,
+        rhythm: Rhythm,
         presence: Presence,
         means: Means,
         parameters: Sequence[torch.nn.Parameter],
@@ -37,10 +38,13 @@ class WorkerRun:
         self.comm, self.parameters, self.buffers = comm, parameters, buffers
         self.stopwatch, self.say, self.take_model = stopwatch, say, take_model
         self.mean, self.average = means.mean, means.average
-        self._presence, self._buckets = presence, buckets
+        self._rhythm, self._presence, self._buckets = rhythm, presence, buckets
         self._metric, self._company = metric, company
         self.step = 0
-        self.meets = True
+
+    @property
+    def meets(self) -> bool:
+        return self._rhythm.meets(self.step)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -72,6 +76,11 @@ class WorkerRun:
 
     def keep_company_to_the_end(self) -> int | None:
         presence = self._presence
+        if not self._rhythm.every:
+            raise UsageError(
+                "keep_company_to_the_end under a rhythm of every=0: workers that meet at "
+                "servers alone have no rounds, and nobody waits for one that is out of data"
+            )
         last = presence.participants
         while presence.somebody_trains:
             last = presence.participants

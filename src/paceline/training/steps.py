@@ -74,6 +74,7 @@ class Steps:
             self.loading.before_step()
         if self._rhythm.is_every_step:
             self._roll_call.begin()
+        self._roll_call.is_later = self._rhythm.every > 1 and not self._rhythm.groups
         self.hooks.call("step_begins")
 
     def deliver(self, bucket: Bucket) -> None:
@@ -132,23 +133,22 @@ class Steps:
         self.put_buffers()
 
     def keep_company(self) -> None:
-        """One step without data, or, where rounds are rarer, the next round."""
+        """One step without data, or, where rounds are rarer, that of the next round."""
         self._shared.put()
         run, rhythm = self.run, self._rhythm
+        run.step += rhythm.every - 1 - run.step % rhythm.every
+        self.begin()
+        self.arrivals.deliver_nothing()
+        self._meet_after_backward()
         if rhythm.is_every_step:
-            self.begin()
-            self.arrivals.deliver_nothing()
-            self._meet_after_backward()
             self._plan_anew()
-        else:
-            run.step += rhythm.every - 1 - run.step % rhythm.every
         self._after_update()
 
     def _after_update(self) -> None:
         """The method's hook; and a round's own messages, where that is when workers
         meet."""
         run, rhythm = self.run, self._rhythm
-        run.meets = rhythm.every == 0 or (run.step + 1) % rhythm.every == 0
+        self._roll_call.is_later = False
         if self.uses is not None:
             self.uses.begin_anew()
         if rhythm.lets_models_differ and run.meets:
@@ -160,9 +160,12 @@ class Steps:
     def _hold_round(self) -> None:
         """A round of a method whose models differ between rounds."""
         if self._agreement is not None:
+            before = self._presence.participants
             if self._agreement.round_begins():
                 self._shared.put()
-                self._share_buffers()
+                # At the last one nobody trains any more, and all end with the same.
+                source, *_ = self._presence.participants or before
+                self._shared.send(source)
             if self._presence.somebody_trains:
                 self.hooks.call("after_update")
         else:
