@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import os
 import socket
 
@@ -165,6 +166,7 @@ def test_a_worker_that_could_not_open_it_gets_nothing_in_the_servers_memory():
 
 
 def test_memory_is_gone_with_its_ends():
+    gc.collect()  # what tests before this one have left goes now, and not meanwhile
     before = descriptors_of_memory()
     ends = Ends(workers=2)
     # The server's own, and Python's copies: of two regions at either end of each worker.
