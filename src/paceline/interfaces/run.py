@@ -102,9 +102,9 @@ class Run(Protocol):
         """Form the mean of *gradients*, in place, over the workers that train.
 
         The buffer holds this worker's share of the mean already (gradient times
-        `weight`), as a bucket's does. *of*: the bucket that a tensor is a part of. *among*: a group instead of all workers; weights
-        count as equal there. *channel*: a queue of its own, for what may be late. *name*:
-        what the state of a compressor is kept under, for a tensor that is no bucket.
+        `weight`), as a bucket's does. *of*: the bucket that a tensor is a part of.
+        *among*: a group instead of all workers; weights count as equal there. *channel*: a
+        queue of its own, for what may be late. *name*: what the state of a compressor is kept under, for a tensor that is no bucket.
 
         In a step's means workers learn who trains and what was used. So a mean is not
         waited for before the step's last bucket was delivered: `UsageError`. Where rounds
@@ -120,9 +120,12 @@ class Run(Protocol):
         *,
         among: Comm | None = None,
         channel: str = "",
+        name: str = "",
     ) -> Pending:
         """Form the mean of anything else, parameters for example, in place: every worker
-        that takes part counts once. A worker that is out of data takes part in one more
+        that takes part counts once. *name*: what the state of a compressor is kept under,
+        for what may be compressed, differences of parameters for example; without a name
+        it is sent as it is. A worker that is out of data takes part in one more
         round if it has trained since the last one; between groups it always does.
         *tensor* is of floating point."""
         ...

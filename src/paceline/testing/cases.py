@@ -22,6 +22,9 @@ class Case:
     alone takes, if it is not plain ``optimizer.step()``. *lossy*: how much of a tensor's
     largest gradient a mean may be off in each element, where a lossy code is sent; workers'
     gradients at the optimum are about 1, so that training ends as far from there.
+    *counts*: each gradient moves the parameters once, by the optimizer's step; not so under
+    an outer optimizer, which steps once more with what they have moved: laws that read from
+    parameters how many gradients are in them say nothing there.
     """
 
     method: str | Method
@@ -31,6 +34,7 @@ class Case:
     under_way: bool = False
     rounding: float = 0.0
     lossy: float = 0.0
+    counts: bool = True
     reference: Callable[[torch.optim.Optimizer], None] | None = None
 
     @property

@@ -193,12 +193,16 @@ def _always(case: Case, rule: str, workers: int) -> bool:
     return True
 
 
-def _alone(case: Case, rule: str, workers: int) -> bool:
-    return workers == 1
-
-
 def _together(case: Case, rule: str, workers: int) -> bool:
     return workers > 1
+
+
+def _counts(case: Case, rule: str, workers: int) -> bool:
+    return case.counts
+
+
+def _has_reference(case: Case, rule: str, workers: int) -> bool:
+    return workers == 1 and (case.counts or case.reference is not None)
 
 
 def repeats(case: Case, rule: str, workers: int) -> bool:
@@ -230,17 +234,17 @@ CHECKS: dict[str, Check] = {
     check.name: check
     for check in (
         Check(converges),
-        Check(one_worker_is_the_reference, _alone),
+        Check(one_worker_is_the_reference, _has_reference),
         Check(types_and_shapes_are_kept),
         Check(uneven_data_ends),
         Check(leaving_after_backward_ends_with_one_model, _together),
         Check(evaluations_change_nothing, repeats),
         Check(state_survives_a_restart, repeats),
-        Check(a_restart_loses_nothing),
-        Check(evaluations_lose_nothing),
+        Check(a_restart_loses_nothing, _counts),
+        Check(evaluations_lose_nothing, _counts),
         Check(a_checkpoint_is_a_restart, repeats),
-        Check(a_checkpoint_loses_nothing),
-        Check(gradients_are_clipped_once),
+        Check(a_checkpoint_loses_nothing, _counts),
+        Check(gradients_are_clipped_once, _counts),
     )
 }
 

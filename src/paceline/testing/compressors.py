@@ -342,8 +342,9 @@ def _require_close(
 def _require_states(workers: Workers) -> None:
     kind = workers.compressor.state
     first, *others = workers.states
-    for state in first:
-        require(bool(state) == (kind != "none"), f"declares state {kind!r}: {state}")
+    kept = [state for state in first if state]  # perhaps of matrices alone
+    require(bool(kept) == (kind != "none"), f"declares state {kind!r}, keeps {kept}")
+    for state in kept:
         _require_plain(state)
     if kind == "common":
         for other in others:

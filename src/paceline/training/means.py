@@ -64,6 +64,7 @@ class Means:
         *,
         among: Comm | None = None,
         channel: str = "",
+        name: str = "",
     ) -> Pending:
         """See `Run.average`."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -76,12 +77,18 @@ class Means:
             # Other ranks may have it in another order: in its own, all have the same.
             row = stand_alike(tensor.contiguous(), tensor)
             return _PutBack(
-                self.average(row, among=among, channel=channel), row, tensor
+                self.average(row, among=among, channel=channel, name=name), row, tensor
             )
         comm = self._queue(among, channel)
+
+        def send() -> Pending:
+            if name:
+                return self._code(comm, tensor, None, name)
+            return comm.all_reduce(tensor, "sum")
+
         if self._rhythm.groups or among is not None:
             tensor.mul_(1 / comm.size)
-            return comm.all_reduce(tensor, "sum")
+            return send()
         kept = None
         if self._presence.takes_part:
             tensor.mul_(1 / comm.size)
@@ -91,7 +98,7 @@ class Means:
         return self._sum(
             tensor,
             lambda: self._call.equal_factor,
-            lambda: comm.all_reduce(tensor, "sum"),
+            send,
             carries=not channel,
             kept=kept,
         )

@@ -56,6 +56,8 @@ class Steps:
         self._roll_call, self._agreement = roll_call, agreement
         self._shared, self._faults = shared, faults
         self._may_begin = True
+        self._backward_of = -1
+        """The last step whose backward pass has ended."""
         self._done = 0
         self.delivered = False
         """Whether the gradients of the step under way were given to the method."""
@@ -109,6 +111,7 @@ class Steps:
 
     def _meet_after_backward(self) -> None:
         self.hooks.call("backward_ended")
+        self._backward_of = self.run.step
         if self._rhythm.is_every_step:
             self._roll_call.answer()
             self._share_buffers()
@@ -137,11 +140,12 @@ class Steps:
         self._shared.put()
         run, rhythm = self.run, self._rhythm
         run.step += rhythm.every - 1 - run.step % rhythm.every
-        self.begin()
-        self.arrivals.deliver_nothing()
-        self._meet_after_backward()
-        if rhythm.is_every_step:
-            self._plan_anew()
+        if self._backward_of != run.step:  # else the script left before step()
+            self.begin()
+            self.arrivals.deliver_nothing()
+            self._meet_after_backward()
+            if rhythm.is_every_step:
+                self._plan_anew()
         self._after_update()
 
     def _after_update(self) -> None:
@@ -202,6 +206,7 @@ class Steps:
     @progress.setter
     def progress(self, saved: dict[str, int]) -> None:
         self.run.step = saved["step"]
+        self._backward_of = -1
         if self._rhythm.lets_models_differ:
             self._presence.unsent = saved["unsent"]
         if self._agreement is not None:
