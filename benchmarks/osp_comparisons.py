@@ -9,7 +9,7 @@ import torch
 
 from paceline import spec
 from paceline.methods.osp import OSP
-from paceline.methods.osp.rules import Importance, LocalStep
+from paceline.methods.osp.options import Importance, LocalStep
 
 PREDICTED = 0.9
 """How much of the mean of mean gradients stays from one step to the next."""
@@ -33,12 +33,15 @@ class Random(Importance):
 class PlainStep(LocalStep):
     """The learning rate times the own gradient, without momentum: another reading of LGP."""
 
-    def step(self, updater, pieces, own, hyperparameters):
-        values = updater.values(pieces)
-        for piece, value, gradient in zip(pieces, values, own, strict=True):
+    def values(self, updater, pieces, own, hyperparameters):
+        values = []
+        for piece, value, gradient in zip(
+            pieces, updater.values(pieces), own, strict=True
+        ):
             group = hyperparameters[updater.group_of(piece)]
             rate = -group["lr"] if group.get("maximize") else group["lr"]
-            value.sub_(gradient.view_as(value) * rate)
+            values.append(value - gradient.view_as(value) * rate)
+        return values
 
 
 class AverageStep(LocalStep):
@@ -48,13 +51,13 @@ class AverageStep(LocalStep):
     def __init__(self):
         self.predicted = {}
 
-    def step(self, updater, pieces, own, hyperparameters):
+    def values(self, updater, pieces, own, hyperparameters):
         known = [self.predicted.get(piece) for piece in pieces]
         guesses = [
             gradient if mean is None else (gradient + mean) / 2
             for gradient, mean in zip(own, known, strict=True)
         ]
-        super().step(updater, pieces, guesses, hyperparameters)
+        return super().values(updater, pieces, guesses, hyperparameters)
 
     def arrived(self, pieces, means):
         for piece, mean in zip(pieces, means, strict=True):

@@ -25,8 +25,7 @@ from paceline.methods.osp.choice import (
 )
 from paceline.methods.osp.decision import Decision
 from paceline.methods.osp.layout import Layout
-from paceline.methods.osp.options import OSPOptions
-from paceline.methods.osp.rules import Importance
+from paceline.methods.osp.options import Importance, OSPOptions
 from paceline.methods.osp.watch import EPOCHS, Growth
 from paceline.tensors import make_buckets
 from paceline.updater import TorchUpdater, split_pieces
@@ -138,7 +137,7 @@ def test_what_is_ready_last_is_deferred_first_and_of_that_the_least_important() 
 def test_in_turns_as_much_is_gained_as_in_any_other_order_of_as_many(step, most):
     """Where pieces are of one size: what is ready last is what a step waits for."""
     parts, times, rate, order = step
-    parts = Parts([100] * len(parts.sizes), parts.buckets, parts.count)
+    parts = Parts([100] * len(parts.sizes), parts.buckets, parts.bucket_count)
     rate = Rate(0.0, rate.per_byte)  # deferring all of a bucket saves a message
     budget = most * sum(parts.sizes)
     late = turns(OSPOptions(), parts, [0.0] * len(order))
@@ -327,14 +326,16 @@ def test_each_gradient_is_in_one_message_once(case):
     messages = [layout.message(bucket) for bucket in buckets]
     for bucket, message in zip(buckets, messages, strict=True):
         assert message.flat.dtype == bucket.buffer.dtype
-        assert not set(message.numbers) & set(deferred)
+        assert not set(message.parts) & set(deferred)
     late = layout.late_messages()
-    assert sorted(n for message in late for n in message.numbers) == deferred
+    assert sorted(n for message in late for n in message.parts) == deferred
 
     found = {}
     for message in [*messages, *late]:
-        assert message.flat.numel() == sum(part.numel() for part in message.parts)
-        for piece, part in zip(message.numbers, message.parts, strict=True):
+        assert message.flat.numel() == sum(
+            part.numel() for part in message.parts.values()
+        )
+        for piece, part in message.parts.items():
             assert piece not in found
             assert part.dtype == message.flat.dtype
             found[piece] = part
@@ -389,7 +390,7 @@ def test_a_layout_follows_new_buckets():
     assert layout.changes == changes + 1
     buckets[0].buffer.copy_(torch.arange(9.0))
     message = layout.message(buckets[0])
-    assert message.numbers == [2, 0]
+    assert list(message.parts) == [2, 0]
     assert message.flat.tolist() == [0, 1, 2, 6, 7, 8]
     assert layout.gradient(1).tolist() == [3, 4, 5]
 

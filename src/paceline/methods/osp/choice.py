@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 VISIBLE = 0.01
 """Waiting for less than this part of a step is none."""
@@ -24,17 +24,15 @@ WORTH_IT = 0.02
 """Deferring must shorten a step by this part of it."""
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds since the last update ended: *ready*, per bucket, until its gradients are
-    there; *end*, until backward has ended."""
+class StepTimes(NamedTuple):
+    """Seconds since the last update ended: until each bucket's gradients are *ready*, and
+    until the *end* of backward."""
 
     ready: Sequence[float]
     end: float
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """What a message costs: *start_up* seconds, and *per_byte*. *pulls*: what was pushed
     comes back the other way, while the next message is pushed."""
 
@@ -47,14 +45,13 @@ class Rate:
         return self.start_up + size * self.per_byte if size > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The pieces of a model: *sizes* in bytes, the bucket that each is in, and the *count* of
-    buckets."""
+class Parts(NamedTuple):
+    """The pieces of a model: *sizes* in bytes, the bucket that each is in, and how many buckets
+    there are."""
 
     sizes: Sequence[int]
     buckets: Sequence[int]
-    count: int
+    bucket_count: int
 
     def total(self, pieces: Iterable[int]) -> int:
         """Bytes of some pieces."""
@@ -62,10 +59,9 @@ class Parts:
 
     def left(self, deferred: Iterable[int]) -> list[int]:
         """Bytes of each bucket that are not deferred."""
-        out = set(deferred)
-        left = [0] * self.count
-        for piece, size in enumerate(self.sizes):
-            left[self.buckets[piece]] += 0 if piece in out else size
+        left = [0] * self.bucket_count
+        for piece in set(range(len(self.sizes))).difference(deferred):
+            left[self.buckets[piece]] += self.sizes[piece]
         return left
 
 
@@ -96,7 +92,7 @@ def measured_rate(
     take; None if start-ups explain it, which says only that the network is fast enough."""
 
     def takes(per_byte: float) -> float:
-        return step_seconds(times, deferred, left, replace(rate, per_byte=per_byte))
+        return step_seconds(times, deferred, left, rate._replace(per_byte=per_byte))
 
     if observed <= takes(0.0) * (1 + VISIBLE) or not deferred + sum(left) > 0:
         return None

@@ -14,17 +14,10 @@ nothing is deferred for some decisions, and for twice as many each time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from paceline.methods.osp.choice import (
-    VISIBLE,
-    Parts,
-    Rate,
-    StepTimes,
-    choose,
-    fill,
-    levelled,
-)
+from paceline.methods.osp import choice
+from paceline.methods.osp.choice import Parts, Rate, StepTimes
 from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.reports import Measured
 
@@ -50,8 +43,7 @@ def looks_in(step: int, interval: int) -> bool:
     return step % interval == LOOK + 3
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """The steps since what is deferred has last changed: *times* (None: not known, or not of
     the same buckets), *rate* of the network, *whole* seconds of a step (0: fewer than `LOOK`
     steps), and the *workers* that trained."""
@@ -80,8 +72,8 @@ class Trial:
             return self._rest > 0 or self._plain is None
         if self._plain is None or self._plain.workers != seen.workers:
             return True
-        longer = seen.whole > self._plain.whole * (1 - VISIBLE)
-        return longer and self._fails(seen)
+        longer = seen.whole > self._plain.whole * (1 - choice.VISIBLE)
+        return longer and self._fails(self._plain, seen)
 
     def stops_early(self, deferring: bool, seen: Seen) -> bool:
         """Whether a trial ends now, after `LOOK` steps: they are much longer than without."""
@@ -92,13 +84,13 @@ class Trial:
             return False
         # A network that seems to be another may be, or the processors are busy: that stops the
         # trial, too, but the next interval shows it, and is no rest.
-        self._fails(seen)
+        self._fails(plain, seen)
         return True
 
-    def _fails(self, seen: Seen) -> bool:
+    def _fails(self, plain: Seen, seen: Seen) -> bool:
         """Rest, unless the network is another one than that of the steps without."""
-        before = self._plain.rate.per_byte if self._plain else 0.0
-        fails = before / OTHER < seen.rate.per_byte < before * OTHER
+        before, now = plain.rate.per_byte, seen.rate.per_byte
+        fails = before / OTHER < now < before * OTHER
         if fails:
             self._rest, self._patience = self._patience, 2 * self._patience
         return fails
@@ -130,15 +122,14 @@ class Decision:
         growth = min(one.part for one in told.values())
         budget = options.most * sum(parts.sizes) * growth
         if options.defer == "most":
-            return sorted(fill(parts, order, budget))
-        if self._trial.rests(bool(deferred), seen):
-            return []
-        if seen.times is None or not seen.rate.per_byte:
+            return sorted(choice.fill(parts, order, budget))
+        rests = self._trial.rests(bool(deferred), seen)
+        if rests or seen.times is None or not seen.rate.per_byte:
             return []
         orders = [order]
         if self._pulls and options.order == "time":
-            orders.append(levelled(parts, order))
-        return choose(parts, orders, seen.times, seen.rate, budget, update)
+            orders.append(choice.levelled(parts, order))
+        return choice.choose(parts, orders, seen.times, seen.rate, budget, update)
 
     def order(self, parts: Parts, step: int) -> list[int]:
         """In which order pieces are deferred. Without overlap all are ready together."""
@@ -150,15 +141,14 @@ class Decision:
     def _seen(self, parts: Parts, told: Mapping[int, Measured]) -> Seen:
         """A step is as long as the slowest worker's. Who decides for a part of the model has
         that part of a bucket's messages, so that a byte of its own costs more."""
-        all_, times = list(told.values()), None
-        if all_[0].ready and len({len(one.ready) for one in all_}) == 1:
-            readies = zip(*(one.ready for one in all_), strict=True)
-            times = StepTimes(
-                [max(ready) for ready in readies], max(one.end for one in all_)
-            )
-        whole, mine = sum(all_[0].bytes), sum(parts.sizes)
-        per_byte = max(one.per_byte for one in all_) * whole / max(1, mine)
-        rate = Rate(max(one.start_up for one in all_), per_byte, self._pulls)
-        known = all(one.whole for one in all_)
-        step = max(one.whole for one in all_) if known else 0.0
+        reports = list(told.values())
+        times = None
+        if reports[0].ready and len({len(one.ready) for one in reports}) == 1:
+            ready = map(max, zip(*(one.ready for one in reports), strict=True))
+            times = StepTimes(list(ready), max(one.end for one in reports))
+        whole, mine = sum(reports[0].bytes), sum(parts.sizes)
+        per_byte = max(one.per_byte for one in reports) * whole / max(1, mine)
+        rate = Rate(max(one.start_up for one in reports), per_byte, self._pulls)
+        known = all(one.whole for one in reports)
+        step = max(one.whole for one in reports) if known else 0.0
         return Seen(times, rate, step, tuple(told))

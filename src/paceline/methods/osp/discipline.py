@@ -18,9 +18,6 @@ from paceline.methods.osp.reports import Measured, read_report, written_mask
 Key = tuple[int, bool, int]
 """Of a round: step, whether its units come late (in stage 2), and bucket."""
 
-Mask = Mapping[int, Sequence[int]]
-"""Per bucket, the units that are deferred; none of buckets that are not in it."""
-
 
 class TwoStages:
     """The server's half."""
@@ -36,7 +33,7 @@ class TwoStages:
         self._decided: dict[int, Sequence[int]] = {}
         self._decision = Decision(options, pulls=True)
         self._reports: dict[int, Measured] = {}  # by worker, its last one
-        self._unrated: list[tuple[int, Sequence[int], HeldPush]] = []
+        self._unrated: list[HeldPush] = []  # each with the mean of its round
         self._due: int | None = None  # the step after whose first stage is decided
 
     # ---- the `Discipline` ----
@@ -79,9 +76,10 @@ class TwoStages:
         versions = self._of(shard, bucket)
         return all(versions[unit] >= step for unit in units)
 
-    def defer(self, mask: Mask, now: bool = False) -> None:
-        """From the next step on of every bucket that begins, *mask* is deferred, which goes
-        out with the answers to its first stage before; *now*: no step has begun yet."""
+    def defer(self, mask: Mapping[int, Sequence[int]], now: bool = False) -> None:
+        """From the next step on of every bucket that begins, *mask* (units, by bucket) is
+        deferred, which goes out with the answers to its first stage before; *now*: no step
+        has begun yet."""
         self._decided = dict(mask)
         if now:
             self._deferred, self._decided = self._decided, {}
@@ -95,18 +93,19 @@ class TwoStages:
         """Rate what was updated last, and decide: the answers have left."""
         numbers = {place: number for number, place in enumerate(self._places(shard))}
         unrated, self._unrated = self._unrated, []
-        for bucket, units, push in unrated:
-            values = shard.values(bucket, units)
+        for push in unrated:
+            units = self._units(shard, push)
+            values = shard.values(push.bucket, units)
             parts = push.gradient.split([value.numel() for value in values])
             for unit, value, part in zip(units, values, parts, strict=True):
-                self._decision.importance.rate(numbers[bucket, unit], value, part)
+                self._decision.importance.rate(numbers[push.bucket, unit], value, part)
         step, self._due = self._due, None
         if step is not None:
             self._decide(shard, step)
 
     def _decide(self, shard: Shard, step: int) -> None:
-        here = [worker for worker in shard.expected(step) if worker in self._reports]
-        told = {worker: self._reports[worker] for worker in here}
+        reports = self._reports
+        told = {w: reports[w] for w in shard.expected(step) if w in reports}
         if self._options.defer == "nothing" or not told:
             return
         places = self._places(shard)
@@ -155,7 +154,7 @@ class TwoStages:
             shard.answer(push)
         options, decides = self._options, step % self._options.interval == 0
         if decides and units:
-            self._unrated.append((bucket, units, pushes[0]))
+            self._unrated.append(pushes[0])
         looks = options.defer == "measured" and looks_in(step, options.interval)
         decides = decides or (looks and any(self._deferred.values()))
         if decides and not late and bucket == max(shard.buckets):

@@ -13,12 +13,11 @@ from paceline.tensors import Bucket, kind_of, stand_in_for, stands_in, wire_byte
 
 
 class Message(NamedTuple):
-    """Some pieces' gradients, one after the other in *flat*: ``parts[i]`` is that of piece
-    ``numbers[i]``."""
+    """Some pieces' gradients, one after the other in *flat*; *parts*: each one's, by its
+    number."""
 
     flat: torch.Tensor
-    numbers: list[int]
-    parts: Sequence[torch.Tensor]
+    parts: dict[int, torch.Tensor]
 
 
 class Layout:
@@ -31,8 +30,7 @@ class Layout:
     def __init__(self, buckets: Sequence[Bucket], updater: Updater) -> None:
         owners = [p for bucket in buckets for p in bucket.parameters]
         self.pieces = sorted(piece for p in owners for piece in updater.pieces_of(p))
-        self.numbers = {piece: number for number, piece in enumerate(self.pieces)}
-        self.lengths = [piece.stop - piece.start for piece in self.pieces]
+        self._lengths = [piece.stop - piece.start for piece in self.pieces]
         self.deferred: list[int] = []
         self.changes = 0  # how often buckets, or what is deferred, have changed
         self.inside: list[list[int]] = []  # per bucket, in the order of its buffer
@@ -41,22 +39,22 @@ class Layout:
         self._updater = updater
         self._kept: dict[Hashable, torch.Tensor] = {}
         self.follow(buckets)
-        self.sizes = []
-        for number, length in enumerate(self.lengths):
+        self.sizes = []  # bytes on the network
+        for number, length in enumerate(self._lengths):
             owner = self._owner(number)
             self.sizes.append(wire_bytes(owner) * length // owner.numel())
 
     def follow(self, buckets: Sequence[Bucket]) -> None:
         """The planner has made new *buckets*."""
         self.changes += 1
-        self.inside.clear()
-        for bucket in buckets:
-            self.inside.append([])
+        self.inside = [[] for _ in buckets]
+        numbers = {piece: number for number, piece in enumerate(self.pieces)}
+        for bucket, inside in zip(buckets, self.inside, strict=True):
             offset = 0
             for member, parameter in enumerate(bucket.parameters):
                 for piece in self._updater.pieces_of(parameter):
-                    number = self.numbers[piece]
-                    self.inside[-1].append(number)
+                    number = numbers[piece]
+                    inside.append(number)
                     self._members[number] = bucket, member, offset + piece.start
                 offset += parameter.numel()
 
@@ -78,7 +76,7 @@ class Layout:
     def gradient(self, number: int) -> torch.Tensor:
         """This worker's own gradient of a piece: a flat part of its bucket."""
         bucket, _, start = self._members[number]
-        return bucket.buffer[start : start + self.lengths[number]]
+        return bucket.buffer[start : start + self._lengths[number]]
 
     def name_of(self, number: int) -> str:
         """The model's name of the parameter that a piece is of."""
@@ -92,12 +90,11 @@ class Layout:
 
     def message(self, bucket: Bucket) -> Message:
         """What is not deferred of a bucket: a copy, unless that is all of it."""
-        late = set(self.deferred)
+        late, whole = set(self.deferred), bucket.buffer
         numbers = [n for n in self.inside[bucket.index] if n not in late]
-        lengths = [self.lengths[number] for number in numbers]
-        if sum(lengths) == bucket.buffer.numel():
-            return Message(bucket.buffer, numbers, bucket.buffer.split(lengths))
-        return self._joined(numbers, bucket.index, bucket.buffer)
+        if sum(self._lengths[n] for n in numbers) == whole.numel():
+            return Message(whole, {n: self.gradient(n) for n in numbers})
+        return self._joined(numbers, bucket.index, whole)
 
     def late_messages(self) -> list[Message]:
         """All that is deferred: a copy for each kind of tensor."""
@@ -118,13 +115,13 @@ class Layout:
         return kept[:size]
 
     def _joined(self, numbers: list[int], key: Hashable, like: torch.Tensor) -> Message:
-        lengths = [self.lengths[number] for number in numbers]
+        lengths = [self._lengths[number] for number in numbers]
         flat = self.room(key, sum(lengths), like)
         if numbers:
             torch.cat([self.gradient(number) for number in numbers], out=flat)
         if stands_in(like):
             stand_in_for(sum(self.sizes[number] for number in numbers), flat)
-        return Message(flat, numbers, flat.split(lengths))
+        return Message(flat, dict(zip(numbers, flat.split(lengths), strict=True)))
 
     def _owner(self, number: int) -> torch.nn.Parameter:
         bucket, member, _ = self._members[number]

@@ -24,7 +24,6 @@ from paceline.errors import UsageError
 from paceline.interfaces import Hyperparameters, Pending, UpdatingRun
 from paceline.methods.osp.choice import Rate, StepTimes
 from paceline.methods.osp.decision import LOOK, Decision
-from paceline.methods.osp.layout import Message
 from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.watch import FADES
 from paceline.methods.osp.worker import Worker
@@ -46,7 +45,7 @@ class Deferral:
     """What of one step travels in stage 2, and what the worker computes with meanwhile."""
 
     numbers: list[int]  # of the pieces that took part in the step
-    means: list[torch.Tensor]  # once `pending_second` was waited for
+    means: list[torch.Tensor]  # once they were waited for
     how: Hyperparameters
     exact: list[torch.Tensor]  # P(i), and P(i+1) once `applied`
     stamps: list[int]
@@ -60,9 +59,8 @@ class NativeWorker(Worker[UpdatingRun]):
         """Collective."""
         total = sum(bucket.bytes for bucket in run.buckets)
         super().__init__(options, run, run.take_over(options.piece_bytes(total)))
-        self._pending_first: list[Pending] = []
-        self._pending_second: list[Pending] = []
-        self._messages: list[Message] = []
+        self._pending: list[Pending] = []
+        self._first: dict[int, torch.Tensor] = {}  # by piece, the means of stage 1
         self._unused: set[int] = set()
         self._weight = 1.0  # of this worker's gradients in the mean
         self._deferral: Deferral | None = None
@@ -80,14 +78,12 @@ class NativeWorker(Worker[UpdatingRun]):
         self._updates = deque[tuple[Any, Any, int]](maxlen=options.interval)
 
     def send(self, run: UpdatingRun, bucket: Bucket) -> None:
-        message = self.layout.message(bucket)
-        flat = message.flat
-        if message.numbers:
-            self._messages.append(message)
-        elif bucket.last:  # what all learn in a step travels with it
+        flat, parts = self.layout.message(bucket)
+        self._first |= parts
+        if bucket.last and not parts:  # what all learn in a step travels with it
             flat = bucket.buffer.new_zeros(1)
         if flat.numel():
-            self._pending_first.append(run.mean(flat, of=bucket))
+            self._pending.append(run.mean(flat, of=bucket))
 
     def backward_ended(self, run: UpdatingRun) -> None:
         super().backward_ended(run)
@@ -105,7 +101,7 @@ class NativeWorker(Worker[UpdatingRun]):
             self._defer(run, how)
         elif run.participants:
             self._send_second(run)
-        self._messages.clear()
+        self._first.clear()
         self.watch.step_ended(self.layout.changes, run.loss)
         self._exchange(run)
         self._round += 1
@@ -126,8 +122,7 @@ class NativeWorker(Worker[UpdatingRun]):
         deferral = self._deferral
         if deferral is None:
             return lambda: None
-        for pending in self._pending_second:
-            pending.wait()
+        self._wait()
         tentative = self.kept(deferral.numbers)
         self._settle()
         deferral.exact, deferral.applied = self.kept(deferral.numbers), True
@@ -142,17 +137,12 @@ class NativeWorker(Worker[UpdatingRun]):
     # ---- the stages ----
 
     def _apply_first(self, run: UpdatingRun, how: Hyperparameters) -> None:
-        means = {
-            number: part
-            for message in self._messages
-            for number, part in zip(message.numbers, message.parts, strict=True)
-            if number not in self._unused
-        }
-        gradients = list(means.values())
+        numbers = [n for n in self._first if n not in self._unused]
+        gradients = [self._first[n] for n in numbers]
         run.clip(gradients)
-        self._rate(list(means), gradients)
+        self._rate(numbers, gradients)
         start = run.stopwatch.mark()
-        self.updater.apply(self.layout.some(means), gradients, how)
+        self.updater.apply(self.layout.some(numbers), gradients, how)
         size = sum(mean.numel() * mean.element_size() for mean in gradients)
         self._updates.append((start, run.stopwatch.mark(), size))
 
@@ -161,25 +151,25 @@ class NativeWorker(Worker[UpdatingRun]):
         if not self.layout.deferred:
             return
         numbers = [n for n in self.layout.deferred if n not in self._unused]
-        pieces, exact = self.layout.some(numbers), []
-        for piece, value in zip(pieces, self.updater.values(pieces), strict=True):
-            room = self.layout.room(piece, value.numel(), value)
+        exact = []
+        for number, value in zip(numbers, self.values(numbers), strict=True):
+            room = self.layout.room(("exact", number), value.numel(), value)
             exact.append(room.view(value.shape).copy_(value))
         means = self._send_second(run)
         # Its own gradient is the whole of this worker's share.
         self.step_tentatively(numbers, how, 1 / self._weight if self._weight else 0.0)
-        mine, stamps = [means[n] for n in numbers], self._stamps(numbers)
-        self._deferral = Deferral(numbers, mine, how, exact, stamps)
+        mine = [means[number] for number in numbers]
+        self._deferral = Deferral(numbers, mine, how, exact, self._stamps(numbers))
 
     def _send_second(self, run: UpdatingRun) -> dict[int, torch.Tensor]:
         """Start the mean of everything deferred; returns where each piece's will be. All
         ranks send as much, used or not."""
         means: dict[int, torch.Tensor] = {}
-        for message in self.layout.late_messages():
+        for flat, parts in self.layout.late_messages():
             if not run.active:
-                message.flat.zero_()  # to keep the others company
-            means.update(zip(message.numbers, message.parts, strict=True))
-            self._pending_second.append(run.mean(message.flat, channel=SECOND))
+                flat.zero_()  # to keep the others company
+            means |= parts
+            self._pending.append(run.mean(flat, channel=SECOND))
         return means
 
     def _settle(self) -> None:
@@ -188,29 +178,26 @@ class NativeWorker(Worker[UpdatingRun]):
         deferral, self._deferral = self._deferral, None
         if deferral is None:
             return
-        stamps = self._stamps(deferral.numbers)
-        if stamps != deferral.stamps:
-            pairs = zip(stamps, deferral.stamps, strict=True)
-            changed = [now != then for now, then in pairs].index(True)
-            name = self.layout.name_of(deferral.numbers[changed])
-            raise UsageError(
-                f"parameter {name!r} was written to since step(), while a part of its update "
-                "was under way (osp, stage 2): what was written would be lost. Load and change "
-                "parameters before training, or call finish(), change them, and distribute "
-                "again"
-            )
-        self.write(deferral.numbers, deferral.exact)
+        numbers, stamps = deferral.numbers, self._stamps(deferral.numbers)
+        for number, now, then in zip(numbers, stamps, deferral.stamps, strict=True):
+            if now != then:
+                raise UsageError(
+                    f"parameter {self.layout.name_of(number)!r} was written to since step(), "
+                    "while a part of its update was under way (osp, stage 2): what was "
+                    "written would be lost. Load and change parameters before training, or "
+                    "call finish(), change them, and distribute again"
+                )
+        self.write(numbers, deferral.exact)
         if not deferral.applied:
-            pieces = self.layout.some(deferral.numbers)
-            self._rate(deferral.numbers, deferral.means)
+            pieces = self.layout.some(numbers)
+            self._rate(numbers, deferral.means)
             self.correction.arrived(pieces, deferral.means)
             self.updater.apply(pieces, deferral.means, deferral.how)
 
     def _wait(self) -> None:
-        for pending in (*self._pending_second, *self._pending_first):
+        for pending in self._pending:
             pending.wait()
-        self._pending_second.clear()
-        self._pending_first.clear()
+        self._pending.clear()
 
     def _stamps(self, numbers: Sequence[int]) -> list[int]:
         return self.updater.stamps(self.layout.some(numbers))
@@ -224,8 +211,9 @@ class NativeWorker(Worker[UpdatingRun]):
         """These mean gradients belong to the pieces as they are."""
         if self._channel is None or not self._leads or not self._ends_interval():
             return
-        values = self.updater.values(self.layout.some(numbers))
-        for number, value, mean in zip(numbers, values, means, strict=True):
+        for number, value, mean in zip(
+            numbers, self.values(numbers), means, strict=True
+        ):
             self._decision.importance.rate(number, value, mean)
 
     def _exchange(self, run: UpdatingRun) -> None:
@@ -246,10 +234,9 @@ class NativeWorker(Worker[UpdatingRun]):
         if times is not None:
             ready = [*times.ready, times.end]
         device = run.buckets[0].buffer.device
-        self._notes = torch.tensor(
-            [*chosen, *ready], dtype=torch.float64, device=device
-        )
-        self._pending_second.append(self._channel.all_reduce(self._notes, "max"))
+        notes = [*chosen, *ready]
+        self._notes = torch.tensor(notes, dtype=torch.float64, device=device)
+        self._pending.append(self._channel.all_reduce(self._notes, "max"))
 
     def _adopt(self, run: UpdatingRun, notes: Sequence[float]) -> None:
         """All ranks do so at the end of the same step, and with the same values."""
@@ -268,17 +255,14 @@ class NativeWorker(Worker[UpdatingRun]):
     def _decided(self, run: UpdatingRun, times: StepTimes | None) -> list[int]:
         """What is to be deferred, as the first rank that still trains sees it: after a look by
         its own *times*, else by those that all have agreed on."""
-        deferred, parts, agreed = (
-            self.layout.deferred,
-            self.layout.parts(),
-            self._agreed,
-        )
+        deferred, agreed = self.layout.deferred, self._agreed
         if times is None and self.options.defer == "measured":
             return deferred  # buckets have changed
         ends = self._ends_interval()
         if ends and times and agreed and len(agreed.ready) == len(times.ready):
             times = agreed
         fades = FADES if ends else 1.0
+        parts = self.layout.parts()
         own = self.watch.measured(times, parts, deferred, fades)
         told, update = dict.fromkeys(run.participants, own), self._update_seconds(run)
         return self._decision.decide(parts, deferred, told, self._round, update)

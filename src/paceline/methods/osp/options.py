@@ -1,16 +1,56 @@
-"""OSP's hyperparameters."""
+"""OSP's hyperparameters, and the two rules that comparisons replace."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
+
 from paceline.errors import UsageError
-from paceline.methods.osp.rules import Importance, LocalStep
+from paceline.interfaces import Hyperparameters, Piece, Updater
 
 FINEST = 16
 SMALLEST_BYTES = 64 * 1024
 """Smaller pieces are made only if *chunk* says so."""
+
+
+class Importance:
+    """PGP: sum of abs(parameter x mean gradient), by how much the loss would change without
+    a piece. *values*: of each piece, as of when it was rated last."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, float] = {}
+
+    def rate(self, piece: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The mean *gradient* belongs to the *parameter* as it is."""
+        products = parameter.detach().reshape(-1) * gradient.reshape(-1)
+        self.values[piece] = float(torch.linalg.vector_norm(products, 1))
+
+    def order(self, count: int, seed: int) -> list[int]:
+        """Pieces 0 to *count* - 1: the least important first, equal ones by their number.
+        *seed* is for orders that are drawn."""
+        return sorted(range(count), key=lambda one: (self.values.get(one, 0.0), one))
+
+
+class LocalStep:
+    """LGP: while the means of some pieces are under way, a worker computes with a step of the
+    optimizer with its own gradient: p(i+1) = P(i) - eta g_k(i) under plain SGD. The
+    optimizer's state learns nothing of it."""
+
+    def values(
+        self,
+        updater: Updater,
+        pieces: Sequence[Piece],
+        own: Sequence[torch.Tensor],
+        how: Hyperparameters,
+    ) -> list[torch.Tensor]:
+        """What to compute with. The *pieces* hold the exact values P(i)."""
+        return updater.apply(pieces, own, how, commit=False)
+
+    def arrived(self, pieces: Sequence[Piece], means: Sequence[torch.Tensor]) -> None:
+        """These were the mean gradients. Under ``collective=native`` only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +95,7 @@ class OSPOptions:
             raise UsageError(
                 f"osp:most={self.most}: expected a part of the model, between 0 and 1"
             )
-        for key, value, unit in (
-            ("ramp", self.ramp, "steps"),
-            ("chunk", self.chunk, "bytes"),
-        ):
-            if value < 1:
-                raise UsageError(f"osp:{key}={value}: expected 1 or more {unit}")
+        if self.ramp < 1:
+            raise UsageError(f"osp:ramp={self.ramp}: expected 1 or more steps")
+        if self.chunk < 1:
+            raise UsageError(f"osp:chunk={self.chunk}: expected 1 or more bytes")

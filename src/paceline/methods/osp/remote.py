@@ -31,21 +31,17 @@ class RemoteWorker(Worker[ServerRun]):
     """The pieces of its layout are the servers' units."""
 
     def __init__(self, options: OSPOptions, run: ServerRun) -> None:
-        remote: Remote = run.remote
+        remote = run.remote
         self.step = remote.join()
         super().__init__(options, run, remote.own_updater())
         self.watch.rate = Rate(0.0, 0.0, pulls=True)
-        self._units: dict[int, tuple[int, int]] = {}  # bucket and unit of each piece
         for bucket, inside in enumerate(self.layout.inside):
-            sizes = remote.unit_bytes(bucket)
-            for unit, number in enumerate(inside):
-                self._units[number] = bucket, unit
-                self.layout.sizes[number] = sizes[unit]
-        # Of what the last step deferred: P(i), the exact values with which it began, and
-        # what its second stage has brought since, once that was waited for.
-        self.base: Values = {}
+            for number, size in zip(inside, remote.unit_bytes(bucket), strict=True):
+                self.layout.sizes[number] = size
+        # P(i) of what the last step deferred, and of what the one under way defers.
+        self.exact: Values = {}
+        # What the last second stage has brought, once that was waited for.
         self.late: Values | None = None
-        self.before: Values = {}  # P(i-1) of what only the step under way defers
         self.rates: list[float] = []  # of the last step, by group
         self._begin_step(remote)
 
@@ -55,8 +51,8 @@ class RemoteWorker(Worker[ServerRun]):
             report = self._report(FADES)
         elif bucket.last and looks_in(self.step, self.options.interval) and late:
             report = self._report(fades=1.0)
-        inside = self.layout.inside[bucket.index]
-        units = {unit for unit, number in enumerate(inside) if number not in late}
+        inside = enumerate(self.layout.inside[bucket.index])
+        units = [unit for unit, number in inside if number not in late]
         run.remote.push(bucket, self.step, units, report=report)
 
     def after_update(self, run: ServerRun) -> None:
@@ -64,20 +60,18 @@ class RemoteWorker(Worker[ServerRun]):
         self._settle(remote)  # now all is P(i)
         arrived = self._by_number(remote.arrived())  # P(i+1)
         self.watch.mark()
-        deferring, following = self.layout.deferred, self._told(remote)
-        both = sorted({*deferring, *following})
-        exact = dict(zip(both, self.kept(both), strict=True))
-        before = {n: self.base.get(n, self.before.get(n)) for n in deferring}
-        self.base = {number: exact[number] for number in deferring}
-        self.write(list(arrived), list(arrived.values()))
+        deferring = self.layout.deferred
+        late = set(deferring)
+        both = sorted(late.union(self._told(remote)))
+        earlier, self.exact = self.exact, dict(zip(both, self.kept(both), strict=True))
+        self.write(arrived, arrived.values())
         for bucket in run.buckets:
             inside = enumerate(self.layout.inside[bucket.index])
-            if late := {unit for unit, number in inside if number in self.base}:
-                remote.push(bucket, self.step, late, late=True)
+            if units := [unit for unit, number in inside if number in late]:
+                remote.push(bucket, self.step, units, late=True)
         if self.options.correction == "local":
-            self._mirror(remote, before, how)
+            self._mirror(remote, earlier, how)
         self.step_tentatively(deferring, how)
-        self.before = {n: exact[n] for n in following if n not in self.base}
         self.late = None
         self.has_deferred = self.has_deferred or bool(deferring)
         self.rates = [float(group["lr"]) for group in how]
@@ -111,7 +105,7 @@ class RemoteWorker(Worker[ServerRun]):
         remote = run.remote
         self._wait_late(remote)
         remote.states()  # they were asked for before
-        self.base, self.before, self.late, self.rates = {}, {}, None, []
+        self.exact, self.late, self.rates = {}, None, []
         self.layout.changes += 1
         self._begin_step(remote)
 
@@ -123,19 +117,25 @@ class RemoteWorker(Worker[ServerRun]):
         remote.written()
         self.layout.defer(self._told(remote))
         groups = self.updater.hyperparameters()
-        units = []
+        asked = set()
         for number in self.layout.deferred:
             group = groups[self.updater.group_of(self.layout.pieces[number])]
             if "dampening" not in group or group["nesterov"]:
-                units.append(self._units[number])
-        if units and self.options.correction == "local":
-            remote.ask_states(sorted(units), self.step)
+                asked.add(number)
+        if asked and self.options.correction == "local":
+            places = [
+                (bucket, unit)
+                for bucket, inside in enumerate(self.layout.inside)
+                for unit, number in enumerate(inside)
+                if number in asked
+            ]
+            remote.ask_states(places, self.step)
 
     def _settle(self, remote: Remote) -> None:
         """Put the exact values of what the last step deferred in the place of the tentative
         ones; waits for them."""
         late = self._wait_late(remote)
-        self.write(list(late), list(late.values()))
+        self.write(late, late.values())
 
     def _wait_late(self, remote: Remote) -> Values:
         if self.late is None:
@@ -154,32 +154,25 @@ class RemoteWorker(Worker[ServerRun]):
         inside = self.layout.inside
         return sorted(inside[bucket][unit] for bucket, unit in next_deferred(remote))
 
-    def _mirror(
-        self,
-        remote: Remote,
-        before: dict[int, torch.Tensor | None],
-        how: Hyperparameters,
-    ) -> None:
+    def _mirror(self, remote: Remote, earlier: Values, how: Hyperparameters) -> None:
         """Give the own optimizer the state that the servers' has for what is deferred: what
-        was pulled, or V(i-1) = (P(i-1) - P(i)) / eta."""
+        was pulled, or V(i-1) = (P(i-1) - P(i)) / eta, where P(i-1) is known (*earlier*)."""
         pulled = self._by_number(remote.states())
-        for number, exact in self.base.items():
-            piece, earlier = self.layout.pieces[number], before[number]
+        for number in self.layout.deferred:
+            piece, exact = self.layout.pieces[number], self.exact[number]
             group, live = self.updater.group_of(piece), self.updater.state([piece])[0]
             live.clear()
             if number in pulled:
                 for name, value in pulled[number].items():
                     whole = value.numel() == exact.numel()
                     live[name] = value.view(exact.shape) if whole else value
-            elif how[group]["momentum"] and earlier is not None and self.rates:
-                rate = self.rates[group]
-                if rate:
-                    live["momentum_buffer"] = (earlier - exact) / rate
+            elif how[group]["momentum"] and number in earlier and self.rates[group]:
+                live["momentum_buffer"] = (earlier[number] - exact) / self.rates[group]
 
     def _report(self, fades: float) -> bytes:
-        times, parts = self.watch.times(), self.layout.parts()
+        layout, times = self.layout, self.watch.times()
         return written_report(
-            self.watch.measured(times, parts, self.layout.deferred, fades)
+            self.watch.measured(times, layout.parts(), layout.deferred, fades)
         )
 
 

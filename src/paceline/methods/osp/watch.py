@@ -6,7 +6,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from paceline.interfaces import Run
@@ -17,6 +16,8 @@ from paceline.methods.osp.reports import Measured
 
 EPOCHS = 10
 """The loss is averaged over this part of the ramp."""
+
+NO_LOSS = "no step has told a finite loss: step(loss=loss) or paceline.log(loss=loss)"
 
 FADES = 0.98
 """A network of which nothing is seen is taken for a little faster with each decision:
@@ -34,7 +35,7 @@ class Growth:
 
     def __init__(self, kind: str, ramp: int, say: Callable[[str], None]) -> None:
         self._kind, self._ramp, self._say = kind, ramp, say
-        self._epoch = max(1, ramp // EPOCHS)
+        self.epoch = max(1, ramp // EPOCHS)
         self._steps = 0
         self._losses: list[float] = []
         self._first = self._least = math.nan
@@ -42,19 +43,19 @@ class Growth:
     def step(self, loss: float | None) -> None:
         """A step has ended, with this *loss* if the script tells it."""
         self._steps += 1
-        if self._kind == "loss" and loss is not None and math.isfinite(loss):
-            self._losses.append(loss)
-        if self._kind != "loss" or self._steps % self._epoch:
+        if self._kind != "loss":
             return
-        begins = math.isnan(self._first)
+        if loss is not None and math.isfinite(loss):
+            self._losses.append(loss)
+        if self._steps % self.epoch:
+            return
+        begins, why = math.isnan(self._first), NO_LOSS
         if self._losses:
             mean = statistics.fmean(self._losses)
             self._losses.clear()
             self._first = mean if begins else self._first
             self._least = mean if begins else min(self._least, mean)
             why = f"the first losses' mean is {mean:.3g}: how far it has fallen cannot be told"
-        else:
-            why = "no step has told a finite loss: step(loss=loss) or paceline.log(loss=loss)"
         if begins and not self._first > 0:
             self._kind = "linear"
             self._say(
@@ -133,7 +134,7 @@ class StepWatch:
             late, left = parts.total(deferred), parts.left(deferred)
             seen = measured_rate(times, late, left, self.rate, arrived)
             per_byte = fades * self.rate.per_byte if seen is None else seen
-            self.rate = replace(self.rate, per_byte=per_byte)
+            self.rate = self.rate._replace(per_byte=per_byte)
         return Measured(
             ready=list(times.ready) if times else [],
             end=times.end if times else 0.0,
@@ -156,9 +157,9 @@ class StepWatch:
         if options.defer == "nothing" or options.most == 0:
             return None
         if part == 0 and options.budget == "loss":
-            epoch = max(1, options.ramp // EPOCHS)
             why = (
-                f"budget=loss grows as the loss falls, which is seen after {2 * epoch} steps "
+                "budget=loss grows as the loss falls, which is seen after "
+                f"{2 * self.growth.epoch} steps "
                 f"(of {steps} here); budget=constant defers from the start"
             )
         elif steps <= options.interval + 1:

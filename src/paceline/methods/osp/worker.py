@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from paceline.interfaces import Hyperparameters, Run, Updater
 from paceline.methods.osp.layout import Layout
 from paceline.methods.osp.options import OSPOptions
-from paceline.methods.osp.rules import write
 from paceline.methods.osp.watch import StepWatch
 from paceline.tensors import Bucket
 
@@ -57,16 +56,22 @@ class Worker(Generic[AnyRun]):
         if scale != 1.0:
             for gradient in own:
                 gradient.mul_(scale)
-        self.correction.step(self.updater, self.layout.some(numbers), own, how)
+        pieces = self.layout.some(numbers)
+        values = self.correction.values(self.updater, pieces, own, how)
+        self.write(numbers, values)
 
-    def kept(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """A copy of what the model holds of these pieces."""
-        values = self.updater.values(self.layout.some(numbers))
-        return [value.clone() for value in values]
+    def values(self, numbers: Iterable[int]) -> list[torch.Tensor]:
+        """What the model holds of these pieces: views."""
+        return self.updater.values(self.layout.some(numbers))
 
-    def write(self, numbers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
-        """Put *values* of these pieces into the model."""
-        write(self.updater, self.layout.some(numbers), values)
+    def kept(self, numbers: Iterable[int]) -> list[torch.Tensor]:
+        """A copy of that."""
+        return [value.clone() for value in self.values(numbers)]
+
+    def write(self, numbers: Iterable[int], values: Iterable[torch.Tensor]) -> None:
+        """Put *values* of these pieces, flat or of their shapes, into the model."""
+        for into, value in zip(self.values(numbers), values, strict=True):
+            into.copy_(value.view(into.shape))
 
     def explain(self, run: AnyRun) -> None:
         """The training is over: say why nothing was deferred in it, if nothing was."""
