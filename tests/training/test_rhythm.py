@@ -208,6 +208,36 @@ def test_a_mean_before_the_round_is_held_is_refused():
 
 
 @dataclass(frozen=True, kw_only=True)
+class AveragesInEachStep(EveryFourth):
+    name: ClassVar[str] = "averages-in-each-step"
+    rhythm: ClassVar[Rhythm] = Rhythm()
+
+
+@pytest.mark.parametrize("method", [AveragesInEachStep(), EveryFourth(), Pairs()])
+@pytest.mark.parametrize("more", [0, 1, 6])
+def test_who_leaves_after_backward_takes_part_in_the_rest_of_that_step(method, more):
+    """With the model that it has; all end with one."""
+
+    def body(rank):
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = paceline.distribute(model, inner, method=method)
+        for step in range(4 + more * rank):
+            optimizer.zero_grad()
+            model().backward()
+            if (rank, step) == (0, 3):
+                break
+            optimizer.step()
+        optimizer.finish()
+        return applied(model)
+
+    first, second = simulate(2, body)
+    assert first == second
+    if not isinstance(method, Pairs):
+        assert first == [3.5 + more]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeansInGroups(BSP):
     """Averages gradients in one group, of all, while backward runs."""
 

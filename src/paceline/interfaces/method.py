@@ -51,7 +51,7 @@ class Method(Protocol):
     4. ``backward_ended(state, run)``: all buckets were delivered. A tensor that took no
        part on this rank is zero in its buffer and False in ``bucket.used``.
     5. ``after_update(state, run)``: the user's optimizer has stepped, or would have, on
-       a worker that only keeps company.
+       a worker that only keeps company or has left its loop before ``step()``.
     6. ``buckets_changed(state, run)``: the planner has made the buckets anew; between
        two steps.
     7. ``finish(state, run)``: this worker is out of data. Returns when the documented

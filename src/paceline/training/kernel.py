@@ -267,8 +267,11 @@ class Training:
     # ---- the end ----
 
     def _end_well(self) -> None:
-        if self._presence.step_is_due and not self.optimizer_steps:
-            self._take_due_step()
+        if self._presence.step_is_due:
+            if self.optimizer_steps:
+                self._steps.leave_before_update()
+            else:
+                self._take_due_step()
         self._presence.active = False
         self._shared.put()
         if self._loading is not None and self._loading.is_due:

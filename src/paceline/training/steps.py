@@ -135,6 +135,12 @@ class Steps:
         self.observers.step_ended()
         self.put_buffers()
 
+    def leave_before_update(self) -> None:
+        """The script left its loop between ``backward()`` and ``step()``. The others go on
+        with that step, in which this worker still counts, with the model that it has."""
+        if self._rhythm.every == 1:
+            self._after_update()
+
     def keep_company(self) -> None:
         """One step without data, or, where rounds are rarer, that of the next round."""
         self._shared.put()
