@@ -65,6 +65,8 @@ CASES: tuple[Case, ...] = (
     Case(method="bsp"),
     Case(method="bsp:overlap=false"),
     Case(method="bsp:collective=parameter-server"),
+    Case(method="bsp:collective=ring"),
+    Case(method="bsp:collective=halving-doubling"),
     Case(method="bsp:compression=bf16", lossy=2**-8),
     Case(method="bsp:compression=int8", lossy=1 / 127),
     Case(method=_RESIDUALS, lossy=1 / 127),
