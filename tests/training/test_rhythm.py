@@ -237,6 +237,24 @@ def test_who_leaves_after_backward_takes_part_in_the_rest_of_that_step(method, m
         assert first == [3.5 + more]
 
 
+def test_a_step_that_one_worker_leaves_out_is_refused():
+    """As a GradScaler does with gradients of its own: the others wait for the update."""
+
+    def body(rank):
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        method = AveragesInEachStep()
+        optimizer = paceline.distribute(model, inner, method=method)
+        for step in range(4):
+            optimizer.zero_grad()
+            model().backward()
+            if (rank, step) != (1, 2):
+                optimizer.step()
+
+    with pytest.raises(Exception, match="a second backward pass before step"):
+        simulate(2, body)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeansInGroups(BSP):
     """Averages gradients in one group, of all, while backward runs."""

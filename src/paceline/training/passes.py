@@ -177,6 +177,13 @@ class Passes:
                 "gradients of the first are on their way to the others. Run all passes "
                 "but the last under optimizer.no_sync()"
             )
+        if self._steps.waits_for_update and self._seen == "local-kept":
+            raise self._faults.refused(
+                f"a second backward pass before step(): under {self._method} the others "
+                "wait for this step's update, and gradients are each worker's own. Run all "
+                "passes but the last under optimizer.no_sync(); a GradScaler skips steps of "
+                "one worker alone, so train in bfloat16 without it"
+            )
         if not self._guarded:
             self._require_to_be_alone()
         self._steps.begin()  # where the model itself was not called

@@ -135,6 +135,12 @@ class Steps:
         self.observers.step_ended()
         self.put_buffers()
 
+    @property
+    def waits_for_update(self) -> bool:
+        """Whether the others wait for what this step's update sends."""
+        sends = self._rhythm.is_every_step and self.hooks.has("after_update")
+        return self.delivered and sends
+
     def leave_before_update(self) -> None:
         """The script left its loop between ``backward()`` and ``step()``. The others go on
         with that step, in which this worker still counts, with the model that it has."""
