@@ -1,8 +1,8 @@
 """What is deferred: decided every few steps, by whoever decides for all workers.
 
-Under ``collective=native`` one worker decides (`native`), over servers each server for its part
-of the model (`discipline`), and tells the others: workers that each decided by their own
-arithmetic and clock could disagree in a last bit, and wait for messages that never come.
+One worker decides (`native`), or each server for its part of the model (`discipline`), and tells
+the others: workers that each decided by their own arithmetic and clock could disagree in a last
+bit, and wait for messages that never come.
 
 What the times promise is held against what comes. Where processors carry the messages, as
 between processes of one machine, nothing hides behind computing, and deferring makes steps
@@ -149,6 +149,5 @@ class Decision:
         whole, mine = sum(reports[0].bytes), sum(parts.sizes)
         per_byte = max(one.per_byte for one in reports) * whole / max(1, mine)
         rate = Rate(max(one.start_up for one in reports), per_byte, self._pulls)
-        known = all(one.whole for one in reports)
-        step = max(one.whole for one in reports) if known else 0.0
-        return Seen(times, rate, step, tuple(told))
+        steps = [one.whole for one in reports]
+        return Seen(times, rate, max(steps) if all(steps) else 0.0, tuple(told))

@@ -6,8 +6,8 @@ tentative step is a step of that optimizer whose result is thrown away.
 
 One worker decides for all what is deferred: the first one that still trains, which also knows
 how important each piece is. All tell it when their gradients were ready, in one small all-reduce
-beside stage 2, so nobody waits for it. Every rank finds when it takes place from how many steps
-there were and from what is deferred, which are the same everywhere.
+beside stage 2, so nobody waits for it. Every rank knows when that is due: from the number of
+steps, and from what is deferred, which are the same everywhere.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Deferral:
     numbers: list[int]  # of the pieces that took part in the step
     means: list[torch.Tensor]  # once they were waited for
     how: Hyperparameters
-    exact: list[torch.Tensor]  # P(i), and P(i+1) once `applied`
+    exact: list[torch.Tensor]  # P(i), and P(i+1) once these means are `applied`
     stamps: list[int]
     applied: bool = False
 
@@ -68,7 +68,7 @@ class NativeWorker(Worker[UpdatingRun]):
         defers = options.defer != "nothing"
         self._channel = run.comm.channel(SECOND) if defers else None
         self._decision = Decision(options, pulls=False)
-        self._leads = run.comm.rank == 0
+        self._leads = defers and run.comm.rank == 0
         if options.defer == "measured":
             self.watch.rate = Rate(_start_up(run), 0.0)
         self._round = 0
@@ -189,10 +189,10 @@ class NativeWorker(Worker[UpdatingRun]):
                 )
         self.write(numbers, deferral.exact)
         if not deferral.applied:
-            pieces = self.layout.some(numbers)
-            self._rate(numbers, deferral.means)
-            self.correction.arrived(pieces, deferral.means)
-            self.updater.apply(pieces, deferral.means, deferral.how)
+            pieces, means = self.layout.some(numbers), deferral.means
+            self._rate(numbers, means)
+            self.correction.arrived(pieces, means)
+            self.updater.apply(pieces, means, deferral.how)
 
     def _wait(self) -> None:
         for pending in self._pending:
@@ -209,12 +209,10 @@ class NativeWorker(Worker[UpdatingRun]):
 
     def _rate(self, numbers: Sequence[int], means: Sequence[torch.Tensor]) -> None:
         """These mean gradients belong to the pieces as they are."""
-        if self._channel is None or not self._leads or not self._ends_interval():
-            return
-        for number, value, mean in zip(
-            numbers, self.values(numbers), means, strict=True
-        ):
-            self._decision.importance.rate(number, value, mean)
+        if self._leads and self._ends_interval():
+            values = self.values(numbers)
+            for number, value, mean in zip(numbers, values, means, strict=True):
+                self._decision.importance.rate(number, value, mean)
 
     def _exchange(self, run: UpdatingRun) -> None:
         """Adopt what was decided a step ago; decide, if that is due."""

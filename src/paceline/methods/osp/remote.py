@@ -46,12 +46,15 @@ class RemoteWorker(Worker[ServerRun]):
         self._begin_step(remote)
 
     def send(self, run: ServerRun, bucket: Bucket) -> None:
-        late, report = set(self.layout.deferred), b""
-        if bucket.last and self.step % self.options.interval == 0:
-            report = self._report(FADES)
-        elif bucket.last and looks_in(self.step, self.options.interval) and late:
-            report = self._report(fades=1.0)
-        inside = enumerate(self.layout.inside[bucket.index])
+        layout, watch, interval = self.layout, self.watch, self.options.interval
+        late, report = set(layout.deferred), b""
+        ends = self.step % interval == 0
+        if bucket.last and (ends or (late and looks_in(self.step, interval))):
+            parts, fades = layout.parts(), FADES if ends else 1.0
+            report = written_report(
+                watch.measured(watch.times(), parts, layout.deferred, fades)
+            )
+        inside = enumerate(layout.inside[bucket.index])
         units = [unit for unit, number in inside if number not in late]
         run.remote.push(bucket, self.step, units, report=report)
 
@@ -168,12 +171,6 @@ class RemoteWorker(Worker[ServerRun]):
                     live[name] = value.view(exact.shape) if whole else value
             elif how[group]["momentum"] and number in earlier and self.rates[group]:
                 live["momentum_buffer"] = (earlier[number] - exact) / self.rates[group]
-
-    def _report(self, fades: float) -> bytes:
-        layout, times = self.layout, self.watch.times()
-        return written_report(
-            self.watch.measured(times, layout.parts(), layout.deferred, fades)
-        )
 
 
 def next_deferred(remote: Remote) -> list[tuple[int, int]]:

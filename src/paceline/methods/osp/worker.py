@@ -57,8 +57,7 @@ class Worker(Generic[AnyRun]):
             for gradient in own:
                 gradient.mul_(scale)
         pieces = self.layout.some(numbers)
-        values = self.correction.values(self.updater, pieces, own, how)
-        self.write(numbers, values)
+        self.write(numbers, self.correction.values(self.updater, pieces, own, how))
 
     def values(self, numbers: Iterable[int]) -> list[torch.Tensor]:
         """What the model holds of these pieces: views."""
@@ -75,6 +74,6 @@ class Worker(Generic[AnyRun]):
 
     def explain(self, run: AnyRun) -> None:
         """The training is over: say why nothing was deferred in it, if nothing was."""
-        why = None if self.has_deferred else self.watch.why_nothing(self.steps)
-        if why is not None:
+        why = self.watch.why_nothing(self.steps)
+        if why is not None and not self.has_deferred:
             run.say(why)
