@@ -332,3 +332,22 @@ def test_averages_of_parameters_that_stand_for_larger_ones_take_their_bytes():
 def test_a_rhythm_that_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="every=-1 steps: expected 1 or more"):
         Rhythm(every=-1)
+
+
+def test_a_compression_that_was_never_used_is_told(capsys):
+    """Averages of parameters are sent as they are, unless they have a name."""
+
+    def body(rank):
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = paceline.distribute(
+            model, inner, method=EveryFourth(), compression="bf16"
+        )
+        for _ in range(4):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        optimizer.finish()
+
+    simulate(2, body)
+    assert capsys.readouterr().err.count("compression=bf16 was never used") == 1

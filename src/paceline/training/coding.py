@@ -35,6 +35,8 @@ class Codes:
         self._charge = charge
         self._parts_of: dict[torch.dtype, list[float]] = {}
         self.states: dict[str, State] = {}
+        self.was_used = False
+        """Whether anything was sent through it."""
 
     def sum(
         self,
@@ -45,6 +47,7 @@ class Codes:
     ) -> Pending | None:
         """*buffer* (this worker's share) becomes its sum over *comm*; it consists of *parts*
         with these *names*. Returns None where the compressor has nothing to send."""
+        self.was_used = True
         states = [self._state(n, part) for n, part in zip(names, parts, strict=True)]
         return self._begin(comm, buffer, parts, states)
 

@@ -278,6 +278,12 @@ class Training:
             self._loading.complete()
         self._hooks.call("finish")
         self._shared.put()  # a last round may have sent some
+        codes = self._parts.codes
+        if codes is not None and not codes.was_used:
+            self._parts.say(
+                f"compression={codes.compressor.name} was never used: method "
+                f"{self._method.name!r} sends no gradients, and no averages with a name"
+            )
         if self._remote is not None:
             self._remote.keep_state()
         if isinstance(self.run, UpdatingWorkerRun) and self.run.updater is not None:

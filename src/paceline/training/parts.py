@@ -81,7 +81,7 @@ class Parts:
         self.loading = self.steps.loading = self._make_loading()
         self.hooks.begin()
         self.own_states = own_states(
-            method, self.hooks, self._codes, comm.rank, self.parameters, optimizer
+            method, self.hooks, self.codes, comm.rank, self.parameters, optimizer
         )
         self.steps.observers = self._make_observers()
         self._hook_into_model()
@@ -119,10 +119,10 @@ class Parts:
             _where_control_is(comm, device),
         )
         agreement = Agreement(presence, control or comm) if rhythm.groups else None
-        self._codes = None
+        self.codes = None
         if compressed:
-            self._codes = Codes(settings.compression, presence, comm.rank, self._charge)
-        means = Means(comm, presence, rhythm, roll_call, self._codes)
+            self.codes = Codes(settings.compression, presence, comm.rank, self._charge)
+        means = Means(comm, presence, rhythm, roll_call, self.codes)
         planner = self._planner = Planner(
             comm,
             settings.fusion,
