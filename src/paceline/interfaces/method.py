@@ -61,10 +61,10 @@ class Method(Protocol):
        ``consolidates_together = True``: then `paceline.save` and whoever evaluates
        enters it on all workers. Law: training with and without consolidations in
        between is bit-equal.
-    9. ``loaded(state, run)``, where servers update: all parameters were replaced between
-       two steps, by what the script has loaded, or by what the servers have. The number
-       of the next step stays. Nothing is under way, but answers that have not been waited
-       for.
+    9. ``loaded(state, run)``: all parameters were replaced between two steps, by what the
+       script has loaded into the model, or by what the servers have. The number of the
+       next step stays. What is under way is of before: wait for it, and drop it. Comes
+       before the next hook, and not where `load_state` gives back what belongs to them.
     10. ``save_state(state, run)``: what a restart of this worker needs, between two steps;
        a dict of tensors, numbers, strings, lists and dicts. ``load_state(state, run,
        saved)`` gives it back, bit for bit, to the worker of the same rank.

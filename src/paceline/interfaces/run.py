@@ -14,6 +14,7 @@ from paceline.interfaces.communication import Comm, Pending
 from paceline.interfaces.remote import Remote
 from paceline.interfaces.timing import Stopwatch
 from paceline.interfaces.updates import Updater
+from paceline.network import Cluster
 from paceline.tensors import Bucket
 
 
@@ -33,6 +34,23 @@ class Run(Protocol):
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
         """The model's buffers (BatchNorm's statistics)."""
+        ...
+
+    @property
+    def own_buffers(self) -> Sequence[torch.Tensor]:
+        """Those of them that a method with ``averages_buffers`` is to average itself; none
+        where the user wants each worker to keep its own."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's optimizer, where workers update: its learning rates, and its state,
+        which a method may average. A method never steps it."""
+        ...
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The network, where it is known: equal on all ranks, and of as many workers."""
         ...
 
     @property
@@ -103,7 +121,7 @@ class Run(Protocol):
 
         The buffer holds this worker's share of the mean already (gradient times
         `weight`), as a bucket's does. *of*: the bucket that a tensor is a part of.
-        *among*: a group instead of all workers; weights count as equal there. *channel*: a
+        *among*: a group instead of all workers. *channel*: a
         queue of its own, for what may be late. *name*: what the state of a compressor is kept under, for a tensor that is no bucket.
 
         In a step's means workers learn who trains and what was used. So a mean is not

@@ -18,6 +18,7 @@ from paceline.interfaces.communication import Endpoint, Runner
 from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.job import Job
+from paceline.network import Cluster
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ class World(Protocol):
     @property
     def speeds(self) -> Sequence[float] | None:
         """Relative compute speed of each worker, where the world knows it."""
+        ...
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The network, where the world knows it: the same on all ranks."""
         ...
 
     @property

@@ -1,23 +1,23 @@
-"""How workers that meet in groups learn who still trains."""
+"""How workers whose rounds wait for nobody learn who still trains."""
 
 from __future__ import annotations
 
 import torch
 
-from paceline.interfaces import AGREE_EVERY, Comm, Pending
+from paceline.interfaces import Comm, Pending
 from paceline.training.presence import Presence
 
 
 class Agreement:
-    """Every `AGREE_EVERY` rounds all workers say whether they train. Nobody waits for
+    """Every so many rounds (*every*) all workers say whether they train. Nobody waits for
     that: what was said at one agreement is used at the next one, by all in the same round.
 
-    Example: a worker that is out of data in round 20 says so in round 32; from round 48 on
+    Example, of every 16 rounds: a worker that is out of data in round 20 says so in round 32; from round 48 on
     the others' groups are without it. Until then it takes part as it is.
     """
 
-    def __init__(self, presence: Presence, control: Comm) -> None:
-        self._presence, self._control = presence, control
+    def __init__(self, presence: Presence, control: Comm, every: int) -> None:
+        self._presence, self._control, self._every = presence, control, every
         self.rounds = 0
         """How many there were."""
         self._ballot = torch.zeros(0)
@@ -26,7 +26,7 @@ class Agreement:
     def round_begins(self) -> bool:
         """Returns whether it is one with an agreement. Collective."""
         self.rounds += 1
-        if self.rounds % AGREE_EVERY:
+        if self.rounds % self._every:
             return False
         if self._pending is not None:
             self._pending.wait()

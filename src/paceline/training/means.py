@@ -10,6 +10,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Rhythm
 from paceline.tensors import Bucket, stand_alike
 from paceline.training.coding import Codes
+from paceline.training.group_calls import GroupCall, GroupCalls
 from paceline.training.presence import Presence
 from paceline.training.roll_call import RollCall
 
@@ -24,10 +25,11 @@ class Means:
         presence: Presence,
         rhythm: Rhythm,
         roll_call: RollCall,
+        group_calls: GroupCalls,
         codes: Codes | None,
     ) -> None:
         self._comm, self._presence, self._rhythm = comm, presence, rhythm
-        self._call, self._codes = roll_call, codes
+        self._call, self._group_calls, self._codes = roll_call, group_calls, codes
 
     def mean(
         self,
@@ -48,9 +50,10 @@ class Means:
             buffer.zero_()  # of a step long ago, and it counted then
         comm = self._queue(among, channel)
         if among is not None:
-            if comm.size != self._comm.size:
-                buffer.mul_(self._comm.size / comm.size)
-            return self._code(comm, buffer, bucket, name)
+            call = self._group_calls.of(comm, bucket)
+            pending = self._code(comm, buffer, bucket, name)
+            self._group_calls.sent(call)
+            return _GroupMean(call, pending, buffer)
         return self._sum(
             buffer,
             lambda: self._call.gradient_factor,
@@ -86,7 +89,7 @@ class Means:
                 return self._code(comm, tensor, None, name)
             return comm.all_reduce(tensor, "sum")
 
-        if self._rhythm.groups or among is not None:
+        if self._rhythm.waits_for_nobody or among is not None:
             tensor.mul_(1 / comm.size)
             return send()
         kept = None
@@ -192,6 +195,41 @@ class _PutBack:
             self._into.copy_(row)
 
 
+class _GroupMean:
+    """The `Pending` of a sum within a group, and then the mean of those of it who train."""
+
+    __slots__ = ("_buffer", "_call", "_pending")
+
+    def __init__(self, call: GroupCall, pending: Pending, buffer: torch.Tensor) -> None:
+        self._call, self._buffer = call, buffer
+        self._pending: Pending | None = pending
+
+    def wait(self) -> None:
+        if self._pending is None:
+            return
+        if not self._call.is_sent:
+            raise UsageError(
+                "a mean within a group was waited for before the last bucket of its step "
+                "was delivered: who takes part in it is known only then. Wait in "
+                "backward_ended, or later"
+            )
+        pending, self._pending = self._pending, None
+        pending.wait()
+        self._call.answer()
+        if self._call.factor != 1.0:
+            self._buffer.mul_(self._call.factor)
+
+    def then(self, work: Callable[[], Pending | None]) -> Pending:
+        """Refused, as for a mean of all."""
+        raise UsageError(_THEN)
+
+
+_THEN = (
+    "then() of a mean: who takes part in it is known only when the backward pass has "
+    "ended; wait for it, or chain sums of `Run.comm`"
+)
+
+
 class _Mean:
     """The `Pending` of a sum that becomes a mean once it is known who takes part."""
 
@@ -222,7 +260,4 @@ class _Mean:
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:
         """Refused: a mean is whole only once all of its round is in."""
-        raise UsageError(
-            "then() of a mean: who takes part in it is known only when the backward pass "
-            "has ended; wait for it, or chain sums of `Run.comm`"
-        )
+        raise UsageError(_THEN)

@@ -49,6 +49,8 @@ class MethodHooks:
         )
         self.state: Any = None
         """The method's own."""
+        self.is_loaded = False
+        """Whether the script has loaded parameters, and the method was not told."""
 
     def begin(self) -> None:
         """Make the method's state. Collective."""
@@ -61,6 +63,7 @@ class MethodHooks:
     def ask(self, name: str, *arguments: Any) -> Any:
         """Call a hook that the method has and that changes nothing: training can go on
         after its errors."""
+        self._tell_of_load()
         return self._hooks[name](self.state, self._run, *arguments)
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -68,8 +71,15 @@ class MethodHooks:
         hook = self._hooks.get(name)
         if hook is None:
             return None
+        if name not in ("loaded", "load_state"):
+            self._tell_of_load()
         try:
             return hook(self.state, self._run, *arguments)
         except BaseException as error:
             self._failed(error)
             raise
+
+    def _tell_of_load(self) -> None:
+        if self.is_loaded:
+            self.is_loaded = False
+            self.call("loaded")

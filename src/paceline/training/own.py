@@ -44,6 +44,7 @@ class MethodState:
         return saved
 
     def load(self, saved: dict[str, Any]) -> None:
+        self._hooks.is_loaded = False
         self._hooks.call("load_state", saved)
 
     def redistribute(

@@ -28,6 +28,7 @@ from paceline.training.agreement import Agreement
 from paceline.training.arrival import Arrivals
 from paceline.training.coding import Codes
 from paceline.training.faults import Faults
+from paceline.training.group_calls import GroupCalls
 from paceline.training.means import Means
 from paceline.training.method_hooks import MethodHooks
 from paceline.training.observers import Observers
@@ -67,7 +68,8 @@ class Parts:
         self._settings, self._looking = settings, looking
         self.presence = Presence(comm.size, weight=1.0 / comm.size)
         self.faults = Faults()
-        own_buffers = () if remote is not None else tuple(model.buffers())
+        by_others = remote is not None or getattr(method, "averages_buffers", False)
+        own_buffers = () if by_others else tuple(model.buffers())
         self.shared = SharedBuffers(comm, own_buffers, settings.buffers)
         self.sent = SentGradients(self.say)
         self.steps, means = self._make_steps()
@@ -89,7 +91,8 @@ class Parts:
     def detach(self) -> None:
         """Take the hooks out of the model."""
         self.passes.detach()
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         if self.steps.uses is not None:
             self.steps.uses.detach()
         if self.loading is not None:
@@ -107,7 +110,7 @@ class Parts:
         device = self.parameters[0][1].device
         self.stopwatch = self._world.stopwatch(device)
         compressed = settings.compression != Identity()
-        beside = compressed or device.type != "cpu" or rhythm.groups
+        beside = compressed or device.type != "cpu" or rhythm.waits_for_nobody
         control = None
         if beside and comm.size > 1 and rhythm.every:
             control = comm.channel("control")
@@ -118,11 +121,16 @@ class Parts:
             lambda: self.buckets if rhythm.is_every_step else (),
             _where_control_is(comm, device),
         )
-        agreement = Agreement(presence, control or comm) if rhythm.groups else None
+        agreement = None
+        if rhythm.agree_every is not None:
+            agreement = Agreement(presence, control or comm, rhythm.agree_every)
         self.codes = None
         if compressed:
             self.codes = Codes(settings.compression, presence, comm.rank, self._charge)
-        means = Means(comm, presence, rhythm, roll_call, self.codes)
+        group_calls = GroupCalls(
+            presence, lambda: self.buckets, _where_control_is(comm, device)
+        )
+        means = Means(comm, presence, rhythm, roll_call, group_calls, self.codes)
         planner = self._planner = Planner(
             comm,
             settings.fusion,
@@ -139,7 +147,7 @@ class Parts:
         clips_own = method.clips == "own" and settings.clip_norm < math.inf
         steps = Steps(
             *(rhythm, settings, clips_own, presence, planner, roll_call),
-            *(agreement, self.shared, self.faults),
+            *(group_calls, agreement, self.shared, self.faults),
         )
         # A bucket holds this rank's share of the mean, where workers form the mean:
         # the division costs nothing beside the copy that has to be made anyway.
@@ -166,7 +174,7 @@ class Parts:
     ) -> WorkerRun:
         return run_for(
             self._method,
-            optimizer,
+            optimizer is not None,
             self.clip_mean,
             self.remote,
             self.comm,
@@ -181,6 +189,9 @@ class Parts:
             self._world.journal.metrics.get,
             self.steps.keep_company,
             self.take_model,
+            optimizer if self.remote is None else None,
+            [] if self._settings.buffers == "local" else list(self._model.buffers()),
+            self._world.cluster,
         )
 
     def _make_loading(self) -> Loading | None:
@@ -224,9 +235,16 @@ class Parts:
             self._note_life,
             self.end_backward,
         )
-        self._handle = self._model.register_load_state_dict_pre_hook(
-            Uncopied(lambda *_: self.shared.put())
-        )
+        self._handles = [
+            self._model.register_load_state_dict_pre_hook(
+                Uncopied(lambda *_: self.shared.put())
+            )
+        ]
+        if self.remote is None and self.hooks.has("loaded"):
+            self._handles += [
+                module.register_load_state_dict_post_hook(Uncopied(self._note_load))
+                for module in self._model.modules()
+            ]
         if self.hooks.has("before_use"):
             steps.uses = Uses(
                 self._model,
@@ -246,6 +264,11 @@ class Parts:
         self.shared.put()
         tensors = [*self._model.parameters(), *self._model.buffers()]
         broadcast_tensors(self.comm, tensors, source)
+
+    def _note_load(self, *_: object) -> None:
+        """The script has loaded parameters; inside `consolidated` they are taken back."""
+        if not self._looking():
+            self.hooks.is_loaded = True
 
     def _note_life(self) -> None:
         """A forward pass begins. An evaluation takes long, and sends nothing else."""

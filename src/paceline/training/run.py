@@ -9,6 +9,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Method, Rhythm, Stopwatch
+from paceline.network import Cluster
 from paceline.server.remote import RemoteParameters
 from paceline.tensors import Bucket
 from paceline.training.means import Means
@@ -34,8 +35,12 @@ class WorkerRun:
         metric: Callable[[str], float | None],
         company: Callable[[], None],
         take_model: Callable[[int], None],
+        optimizer: torch.optim.Optimizer | None,
+        own_buffers: Sequence[torch.Tensor],
+        cluster: Cluster | None,
     ) -> None:
         self.comm, self.parameters, self.buffers = comm, parameters, buffers
+        self.optimizer, self.own_buffers, self.cluster = optimizer, own_buffers, cluster
         self.stopwatch, self.say, self.take_model = stopwatch, say, take_model
         self.mean, self.average = means.mean, means.average
         self._rhythm, self._presence, self._buckets = rhythm, presence, buckets
@@ -92,20 +97,18 @@ class WorkerRun:
 class UpdatingWorkerRun(WorkerRun):
     """The `UpdatingRun`; *clip_mean* scales mean gradients where these are clipped."""
 
+    optimizer: torch.optim.Optimizer
+
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        clip_mean: Callable[[Sequence[torch.Tensor]], None],
-        *arguments: Any,
+        self, clip_mean: Callable[[Sequence[torch.Tensor]], None], *arguments: Any
     ) -> None:
         super().__init__(*arguments)
-        self._optimizer = optimizer
         self.clip = clip_mean
         self.updater: TorchUpdater | None = None
 
     def take_over(self, most_bytes: int) -> TorchUpdater:
-        pieces = split_pieces(self._optimizer, most_bytes)
-        self.updater = TorchUpdater(self._optimizer, pieces)
+        pieces = split_pieces(self.optimizer, most_bytes)
+        self.updater = TorchUpdater(self.optimizer, pieces)
         return self.updater
 
 
@@ -119,7 +122,7 @@ class ServedRun(WorkerRun):
 
 def run_for(
     method: Method,
-    optimizer: torch.optim.Optimizer | None,
+    has_optimizer: bool,
     clip_mean: Callable[[Sequence[torch.Tensor]], None],
     remote: RemoteParameters | None,
     *arguments: Any,
@@ -129,9 +132,9 @@ def run_for(
         assert remote is not None
         return ServedRun(remote, *arguments)
     if method.updates_on == "method":
-        if optimizer is None:
+        if not has_optimizer:
             raise UsageError(
                 f"method {method.name!r} updates, and there is no optimizer"
             )
-        return UpdatingWorkerRun(optimizer, clip_mean, *arguments)
+        return UpdatingWorkerRun(clip_mean, *arguments)
     return WorkerRun(*arguments)

@@ -16,6 +16,7 @@ from paceline.tensors import Bucket
 from paceline.training.agreement import Agreement
 from paceline.training.arrival import Arrivals
 from paceline.training.faults import Faults
+from paceline.training.group_calls import GroupCalls
 from paceline.training.method_hooks import MethodHooks
 from paceline.training.observers import Observers
 from paceline.training.presence import Presence
@@ -47,6 +48,7 @@ class Steps:
         presence: Presence,
         planner: Planner,
         roll_call: RollCall,
+        group_calls: GroupCalls,
         agreement: Agreement | None,
         shared: SharedBuffers,
         faults: Faults,
@@ -54,6 +56,7 @@ class Steps:
         self._rhythm, self._settings, self._clips_own = rhythm, settings, clips_own
         self._presence, self._planner = presence, planner
         self._roll_call, self._agreement = roll_call, agreement
+        self._group_calls = group_calls
         self._shared, self._faults = shared, faults
         self._may_begin = True
         self._backward_of = -1
@@ -74,9 +77,12 @@ class Steps:
         self._may_begin = False
         if self.loading is not None:
             self.loading.before_step()
+        self._group_calls.begin()
         if self._rhythm.is_every_step:
             self._roll_call.begin()
-        self._roll_call.is_later = self._rhythm.every > 1 and not self._rhythm.groups
+        self._roll_call.is_later = (
+            self._rhythm.after_update and not self._rhythm.waits_for_nobody
+        )
         self.hooks.call("step_begins")
 
     def deliver(self, bucket: Bucket) -> None:
@@ -85,6 +91,8 @@ class Steps:
             self._roll_call.all_is_known()
         self.observers.bucket_leaves(bucket)
         self.hooks.call("bucket_ready", bucket)
+        if bucket.last:
+            self._group_calls.all_is_known()
 
     def end_backward(self) -> None:
         """The backward pass is over: deliver what is left, and let the method wait."""
@@ -144,14 +152,14 @@ class Steps:
     def leave_before_update(self) -> None:
         """The script left its loop between ``backward()`` and ``step()``. The others go on
         with that step, in which this worker still counts, with the model that it has."""
-        if self._rhythm.every == 1:
+        if self._rhythm.is_every_step:
             self._after_update()
 
     def keep_company(self) -> None:
         """One step without data, or, where rounds are rarer, that of the next round."""
         self._shared.put()
         run, rhythm = self.run, self._rhythm
-        run.step += rhythm.every - 1 - run.step % rhythm.every
+        run.step = rhythm.next_round(run.step)
         if self._backward_of != run.step:  # else the script left before step()
             self.begin()
             self.arrivals.deliver_nothing()

@@ -22,7 +22,7 @@ from paceline.instruments import Journal
 from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
 from paceline.job import Job
 from paceline.launchers import Place
-from paceline.network.workload import Workload
+from paceline.network import Cluster, Workload
 from paceline.options import RunOptions
 from paceline.profiling import Profiler, times_of, with_times
 from paceline.report.files import WorkerRecords
@@ -48,6 +48,7 @@ class RealWorld:
     name: ClassVar[str] = "real"
     speeds: Sequence[float] | None = None
     racks: Sequence[int] | None = None
+    cluster: Cluster | None = None
 
     def __init__(self, options: RunOptions) -> None:
         self.options = options

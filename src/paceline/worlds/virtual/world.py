@@ -46,7 +46,7 @@ class VirtualWorld:
         self.rank = rank
         self.size = simulation.cluster.workers
         self.speeds = simulation.speeds
-        self.racks = simulation.racks
+        self.cluster, self.racks = simulation.cluster, simulation.racks
         kept = None
         if simulation.trace:
             kept = Kept([], [])

@@ -1,0 +1,61 @@
+"""Tensors that travel together: what methods average beside gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from paceline.interfaces import Run
+from paceline.tensors import by_kind, stand_in_for, stands_in, wire_bytes
+
+
+class Flat:
+    """One flat buffer over *tensors* of one kind, in their order.
+
+    *dtype*: the buffer's type, where it is not theirs: float32 for the differences of
+    half-precision parameters, for example. ``views[i]`` is the part of ``buffer`` with the
+    shape of ``tensors[i]``. The buffer is not the tensors: `take` copies them in, `put` back.
+    Where tensors stand in for larger ones, so does the buffer.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        self.tensors = [tensor.detach() for tensor in tensors]
+        first = self.tensors[0]
+        sizes = [tensor.numel() for tensor in self.tensors]
+        kind = dtype or first.dtype
+        self.buffer = torch.zeros(sum(sizes), dtype=kind, device=first.device)
+        if any(stands_in(tensor) for tensor in tensors):
+            size = sum(wire_bytes(tensor) for tensor in tensors)
+            stand_in_for(size * kind.itemsize // first.element_size(), self.buffer)
+        self.views = [
+            part.view(tensor.shape)
+            for part, tensor in zip(self.buffer.split(sizes), self.tensors, strict=True)
+        ]
+
+    @property
+    def bytes(self) -> int:
+        """What the buffer is on the network."""
+        return wire_bytes(self.buffer)
+
+    def take(self) -> None:
+        """Copy the tensors into the buffer."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.views, self.tensors)
+
+    def put(self) -> None:
+        """Copy the buffer back into the tensors."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.tensors, self.views)
+
+
+def flats(run: Run, extra: Iterable[torch.Tensor] = ()) -> list[Flat]:
+    """A `Flat` for the parameters of each planned bucket, in bucket order, and then one for
+    each kind among *extra*, which are of floating point. Make them anew in
+    ``buckets_changed``."""
+    return [
+        *(Flat(bucket.parameters) for bucket in run.buckets),
+        *(Flat(tensors) for tensors in by_kind(list(extra))),
+    ]
