@@ -55,6 +55,7 @@ LEVELS = [names.split() for names, _ in reversed(LAYERS)]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 METHODS_MAY_IMPORT = {
     *("errors", "spec", "messages", "interfaces", "tensors", "fusion", "methods"),
+    "network",
 }
 COMPRESSORS_MAY_IMPORT = {"errors", "spec", "interfaces", "compression"}
 FORBIDDEN_TO_METHODS = {

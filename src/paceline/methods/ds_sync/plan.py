@@ -1,0 +1,140 @@
+"""A plan: who averages with whom in each step, the same on every worker.
+
+It is a pure function of what every worker knows (who trains, the network, a seed), so
+nobody sends anything to agree on it. One period goes on through epochs: steps are counted
+from the training's first, since a count that restarts with each epoch would use one phase
+twice in a row wherever the period does not divide the epoch. A run that is shorter than a
+period is no error: its workers have then met less, and the mean at the end is over all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import UsageError, unknown
+from paceline.methods.ds_sync import shuffle as designs
+from paceline.methods.ds_sync.groups import Groups, check_partition, parts
+from paceline.network import Cluster
+
+SHUFFLES = ("auto", "digits", "fixed", "pairs", "random", "topology")
+SAMPLE = 16
+"""Of a plan that never repeats, so many phases stand for the others."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Phases in turn, from step *begins* on; *version* counts the plans of a run.
+
+    *phases* is empty where each step has random groups of its own, of *size* *members*, from
+    *seed*. *shuffle* is what was asked for. Raises `UsageError` for a phase that is no
+    partition of *members* (left out: those of the first phase), or with a group of one.
+    """
+
+    phases: tuple[Groups, ...]
+    version: int = 0
+    begins: int = 0
+    members: tuple[int, ...] = ()
+    shuffle: str = "digits"
+    size: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.members and self.phases:
+            first = sorted(worker for group in self.phases[0] for worker in group)
+            object.__setattr__(self, "members", tuple(dict.fromkeys(first)))
+        if not self.members:
+            raise UsageError("a plan needs workers: expected one or more, got none")
+        for number, groups in enumerate(self.phases):
+            check_partition(groups, self.members, f"phase {number}")
+
+    def groups(self, step: int) -> Groups:
+        """Who averages with whom in *step* (counted from the training's first)."""
+        if not self.phases:
+            return designs.random_groups(
+                self.members, self.size, self.seed, step, self.version
+            )
+        return self.phases[(step - self.begins) % len(self.phases)]
+
+    def mine(self, step: int, rank: int) -> tuple[int, ...]:
+        """The group of worker *rank* in *step*, itself among them."""
+        for group in self.groups(step):
+            if rank in group:
+                return group
+        raise UsageError(
+            f"worker {rank} is in no group: this plan (version {self.version}) is for "
+            f"{len(self.members)} others"
+        )
+
+    @property
+    def sample(self) -> tuple[Groups, ...]:
+        """Its phases; some of them where they never repeat."""
+        if self.phases:
+            return self.phases
+        return tuple(self.groups(self.begins + step) for step in range(SAMPLE))
+
+
+def make_plan(
+    members: Sequence[int],
+    *,
+    shuffle: str = "auto",
+    size: int = 2,
+    seed: int = 0,
+    cluster: Cluster | None = None,
+    bytes: int = 0,  # noqa: A002 - as in the interfaces
+    version: int = 0,
+    begins: int = 0,
+) -> Plan:
+    """The plan for *members*, workers by their rank.
+
+    *shuffle*: ``digits``, ``pairs``, ``random``, ``fixed``: see `designs`; ``topology``: made
+    for the *cluster*, see `divide`; ``auto``: ``topology`` where the cluster has several racks
+    or uneven hosts, else ``digits``. *size*: workers in a group; where it does not divide
+    them, groups are as equal as can be, and an odd worker makes a group of three. *bytes* are
+    averaged in each step. One worker alone has a plan, too: nothing to average.
+
+    Raises `UsageError` for groups of one, groups of more workers than there are, a cluster
+    that is not that of *members*, and a period over which some workers never reach others
+    (``fixed`` excepted: it is the control that fails).
+    """
+    if shuffle not in SHUFFLES:
+        raise UsageError(unknown("value for shuffle", shuffle, SHUFFLES))
+    ordered = tuple(sorted(set(members)))
+    designs.check_size(size, len(ordered))
+    phases: tuple[Groups, ...]
+    if len(ordered) <= 1:
+        phases = ((ordered,),) if ordered else ()
+    elif shuffle == "random":
+        phases = ()
+    elif shuffle == "pairs":
+        if size != 2:
+            raise UsageError(
+                f"size: shuffle='pairs' makes groups of two, got size={size}: use "
+                "shuffle='digits' for larger groups"
+            )
+        phases = designs.pairs(ordered)
+    elif shuffle == "fixed":
+        phases = designs.fixed(ordered, size)
+    else:
+        phases = designs.digits(ordered, size)
+    plan = Plan(phases, version, begins, ordered, shuffle, size, seed)
+    if phases and shuffle != "fixed":
+        check_connected(plan)
+    return plan
+
+
+def check_connected(plan: Plan) -> None:
+    """Raises `UsageError` unless everybody reaches everybody over a period."""
+    apart = parts(plan.sample)
+    if len(apart) > 1:
+        named = " and ".join(
+            "{"
+            + ", ".join(str(worker) for worker in part[:6])
+            + (", ...}" if len(part) > 6 else "}")
+            for part in apart[:3]
+        )
+        raise UsageError(
+            f"over the plan's period of {len(plan.phases)} phases the workers fall into "
+            f"{len(apart)} parts that never meet, {named}: their models would drift apart; "
+            "add a phase with a group across them"
+        )
