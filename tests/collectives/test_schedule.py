@@ -369,7 +369,7 @@ def test_combined_schedules_keep_their_order() -> None:
 @pytest.mark.parametrize("n", RANKS)
 def test_what_a_price_says_is_what_the_messages_do(n: int) -> None:
     for rounds in (1, 2):
-        priced = Ring(n, 10 * n, rounds).priced
+        ((priced,),) = Ring(n, 10 * n, rounds).priced
         sent = [t for number in range(priced.steps) for t in priced.step(number)]
         assert {(t.source, t.destination) for t in sent} == set(priced.connections)
         for rank in range(n):
@@ -378,4 +378,5 @@ def test_what_a_price_says_is_what_the_messages_do(n: int) -> None:
             carried = sum(t.size for t in sent if t[1:3] == connection)
             assert carried == priced.bytes_per_connection
         assert priced.pattern == Ring(n, 3, rounds).pattern
+        assert list(priced.members) == list(range(n))
     assert Ring(n, 1).pattern != Ring(n, 1, rounds=1).pattern

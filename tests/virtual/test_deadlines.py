@@ -10,7 +10,7 @@ from paceline.interfaces import Answer, Sender, Work
 from paceline.messages import Note, Request
 from paceline.network import uniform_cluster
 from paceline.worlds.virtual.clock import Clock, Completion
-from paceline.worlds.virtual.links import Links
+from paceline.network.links import Links
 from paceline.worlds.virtual.servers import ServerRates, VirtualServer
 from tests.virtual.helpers import until_over
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.interfaces import Schedule, Transfer
+from paceline.interfaces import Priced, Schedule, Transfer
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,19 @@ class InTurn:
         return sum(part.bytes_sent(rank) for part in self.parts)
 
     @property
-    def priced(self) -> None:
-        return None
+    def priced(self) -> Sequence[Sequence[Priced]] | None:
+        phases: list[Sequence[Priced]] = []
+        for part in self.parts:
+            if part.priced is None:
+                return None
+            phases += part.priced
+        return phases
 
 
 @dataclass(frozen=True)
 class SideBySide:
-    """The first steps of all parts, then their second ones: for parts that share no rank."""
+    """The first steps of all parts, then their second ones: for parts that share no rank, or
+    no part of the buffer."""
 
     parts: tuple[Schedule, ...]
 
@@ -62,17 +68,31 @@ class SideBySide:
         return sum(part.bytes_sent(rank) for part in self.parts)
 
     @property
-    def priced(self) -> None:
-        return None
+    def priced(self) -> Sequence[Sequence[Priced]] | None:
+        """Of parts of one phase each that share no rank: others do not move as if they were
+        alone, or wait for each other in between."""
+        activities: list[Priced] = []
+        seen: set[int] = set()
+        for part in self.parts:
+            if part.priced is None or len(part.priced) > 1:
+                return None
+            for activity in (activity for phase in part.priced for activity in phase):
+                if not seen.isdisjoint(activity.members):
+                    return None
+                seen.update(activity.members)
+                activities.append(activity)
+        return (activities,)
 
 
 @dataclass(frozen=True)
 class Among:
-    """*schedule* among *members*, some of *ranks* ranks: its rank i is ``members[i]``."""
+    """*schedule* among *members*, some of *ranks* ranks: its rank i is ``members[i]``, and its
+    first unit the one at *offset* of their buffers."""
 
     ranks: int
     members: tuple[int, ...]
     schedule: Schedule
+    offset: int = 0
 
     @property
     def steps(self) -> int:
@@ -83,6 +103,7 @@ class Among:
             yield transfer._replace(
                 source=self.members[transfer.source],
                 destination=self.members[transfer.destination],
+                offset=self.offset + transfer.offset,
             )
 
     def bytes_sent(self, rank: int) -> int:
@@ -91,5 +112,42 @@ class Among:
         return self.schedule.bytes_sent(self.members.index(rank))
 
     @property
-    def priced(self) -> None:
-        return None
+    def priced(self) -> Sequence[Sequence[Priced]] | None:
+        phases = self.schedule.priced
+        if phases is None:
+            return None
+        return [
+            [_PricedAmong(self.members, activity) for activity in phase]
+            for phase in phases
+        ]
+
+
+@dataclass(frozen=True)
+class _PricedAmong:
+    """*activity* among some ranks."""
+
+    of: tuple[int, ...]
+    activity: Priced
+
+    @property
+    def pattern(self) -> Hashable:
+        return self.of, self.activity.pattern
+
+    @property
+    def connections(self) -> Iterable[tuple[int, int]]:
+        return ((self.of[a], self.of[b]) for a, b in self.activity.connections)
+
+    @property
+    def members(self) -> Sequence[int]:
+        return [self.of[rank] for rank in self.activity.members]
+
+    @property
+    def messages_sent(self) -> int:
+        return self.activity.messages_sent
+
+    @property
+    def bytes_per_connection(self) -> int:
+        return self.activity.bytes_per_connection
+
+    def latency(self, one_way: Callable[[int, int], float]) -> float:
+        return self.activity.latency(lambda a, b: one_way(self.of[a], self.of[b]))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
 from paceline.collectives import schedule as schedules
-from paceline.collectives.combined import Among, InTurn, SideBySide
+from paceline.collectives.combined import InTurn
 from paceline.collectives.halving_doubling import HalvingDoubling as Halves
+from paceline.collectives.hierarchical import hierarchical, racks_or_rows
 from paceline.interfaces import Comm, Pending, ReduceOperation, Schedule
 
 
@@ -103,29 +103,13 @@ class HalvingDoubling(Scheduled):
 
 
 class Hierarchical(Scheduled):
-    """Formed by: a tree in each rack, a ring of the racks' first ranks, and trees back (racks that
-    nobody knows: about the root of n ranks each). Sends: over a rack's uplink 2 (r - 1) / r of
-    the buffer for r racks, however many ranks are in it. Good for: thin uplinks."""
+    """Formed by: a reduce-scatter in each rack, all-reduces across racks among the ranks that hold
+    the same part, and an all-gather in each rack; all by rings (racks that nobody knows: rows of
+    about the root of n ranks). Sends: in the rack 2 (g - 1) / g of the buffer per rank, for g
+    ranks in it; over its uplink 2 (r - 1) / r of the buffer for r racks, however many ranks are
+    in it. Good for: uplinks that are thinner than their hosts' links together."""
 
     name: ClassVar[str] = "hierarchical"
 
     def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
-        n = comm.size
-        if racks is None:
-            width = math.isqrt(n - 1) + 1 if n > 1 else 1
-            racks = [rank // width for rank in range(n)]
-        members: dict[int, list[int]] = {}
-        for rank, rack in enumerate(racks):
-            members.setdefault(rack, []).append(rank)
-        firsts = tuple(ranks[0] for ranks in members.values())
-
-        def in_racks(reduce: bool) -> Schedule:
-            return SideBySide(
-                tuple(
-                    Among(n, tuple(m), schedules.Tree(len(m), size, reduce=reduce))
-                    for m in members.values()
-                )
-            )
-
-        between = Among(n, firsts, schedules.Ring(len(firsts), size))
-        return InTurn((in_racks(True), between, in_racks(False)))
+        return hierarchical(size, racks_or_rows(comm.size, racks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.interfaces import Transfer
@@ -61,8 +61,12 @@ class Ring:
         )
 
     @property
-    def priced(self) -> Ring:
-        return self
+    def priced(self) -> Sequence[Sequence[Ring]]:
+        return ((self,),)
+
+    @property
+    def members(self) -> Sequence[int]:
+        return range(self.ranks)
 
     @property
     def pattern(self) -> Hashable:

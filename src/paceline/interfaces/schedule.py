@@ -13,7 +13,7 @@ step. Messages between the same two ranks never overtake.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -53,14 +53,15 @@ class Schedule(Protocol):
         ...
 
     @property
-    def priced(self) -> Priced | None:
-        """This schedule as one activity; None: it must be played."""
+    def priced(self) -> Sequence[Sequence[Priced]] | None:
+        """This schedule as activities: in each phase some side by side, and the next phase
+        begins when they all have ended; None: it must be played."""
         ...
 
 
 class Priced(Protocol):
-    """A schedule whose messages keep step with each other, so that they can be taken for one
-    activity: after the latency of the longest chain all connections carry the same."""
+    """Messages that keep step with each other, so that they can be taken for one activity:
+    after the latency of the longest chain all connections carry the same."""
 
     @property
     def pattern(self) -> Hashable:
@@ -73,8 +74,13 @@ class Priced(Protocol):
         ...
 
     @property
+    def members(self) -> Sequence[int]:
+        """The ranks that take part."""
+        ...
+
+    @property
     def messages_sent(self) -> int:
-        """Messages that each rank sends."""
+        """Messages that each of them sends."""
         ...
 
     @property

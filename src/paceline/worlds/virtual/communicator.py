@@ -7,11 +7,12 @@ is the same operation, and must be the same call. A queue has *lanes* (gloo: two
 threads; NCCL: one stream): an operation is *present* on a rank once a lane is free there,
 and holds it until it is complete there.
 
-*Priced* (what its schedule has a price for, such as rings): starts when its last rank is present, takes the schedule's latency, then
-moves as one activity on all its connections, and ends on all ranks at once.
+*Priced* (what its schedule has a price for, such as rings): starts when its last rank is
+present, takes the schedule's latency, then moves as one activity on all its connections
+(where it has several phases, so in each), and ends on all ranks at once.
 *Played* (all else, and these where asked for): every message of the schedule starts when both
 its ends are present and what its source must have received has arrived; a rank is done
-when its own messages are.
+when its own messages are. Both in `collectives.playing`.
 
 Data: contributions are copied at the call, sums go in gloo's order, and a result is written
 to a rank's buffers at the instant at which the operation completes there. The last rank's
@@ -21,15 +22,16 @@ takes the copies away: whoever still holds its work (for torch, for errors) hold
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from paceline.collectives.playing import Phases, Play, Prices
 from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.instruments import Span
-from paceline.interfaces import Priced, Schedule, Transfer
+from paceline.interfaces import Schedule
+from paceline.network.links import Links
 from paceline.worlds.virtual.clock import MAX_NAMED, Clock, Completion
-from paceline.worlds.virtual.links import Links
 
 
 class Operation:
@@ -112,13 +114,7 @@ class Communicator:
         self._next = [0] * len(self.ranks)
         self._queues: list[deque[Operation]] = [deque() for _ in self.ranks]
         self._free_lanes = [list(range(lanes))[::-1] for _ in self.ranks]
-        n = len(self.ranks)
-        # What is priced, by pattern: seconds of latency, and connections on each link.
-        self._prices: dict[Hashable, tuple[float, dict[int, float]]] = {}
-        self._senders: dict[int, int] = {}  # ranks by host
-        for position in range(n if n > 1 else 0):
-            host = links.cluster.host_of(self.ranks[position])
-            self._senders[host] = self._senders.get(host, 0) + 1
+        self._prices = Prices(links.cluster, self.ranks)
 
     # ---- a worker's call ----
 
@@ -193,29 +189,24 @@ class Communicator:
     def _present(self, operation: Operation, position: int) -> None:
         operation.present[position] = True
         operation.present_count += 1
-        priced = None if self._play else operation.schedule.priced
-        if priced is not None:
+        phases = None if self._play else operation.schedule.priced
+        if phases is not None:
             if operation.present_count == len(self.ranks):
-                latency, demand = self._price(priced)
-                self.clock.at(
-                    self.clock.now + latency,
-                    partial(self._move_priced, operation, priced, demand),
-                )
+                done = partial(self._done_everywhere, operation)
+                Phases(
+                    phases, self._prices, self.clock, self.links, operation.unit, done
+                ).start()
             return
         if operation.play is None:
-            operation.play = Play(self, operation)
+            operation.play = Play(
+                operation.schedule,
+                self.ranks,
+                self.links,
+                operation.unit,
+                self.name,
+                partial(self.done, operation),
+            )
         operation.play.present(position)
-
-    def _move_priced(
-        self, operation: Operation, priced: Priced, demand: dict[int, float]
-    ) -> None:
-        messages = priced.messages_sent
-        self.links.start(
-            demand,
-            operation.unit * priced.bytes_per_connection,
-            partial(self._done_everywhere, operation),
-            {host: ranks * messages for host, ranks in self._senders.items()},
-        )
 
     def _done_everywhere(self, operation: Operation) -> None:
         for position in range(len(self.ranks)):
@@ -249,96 +240,3 @@ class Communicator:
             del self._operations[operation.number]
             operation.forget()
         self._take_lanes(position)
-
-    def _price(self, priced: Priced) -> tuple[float, dict[int, float]]:
-        """Seconds of latency, and how many connections each link carries."""
-        if priced.pattern not in self._prices:
-            demand: dict[int, float] = {}
-            for source, destination in priced.connections:
-                for link in self.links.cluster.path(
-                    self.ranks[source], self.ranks[destination]
-                ):
-                    demand[link] = demand.get(link, 0) + 1
-            self._prices[priced.pattern] = priced.latency(self._one_way), demand
-        return self._prices[priced.pattern]
-
-    def _one_way(self, a: int, b: int) -> float:
-        return self.links.cluster.latency(self.ranks[a], self.ranks[b])
-
-
-class Play:
-    """One operation, message by message."""
-
-    def __init__(self, communicator: Communicator, operation: Operation) -> None:
-        self._communicator = communicator
-        self._operation = operation
-        n = len(communicator.ranks)
-        # Each rank's messages out, in order: how many of the messages into the rank must
-        # have arrived before, and the message's own place among those into its
-        # destination. Places count in step order: a message of a later step may arrive
-        # earlier, and counts only when what comes before it is in.
-        self._out: list[deque[tuple[int, int, Transfer]]] = [deque() for _ in range(n)]
-        self._unsent = [0] * n
-        self._received = [0] * n
-        self._early: list[set[int]] = [set() for _ in range(n)]
-        self._waiting_for: dict[int, list[tuple[int, Transfer]]] = {}  # absent ranks
-        expected = [0] * n
-        for number in range(operation.schedule.steps):
-            before = expected.copy()
-            for transfer in operation.schedule.step(number):
-                source, destination = transfer.source, transfer.destination
-                place = expected[destination]
-                self._out[source].append((before[source], place, transfer))
-                self._unsent[source] += 1
-                expected[destination] += 1
-        self._expected = expected
-
-    def present(self, position: int) -> None:
-        """One more rank is present: what waited for it may go."""
-        self._advance(position)
-        for place, transfer in self._waiting_for.pop(position, []):
-            self._send(place, transfer)
-
-    def _advance(self, position: int) -> None:
-        operation = self._operation
-        if not operation.present[position]:
-            return
-        out = self._out[position]
-        while out and out[0][0] <= self._received[position]:
-            _, place, transfer = out.popleft()
-            if operation.present[transfer.destination]:
-                self._send(place, transfer)
-            else:
-                waiting = self._waiting_for.setdefault(transfer.destination, [])
-                waiting.append((place, transfer))
-        if (
-            not self._unsent[position]
-            and self._received[position] == self._expected[position]
-        ):
-            self._unsent[position] = -1  # done once
-            self._communicator.done(operation, position)
-
-    def _send(self, place: int, transfer: Transfer) -> None:
-        communicator = self._communicator
-        source = communicator.ranks[transfer.source]
-        destination = communicator.ranks[transfer.destination]
-        communicator.links.send(
-            (communicator.name, source, destination),
-            communicator.links.cluster.host_of(source),
-            communicator.links.cluster.host_of(destination),
-            self._operation.unit * transfer.size,
-            partial(self._sent, transfer.source),
-            partial(self._arrived, transfer.destination, place),
-        )
-
-    def _sent(self, position: int) -> None:
-        self._unsent[position] -= 1
-        self._advance(position)
-
-    def _arrived(self, position: int, place: int) -> None:
-        early = self._early[position]
-        early.add(place)
-        while self._received[position] in early:
-            early.remove(self._received[position])
-            self._received[position] += 1
-        self._advance(position)

@@ -10,7 +10,7 @@ from paceline.instruments import Span
 from paceline.network.rules import Rule
 from paceline.units import show_seconds
 from paceline.worlds.virtual.clock import QUESTION, Clock
-from paceline.worlds.virtual.links import Links
+from paceline.network.links import Links
 
 
 class Conditions:

@@ -36,7 +36,7 @@ from paceline.server.wire import HEADER_BYTES
 from paceline.tensors import stand_alike, stands_in, wire_bytes
 from paceline.worlds import places
 from paceline.worlds.virtual.clock import Clock, Completion
-from paceline.worlds.virtual.links import Links
+from paceline.network.links import Links
 
 
 @dataclass(frozen=True)

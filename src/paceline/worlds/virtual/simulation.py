@@ -33,7 +33,7 @@ from paceline.worlds.virtual.communicator import Communicator
 from paceline.worlds.virtual.compute import ComputeModel
 from paceline.worlds.virtual.conditions import Conditions
 from paceline.worlds.virtual.inputs import SeenInputs
-from paceline.worlds.virtual.links import Links
+from paceline.network.links import Links
 from paceline.worlds.virtual.mailbox import Mailbox
 from paceline.worlds.virtual.output import Shown, speak_as, workers_output
 from paceline.worlds.virtual.patches import patched_process

@@ -1,15 +1,54 @@
-"""The virtual network: the clock drives `Sharing`; connections are first in, first out."""
+"""Messages over a cluster's links: a clock drives `Sharing`; connections are first in, first
+out."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from typing import Protocol
 
 from paceline.network.cluster import Cluster
 from paceline.network.sharing import Activity, Sharing
-from paceline.worlds.virtual.clock import Clock
+
+
+class Events(Protocol):
+    """A clock, and what is to happen on it."""
+
+    @property
+    def now(self) -> float: ...
+
+    def at(
+        self, time: float, action: Callable[[], None], *, last: bool = False
+    ) -> None:
+        """Call *action* when the clock reaches *time*; *last*: after the other events
+        of that instant."""
+        ...
+
+
+class Agenda:
+    """A clock that nobody lives by: `run` goes from event to event until none is left."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._sequence = itertools.count()
+
+    def at(
+        self, time: float, action: Callable[[], None], *, last: bool = False
+    ) -> None:
+        """See `Events`."""
+        heapq.heappush(self._heap, (time, int(last), next(self._sequence), action))
+
+    def run(self) -> float:
+        """Returns the instant of the last event."""
+        while self._heap:
+            self.now, _, _, action = heapq.heappop(self._heap)
+            action()
+        return self.now
 
 
 class Links:
@@ -18,7 +57,7 @@ class Links:
     Rates are shared anew once per instant, after everything else that happens then.
     """
 
-    def __init__(self, clock: Clock, cluster: Cluster) -> None:
+    def __init__(self, clock: Events, cluster: Cluster) -> None:
         self.cluster = cluster
         self._clock = clock
         self._sharing = Sharing([*cluster.capacities, *_processors(cluster)])

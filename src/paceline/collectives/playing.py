@@ -1,0 +1,186 @@
+"""Schedules in time, over links: played message by message, or priced as a few activities.
+
+The virtual world moves its collectives so, on its clock; `pricing` does the same on an
+agenda of its own, without a world.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from paceline.interfaces import Priced, Schedule, Transfer
+from paceline.network import Cluster
+from paceline.network.links import Events, Links
+
+
+class Price(NamedTuple):
+    """What an activity is on a cluster: seconds of *latency*, connections on each link
+    (*demand*), messages that each host sends."""
+
+    latency: float
+    demand: Mapping[int, float]
+    messages: Mapping[int, float]
+
+
+class Prices:
+    """Of activities among *workers* of *cluster*: each is worked out once per pattern."""
+
+    def __init__(self, cluster: Cluster, workers: Sequence[int]) -> None:
+        self._cluster, self._workers = cluster, workers
+        self._known: dict[Hashable, Price] = {}
+
+    def of(self, activity: Priced) -> Price:
+        """The price of *activity*, of whatever size."""
+        pattern = activity.pattern
+        if pattern not in self._known:
+            self._known[pattern] = self._work_out(activity)
+        return self._known[pattern]
+
+    def _work_out(self, activity: Priced) -> Price:
+        cluster, workers = self._cluster, self._workers
+        demand: Counter[int] = Counter()
+        for source, destination in activity.connections:
+            demand.update(cluster.path(workers[source], workers[destination]))
+        messages: Counter[int] = Counter()
+        for member in activity.members if activity.messages_sent else ():
+            messages[cluster.host_of(workers[member])] += activity.messages_sent
+        latency = activity.latency(lambda a, b: cluster.latency(workers[a], workers[b]))
+        return Price(latency, demand, messages)
+
+
+class Phases:
+    """One schedule's activities, phase by phase, from `start` on. One unit of them is *unit*
+    bytes; *done* is called when the last has ended."""
+
+    def __init__(
+        self,
+        phases: Sequence[Sequence[Priced]],
+        prices: Prices,
+        clock: Events,
+        links: Links,
+        unit: float,
+        done: Callable[[], None],
+    ) -> None:
+        self._phases, self._prices, self._done = phases, prices, done
+        self._clock, self._links, self._unit = clock, links, unit
+        self._next = self._under_way = 0
+
+    def start(self) -> None:
+        """Begin the next phase."""
+        if self._next == len(self._phases):
+            self._done()
+            return
+        phase = self._phases[self._next]
+        self._next += 1
+        self._under_way = len(phase)
+        for activity in phase:
+            price = self._prices.of(activity)
+            start = self._clock.now + price.latency
+            self._clock.at(start, partial(self._move, activity, price))
+        if not phase:
+            self.start()
+
+    def _move(self, activity: Priced, price: Price) -> None:
+        size = self._unit * activity.bytes_per_connection
+        self._links.start(price.demand, size, self._ended, price.messages)
+
+    def _ended(self) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self.start()
+
+
+class Play:
+    """One schedule among *workers*, message by message. One unit of it is *unit* bytes;
+    *name* tells its connections from others'; *done* is called for each position whose
+    messages all have left and come.
+
+    A message starts when both its ends are present and what its source must have received
+    has arrived.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        workers: Sequence[int],
+        links: Links,
+        unit: float,
+        name: Hashable,
+        done: Callable[[int], None],
+    ) -> None:
+        self._workers, self._links, self._name = workers, links, name
+        self._unit, self._done = unit, done
+        n = len(workers)
+        self._present = [False] * n
+        # Each rank's messages out, in order: how many of the messages into the rank must
+        # have arrived before, and the message's own place among those into its
+        # destination. Places count in step order: a message of a later step may arrive
+        # earlier, and counts only when what comes before it is in.
+        self._out: list[deque[tuple[int, int, Transfer]]] = [deque() for _ in range(n)]
+        self._unsent = [0] * n
+        self._received = [0] * n
+        self._early: list[set[int]] = [set() for _ in range(n)]
+        self._waiting_for: dict[int, list[tuple[int, Transfer]]] = {}  # absent ranks
+        expected = [0] * n
+        for number in range(schedule.steps):
+            before = expected.copy()
+            for transfer in schedule.step(number):
+                source, destination = transfer.source, transfer.destination
+                place = expected[destination]
+                self._out[source].append((before[source], place, transfer))
+                self._unsent[source] += 1
+                expected[destination] += 1
+        self._expected = expected
+
+    def present(self, position: int) -> None:
+        """One more rank is present: what waited for it may go."""
+        self._present[position] = True
+        self._advance(position)
+        for place, transfer in self._waiting_for.pop(position, []):
+            self._send(place, transfer)
+
+    def _advance(self, position: int) -> None:
+        if not self._present[position]:
+            return
+        out = self._out[position]
+        while out and out[0][0] <= self._received[position]:
+            _, place, transfer = out.popleft()
+            if self._present[transfer.destination]:
+                self._send(place, transfer)
+            else:
+                waiting = self._waiting_for.setdefault(transfer.destination, [])
+                waiting.append((place, transfer))
+        if (
+            not self._unsent[position]
+            and self._received[position] == self._expected[position]
+        ):
+            self._unsent[position] = -1  # done once
+            self._done(position)
+
+    def _send(self, place: int, transfer: Transfer) -> None:
+        source = self._workers[transfer.source]
+        destination = self._workers[transfer.destination]
+        host_of = self._links.cluster.host_of
+        self._links.send(
+            (self._name, source, destination),
+            host_of(source),
+            host_of(destination),
+            self._unit * transfer.size,
+            partial(self._sent, transfer.source),
+            partial(self._arrived, transfer.destination, place),
+        )
+
+    def _sent(self, position: int) -> None:
+        self._unsent[position] -= 1
+        self._advance(position)
+
+    def _arrived(self, position: int, place: int) -> None:
+        early = self._early[position]
+        early.add(place)
+        while self._received[position] in early:
+            early.remove(self._received[position])
+            self._received[position] += 1
+        self._advance(position)
