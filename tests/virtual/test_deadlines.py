@@ -9,8 +9,8 @@ import torch
 from paceline.interfaces import Answer, Sender, Work
 from paceline.messages import Note, Request
 from paceline.network import uniform_cluster
-from paceline.worlds.virtual.clock import Clock, Completion
 from paceline.network.links import Links
+from paceline.worlds.virtual.clock import Clock, Completion
 from paceline.worlds.virtual.servers import ServerRates, VirtualServer
 from tests.virtual.helpers import until_over
 

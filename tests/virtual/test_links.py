@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.network import Cluster, transfer_times
-from paceline.worlds.virtual.clock import Clock, Completion
 from paceline.network.links import Links
+from paceline.worlds.virtual.clock import Clock, Completion
 from tests.virtual.helpers import cluster, rack, until_over
 
 Message = tuple[float, object, int, int, int]

@@ -16,11 +16,12 @@ def seconds(
     cluster: Cluster,
     ranks: Sequence[int] | None = None,
     *,
+    unit: float = 1,
     play: bool = False,
 ) -> float:
     """Seconds from a common start to the last rank's end, on idle links.
 
-    Sizes of *schedule* are bytes. ``ranks[i]`` is the worker of *cluster* that is its rank i
+    One unit of *schedule*'s sizes is *unit* bytes. ``ranks[i]`` is the worker of *cluster* that is its rank i
     (None: all workers, in order). It is what the virtual world charges where nothing else
     moves: links are shared max-min fairly, messages take their latency, and the processors'
     time where *cluster* says what it costs. *play*: message by message, also what has a
@@ -44,12 +45,12 @@ def seconds(
             Prices(cluster, workers),
             agenda,
             links,
-            1.0,
+            unit,
             lambda: ends.append(agenda.now),
         ).start()
     else:
         played = Play(
-            schedule, workers, links, 1.0, "", lambda position: ends.append(agenda.now)
+            schedule, workers, links, unit, "", lambda position: ends.append(agenda.now)
         )
         for position in range(len(workers)):
             played.present(position)

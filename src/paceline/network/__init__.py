@@ -1,4 +1,4 @@
-"""The network and the model's load on it, described; no I/O and no clock."""
+"""The network and the model's load on it, described; no I/O, and no time but what callers bring."""
 
 from paceline.network.cluster import Cluster, Processor, Rack, ServerHost
 from paceline.network.cluster_file import (

@@ -7,10 +7,10 @@ from functools import partial
 
 from paceline.errors import WorkerFailedError
 from paceline.instruments import Span
+from paceline.network.links import Links
 from paceline.network.rules import Rule
 from paceline.units import show_seconds
 from paceline.worlds.virtual.clock import QUESTION, Clock
-from paceline.network.links import Links
 
 
 class Conditions:

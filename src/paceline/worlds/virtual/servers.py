@@ -29,6 +29,7 @@ from paceline.interfaces import (
 )
 from paceline.messages import Refused, Reply, Request
 from paceline.network.cluster import Cluster
+from paceline.network.links import Links
 from paceline.network.workload import Workload
 from paceline.server import kinds
 from paceline.server.peers import no_peer
@@ -36,7 +37,6 @@ from paceline.server.wire import HEADER_BYTES
 from paceline.tensors import stand_alike, stands_in, wire_bytes
 from paceline.worlds import places
 from paceline.worlds.virtual.clock import Clock, Completion
-from paceline.network.links import Links
 
 
 @dataclass(frozen=True)

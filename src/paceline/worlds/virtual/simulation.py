@@ -17,6 +17,7 @@ from paceline.errors import UsageError
 from paceline.instruments import Journal, Kept, Span
 from paceline.interfaces import ServiceJob
 from paceline.network.cluster import Cluster
+from paceline.network.links import Links
 from paceline.options import RunOptions
 from paceline.profiling import Profiler
 from paceline.torch_private import (
@@ -33,7 +34,6 @@ from paceline.worlds.virtual.communicator import Communicator
 from paceline.worlds.virtual.compute import ComputeModel
 from paceline.worlds.virtual.conditions import Conditions
 from paceline.worlds.virtual.inputs import SeenInputs
-from paceline.network.links import Links
 from paceline.worlds.virtual.mailbox import Mailbox
 from paceline.worlds.virtual.output import Shown, speak_as, workers_output
 from paceline.worlds.virtual.patches import patched_process
