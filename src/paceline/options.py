@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 
+CLUSTER_VARIABLE = "PACELINE_CLUSTER"
+"""A cluster file: the network that a real job is on."""
+
 
 def seconds_from(
     environment: Mapping[str, str], variable: str, default: float
@@ -38,7 +41,7 @@ class RunOptions:
     result object at the end, or with *result* write it to that file. *records*: a folder
     for per-step records. *profile*: measure compute times, and write them to that file.
     *pace*: the workload whose times an emulated worker takes. *tells*: say so when *steps*
-    end a script.
+    end a script. *cluster*: a file that describes the network of a real job.
     """
 
     method: str | None = None
@@ -50,6 +53,7 @@ class RunOptions:
     profile: str | None = None
     pace: str | None = None
     tells: bool = True
+    cluster: str | None = None
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
@@ -66,6 +70,7 @@ class RunOptions:
             "PACELINE_RESULT": self.result,
             "PACELINE_PROFILE": self.profile,
             "PACELINE_PACE": self.pace,
+            CLUSTER_VARIABLE: self.cluster,
         }
         return {key: str(value) for key, value in values.items() if value is not None}
 
@@ -103,4 +108,5 @@ class RunOptions:
             result=environment.get("PACELINE_RESULT") or None,
             profile=environment.get("PACELINE_PROFILE") or None,
             pace=environment.get("PACELINE_PACE") or None,
+            cluster=environment.get(CLUSTER_VARIABLE) or None,
         )

@@ -6,10 +6,15 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from paceline.network import Cluster, Rack, cluster_toml, load_cluster
+from paceline.testing import Case
+from paceline.testing.checks import final_parameters
+from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.emulated.helpers import SECONDS, Watch, descendants, network_of, networks
 
@@ -17,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("namespaces")
 
 ROOT = Path(__file__).parent.parent.parent
 LAYERS = str(ROOT / "examples" / "layers.py")
+TOLD = ROOT / "tests" / "real" / "scripts" / "told.py"
 QUICK = ("--layers", "4", "--megabytes", "1", "--forward", "0.02", "--backward", "0.02")
 TIME_OUT = 90
 
@@ -66,6 +72,30 @@ def test_a_job_trains_and_says_what_it_was(tmp_path):
     # 1 MB each way at 25 MB/s: the wire sets the pace, and 40 ms are computed.
     assert result["step_seconds"] >= 0.04
     assert result["exposed_communication_seconds"] >= 0.02
+
+
+@pytest.mark.slow
+def test_workers_know_the_cluster_that_is_described(tmp_path):
+    """As in the virtual world, to the last bit of a mean over its racks."""
+    racks = (Rack(workers=1, link=1e9 / 7, latency=0.0),)
+    racks += (replace(racks[0], workers=3, speed=(1.0, 0.5, 1 / 3)),)
+    file = tmp_path / "cluster.toml"
+    file.write_text(cluster_toml(Cluster(racks)))
+    cluster = load_cluster(file)
+    process = start(tmp_path, "emulate", TOLD, f"--cluster={file}", "--no-measure")
+    status, out, err = finish(process)
+    assert status == 0, err
+    found = json.loads(out.splitlines()[0])  # a table comes after it
+    assert found["cluster"] == cluster_toml(cluster, exact=True)
+    assert found["racks"] == [0, 1, 1, 1]
+    assert found["speeds"] == list(cluster.speeds)
+    case, ends = Case(method="bsp:collective=hierarchical"), {}
+
+    def body(rank):
+        ends[rank] = final_parameters(case, "ddp")
+
+    Simulation(cluster).run(body)
+    assert found["end"] == ends[0]
 
 
 SPEAKS = "import os, sys\nprint('I am', os.environ['RANK'])\nprint('trouble', file=sys.stderr)\n"

@@ -7,7 +7,14 @@ import torch
 
 import paceline
 from paceline.errors import ClusterError, DeadlockError, WorkerFailedError
-from paceline.network import Cluster, Processor, Rack, cluster_toml, parse_cluster
+from paceline.network import (
+    Cluster,
+    Processor,
+    Rack,
+    ServerHost,
+    cluster_toml,
+    parse_cluster,
+)
 from paceline.network.rules import Rule, cut, kill, repair, throttle
 from paceline.worlds.virtual import Simulation
 
@@ -139,6 +146,25 @@ def test_a_file_is_read_as_it_is_written() -> None:
     again = parse_cluster(cluster_toml(cluster, "made here"))
     assert (again.racks, again.processor) == (cluster.racks, cluster.processor)
     assert again.rules == cluster.rules
+
+
+def test_a_cluster_is_read_back_to_the_last_bit() -> None:
+    racks = (
+        Rack(workers=3, link=(1e6 / 3, 1e7 / 3, 2e6 / 7), latency=1e-4 / 3),
+        Rack(
+            workers=2,
+            link=1e5 / 7,
+            latency=0.0,
+            uplink=1e6 / 11,
+            uplink_latency=1 / 7,
+            speed=(1 / 3, 1.0),
+        ),
+    )
+    rules = (throttle("rack 0 up", 1e6 / 3, at=1 / 3),)
+    servers = (ServerHost(rack=1, link=1e7 / 9),)
+    cluster = Cluster(racks, rules, Processor(message=1 / 3, byte=1e-6 / 7), servers)
+    assert parse_cluster(cluster_toml(cluster, exact=True)) == cluster
+    assert parse_cluster(cluster_toml(cluster)) != cluster
 
 
 @pytest.mark.parametrize(

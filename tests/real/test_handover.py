@@ -101,6 +101,28 @@ def test_a_fault_is_told_in_words(environment: dict[str, str]) -> None:
 # ---- who writes into the store ----
 
 
+@pytest.mark.parametrize("environment", [ALONE, APART, SIGNED], ids=str)
+def test_words_are_heard_as_they_were_said(environment: dict[str, str]) -> None:
+    store = DictStore()
+    Board(store, 2, environment).say(NAME, "several\nlines")
+    assert Board(store, 2, environment).hear(NAME) == "several\nlines"
+
+
+def test_words_that_somebody_else_has_said_are_refused() -> None:
+    store = DictStore()
+    for his in (APART, SIGNED | {SECRET: LONG + "!"}, SIGNED | {"MASTER_PORT": "1"}):
+        Board(store, 2, his).say(NAME, "words")
+        with pytest.raises(UsageError, match="not signed"):
+            Board(store, 2, SIGNED).hear(NAME)
+    Board(store, 2, SIGNED).say(NAME, "words")
+    store["another name"] = store[NAME]
+    with pytest.raises(UsageError, match="not signed"):
+        Board(store, 2, SIGNED).hear("another name")
+    store[NAME] = b"{"
+    with pytest.raises(UsageError, match="none of ours"):
+        Board(store, 2, SIGNED).hear(NAME)
+
+
 def forged(**changes: object) -> Posted:
     with posted(SIGNED) as (store, _, _):
         genuine = msgspec.json.decode(store[NAME], type=Posted)

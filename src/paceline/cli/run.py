@@ -11,6 +11,7 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
 from paceline.errors import UsageError
+from paceline.network import load_cluster
 from paceline.options import RunOptions
 from paceline.report.files import forget_workers, merge_workers
 from paceline.worlds.scratch import scratch_folder
@@ -27,6 +28,13 @@ def run(
         ),
     ] = None,
     method: o.Method = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            help="The network that the job is on, as a cluster file: paceline probe measures "
+            "one. \\[default: nothing is known of it]"
+        ),
+    ] = None,
     steps: o.Steps = None,
     seed: o.Seed = None,
     records: o.Records = None,
@@ -61,6 +69,8 @@ def run(
     torchrun_options = torchrun_words(context)
     arguments = script_arguments or []
     o.check_job(script, method)
+    if cluster is not None:
+        load_cluster(cluster)  # complain here, once
     from paceline.report.result import read_result
     from paceline.worlds.launch import launch
     from paceline.worlds.supervisor import Supervisor
@@ -79,6 +89,7 @@ def run(
             json=True,
             records=None if records is None else str(Path(records).resolve()),
             result=str(result_file),
+            cluster=None if cluster is None else str(cluster.resolve()),
         )
         if survive:
             if torchrun_options:

@@ -67,7 +67,8 @@ class TorchComm(Messages):
         self._owns_chain = chain is None
         self.issuer = issuer
         self.collective = collective
-        self.racks = racks
+        # Of all workers, unless they are told.
+        self.racks = world.racks if group is None else racks
         self._channels: dict[str, TorchComm] = {}
         self._groups: dict[tuple[int, ...], TorchComm] = {}
         self._times_made: dict[tuple[int, ...], int] = {}

@@ -92,7 +92,8 @@ class World(Protocol):
 
     @property
     def cluster(self) -> Cluster | None:
-        """The network, where the world knows it: the same on all ranks."""
+        """The network that the workers are on, where the world knows it: the same on all
+        ranks, from `connect` on, and with as many workers."""
         ...
 
     @property

@@ -232,6 +232,10 @@ class Cluster:
         """Whether that is a rack's switch."""
         return host >= len(self._rack_of)
 
+    def rack_of(self, worker: int) -> int:
+        """The rack that a worker's host stands in."""
+        return self._rack_of[self._host_of[worker]]
+
     def rack_of_host(self, host: int) -> int:
         """The rack that a host, or a switch, stands in."""
         beyond = host - len(self._rack_of)

@@ -207,46 +207,50 @@ _REQUIRED: dict[Callable[..., object], tuple[str, ...]] = {
 # ---- writing ----
 
 
-def cluster_toml(cluster: Cluster, comment: str = "") -> str:
-    """*cluster* as `parse_cluster` reads it; *comment* stands above it."""
+def cluster_toml(cluster: Cluster, comment: str = "", *, exact: bool = False) -> str:
+    """*cluster* as `parse_cluster` reads it; *comment* stands above it. *exact*: to the last
+    bit, for programs."""
+    rate_text = _exact_rate if exact else _short_rate
+    time_text = _exact_time if exact else _short_time
+    digits = ".17g" if exact else ".4g"
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     for rack in cluster.racks:
         same = len(set(rack.links)) == 1
-        rates = [_quoted(_rate_text(rate)) for rate in rack.links]
+        rates = [_quoted(rate_text(rate)) for rate in rack.links]
         lines += [
             "",
             "[[rack]]",
             f"workers = {rack.workers}",
             f"link = {rates[0] if same else '[' + ', '.join(rates) + ']'}",
-            f"latency = {_quoted(_time_text(rack.latency))}",
+            f"latency = {_quoted(time_text(rack.latency))}",
         ]
         if rack.uplink is not None:
-            lines.append(f"uplink = {_quoted(_rate_text(rack.uplink))}")
+            lines.append(f"uplink = {_quoted(rate_text(rack.uplink))}")
         if rack.uplink_latency:
-            lines.append(f"uplink_latency = {_quoted(_time_text(rack.uplink_latency))}")
+            lines.append(f"uplink_latency = {_quoted(time_text(rack.uplink_latency))}")
         if set(rack.speed) != {1.0}:
-            lines.append(f"speed = [{', '.join(f'{s:.4g}' for s in rack.speed)}]")
+            lines.append(f"speed = [{', '.join(f'{s:{digits}}' for s in rack.speed)}]")
         if rack.cores != 1:
             lines.append(f"cores = {rack.cores}")
         if rack.workers_per_host != 1:
             lines.append(f"workers_per_host = {rack.workers_per_host}")
     if cluster.processor is not None:
         lines += ["", "[processor]"]
-        lines.append(f"message = {_quoted(_time_text(cluster.processor.message))}")
-        lines.append(f"byte = {_quoted(_time_text(cluster.processor.byte))}")
+        lines.append(f"message = {_quoted(time_text(cluster.processor.message))}")
+        lines.append(f"byte = {_quoted(time_text(cluster.processor.byte))}")
         if cluster.processor.cores is not None:
             lines.append(f"cores = {cluster.processor.cores}")
     for server in cluster.servers:
         lines += ["", "[[server]]", f"rack = {server.rack}"]
         if server.link is not None:
-            lines.append(f"link = {_quoted(_rate_text(server.link))}")
+            lines.append(f"link = {_quoted(rate_text(server.link))}")
     for rule in cluster.rules:
         target = rule.target if isinstance(rule.target, int) else _quoted(rule.target)
         lines += ["", "[[rule]]", f"{rule.action} = {target}"]
         if rule.rate is not None:
-            lines.append(f"rate = {_quoted(_rate_text(rule.rate))}")
+            lines.append(f"rate = {_quoted(rate_text(rule.rate))}")
         if rule.at is not None:
-            lines.append(f"at = {_quoted(_time_text(rule.at))}")
+            lines.append(f"at = {_quoted(time_text(rule.at))}")
         else:
             lines.append(f"step = {rule.step}")
     return "\n".join(lines).strip() + "\n"
@@ -256,9 +260,17 @@ def _quoted(text: str) -> str:
     return f'"{text}"'
 
 
-def _rate_text(rate: float) -> str:
+def _short_rate(rate: float) -> str:
     return f"{8 * rate / 1e6:.6g} Mbit/s"
 
 
-def _time_text(seconds: float) -> str:
+def _short_time(seconds: float) -> str:
     return f"{1e6 * seconds:.6g} us"
+
+
+def _exact_rate(rate: float) -> str:
+    return f"{rate:.17g} B/s"
+
+
+def _exact_time(seconds: float) -> str:
+    return f"{seconds:.17g} s"

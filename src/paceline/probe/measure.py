@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import World
 from paceline.probe.findings import Findings, Size
 from paceline.probe.racks import find_racks
+from paceline.worlds.described import seat
 
 FIRST_BYTES = 64 * 1024
 PINGS = 20
@@ -93,12 +93,9 @@ class _Probe:
         """
         if self._world.name == "virtual":
             return list(range(self._size)), None
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        machine = platform.node() + (boot.read_text() if boot.exists() else "")
-        network = Path("/proc/self/ns/net")
-        place = str(network.readlink()) if network.exists() else ""
-        machines = self._gather([_number(machine)])
-        networks = self._gather([_number(machine + place)])
+        mine = seat()
+        machines = self._gather([_number(mine.machine)])
+        networks = self._gather([_number(mine.host)])
         order = list(dict.fromkeys(row[0] for row in networks))
         hosts = [order.index(row[0]) for row in networks]
         if len(order) == 1:

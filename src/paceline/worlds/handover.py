@@ -70,6 +70,13 @@ class Posted(msgspec.Struct, kw_only=True):
     descriptor: int = -1
 
 
+class Said(msgspec.Struct, kw_only=True):
+    """What lies in the store of words that are no secret."""
+
+    text: str
+    signature: str = ""
+
+
 class Sheet(msgspec.Struct, kw_only=True):
     """What a nameless file holds: *name* says of which job, and what it is."""
 
@@ -133,10 +140,7 @@ class Board:
         try:
             posted = msgspec.json.decode(text, type=Posted)
         except msgspec.MsgspecError as error:
-            raise UsageError(
-                f"what lies in the job's store as {name!r} is none of ours ({error}): is "
-                "the same paceline installed everywhere?"
-            ) from None
+            raise _not_ours(name, error) from None
         address = posted.address
         if address is not None and address.fault:
             return address
@@ -153,12 +157,31 @@ class Board:
             posted.signature.encode(),
             self._signature(self._key, name, address, posted.number).encode(),
         ):
-            raise UsageError(
-                f"{name}: what lies in the job's store is not signed with this worker's "
-                f"{SECRET}: set the same for all. If it is, somebody else writes there"
-            )
+            raise _not_signed(name)
         address.token = derived(self._key, f"token {posted.number}")
         return address
+
+    def say(self, name: str, text: str) -> None:
+        """Tell all workers *text*, which anybody may read; signed, where there is what to
+        sign with."""
+        said = Said(text=text)
+        if self._key is not None:
+            said.signature = self._signature_of_words(self._key, name, text)
+        self._store.set(name, msgspec.json.encode(said).decode())
+
+    def hear(self, name: str) -> str:
+        """What was said under *name*, once it is. Raises `UsageError` where that is of
+        somebody else."""
+        try:
+            said = msgspec.json.decode(self._store.get(name), type=Said)
+        except msgspec.MsgspecError as error:
+            raise _not_ours(name, error) from None
+        if self._key is not None and not hmac.compare_digest(
+            said.signature.encode(),
+            self._signature_of_words(self._key, name, said.text).encode(),
+        ):
+            raise _not_signed(name)
+        return said.text
 
     def close(self) -> None:
         """Nobody reads any more what this worker has posted."""
@@ -196,6 +219,10 @@ class Board:
         words = [self._named(name), address.host, address.port, number]
         return derived(key, f"address {msgspec.json.encode(words).decode()}")
 
+    def _signature_of_words(self, key: bytes, name: str, text: str) -> str:
+        words = [self._named(name), text]
+        return derived(key, f"words {msgspec.json.encode(words).decode()}")
+
     def _read_file(self, name: str, posted: Posted) -> Address:
         path = f"/proc/{posted.process}/fd/{posted.descriptor}"
         try:
@@ -206,6 +233,20 @@ class Board:
                 f"posted ({error}): workers of one machine that are different users', or "
                 f"in different containers, need the same {SECRET}"
             ) from None
+
+
+def _not_ours(name: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"what lies in the job's store as {name!r} is none of ours ({error}): is the same "
+        "paceline installed everywhere?"
+    )
+
+
+def _not_signed(name: str) -> UsageError:
+    return UsageError(
+        f"{name}: what lies in the job's store is not signed with this worker's "
+        f"{SECRET}: set the same for all. If it is, somebody else writes there"
+    )
 
 
 def _seals() -> int:

@@ -30,6 +30,7 @@ from paceline.report.result import Result, Summary, exchange_summaries
 from paceline.stopwatch import CudaStopwatch, HostStopwatch
 from paceline.torch_private import default_store, local_store
 from paceline.worlds import progress
+from paceline.worlds.described import find_cluster, load_of
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
 from paceline.worlds.hub import GRACE_SECONDS
 from paceline.worlds.liveness import Liveness, end_after_grace
@@ -46,14 +47,12 @@ class RealWorld:
     """
 
     name: ClassVar[str] = "real"
-    speeds: Sequence[float] | None = None
-    racks: Sequence[int] | None = None
-    cluster: Cluster | None = None
 
     def __init__(self, options: RunOptions) -> None:
         self.options = options
         place = _find_place()
         self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)
+        self.cluster: Cluster | None = None
         self._records: WorkerRecords | None = None
         if options.records is not None:
             self._records = WorkerRecords(options.records)
@@ -63,6 +62,7 @@ class RealWorld:
         self._results_written = False
         self._liveness: Liveness | None = None
         self._services: RealServices | None = None
+        self._knows_cluster = False
         self.alone = os.environ.get(SURVIVE_VARIABLE) == "1"
         noted = progress.file_of()
         if self.alone and noted is not None:
@@ -74,8 +74,19 @@ class RealWorld:
         self._broke = False
         Ending(lambda: self.journal.step_count, self._close, self._leave)
 
+    @property
+    def speeds(self) -> Sequence[float] | None:
+        return None if self.cluster is None else self.cluster.speeds
+
+    @property
+    def racks(self) -> Sequence[int] | None:
+        if self.cluster is None:
+            return None
+        return [self.cluster.rack_of(worker) for worker in range(self.size)]
+
     def connect(self) -> None:
         if self.alone:
+            self._learn_cluster()
             return
         if not dist.is_initialized():
             self._initialize()
@@ -89,6 +100,19 @@ class RealWorld:
                 self._lost_a_peer,
                 self._training_of_a_peer_broke,
             )
+        self._learn_cluster()
+
+    def _learn_cluster(self) -> None:
+        """Once. Collective, but where workers meet at their servers alone."""
+        if self._knows_cluster:
+            return
+        self._knows_cluster = True
+        self.cluster = self._find_cluster(self.options.cluster)
+
+    def _find_cluster(self, file: str | None) -> Cluster | None:
+        if self.size > 1 and not self.alone:
+            return find_cluster(self.rank, self.size, file, default_store())
+        return None if file is None else load_of(file, self.size)
 
     def _initialize(self) -> None:
         backend = "gloo"

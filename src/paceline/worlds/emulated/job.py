@@ -12,11 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from paceline.errors import PacelineError
+from paceline.network.cluster_file import cluster_toml
 from paceline.network.rules import Rule
 from paceline.options import RunOptions
 from paceline.server.security import TOKEN, TRUSTED
@@ -26,7 +28,6 @@ from paceline.worlds.emulated.messages import INTERFACE
 from paceline.worlds.emulated.output import Shown, WorkerOutput
 from paceline.worlds.emulated.process import HostProcess
 from paceline.worlds.emulated.world import (
-    SPEEDS_VARIABLE,
     WORLD_VARIABLE,
     EmulatedWorld,
 )
@@ -109,12 +110,13 @@ class EmulatedJob:
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "TORCHELASTIC_RUN_ID": "emulated",
             WORLD_VARIABLE: EmulatedWorld.name,
-            SPEEDS_VARIABLE: msgspec.json.encode(cluster.speeds).decode(),
         }
         # Hosts have no names: torch would warn of each connection that it cannot name one.
         quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         base = quiet | os.environ | shared
-        base |= self._options.to_environment()
+        file = Path(scratch) / "cluster.toml"
+        file.write_text(cluster_toml(cluster, exact=True))
+        base |= replace(self._options, cluster=str(file)).to_environment()
         # Hosts are no machine of their own, and have no network but this job's.
         base.setdefault(TOKEN, secrets.token_hex(16))
         base |= self._start_servers(base)

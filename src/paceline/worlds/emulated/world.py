@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 
-import msgspec
 import torch
 
 from paceline.interfaces import Compute
+from paceline.network.cluster import Cluster
 from paceline.network.workload import Workload
 from paceline.options import RunOptions
 from paceline.tensors import wire_bytes
 from paceline.worlds import progress
+from paceline.worlds.described import load_of
 from paceline.worlds.pacing import PacedCompute
 from paceline.worlds.real import RealWorld
 
 WORLD_VARIABLE = "PACELINE_WORLD"
-SPEEDS_VARIABLE = "PACELINE_SPEEDS"
 
 
 class EmulatedWorld(RealWorld):
@@ -28,10 +27,9 @@ class EmulatedWorld(RealWorld):
 
     def __init__(self, options: RunOptions) -> None:
         super().__init__(options)
-        speeds = os.environ.get(SPEEDS_VARIABLE)
-        self.speeds: Sequence[float] | None = None
-        if speeds:
-            self.speeds = msgspec.json.decode(speeds, type=tuple[float, ...])
+        # Hosts are its own, so nobody has to be asked; and scripts may pace before they
+        # connect.
+        self._learn_cluster()
         tell = progress.teller()
         if tell is not None:
             self.journal.observers.append(tell)
@@ -44,7 +42,11 @@ class EmulatedWorld(RealWorld):
     @property
     def speed(self) -> float:
         """This worker's relative compute speed."""
-        return 1.0 if self.speeds is None else self.speeds[self.rank]
+        speeds = self.speeds
+        return 1.0 if speeds is None else speeds[self.rank]
+
+    def _find_cluster(self, file: str | None) -> Cluster | None:
+        return None if file is None else load_of(file, self.size)
 
     @property
     def compute_from(self) -> str:

@@ -108,8 +108,8 @@ class Simulation:
         self.mains = MainModules()
         self.speeds = cluster.speeds
         workers = range(cluster.workers)
-        self.racks = [cluster.rack_of_host(cluster.host_of(w)) for w in workers]
-        self._hosts = [cluster.host_of(worker) for worker in range(cluster.workers)]
+        self.racks = [cluster.rack_of(worker) for worker in workers]
+        self._hosts = [cluster.host_of(worker) for worker in workers]
         self.clock = Clock(cluster.workers, self._resumed, self._acting)
         self.links = Links(self.clock, cluster)
         self.conditions = Conditions(

@@ -1,0 +1,38 @@
+"""A worker that says which cluster it knows, what a mean over its racks gives, and what becomes
+of each way in which ranks are told of clusters.
+
+Arguments: a JSON file with the ways, a list of [NAME, FILE of each rank]."""
+
+import json
+import sys
+
+import torch.distributed as dist
+
+import paceline
+from paceline.errors import ClusterError
+from paceline.network import cluster_toml
+from paceline.testing import Case
+from paceline.testing.checks import final_parameters
+from paceline.torch_private import default_store
+from paceline.worlds.described import find_cluster
+from paceline.worlds.join import join_world
+
+paceline.init()
+world = join_world()
+found = {
+    "cluster": world.cluster and cluster_toml(world.cluster, exact=True),
+    "racks": world.racks,
+    "speeds": world.speeds,
+    "end": final_parameters(Case(method="bsp:collective=hierarchical"), "ddp"),
+}
+if len(sys.argv) > 1:
+    with open(sys.argv[1]) as file:
+        ways = json.load(file)
+    for name, files in ways:
+        store = dist.PrefixStore(name, default_store())
+        try:
+            find_cluster(world.rank, world.size, files[world.rank], store)
+            found[name] = ""
+        except ClusterError as error:
+            found[name] = str(error)
+print(json.dumps(found), flush=True)
