@@ -11,6 +11,7 @@ from paceline.interfaces import Method
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
+from paceline.methods.ds_sync import DSSync
 from paceline.methods.osp import OSP
 from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
@@ -20,6 +21,7 @@ METHODS: dict[str, type[Method]] = {
     ASP.name: ASP,
     Backup.name: Backup,
     BSP.name: BSP,
+    DSSync.name: DSSync,
     OSP.name: OSP,
     R2SP.name: R2SP,
     SSP.name: SSP,

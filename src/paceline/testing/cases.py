@@ -85,5 +85,8 @@ CASES: tuple[Case, ...] = (
     Case(method="ssp:staleness=0"),
     Case(method="backup"),
     Case(method="backup:overlap=false"),
+    Case(method="ds-sync"),
+    Case(method="ds-sync:shuffle=pairs,overlap=forward"),
+    Case(method="ds-sync:shuffle=random,overlap=step"),
 )
 """Every registered method has at least one row."""

@@ -1,1 +1,78 @@
-"""DS-Sync: workers average in small groups, which are shuffled from step to step."""
+"""DS-Sync: divide-and-shuffle synchronization.
+
+Wang et al., "DS-Sync: Addressing Network Bottlenecks with Divide-and-Shuffle Synchronization
+for Distributed DNN Training" (arXiv 2007.03298, 2020 and 2022). Every worker steps by itself,
+and averages its parameters with a small group in each step. Groups are chosen so that most
+steps avoid the network's bottleneck (divide), and change from step to step in a period over which
+all workers reach each other (shuffle).
+
+Waits for: the workers of its group, in every step. Sends: the parameters, to its group. Guarantees: the
+mean of all models is kept by every averaging; all hold it after the last step.
+
+The first version (four workers, alternating pairs) is known from the authors' code; of the
+second one only the design could be read, and how groups are chosen is our reconstruction
+(`plan`, `divide`, `adjust`). Differs from the code in that buckets travel and not single tensors,
+one period goes on through epochs, and the end is a global average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from paceline.interfaces import Clips, GradientSeen, Rhythm, Run, UpdatesOn
+from paceline.methods.ds_sync.options import DSSyncOptions
+from paceline.methods.ds_sync.worker import GroupWorker
+from paceline.tensors import Bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSSync(DSSyncOptions):
+    """Average parameters within small groups in each step, and other groups in the next one."""
+
+    name: ClassVar[str] = "ds-sync"
+    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+    updates_on: ClassVar[UpdatesOn] = "worker"
+    gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
+    clips: ClassVar[Clips] = "own"
+    consolidates_together: ClassVar[bool] = True
+    averages_buffers: ClassVar[bool] = True
+
+    def init(self, run: Run) -> GroupWorker:
+        return GroupWorker(self, run)
+
+    def step_begins(self, state: GroupWorker, run: Run) -> None:
+        state.step_begins(run)
+
+    def before_use(self, state: GroupWorker, run: Run, bucket: Bucket) -> None:
+        state.before_use(run, bucket)
+
+    def backward_ended(self, state: GroupWorker, run: Run) -> None:
+        state.settle(run)
+
+    def after_update(self, state: GroupWorker, run: Run) -> None:
+        state.after_update(run)
+
+    def buckets_changed(self, state: GroupWorker, run: Run) -> None:
+        state.buckets_changed(run)
+
+    def loaded(self, state: GroupWorker, run: Run) -> None:
+        state.loaded(run)
+
+    def finish(self, state: GroupWorker, run: Run) -> None:
+        state.finish(run)
+
+    def consolidate(self, state: GroupWorker, run: Run) -> Callable[[], None]:
+        return state.consolidate(run)
+
+    def save_state(self, state: GroupWorker, run: Run) -> dict[str, Any]:
+        return state.save_state(run)
+
+    def load_state(self, state: GroupWorker, run: Run, saved: dict[str, Any]) -> None:
+        state.load_state(run, saved)
+
+    def redistribute_state(
+        self, state: GroupWorker, run: Run, parts: Iterable[Any]
+    ) -> dict[str, Any]:
+        return state.redistribute_state(run, parts)

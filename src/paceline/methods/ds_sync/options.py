@@ -1,0 +1,58 @@
+"""DS-Sync's hyperparameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSSyncOptions:
+    """What users choose.
+
+    *shuffle*: how groups change: see `plan.make_plan`. *size*: workers in a group; *seed*: of
+    random groups. *state*: whether the optimizer's tensors stay each worker's own
+    (``"local"``, the paper's), or are averaged with the parameters. *overlap*: what the means
+    travel beside: nothing; the next forward pass (the same numbers); or all of the next step
+    up to its update, whose gradients then belong to parameters that were not averaged yet.
+    *swa_from*: from this step on, and every *swa_every* steps, weights are averaged over
+    time, too (-1: never). *adjust*: every so many steps groups are chosen anew from the
+    times they took (0: never); two runs may then differ, as their times do.
+    """
+
+    shuffle: Literal["auto", "digits", "pairs", "random", "fixed", "topology"] = "auto"
+    size: int = 2
+    seed: int = 0
+    state: Literal["local", "average"] = "local"
+    overlap: Literal["none", "forward", "step"] = "none"
+    swa_from: int = -1
+    swa_every: int = 1
+    adjust: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size < 2:
+            raise UsageError(
+                f"ds-sync:size={self.size}: expected groups of 2 or more workers; one alone "
+                "averages with nobody"
+            )
+        if self.swa_from < -1:
+            raise UsageError(
+                f"ds-sync:swa_from={self.swa_from}: expected a step, 0 or more, or -1 for "
+                "no average over time"
+            )
+        if self.swa_every < 1:
+            raise UsageError(
+                f"ds-sync:swa_every={self.swa_every}: expected 1 or more steps"
+            )
+        if self.adjust < 0:
+            raise UsageError(
+                f"ds-sync:adjust={self.adjust}: expected steps from one adjustment to the "
+                "next, or 0 for none"
+            )
+
+    def snapshot(self, step: int) -> bool:
+        """Whether the weights that *step* ends with are counted by SWA."""
+        since = step - self.swa_from
+        return self.swa_from >= 0 and since >= 0 and since % self.swa_every == 0

@@ -1,0 +1,149 @@
+"""What is averaged: parameters, BatchNorm's statistics, and, where asked for, the optimizer's
+state."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Comm, Run
+from paceline.methods.ds_sync.parcels import BufferParcel, Parcel, StateParcel
+from paceline.methods.flat import Flat
+from paceline.tensors import by_kind
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Shares:
+    """One worker's parcels. *keys*: which of the optimizer's tensors are averaged, too;
+    *largest*: the most members that a group has."""
+
+    def __init__(self, run: Run, keys: Sequence[str], largest: int) -> None:
+        self.parameters = [
+            Parcel(_flat(bucket.parameters, largest), bucket.names)
+            for bucket in run.buckets
+        ]
+        """By the number of their buckets."""
+        self.buffers = [
+            BufferParcel(
+                Flat(kind), [f"buffers {number}.{i}" for i in range(len(kind))]
+            )
+            for number, kind in enumerate(by_kind(floating(run.own_buffers)))
+        ]
+        optimizer = run.optimizer
+        self.states = [
+            StateParcel(
+                bucket.parameters,
+                bucket.names,
+                key,
+                lambda parameter: optimizer.state.get(parameter, {}),
+            )
+            for key in keys
+            for bucket in run.buckets
+            if optimizer is not None
+        ]
+
+    @property
+    def all(self) -> list[Parcel]:
+        """In the order in which they are sent."""
+        return [*self.buffers, *self.parameters, *self.states]
+
+    @property
+    def bytes(self) -> int:
+        """What a worker has in a group's mean."""
+        return sum(parcel.flat.bytes for parcel in self.all)
+
+    def send(self, run: Run, group: Comm, when_in: Callable[[], None] | None) -> None:
+        """Everything leaves; *when_in* is called when the last mean is in."""
+        for parcel in self.all:
+            parcel.send(run, group)
+        if when_in is not None:
+            self.all[-1].follow(when_in)
+
+    def put(self) -> None:
+        """Put all means that are due where they belong."""
+        for parcel in self.all:
+            parcel.put()
+
+    def put_buffers(self) -> None:
+        """Put those that are due of the model's buffers."""
+        for parcel in self.buffers:
+            parcel.put()
+
+    def drop(self) -> None:
+        """All has been replaced."""
+        for parcel in self.all:
+            parcel.drop()
+
+    def wait(self) -> None:
+        """Return when all means are in; none is put."""
+        for parcel in self.all:
+            parcel.wait()
+
+    def save(self) -> dict[str, torch.Tensor]:
+        """The means that are due."""
+        return {key: value for one in self.all for key, value in one.save().items()}
+
+    def load(self, saved: dict[str, torch.Tensor]) -> None:
+        """Go on from these."""
+        for parcel in self.all:
+            parcel.load(saved)
+
+
+def floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that have a mean, and elements."""
+    return [one for one in tensors if one.is_floating_point() and one.numel()]
+
+
+def _flat(parameters: Sequence[torch.Tensor], largest: int) -> Flat:
+    """Half the sum of two numbers is rounded once in any type; of more, each sum of two is,
+    unless they are added in single precision."""
+    wide = largest > 2 and parameters[0].dtype in HALF
+    return Flat(parameters, torch.float32 if wide else None)
+
+
+def state_keys(optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """Under which names *optimizer* keeps tensors of a parameter's shape: found out by a step
+    of a copy of it on a small one, so that all workers know it before the first step.
+
+    Raises `UsageError` for one that keeps none, or others.
+    """
+    if optimizer is None:
+        raise UsageError(
+            "ds-sync:state=average: there is no optimizer here whose state could be averaged"
+        )
+    name = type(optimizer).__name__
+    small = torch.nn.Parameter(torch.ones(2, 3))
+    small.grad = torch.ones(2, 3)
+    probe = copy.copy(optimizer)
+    probe.state = defaultdict(dict)
+    probe.param_groups = [{**optimizer.param_groups[0], "params": [small]}]
+    try:
+        probe.step()
+    except Exception as error:
+        raise UsageError(
+            f"ds-sync:state=average: {name} cannot be tried on a single small parameter, "
+            f"which shows what it keeps ({error}); use state=local"
+        ) from error
+    kept = {
+        key: tensor
+        for key, tensor in probe.state[small].items()
+        if isinstance(tensor, torch.Tensor) and tensor.dim()
+    }
+    others = sorted(key for key, tensor in kept.items() if tensor.shape != small.shape)
+    if others:
+        raise UsageError(
+            f"ds-sync:state=average: {name} keeps {', '.join(others)} in another shape than "
+            "the parameter's, and only tensors of that shape are averaged; use state=local"
+        )
+    if not kept:
+        raise UsageError(
+            f"ds-sync:state=average: {name} as it is set keeps no tensors of its parameters "
+            "(SGD without momentum, for example), so there is nothing to average; use "
+            "state=local, or an optimizer with momentum"
+        )
+    return sorted(kept)

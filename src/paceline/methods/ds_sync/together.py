@@ -1,0 +1,62 @@
+"""What all workers form together: one mean over all of their models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from paceline.interfaces import Comm, Run
+from paceline.methods.ds_sync.shares import HALF, floating
+from paceline.methods.flat import Flat
+from paceline.tensors import by_kind
+
+
+class Weighted:
+    """A mean over *comm*, in which this worker counts as *weight* of a *total*; whoever
+    weighs nothing only learns the result."""
+
+    def __init__(self, run: Run, comm: Comm, weight: int, total: int) -> None:
+        self._run, self._comm = run, comm
+        self._factor = weight * comm.size / total
+
+    def mean(
+        self,
+        sources: Iterable[Sequence[torch.Tensor]],
+        into: Iterable[Sequence[torch.Tensor]],
+    ) -> None:
+        """Of groups of tensors, each of one kind, *into* tensors of the same shapes. Sums of
+        half-precision numbers are formed in single precision. Collective."""
+        under_way = []
+        for tensors, targets in zip(sources, into, strict=True):
+            wide = torch.float32 if targets[0].dtype in HALF else None
+            flat = Flat(targets, wide)
+            if self._factor:
+                for view, tensor in zip(flat.views, tensors, strict=True):
+                    view.copy_(tensor.detach())
+                if self._factor != 1.0:
+                    flat.buffer.mul_(self._factor)
+            under_way.append((flat, self._run.average(flat.buffer, among=self._comm)))
+        for flat, pending in under_way:
+            pending.wait()
+            flat.put()
+
+    def model(self) -> None:
+        """The parameters, and the statistics of their BatchNorm layers; what these count, as
+        far as anybody has counted. Collective."""
+        run = self._run
+        parts = [bucket.parameters for bucket in run.buckets]
+        parts += by_kind(floating(run.own_buffers))  # type: ignore[arg-type]
+        self.mean(parts, parts)
+        counts = [b for b in run.own_buffers if not b.is_floating_point() and b.numel()]
+        for kind in by_kind([one for one in counts if one.dtype != torch.bool]):
+            flat = Flat(kind)
+            flat.take()
+            self._comm.all_reduce(flat.buffer, "max").wait()
+            flat.put()
+
+
+def copies(run: Run) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every tensor that `Weighted.model` writes to, and what it holds now."""
+    tensors = [*(p.detach() for p in run.parameters), *run.own_buffers]
+    return [(tensor, tensor.clone()) for tensor in tensors]
