@@ -76,6 +76,12 @@ class Method(Protocol):
     Where a submodule is called, or a method of the model other than ``forward``, hook 1
     comes with the first gradient.
 
+    Beside its hooks a method may declare ``averages_buffers = True``: then it averages
+    BatchNorm's statistics itself (`Run.own_buffers`), and training sends none. And it may
+    define ``rhythm_at(self, speeds, rank)``, the rhythm of one worker, given the relative
+    compute speeds of all (None: unknown): as ``rhythm``, but for its ``every``. Rounds match by their number
+    then, and `Run.step` is each worker's own.
+
     An exception from a hook reaches the user's script out of ``forward``,
     ``backward()`` or ``step()``; the training cannot go on after it.
     """

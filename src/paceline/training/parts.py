@@ -30,7 +30,7 @@ from paceline.training.coding import Codes
 from paceline.training.faults import Faults
 from paceline.training.group_calls import GroupCalls
 from paceline.training.means import Means
-from paceline.training.method_hooks import MethodHooks
+from paceline.training.method_hooks import MethodHooks, rhythms_of
 from paceline.training.observers import Observers
 from paceline.training.own import own_states
 from paceline.training.passes import Passes
@@ -66,6 +66,10 @@ class Parts:
         self.parameters = list(parameters)
         self._world, self._model, self._method = world, model, method
         self._settings, self._looking = settings, looking
+        rhythms = rhythms_of(method, world, comm.size)
+        self.rhythm = rhythms[comm.rank]
+        alike = all(rhythm == self.rhythm for rhythm in rhythms)
+        self._common_every = None if alike else method.rhythm.every
         self.presence = Presence(comm.size, weight=1.0 / comm.size)
         self.faults = Faults()
         by_others = remote is not None or getattr(method, "averages_buffers", False)
@@ -106,7 +110,7 @@ class Parts:
     def _make_steps(self) -> tuple[Steps, Means]:
         """What buckets go through, and what means are formed with."""
         comm, presence, method = self.comm, self.presence, self._method
-        rhythm, settings = method.rhythm, self._settings
+        rhythm, settings = self.rhythm, self._settings
         device = self.parameters[0][1].device
         self.stopwatch = self._world.stopwatch(device)
         compressed = settings.compression != Identity()
@@ -146,8 +150,8 @@ class Parts:
         )
         clips_own = method.clips == "own" and settings.clip_norm < math.inf
         steps = Steps(
-            *(rhythm, settings, clips_own, presence, planner, roll_call),
-            *(group_calls, agreement, self.shared, self.faults),
+            *(rhythm, self._common_every, settings, clips_own, presence, planner),
+            *(roll_call, group_calls, agreement, self.shared, self.faults),
         )
         # A bucket holds this rank's share of the mean, where workers form the mean:
         # the division costs nothing beside the copy that has to be made anyway.
@@ -178,7 +182,7 @@ class Parts:
             self.clip_mean,
             self.remote,
             self.comm,
-            self._method.rhythm,
+            self.rhythm,
             self.presence,
             means,
             [parameter for _, parameter in self.parameters],

@@ -7,6 +7,7 @@ at the end of backward where all meet in every step, else after the update.
 from __future__ import annotations
 
 from paceline.clipping import clip
+from paceline.errors import UsageError
 from paceline.exchange import SharedBuffers
 from paceline.interfaces import Rhythm
 from paceline.loading import Loading
@@ -26,7 +27,8 @@ from paceline.training.uses import Uses
 
 
 class Steps:
-    """One worker's. *clips_own*: the worker's own gradient is clipped before any of it is
+    """One worker's. *rhythm*: its own; *common_every*: where each worker has
+    a rhythm of its own, the steps from round to round that the method declares. *clips_own*: the worker's own gradient is clipped before any of it is
     sent; *agreement*: of workers that meet in groups.
 
     The parts that refer back to this one are set once they are made: *arrivals*, *run*,
@@ -43,6 +45,7 @@ class Steps:
     def __init__(
         self,
         rhythm: Rhythm,
+        common_every: int | None,
         settings: Settings,
         clips_own: bool,
         presence: Presence,
@@ -53,7 +56,8 @@ class Steps:
         shared: SharedBuffers,
         faults: Faults,
     ) -> None:
-        self._rhythm, self._settings, self._clips_own = rhythm, settings, clips_own
+        self._rhythm, self._common_every = rhythm, common_every
+        self._settings, self._clips_own = settings, clips_own
         self._presence, self._planner = presence, planner
         self._roll_call, self._agreement = roll_call, agreement
         self._group_calls = group_calls
@@ -220,14 +224,29 @@ class Steps:
     def progress(self) -> dict[str, int]:
         """Where in its rhythm this training is, equal on all workers between steps."""
         rounds = 0 if self._agreement is None else self._agreement.rounds
-        unsent = self._presence.unsent
-        return {"step": self.run.step, "unsent": unsent, "rounds": rounds}
+        unsent, step = self._presence.unsent, self.run.step
+        if self._common_every is not None:
+            step = step // self._rhythm.every * self._common_every
+        return {"step": step, "unsent": unsent, "rounds": rounds}
 
     @progress.setter
     def progress(self, saved: dict[str, int]) -> None:
         self.run.step = saved["step"]
+        if self._common_every is not None:
+            self.run.step = self.run.step // self._common_every * self._rhythm.every
         self._backward_of = -1
         if self._rhythm.lets_models_differ:
             self._presence.unsent = saved["unsent"]
         if self._agreement is not None:
             self._agreement.rounds = saved["rounds"]
+
+    def require_all_at_one_place(self) -> None:
+        """Raise `UsageError` where workers, each at its own pace, are at one place only
+        between two rounds, and this is none."""
+        if self._common_every is not None and self.run.step % self._rhythm.every:
+            raise UsageError(
+                f"save after step {self.run.step} of this worker, in the middle of a round "
+                f"of {self._rhythm.every} of its steps: workers do different numbers of "
+                "steps a round here, and are together only when one has ended; save then "
+                "(on each worker after a multiple of its own steps a round)"
+            )
