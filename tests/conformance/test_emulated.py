@@ -1,13 +1,15 @@
 """The same table on an emulated cluster."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 
 import paceline.testing.__main__ as kit
-from paceline.network import uniform_cluster
+from paceline.network import ServerHost
 from paceline.options import RunOptions
 from paceline.testing import CASES
+from paceline.testing.cases import cluster_of
 from paceline.testing.checks import RULES, WORLD_CHECKS, checks_of
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.job import EmulatedJob
@@ -18,7 +20,8 @@ from tests.emulated.conftest import refusal
 @pytest.mark.skipif(bool(refusal()), reason=refusal() or "namespaces are permitted")
 @pytest.mark.parametrize("servers", [0, 1], ids=["beside rank 0", "on its own host"])
 def test_all_checks_hold_in_the_emulated_world(servers, capfd):
-    cluster = uniform_cluster(3, "1gbit", "0 s", servers)
+    racks = cluster_of(3, racks=2)
+    cluster = replace(racks, servers=(ServerHost(),) * servers)
     with Fabric(cluster) as fabric:
         status = EmulatedJob(fabric, inspect.getfile(kit), [], RunOptions()).run()
     said = capfd.readouterr()

@@ -184,3 +184,26 @@ def test_a_check_is_run_only_where_its_law_says_something():
 def test_a_worker_that_leaves_is_an_error_and_not_a_hang():
     with pytest.raises(CollectiveMismatchError, match="worker 0 called all_gather"):
         check_method(Case(method=LeavesTheOthersAlone()), workers=(2,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadsTheNetwork(BSP):
+    """Wants two racks, or one."""
+
+    wanted: int = 1
+
+    def init(self, run):
+        counts = [run.comm.racks.count(r) for r in sorted(set(run.comm.racks))]
+        assert [rack.workers for rack in run.cluster.racks] == counts
+        if counts != {(1, 3): [3], (2, 3): [1, 2], (2, 4): [2, 2]}.get(
+            (self.wanted, run.comm.size), [1]
+        ):
+            raise CheckFailedError(f"{counts} workers in racks")
+        return super().init(run)
+
+
+def test_a_case_that_asks_for_racks_is_tried_in_two():
+    check_method(Case(method=ReadsTheNetwork()), workers=(1, 3))
+    check_method(Case(method=ReadsTheNetwork(wanted=2), racks=True), workers=(1, 3, 4))
+    with pytest.raises(WorkerFailedError, match=r"\[3\] workers in racks"):
+        check_method(Case(method=ReadsTheNetwork(wanted=2)), workers=(3,))

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from paceline import fusion
-from paceline.network import uniform_cluster
+from paceline.network import cluster_toml
 from paceline.testing import CASES, CHECKS
+from paceline.testing.cases import cluster_of
 from paceline.testing.checks import RULES, WORLD_CHECKS, final_parameters, trials
 from paceline.worlds.virtual import Simulation
 from tests import forked
@@ -23,11 +24,18 @@ from tests.conformance.table import ROWS, sampled_rows, sampled_trials
         pytest.param(3, True, id="3 processes", marks=pytest.mark.slow),
     ],
 )
-def test_all_checks_hold_and_ends_are_those_of_virtual_time(workers, whole):
-    """One job runs the table: its launch costs more than all its checks."""
+def test_all_checks_hold_and_ends_are_those_of_virtual_time(workers, whole, tmp_path):
+    """One job runs the table: its launch costs more than all its checks. It is told of two
+    racks, for the rows that ask for some."""
+    cluster = cluster_of(workers, racks=2)
+    file = tmp_path / "racks.toml"
+    file.write_text(cluster_toml(cluster))
     module = "paceline.testing" if whole else "tests.conformance.table"
     said, *_ = forked.run_together(
-        workers, ["-m", module], seconds=400 if whole else 120
+        workers,
+        ["-m", module],
+        seconds=400 if whole else 120,
+        environment={"PACELINE_CLUSTER": str(file)},
     )
     tried = trials(workers) if whole else sampled_trials(workers)
     rows = ROWS if whole else sampled_rows()
@@ -36,7 +44,7 @@ def test_all_checks_hold_and_ends_are_those_of_virtual_time(workers, whole):
     real = json.loads(said.stdout)
     for case, rule in [row for row in rows if row[0].timing_free]:
         virtual = {}
-        Simulation(uniform_cluster(workers, "100mbit", "1ms")).run(
+        Simulation(cluster).run(
             lambda rank, case=case, rule=rule, virtual=virtual: virtual.update(
                 {rank: final_parameters(case, rule)}
             )

@@ -3,9 +3,9 @@
 import pytest
 
 from paceline.methods import METHODS
-from paceline.network import uniform_cluster
 from paceline.spec import parse
 from paceline.testing import CASES, CHECKS
+from paceline.testing.cases import cluster_of
 from paceline.testing.checks import RULES, WORLD_CHECKS, trials
 from paceline.worlds.virtual import Simulation
 from tests.conformance.table import sample
@@ -26,19 +26,15 @@ ROWS = [
 ]
 
 
-def simulate(workers, body):
-    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(body)
-
-
 @pytest.mark.parametrize(("trial", "workers"), ROWS)
 def test_row(trial, workers):
-    simulate(workers, lambda rank: trial.run())
+    Simulation(trial.case.cluster(workers)).run(lambda rank: trial.run())
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("check", WORLD_CHECKS.values(), ids=WORLD_CHECKS)
 def test_the_world(check, workers):
-    simulate(workers, lambda rank: check())
+    Simulation(cluster_of(workers)).run(lambda rank: check())
 
 
 def test_every_registered_method_has_a_row():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.interfaces import Method
+from paceline.network import Cluster, Rack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class Case:
     *counts*: each gradient moves the parameters once, by the optimizer's step; not so under
     an outer optimizer, which steps once more with what they have moved: laws that read from
     parameters how many gradients are in them say nothing there.
+    *racks*: where two workers or more are simulated they stand in two racks.
     """
 
     method: str | Method
@@ -35,12 +37,29 @@ class Case:
     rounding: float = 0.0
     lossy: float = 0.0
     counts: bool = True
+    racks: bool = False
     reference: Callable[[torch.optim.Optimizer], None] | None = None
 
     @property
     def name(self) -> str:
         """For test ids and messages."""
         return self.method if isinstance(self.method, str) else self.method.name
+
+    def cluster(self, workers: int) -> Cluster:
+        """On which it is simulated."""
+        return cluster_of(workers, 2 if self.racks else 1)
+
+
+def cluster_of(workers: int, racks: int = 1) -> Cluster:
+    """So many workers in one rack; or in two, if there are as many: the first half of them,
+    and the others, with an uplink of half a link."""
+    sizes = (
+        [workers] if racks == 1 or workers == 1 else [workers // 2, -(-workers // 2)]
+    )
+    rate, uplink = 125e6, None if len(sizes) == 1 else 62.5e6
+    return Cluster(
+        tuple(Rack(workers=n, link=rate, latency=50e-6, uplink=uplink) for n in sizes)
+    )
 
 
 def _deferring(method: str, rounding: float = 0.0) -> Case:
@@ -67,6 +86,7 @@ CASES: tuple[Case, ...] = (
     Case(method="bsp:collective=parameter-server"),
     Case(method="bsp:collective=ring"),
     Case(method="bsp:collective=halving-doubling"),
+    Case(method="bsp:collective=hierarchical", racks=True),
     Case(method="bsp:compression=bf16", lossy=2**-8),
     Case(method="bsp:compression=int8", lossy=1 / 127),
     Case(method=_RESIDUALS, lossy=1 / 127),

@@ -19,7 +19,6 @@ import paceline
 from paceline import fusion
 from paceline.collectives.comm import TorchComm
 from paceline.errors import PacelineError
-from paceline.network import uniform_cluster
 from paceline.optimizer import DistributedOptimizer
 from paceline.testing.cases import CASES, Case
 from paceline.testing.restarts import (
@@ -313,7 +312,7 @@ def check_method(case: Case, workers: tuple[int, ...] = (1, 2, 3)) -> None:
     """
     for count in workers:
         for rule in RULES:
-            simulation = Simulation(uniform_cluster(count, "1gbit", "50us"))
+            simulation = Simulation(case.cluster(count))
             with _named(f"{count} workers"):
                 simulation.run(lambda rank, rule=rule: run_checks(case, rule))  # type: ignore[misc]
 
