@@ -108,6 +108,10 @@ class NativeWorker(Worker[UpdatingRun]):
         self.steps += run.active
         self.watch.step_begins()
 
+    def loaded(self, run: UpdatingRun) -> None:
+        """Nothing to do: parameters with a part of their update under way are refused when
+        that arrives."""
+
     def finish(self, run: UpdatingRun) -> None:
         source = run.keep_company_to_the_end()
         self._wait()
