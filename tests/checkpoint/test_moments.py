@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.distributing import read_spec
 from paceline.testing import CASES
 from paceline.testing.task import Counting
 
@@ -49,9 +50,8 @@ def read(rank, folder):
     ]
 
 
-def updates(number, part):
+def updates(number, part, place=0.0, velocity=0.0):
     """Where so many updates lead, each at *part* of the learning rate."""
-    place = velocity = 0.0
     for _ in range(number):
         velocity = MOMENTUM * velocity + 1.0
         place -= part * RATE * velocity
@@ -66,8 +66,15 @@ def test_every_tensor_is_of_the_same_number_of_updates(method, tmp_path):
     on(workers, lambda rank: train(rank, method, tmp_path / "checkpoint"))
     (found,) = on(1, lambda rank: read(rank, tmp_path / "checkpoint"))
     apart = method.startswith(("asp", "ssp", "r2sp"))  # each gradient is an update
-    number, part = (workers * STEPS, 1 / workers) if apart else (STEPS, 1.0)
-    place, velocity = updates(number, part)
+    together, has_switched = 0 if apart else STEPS, False
+    if method.startswith("sync-switch"):
+        switches, _ = read_spec(method)
+        together = min(STEPS, switches.bsp_steps)
+        has_switched = together == switches.bsp_steps and switches.momentum == "zero"
+    place, velocity = updates(together, 1.0)
+    velocity = 0.0 if has_switched else velocity
+    number = workers * (STEPS - together)
+    place, velocity = updates(number, 1 / workers, place, velocity)
     assert found[0] == pytest.approx([place] * 18, rel=1e-5)
     assert found[1] == pytest.approx([velocity] * 18, rel=1e-5)
 

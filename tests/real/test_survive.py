@@ -41,8 +41,11 @@ from tests.real.helpers import (
     wait_until,
 )
 
-METHODS = ["asp", "r2sp", "ssp", "ssp:staleness=0", "backup", "backup:wait_for=2"]
-ASYNCHRONOUS = ("asp", "r2sp", "ssp")
+METHODS = [
+    *("asp", "r2sp", "ssp", "ssp:staleness=0", "backup", "backup:wait_for=2"),
+    *("sync-switch", "sync-switch:bsp_steps=2"),
+]
+ASYNCHRONOUS = ("asp", "r2sp", "ssp", "sync-switch:bsp_steps=2")
 WORKERS = 3
 BUCKETS = 3
 START_SECONDS = 300

@@ -42,6 +42,7 @@ from paceline.methods.backup import Backup
 from paceline.methods.push_pull import PushPull
 from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
+from paceline.methods.sync_switch import SyncSwitch
 from paceline.server.protocol import ParameterServer
 
 LIVES, STEPS = 4, 6
@@ -198,6 +199,9 @@ class Case:
     deaths: int
     loads: frozenset[int] = frozenset()
     """The steps before which every worker's script loads."""
+    before: int = 0
+    """Steps that this training had before, as those workers know that were not started
+    again."""
 
 
 IN_TRAINING = ("pull", "train", "arrive", "lead", "take", "pulled")
@@ -388,6 +392,7 @@ class Training:
         life.done += 1
         gradient = self.zeros()
         gradient[element] = 1.0
+        told = self.case.before if life.incarnation == 0 else 0
         self.to_all(
             life,
             lambda b: Push(
@@ -396,6 +401,7 @@ class Training:
                 weight=weight,
                 used=[True],
                 hyperparameters=HYPERPARAMETERS,
+                report=str(told).encode() if told else b"",
             ),
             gradient,
         )
@@ -638,6 +644,9 @@ class Training:
         assert parameters[-1] == self.loads[place[0]]
         assert not any(values[e] for e in self.from_before.get(place, []))
         assert all(values[e] == 0.0 for e in values if e not in taken)
+        if isinstance(self.case.method, SyncSwitch):
+            self.check_phases(taken, values)
+            return
         if not isinstance(self.case.method, Backup):
             # Each is in once, at its weight.
             assert {e: values[e] for e in taken} == {
@@ -655,6 +664,25 @@ class Training:
             if not wait_for:
                 mine = [e for e in taken if self.pushed[e][0] == step]
                 assert sorted(counting) == sorted(mine)
+
+    def check_phases(self, taken: list[int], values: dict[int, float]) -> None:
+        """A step's gradients are in as their mean before the switch, and each at its weight
+        after it. Where only who was started again is left, nobody knows of steps before."""
+        for step in {self.pushed[e][0] for e in taken}:
+            mine = [e for e in taken if self.pushed[e][0] == step]
+            weights = [self.pushed[e][1] for e in mine]
+            mean = [pytest.approx(w / sum(weights), rel=1e-12) for w in weights]
+            found = [values[e] for e in mine]
+            forgotten = self.died and self.case.before
+            if step >= self.switch or forgotten:
+                assert found == weights or (forgotten and found == mean)
+            else:
+                assert found == mean
+
+    @property
+    def switch(self) -> int:
+        assert isinstance(self.case.method, SyncSwitch)
+        return max(0, self.case.method.bsp_steps - self.case.before)
 
     def check_answers(self, final: dict[tuple[int, int], torch.Tensor]) -> None:
         """Under rounds an answer holds the steps up to its own, all of them, and no
@@ -679,6 +707,11 @@ class Training:
                     assert message.version == below
             else:  # a pull: at least what came before its worker's first step
                 below, above = self.first_steps.get(key[:3], 0), 10**9
+            if isinstance(method, SyncSwitch):
+                if self.died and self.case.before:
+                    continue
+                below = min(below, self.switch)
+                above = 10**9 if above > self.switch else above
             for element in self.accepted.get((letter.shard, message.bucket), []):
                 step = self.pushed[element][0]
                 if step < below:
@@ -702,21 +735,28 @@ def cases(draw: st.DrawFn, name: str) -> Case:
     )
     data = draw(st.lists(st.integers(0, STEPS), min_size=workers, max_size=workers))
     method: PushPull
+    before = 0
     if name == "asp":
         method = ASP()
     elif name == "r2sp":
         method = R2SP(warm_up=2)
     elif name.startswith("ssp"):
         method = SSP(staleness=int(name[-1]))
+    elif name == "sync-switch":
+        method = SyncSwitch(bsp_steps=draw(st.integers(0, STEPS + 1)))
+        before = draw(st.sampled_from([0, 0, 1, 3, 10]))
     else:
         some = name == "backup, some"
         method = Backup(wait_for=draw(st.integers(1, workers)) if some else 0)
     loads = draw(st.frozensets(st.integers(0, STEPS - 1), max_size=2))
     deaths = draw(st.integers(0, 4))
-    return Case(method, workers, layout, data, shards, deaths, loads)
+    return Case(method, workers, layout, data, shards, deaths, loads, before)
 
 
-NAMES = ["asp", "r2sp", "ssp 0", "ssp 1", "ssp 3", "backup, all", "backup, some"]
+NAMES = [
+    *("asp", "r2sp", "ssp 0", "ssp 1", "ssp 3", "backup, all", "backup, some"),
+    "sync-switch",
+]
 
 
 def check_laws(case: Case, choices: bytes) -> None:

@@ -15,6 +15,7 @@ from paceline.worlds.virtual import Simulation
 
 METHODS = [
     *("asp", "ssp", "ssp:staleness=0", "r2sp:warm_up=2", "backup", "backup:wait_for=1"),
+    *("sync-switch", "sync-switch:bsp_steps=3,momentum=keep"),
     *("osp", "osp:defer=most,budget=constant,most=1,chunk=16"),
 ]
 OPTIMUM = 100.0

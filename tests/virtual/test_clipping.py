@@ -25,7 +25,10 @@ MEAN = (
     "osp:defer=nothing,overlap=false",
     "osp:collective=native,defer=nothing",
 )
-OWN = ("asp", "ssp", "r2sp", "osp:defer=most", "osp:collective=native,defer=most")
+OWN = (
+    *("asp", "ssp", "r2sp", "sync-switch:bsp_steps=3"),
+    *("osp:defer=most", "osp:collective=native,defer=most"),
+)
 
 
 def plain_sgd(model):

@@ -67,6 +67,7 @@ class Model(torch.nn.Module):
         "asp",
         "ssp",
         "r2sp",
+        "sync-switch:bsp_steps=100",
         "osp:budget=constant",
         "osp:collective=native,budget=constant,fusion=wfbp",
     ],

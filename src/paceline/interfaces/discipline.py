@@ -99,6 +99,13 @@ class Shard(Protocol):
         up: the first one becomes the mean. No pushes at all count as an update, too."""
         ...
 
+    def zero_momentum(self, bucket: int) -> None:
+        """Make the optimizer's running mean of gradients nought, of all that this server
+        holds of *bucket*: SGD's momentum buffer, Adam's first moment. Second moments and
+        counts of steps stay. `UsageError` where a step's updates are held until its norm is
+        known: this would come before them."""
+        ...
+
     def answer(self, push: HeldPush, counted: Sequence[int] = ()) -> None:
         """Send the parameters that were pushed, as they are now, to the worker that pushed
         them. *counted*: the workers that counted for the step, where that was decided."""

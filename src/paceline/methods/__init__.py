@@ -15,6 +15,7 @@ from paceline.methods.ds_sync import DSSync
 from paceline.methods.osp import OSP
 from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
+from paceline.methods.sync_switch import SyncSwitch
 from paceline.spec import Spec, convert_fields, field_types
 
 METHODS: dict[str, type[Method]] = {
@@ -25,6 +26,7 @@ METHODS: dict[str, type[Method]] = {
     OSP.name: OSP,
     R2SP.name: R2SP,
     SSP.name: SSP,
+    SyncSwitch.name: SyncSwitch,
 }
 
 

@@ -226,6 +226,14 @@ class HeldShard:
     def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
         self._take(Update(bucket, list(pushes), together=True))
 
+    def zero_momentum(self, bucket: int) -> None:
+        if self.clipped is not None:
+            raise UsageError(
+                "zero_momentum under a method whose servers clip: updates that come before "
+                "it may still be held"
+            )
+        self.store.zero_momentum(bucket)
+
     def answer(self, push: HeldPush, counted: Sequence[int] = ()) -> None:
         if self.clipped is not None and not self.clipped.is_between_steps():
             self.clipped.hold_answer(push, counted)

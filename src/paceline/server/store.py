@@ -19,6 +19,8 @@ OPTIMIZERS = {kind.__name__: kind for kind in (*ELEMENTWISE, *WHOLE_TENSOR)}
 """What a server can be asked to run, by name."""
 State = dict[str, torch.Tensor]
 """What an optimizer keeps of one unit, by name."""
+MOMENTUM = ("momentum_buffer", "exp_avg")
+"""What torch's optimizers call a running mean of gradients."""
 
 
 class Store:
@@ -124,6 +126,14 @@ class Store:
         """*bucket* has another version."""
         self.versions[bucket] += 1
         self._snapshots[bucket].clear()
+
+    def zero_momentum(self, bucket: int) -> None:
+        """See `Shard.zero_momentum`."""
+        for state in self._updater.state(self._pieces[bucket]):
+            for name in MOMENTUM:
+                # SGD without momentum keeps None there.
+                if isinstance(state.get(name), torch.Tensor):
+                    state[name].zero_()
 
     def parameters(
         self, bucket: int, units: Sequence[int] | None = None

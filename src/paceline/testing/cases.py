@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -76,6 +77,26 @@ def _asynchronous(method: str) -> Case:
     return Case(method=method, timing_free=False, learning_rate=0.3, steps=200)
 
 
+def _loses_momentum_after(steps: int) -> Callable[[torch.optim.Optimizer], None]:
+    """A plain step; after so many of them an optimizer's momentum is nought."""
+    done: Counter[torch.optim.Optimizer] = Counter()
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        done[optimizer] += 1
+        if done[optimizer] == steps:
+            for state in optimizer.state.values():
+                for name in ("momentum_buffer", "exp_avg"):
+                    if state.get(name) is not None:
+                        state[name].zero_()
+
+    return step
+
+
+_SWITCHED = replace(
+    _asynchronous("sync-switch:bsp_steps=4"), reference=_loses_momentum_after(4)
+)
+
 _RESIDUALS = (
     "bsp:compression=int8,compression.rounding=nearest,compression.residuals=true"
 )
@@ -108,5 +129,8 @@ CASES: tuple[Case, ...] = (
     Case(method="ds-sync"),
     Case(method="ds-sync:shuffle=pairs,overlap=forward"),
     Case(method="ds-sync:shuffle=random,overlap=step"),
+    Case(method="sync-switch:bsp_steps=1000"),
+    _SWITCHED,
+    _asynchronous("sync-switch:bsp_steps=2,momentum=keep,overlap=false"),
 )
 """Every registered method has at least one row."""

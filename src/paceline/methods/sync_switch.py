@@ -1,0 +1,218 @@
+"""Sync-Switch: synchronous steps first, and asynchronous ones to the end.
+
+Li, Mangoubi, Xu and Guo, "Sync-Switch: hybrid parameter synchronization for distributed deep
+learning" (ICDCS 2021). The first steps decide where training ends, and few of them do: with the
+first 5 to 6 % synchronous (BSP) and the rest asynchronous (ASP) the authors' runs ended as
+accurate as with BSP alone. The other way round they did not, so there is no way back.
+
+Waits for: every worker in the first `bsp_steps` steps, and nobody after them. Sends: the whole
+gradient, and receives all parameters. Guarantees: the first `bsp_steps` steps are bsp's (with
+``clip_norm``, of each worker's own gradient); after them every gradient is applied once, at a learning rate
+of its weight (1/n) times the script's, and how stale it is, is not bounded.
+
+The learning rate needs no change at the switch. A synchronous step moves by lr times the mean
+gradient; n asynchronous ones by lr/n times a gradient each, as far. (This is the linear rule of the
+authors' settings, lr 0.8 for 8 workers together and 0.1 for each; without it their runs ended in
+NaN.) A step is one of each worker's in both phases: schedules go on unchanged.
+
+Momentum lives on the server, and goes on as a mean over the last few *updates*: n times fewer samples
+than before. `momentum` says what becomes of it at the switch. ``zero`` makes it nought: SGD's momentum buffer
+and Adam's first moment; second moments stay. ``keep`` leaves it. In the notes of the authors' repository
+kept momentum ended at a training loss of 0.04 to 0.33, zeroed at 0.001 to 0.002; scaling it, or
+letting it grow again, was as good as zeroing it, and is not here.
+
+How many steps: the least that loses nothing, which the authors search by halving, for jobs that
+come again. `bsp_steps` counts each worker's, and 500 are 6 % of their 8,000. Their policies for
+stragglers in the first phase are not here.
+
+A checkpoint knows how many steps it has seen, so that a job which loads it switches after as many as one that
+was never stopped. A job that has switched never goes back, whatever it loads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from paceline.errors import UsageError
+from paceline.interfaces import Clips, Discipline, HeldPush, ServerRun, Shard
+from paceline.methods.push_pull import PushPull, PushPullState
+from paceline.tensors import Bucket
+
+
+@dataclass
+class SyncSwitchState(PushPullState):
+    """*before*: steps of the training that this job's servers have not seen: they were done
+    before a checkpoint that was loaded."""
+
+    before: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSwitch(PushPull):
+    """Wait for all in the first *bsp_steps* steps, and for nobody after them. *momentum*: what
+    becomes of it in between."""
+
+    name: ClassVar[str] = "sync-switch"
+
+    bsp_steps: int = 500
+    momentum: Literal["zero", "keep"] = "zero"
+
+    def __post_init__(self) -> None:
+        if self.bsp_steps < 0:
+            raise UsageError(
+                f"sync-switch:bsp_steps={self.bsp_steps}: expected 0 or more steps; 0 is asp"
+            )
+
+    @property
+    def clips(self) -> Clips:
+        """Of what is applied alone there is no mean, and one job has one rule."""
+        return "own"
+
+    def server(self, workers: int) -> Discipline:
+        return BSPThenASP(self.bsp_steps, zeroes=self.momentum == "zero")
+
+    def init(self, run: ServerRun) -> SyncSwitchState:
+        state = SyncSwitchState(step=run.remote.join())
+        self.loaded(state, run)
+        return state
+
+    def bucket_ready(
+        self, state: PushPullState, run: ServerRun, bucket: Bucket
+    ) -> None:
+        if self.overlap:
+            self._push(state, run, [bucket])
+
+    def backward_ended(self, state: PushPullState, run: ServerRun) -> None:
+        if not self.overlap:
+            self._push(state, run, run.buckets)
+
+    def _push(
+        self, state: PushPullState, run: ServerRun, buckets: Iterable[Bucket]
+    ) -> None:
+        assert isinstance(state, SyncSwitchState)
+        for bucket in buckets:
+            run.remote.push(bucket, state.step, report=_written(state.before))
+
+    # ---- how many steps there were before this job ----
+
+    def loaded(self, state: SyncSwitchState, run: ServerRun) -> None:
+        """The servers have answered: a worker that was started again learns it from them."""
+        words = [
+            told.words
+            for bucket in run.buckets
+            for told in run.remote.told(bucket.index)
+        ]
+        state.before = max([state.before, *map(_read, words)])
+
+    def save_state(self, state: SyncSwitchState, run: ServerRun) -> dict[str, Any]:
+        return {"steps": state.before + state.step}
+
+    def load_state(
+        self, state: SyncSwitchState, run: ServerRun, saved: dict[str, Any]
+    ) -> None:
+        state.before = max(state.before, saved["steps"] - state.step)
+
+    def redistribute_state(
+        self, state: SyncSwitchState, run: ServerRun, parts: Iterable[dict[str, Any]]
+    ) -> dict[str, Any]:
+        return {"steps": max(part["steps"] for part in parts)}
+
+
+class BSPThenASP:
+    """The server's half. The switch is before step S = `bsp_steps` - *before*, of those that
+    are counted here. Who begins step S has the answers of all servers to the one before, so no
+    gradient is applied alone while a mean is still to be formed, on any of them.
+
+    A worker that was started again may not know of steps *before*. Its gradients wait for the
+    others', which say it; those that were to be applied alone are, then."""
+
+    def __init__(self, bsp_steps: int, zeroes: bool) -> None:
+        self._bsp_steps, self._zeroes = bsp_steps, zeroes
+        self._before = 0
+        self._rounds: dict[tuple[int, int], list[HeldPush]] = {}
+        """By step and bucket."""
+        self._ended: Counter[int] = Counter()
+        """By bucket: the means of all steps below this one were applied."""
+
+    @property
+    def _switch(self) -> int:
+        return max(0, self._bsp_steps - self._before)
+
+    def pushed(self, shard: Shard, push: HeldPush) -> None:
+        self._before = max(self._before, push.report or 0)
+        self._rounds.setdefault((push.step, push.bucket), []).append(push)
+        self._close(shard)
+
+    def changed(self, shard: Shard) -> None:
+        self._close(shard)
+
+    def _close(self, shard: Shard) -> None:
+        for bucket in shard.buckets:
+            last = min(self._switch, shard.fastest())
+            while self._ended[bucket] < last and self._form_mean(shard, bucket):
+                pass
+        for step, bucket in sorted(self._rounds):
+            if step >= self._switch:
+                for push in self._taken(step, bucket):
+                    shard.apply(push)
+                    shard.answer(push)
+
+    def _form_mean(self, shard: Shard, bucket: int) -> bool:
+        """Returns whether all gradients of the bucket's next step were in."""
+        step = self._ended[bucket]
+        here = {push.worker for push in self._rounds.get((step, bucket), [])}
+        if not here.issuperset(shard.expected(step)):
+            return False
+        pushes = self._taken(step, bucket)
+        shard.apply_mean(bucket, pushes)
+        self._ended[bucket] += 1
+        if self._zeroes and self._ended[bucket] == self._switch:
+            shard.zero_momentum(bucket)
+        for push in pushes:
+            shard.answer(push)
+        return True
+
+    def _taken(self, step: int, bucket: int) -> list[HeldPush]:
+        pushes = self._rounds.pop((step, bucket), [])
+        return sorted(pushes, key=lambda push: push.worker)
+
+    def first_step(self, shard: Shard) -> int:
+        if shard.fastest() <= self._switch:
+            return shard.fastest()
+        return max(self._switch, shard.slowest())
+
+    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
+        return self._ended[bucket] >= min(step, self._switch)
+
+    def ended(self, shard: Shard) -> int | None:
+        steps = {min(self._ended[bucket], self._switch) for bucket in shard.buckets}
+        if steps == {self._switch}:
+            return max(self._switch, shard.slowest())
+        return steps.pop() if len(steps) == 1 else None
+
+    def resume(self, shard: Shard, step: int) -> None:
+        self._ended = Counter(dict.fromkeys(shard.buckets, step))
+
+    def read_report(self, shard: Shard, report: bytes) -> int:
+        return _read(report)
+
+    def tells(self, bucket: int) -> bytes:
+        return _written(self._before)
+
+
+def _written(before: int) -> bytes:
+    """Nothing is sent where there is nothing to say."""
+    return str(before).encode() if before else b""
+
+
+def _read(words: bytes) -> int:
+    if not words:
+        return 0
+    if not words.isdigit() or len(words) > 18:
+        raise UsageError(
+            f"sync-switch: expected a number of steps as a worker's report, got {words!r}"
+        )
+    return int(words)
