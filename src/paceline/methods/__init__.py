@@ -12,6 +12,14 @@ from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
 from paceline.methods.ds_sync import DSSync
+from paceline.methods.local import (
+    DiLoCo,
+    HierarchicalLocalSGD,
+    LocalSGD,
+    PostLocalSGD,
+    SlowMo,
+    StreamingDiLoCo,
+)
 from paceline.methods.osp import OSP
 from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
@@ -23,10 +31,16 @@ METHODS: dict[str, type[Method]] = {
     Backup.name: Backup,
     BSP.name: BSP,
     DSSync.name: DSSync,
+    DiLoCo.name: DiLoCo,
+    HierarchicalLocalSGD.name: HierarchicalLocalSGD,
+    LocalSGD.name: LocalSGD,
     OSP.name: OSP,
+    PostLocalSGD.name: PostLocalSGD,
     R2SP.name: R2SP,
+    SlowMo.name: SlowMo,
     SSP.name: SSP,
     SyncSwitch.name: SyncSwitch,
+    StreamingDiLoCo.name: StreamingDiLoCo,
 }
 
 

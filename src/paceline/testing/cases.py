@@ -97,6 +97,17 @@ _SWITCHED = replace(
     _asynchronous("sync-switch:bsp_steps=4"), reference=_loses_momentum_after(4)
 )
 
+
+def _local(method: str) -> Case:
+    """Workers step by themselves and average now and then."""
+    return Case(method=method, learning_rate=0.3, steps=100)
+
+
+def _outer(method: str, steps: int = 240) -> Case:
+    """An outer optimizer with momentum steps once more with what the workers have moved."""
+    return Case(method=method, learning_rate=0.3, steps=steps, counts=False)
+
+
 _RESIDUALS = (
     "bsp:compression=int8,compression.rounding=nearest,compression.residuals=true"
 )
@@ -124,6 +135,13 @@ CASES: tuple[Case, ...] = (
     _asynchronous("r2sp"),
     _asynchronous("r2sp:warm_up=2,overlap=false"),
     Case(method="ssp:staleness=0"),
+    _local("local-sgd:every=2"),
+    _local("post-local-sgd:every=4,each_until=2"),
+    _local("hierarchical-local-sgd:every=4,group=2,group_every=2"),
+    _outer("slowmo:every=2"),
+    _outer("diloco:every=2"),
+    _outer("streaming-diloco:every=3,fragments=3,delay=0"),
+    _outer("streaming-diloco:every=6,fragments=2,delay=2", steps=400),
     Case(method="backup"),
     Case(method="backup:overlap=false"),
     Case(method="ds-sync"),

@@ -1,0 +1,45 @@
+"""Who averages with whom between two means of all workers."""
+
+from __future__ import annotations
+
+from paceline.errors import UsageError
+from paceline.interfaces import Comm, Run
+from paceline.methods.local.options import Options
+
+
+def own_group(options: Options, run: Run) -> Comm | None:
+    """This worker's; None where there are none. Collective."""
+    if not options.has_groups:
+        return None
+    places = places_of(options, run)
+    mine = [r for r, place in enumerate(places) if place == places[run.comm.rank]]
+    return run.comm.group(mine)
+
+
+def places_of(options: Options, run: Run) -> list[int]:
+    """The number of each rank's group. Raises `UsageError` where nobody knows."""
+    if options.group.isdecimal():
+        return [rank // int(options.group) for rank in range(run.comm.size)]
+    places = run.comm.racks if options.group == "rack" else _hosts(run)
+    if places is None:
+        raise UsageError(
+            f"{options.name}:group={options.group}: nobody knows in which {options.group} "
+            "each worker is: describe the network (paceline run --cluster FILE), or give "
+            "the group as a number of workers, group=8 for example"
+        )
+    if len(places) != run.comm.size:
+        raise UsageError(
+            f"{options.name}:group={options.group}: the network that was described has "
+            f"{len(places)} workers, and this job {run.comm.size}"
+        )
+    return list(places)
+
+
+def _hosts(run: Run) -> list[int] | None:
+    if run.cluster is None:
+        return None
+    hosts: list[int] = []
+    for rack in run.cluster.racks:
+        first = hosts[-1] + 1 if hosts else 0
+        hosts += [first + n // rack.workers_per_host for n in range(rack.workers)]
+    return hosts

@@ -1,0 +1,30 @@
+"""Post-local SGD: means in each step at first, and in every 16th later.
+
+Lin, Stich, Patel and Jaggi, "Don't use large mini-batches, use local SGD" (ICLR 2020). Early
+steps change most, and there workers that go apart lose accuracy; later, local steps even
+help to generalize.
+
+Waits for: every worker, in each of the first `each_until` steps, then in every `every`-th.
+Sends: the parameters, as often. Guarantees: equal models after each round.
+
+Parameters are averaged also while that is done in each step, with momenta that stay each
+worker's own, as in the authors' code: under SGD that is bsp. Theirs begins to average rarely
+at the first decay of the learning rate (epoch 150 of 300): give `each_until` as that step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.methods.local.updates import LocalUpdates
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostLocalSGD(LocalUpdates):
+    """Average the parameters in each step until one, and every so many from then on."""
+
+    name: ClassVar[str] = "post-local-sgd"
+
+    every: int = 16
+    each_until: int = 1000

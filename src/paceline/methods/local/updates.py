@@ -1,0 +1,195 @@
+"""The one program of all local updates: what its presets differ in are its options.
+
+    round:  H inner steps of each worker;  D_i = x - x_i;  D = sum w_i D_i / sum w_i
+    outer:  u <- b*u + D;   x <- x - eta*(D + b*u) (Nesterov), or x - eta*u
+    start:  x_i <- x;  or, tau steps late,  x_i <- alpha*x_i + (1 - alpha)*x
+
+Theory of operation
+-------------------
+All is done after the update. What has been trained is counted in each step (`Since`), and in
+the steps of a round a part of the model leaves (`send`) and comes back as a mean (`land`), at
+once or `delay` steps later. Which part leaves is a function of the step's number alone, which
+is equal on all workers: nobody has to agree on it.
+
+A worker that is out of data goes on through the rounds, and weighs in the next one what it
+has trained since the last. In the round in which nobody trains any more the mean is taken
+plainly, without outer momentum, and so is what is left when that is over (`finish`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from paceline.interfaces import Clips, GradientSeen, Rhythm, Run, UpdatesOn
+from paceline.methods.local.groups import own_group
+from paceline.methods.local.moments import require_moments
+from paceline.methods.local.options import Options
+from paceline.methods.local.parts import Flight, LocalState, Since, make_parts
+from paceline.methods.local.rounds import land, send
+from paceline.methods.local.whole import mean_of_all, settle
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalUpdates(Options):
+    """Workers step by themselves, and average what they have become every so many steps."""
+
+    updates_on: ClassVar[UpdatesOn] = "worker"
+    gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
+    clips: ClassVar[Clips] = "own"
+    averages_buffers: ClassVar[bool] = True
+
+    @property
+    def rhythm(self) -> Rhythm:
+        if self.has_groups:
+            return Rhythm(
+                every=self.group_every,
+                groups=True,
+                agree_every=self.every // self.group_every,
+            )
+        if self.delay or self.fragments > 1:
+            return Rhythm(every=self.turn, agree_every=1)
+        return Rhythm(every=self.turn, each_until=self.each_until, after_update=True)
+
+    @property
+    def consolidates_together(self) -> bool:
+        """Without an anchor the result is the mean of all models."""
+        return not self.keeps_anchor
+
+    def init(self, run: Run) -> LocalState:
+        if self.state == "average":
+            require_moments(self, run)
+        sentence = self.about_gain()
+        if sentence is not None:
+            run.say(sentence)
+        return LocalState(make_parts(self, run), group=own_group(self, run))
+
+    # ---- steps ----
+
+    @torch.no_grad()
+    def after_update(self, state: LocalState, run: Run) -> None:
+        if run.active and not run.step_is_due:
+            state.count(run.weight * run.comm.size)
+        while state.flights and run.step >= state.flights[0].due:
+            land(self, state, run, state.flights.pop(0))
+        if run.meets:
+            self._hold_round(state, run)
+
+    def _hold_round(self, state: LocalState, run: Run) -> None:
+        done = run.step + 1
+        if state.group is not None and done % self.every:
+            flight = send(
+                self, state, run, 0, since=state.since_group, among=state.group
+            )
+            land(self, state, run, flight, in_group=True)
+            return
+        # One fragment a turn, and each in its turn.
+        number = (done // self.turn - 1) % self.fragments
+        part = state.parts[number]
+        flight = send(self, state, run, number, since=part.since)
+        state.since_group.begin(done)
+        if self.delay:
+            state.flights.append(flight)
+        else:
+            land(self, state, run, flight)
+
+    # ---- the end, and what is shown in between ----
+
+    @torch.no_grad()
+    def finish(self, state: LocalState, run: Run) -> None:
+        source = run.keep_company_to_the_end()
+        while state.flights:
+            land(self, state, run, state.flights.pop(0))
+        settle(self, state, run)
+        if source is not None:
+            run.take_model(source)
+
+    @torch.no_grad()
+    def consolidate(self, state: LocalState, run: Run) -> Callable[[], None]:
+        if not self.keeps_anchor:
+            return mean_of_all(self, state, run)
+        kept = [(t, t.clone()) for part in state.parts for t in part.tensors]
+        for part in state.parts:
+            part.put_anchor()
+
+        @torch.no_grad()
+        def undo() -> None:
+            for tensor, own in kept:
+                tensor.copy_(own)
+
+        return undo
+
+    @torch.no_grad()
+    def loaded(self, state: LocalState, run: Run) -> None:
+        """Other parameters: a round begins with them. If they are those of the anchor, as
+        those of a checkpoint are that another number of workers goes on from, all goes on."""
+        if self.keeps_anchor and all(part.is_at_anchor() for part in state.parts):
+            return
+        for flight in state.flights:
+            flight.wait()
+        state.flights.clear()
+        for part in state.parts:
+            if self.keeps_anchor:
+                part.take_anchor()
+            part.since.begin(run.step)
+        state.since_group.begin(run.step)
+
+    # ---- restarts ----
+
+    def save_state(self, state: LocalState, run: Run) -> dict[str, Any]:
+        for flight in state.flights:
+            flight.wait()  # all have sent theirs, so nobody is waited for that is not there
+        return {
+            "parts": [
+                {
+                    "anchors": part.anchors,
+                    "momenta": part.momenta,
+                    "averaged": part.averaged,
+                    "since": [part.since.begins, part.since.weight],
+                    "rounds": part.rounds,
+                }
+                for part in state.parts
+            ],
+            "flights": [
+                {
+                    "part": flight.part,
+                    "due": flight.due,
+                    "weights": flight.weights,
+                    "means": [f.buffer for f in state.parts[flight.part].flats],
+                }
+                for flight in state.flights
+            ],
+            "since_group": [state.since_group.begins, state.since_group.weight],
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: LocalState, run: Run, saved: dict[str, Any]) -> None:
+        for part, there in zip(state.parts, saved["parts"], strict=True):
+            for kind in ("anchors", "momenta", "averaged"):
+                for own, tensor in zip(getattr(part, kind), there[kind], strict=True):
+                    own.copy_(tensor)
+            part.since = Since(*there["since"])
+            part.rounds = there["rounds"]
+        state.flights.clear()
+        for there in saved["flights"]:
+            flats = state.parts[there["part"]].flats
+            for flat, mean in zip(flats, there["means"], strict=True):
+                flat.buffer.copy_(mean)
+            weights = there["weights"].to(flats[0].buffer.device)
+            state.flights.append(Flight(there["part"], there["due"], weights))
+        state.since_group = Since(*saved["since_group"])
+
+    def redistribute_state(
+        self, state: LocalState, run: Run, parts: Iterable[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Anchors, momenta and means under way are equal on all workers. What each one has
+        trained by itself since they were formed is gone where there is an anchor, else it is
+        in the model: a round begins."""
+        saved = next(iter(parts))
+        for part in saved["parts"]:
+            part["since"][1] = 0.0
+        saved["since_group"][1] = 0.0
+        return saved
