@@ -49,8 +49,9 @@ class Shares:
 
     @property
     def all(self) -> list[Parcel]:
-        """In the order in which they are sent."""
-        return [*self.buffers, *self.parameters, *self.states]
+        """In the order in which they are sent: what a forward pass needs first goes first, and
+        buckets are in the order of backward."""
+        return [*self.buffers, *reversed(self.parameters), *self.states]
 
     @property
     def bytes(self) -> int:
