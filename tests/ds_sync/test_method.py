@@ -250,7 +250,9 @@ def test_overlap_hides_what_the_group_sends():
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("more", ["shuffle=digits,size=3", "shuffle=random", "swa_from=2"])
+@pytest.mark.parametrize(
+    "more", ["shuffle=digits,size=3", "shuffle=random", "swa_from=2"]
+)
 @pytest.mark.parametrize(
     "steps", [(4, 9, 2, 7, 5), (3, 3 * AGREE_EVERY, 20, 1, 40), (0, 0, 50, 0, 0)]
 )

@@ -27,6 +27,7 @@ class Case:
     *counts*: each gradient moves the parameters once, by the optimizer's step; not so under
     an outer optimizer, which steps once more with what they have moved: laws that read from
     parameters how many gradients are in them say nothing there.
+    *state*: the optimizer needs one, so SGD gets a momentum too small to change anything.
     *racks*: where two workers or more are simulated they stand in two racks.
     """
 
@@ -38,6 +39,7 @@ class Case:
     rounding: float = 0.0
     lossy: float = 0.0
     counts: bool = True
+    state: bool = False
     racks: bool = False
     reference: Callable[[torch.optim.Optimizer], None] | None = None
 
@@ -147,6 +149,7 @@ CASES: tuple[Case, ...] = (
     Case(method="ds-sync"),
     Case(method="ds-sync:shuffle=pairs,overlap=forward"),
     Case(method="ds-sync:shuffle=random,overlap=step"),
+    Case(method="ds-sync:state=average,overlap=forward", state=True),
     Case(method="sync-switch:bsp_steps=1000"),
     _SWITCHED,
     _asynchronous("sync-switch:bsp_steps=2,momentum=keep,overlap=false"),

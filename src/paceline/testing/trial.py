@@ -39,6 +39,9 @@ def adamw(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer
     return torch.optim.AdamW(model.parameters(), lr=learning_rate / 10)
 
 
+HARDLY_ANY = 2.0**-60
+"""Momentum that vanishes beside any gradient."""
+
 OPTIMIZERS: tuple[MakeOptimizer, ...] = (sgd, momentum, adamw)
 
 
@@ -57,6 +60,10 @@ def distribute_as(
     optimizer: torch.optim.Optimizer,
     clip_norm: float | None = None,
 ) -> DistributedOptimizer:
+    if case.state:
+        for group in optimizer.param_groups:
+            if group.get("momentum") == 0:
+                group["momentum"] = HARDLY_ANY
     return distribute(
         model, optimizer, method=case.method, fusion=rule, clip_norm=clip_norm
     )
