@@ -132,7 +132,7 @@ def test_description_says_what_people_wrote() -> None:
     ("changes", "key", "value", "allowed"),
     [
         ({"worker": "3"}, "worker", "'worker'", "Did you mean 'workers'?"),
-        ({"worker": "3"}, "worker", "'worker'", "cores, latency, link, speed"),
+        ({"worker": "3"}, "worker", "'worker'", "cores, latency, link, names, speed"),
         ({"workers": None}, "workers", "missing", ""),
         ({"link": None}, "link", "missing", ""),
         ({"latency": None}, "latency", "missing", ""),
@@ -164,6 +164,8 @@ def test_description_says_what_people_wrote() -> None:
         ({"speed": "[1, -0.5]"}, "speed", "got -0.5", "above zero"),
         ({"speed": "[1, nan]"}, "speed", "got nan", "above zero"),
         ({"cores": "0"}, "cores", "got 0", "1 or more"),
+        ({"names": '["a"]'}, "names", "got 1", "2 names, one per host"),
+        ({"names": '"a"'}, "names", "got 'a'", "a list of names in quotes"),
     ],
 )
 def test_refusal_names_rack_key_value_and_what_is_allowed(

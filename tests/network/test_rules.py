@@ -158,6 +158,7 @@ def test_a_cluster_is_read_back_to_the_last_bit() -> None:
             uplink=1e6 / 11,
             uplink_latency=1 / 7,
             speed=(1 / 3, 1.0),
+            names=("a", "b 2"),
         ),
     )
     rules = (throttle("rack 0 up", 1e6 / 3, at=1 / 3),)

@@ -138,6 +138,17 @@ def test_which_two_workers_are_elsewhere_is_said() -> None:
         check_places(Cluster((rack(4),)), seats_on([0, 0, 1, 1]))
 
 
+def test_ranks_are_where_the_names_of_hosts_say() -> None:
+    """Of one worker each: who shares a machine tells nothing."""
+    racks = Cluster((rack(2), rack(2, names=("node-7", "node-3"))))
+    check_places(racks, seats_on([1, 2, 7, 3]))
+    check_places(racks, seats_on([5] * 4))
+    with pytest.raises(
+        ClusterError, match="worker 2 on 'node-7', and that runs on 'no"
+    ):
+        check_places(racks, seats_on([1, 7, 2, 3]))
+
+
 def test_containers_of_a_machine_may_be_one_host_or_several() -> None:
     """They share its boot, and have networks of their own."""
     apart = [

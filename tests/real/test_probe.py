@@ -2,8 +2,14 @@
 
 import json
 
+import pytest
+
+from paceline.errors import ClusterError
 from paceline.network import load_cluster
+from paceline.probe import Findings, infer_cluster
+from paceline.worlds.described import Seat, check_places
 from tests import forked
+from tests.real.helpers import SCRIPTS
 
 
 def probe(folder, *words):
@@ -31,3 +37,31 @@ def test_one_worker_has_no_network(tmp_path):
     done = probe(tmp_path, "--world", "virtual", "--workers", "1")
     assert done.returncode == 1
     assert "one worker has no network to measure" in done.stderr
+
+
+def test_machines_are_called_by_their_names():
+    ends = forked.run_together(2, [SCRIPTS / "machines.py"])
+    assert [json.loads(end.stdout) for end in ends] == [
+        [[0, 1], ["node-c", "node-a"]]
+    ] * 2
+
+
+def test_ranks_that_alternate_between_racks_are_not_numbered_as_the_file_has_them():
+    findings = Findings(
+        world="real",
+        hosts=[0, 1, 2, 3],
+        goodput=[[1e8] * 4] * 4,
+        latency=[[1e-4] * 4] * 4,
+        racks=[0, 1, 0, 1],
+        uplinks=[],
+        all_reduce=[],
+        shared_cores=None,
+        speeds=[1.0] * 4,
+        names=["a", "b", "c", "d"],
+    )
+    cluster = infer_cluster(findings)
+    assert [rack.names for rack in cluster.racks] == [("a", "c"), ("b", "d")]
+    seats = {n: Seat(name=n, machine=n, host=n) for n in "abcd"}
+    check_places(cluster, [seats[n] for n in "acbd"])
+    with pytest.raises(ClusterError, match="worker 1 on 'c', and that runs on 'b'"):
+        check_places(cluster, [seats[n] for n in "abcd"])

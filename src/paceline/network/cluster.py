@@ -26,7 +26,8 @@ class Rack:
     *link* (one for all hosts, or one each) and *uplink* are goodput in bytes per second, each direction (*uplink* None:
     never the limit); *latency* and *uplink_latency* are one-way seconds; *speed* holds a
     factor per worker, 1 for normal and 0.5 for half as fast; *cores* is the number of
-    cores of each host, *workers_per_host* how many workers share a host and its link.
+    cores of each host, *workers_per_host* how many workers share a host and its link;
+    *names*, what the hosts call themselves, tells a real job whether these are its own.
     """
 
     workers: int
@@ -37,6 +38,7 @@ class Rack:
     speed: tuple[float, ...] = ()
     cores: int = 1
     workers_per_host: int = 1
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:
@@ -79,6 +81,12 @@ class Rack:
             raise ClusterError(
                 f"key 'link': expected one rate, or {self.hosts}, one per host, got "
                 f"{len(self.links)}"
+            )
+
+        if len(self.names) not in (0, self.hosts):
+            raise ClusterError(
+                f"key 'names': expected {self.hosts} names, one per host, got "
+                f"{len(self.names)}"
             )
 
     @property
@@ -214,6 +222,14 @@ class Cluster:
     def hosts(self) -> int:
         """Number of hosts that workers run on."""
         return len(self._rack_of) - len(self.servers)
+
+    def name_of(self, host: int) -> str:
+        """What a host calls itself; empty where nobody has said it."""
+        for rack in self.racks:
+            if host < rack.hosts:
+                return rack.names[host] if rack.names else ""
+            host -= rack.hosts
+        return ""
 
     def host_of_server(self, server: int) -> int:
         """The host of a server that has one of its own."""

@@ -9,6 +9,7 @@
     uplink = "400 Mbit/s"   # rack to core, each direction; left out: never the limit
     speed = [1, 1, 1, 0.5]  # relative compute speed of each worker; left out: all 1
     workers_per_host = 1    # workers that share a host and its link
+    names = ["a", "b"]      # what hosts call themselves; left out: a job does not look
 
     [processor]             # left out: communication costs processors nothing
     message = "150 us"      # of a core, for one message, at both its ends together
@@ -175,6 +176,14 @@ def _factors(key: str, value: object) -> tuple[float, ...]:
     return tuple(float(v) for v in value)
 
 
+def _texts(key: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise ClusterError(
+            f"key {key!r}: expected a list of names in quotes, one per host, got {value!r}"
+        )
+    return tuple(value)
+
+
 _READERS: dict[Callable[..., object], dict[str, Callable[[str, object], Any]]] = {
     Rack: {
         "workers": _whole,
@@ -185,6 +194,7 @@ _READERS: dict[Callable[..., object], dict[str, Callable[[str, object], Any]]] =
         "speed": _factors,
         "cores": _whole,
         "workers_per_host": _whole,
+        "names": _texts,
     },
     Processor: {"message": _time, "byte": _time, "cores": _whole},
     ServerHost: {"rack": _whole, "link": _rate},
@@ -234,6 +244,8 @@ def cluster_toml(cluster: Cluster, comment: str = "", *, exact: bool = False) ->
             lines.append(f"cores = {rack.cores}")
         if rack.workers_per_host != 1:
             lines.append(f"workers_per_host = {rack.workers_per_host}")
+        if rack.names:
+            lines.append(f"names = [{', '.join(map(_quoted, rack.names))}]")
     if cluster.processor is not None:
         lines += ["", "[processor]"]
         lines.append(f"message = {_quoted(time_text(cluster.processor.message))}")

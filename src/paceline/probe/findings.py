@@ -23,7 +23,8 @@ class Findings(msgspec.Struct, kw_only=True):
     seconds of a message without content, its processor time included; zero within a host.
     *uplinks*: for each pair of racks found, bytes per second of all workers of the one
     sending to the other at once. *shared_cores*: cores that all hosts share, None where
-    each has its own. *speeds*: relative compute speed.
+    each has its own. *speeds*: relative compute speed. *names*: what each worker's host calls
+    itself, where the hosts are machines.
     """
 
     world: str
@@ -35,6 +36,7 @@ class Findings(msgspec.Struct, kw_only=True):
     all_reduce: list[Size]
     shared_cores: int | None
     speeds: list[float]
+    names: list[str] = []
 
     @property
     def workers(self) -> int:

@@ -43,6 +43,7 @@ def infer_cluster(findings: Findings) -> Cluster:
                 uplink=_uplink(findings, rack, sum(links)),
                 speed=tuple(findings.speeds[i] for i in members),
                 workers_per_host=len(members) // len(hosts),
+                names=tuple(findings.names[i] for i in leaders if findings.names),
             )
         )
     return Cluster(tuple(racks), processor=processor)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from paceline.collectives.comm import TorchComm
 from paceline.errors import UsageError
+from paceline.exchange import gather_bytes
 from paceline.interfaces import World
 from paceline.probe.findings import Findings, Size
 from paceline.probe.racks import find_racks
@@ -72,6 +73,7 @@ def measure(
         all_reduce=all_reduce,
         shared_cores=shared_cores,
         speeds=probe.speeds(),
+        names=probe.names(hosts),
     )
 
 
@@ -103,6 +105,11 @@ class _Probe:
         one_machine = len({row[0] for row in machines}) == 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         return hosts, cores if one_machine else None
+
+    def names(self, hosts: Sequence[int]) -> list[str]:
+        """What each worker's host calls itself; nothing where these are not different."""
+        names = [one.decode() for one in gather_bytes(seat().name.encode(), CPU)]
+        return names if len(set(names)) == len(set(hosts)) > 1 else []
 
     def speeds(self) -> list[float]:
         """Relative compute speeds: what the world says, else of a product of matrices,

@@ -5,8 +5,9 @@ and all ranks have the same. Each rank says there whether it was told of another
 it runs; rank 0 judges, and every rank raises what it has found. Once, and bounded as all that
 the store is asked for: whoever waits for a rank that has died is ended by `liveness`.
 
-What can be judged is which workers share a machine. A job whose workers are all on one, where
-there is no network between hosts, may be told of any cluster: so one tries what it does.
+What can be judged is which workers share a machine, and where the file names its hosts, which
+worker runs on which. A job whose workers are all on one machine, where there is no network
+between hosts, may be told of any cluster: so one tries what it does.
 """
 
 from __future__ import annotations
@@ -142,13 +143,20 @@ def load_of(file: str, size: int) -> Cluster:
 
 def check_places(cluster: Cluster, seats: Sequence[Seat]) -> None:
     """Raise `ClusterError` where workers share a machine in one of the two and not in the
-    other, unless all of them share one."""
+    other, or are on another than is named, unless all of them share one."""
     if len({seat.host for seat in seats}) == 1:
         return
     first_on: dict[int, int] = {}
     first_at: dict[str, int] = {}
     for rank, mine in enumerate(seats):
         host = cluster.host_of(rank)
+        name = cluster.name_of(host)
+        if name not in ("", mine.name):
+            raise ClusterError(
+                f"it has worker {rank} on {name!r}, and that runs on {mine.name!r}; "
+                f"{_ADVICE}; or leave out the key 'names', where machines are called "
+                "otherwise in each job and stand in the same order"
+            )
         other = first_on.setdefault(host, rank)
         if seats[other].machine != mine.machine:
             raise ClusterError(
