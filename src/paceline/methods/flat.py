@@ -43,12 +43,14 @@ class Flat:
     def take(self) -> None:
         """Copy the tensors into the buffer."""
         with torch.no_grad():
-            torch._foreach_copy_(self.views, self.tensors)
+            for view, tensor in zip(self.views, self.tensors, strict=True):
+                view.copy_(tensor)
 
     def put(self) -> None:
         """Copy the buffer back into the tensors."""
         with torch.no_grad():
-            torch._foreach_copy_(self.tensors, self.views)
+            for tensor, view in zip(self.tensors, self.views, strict=True):
+                tensor.copy_(view)
 
 
 def flats(run: Run, extra: Iterable[torch.Tensor] = ()) -> list[Flat]:
