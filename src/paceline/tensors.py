@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.torch_private import version_of
+
 Kind = tuple[torch.dtype, torch.device]
 """Tensors of one kind can share a bucket."""
 
@@ -110,6 +112,12 @@ def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+
+def stamps(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """What changes with every write in place: who has something under way for *tensors* can
+    tell whether anybody else has written to them since."""
+    return [version_of(tensor) for tensor in tensors]
 
 
 def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

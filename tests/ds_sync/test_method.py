@@ -359,6 +359,23 @@ def test_what_the_script_loads_between_two_steps_stays(overlap):
     assert results == [[98.5]] * 2  # of 99 and 98, which are since the load
 
 
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_write_that_a_mean_would_overwrite_is_refused(overlap):
+    def body(rank):
+        model, optimizer = begin(f"ds-sync:overlap={overlap}")
+        step(model, optimizer, 0)
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.1, 0.1)
+        step(model, optimizer, 1)
+
+    if overlap == "none":
+        simulate(2, body)
+        return
+    with pytest.raises(Exception, match="was written to since step") as found:
+        simulate(2, body)
+    assert isinstance(found.value.__cause__, UsageError)
+
+
 # ---- SWA ----
 
 

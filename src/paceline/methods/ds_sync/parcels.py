@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Run
 from paceline.methods.flat import Flat
+from paceline.tensors import stamps
 
 StateOf = Callable[[torch.Tensor], Mapping[str, Any]]
 """What the optimizer keeps of a parameter; empty before its first step."""
@@ -22,11 +24,14 @@ class Parcel:
         self.flat, self._names = flat, list(names)
         self.due = False
         self._pending: Pending | None = None
+        self._stamps: list[int] = []
+        """Of the tensors when they were sent; none where they were loaded."""
 
     def send(self, run: Run, group: Comm) -> None:
         """Send what the tensors hold now."""
         self._take()
         self.due = True
+        self.stamp()
         self._pending = run.average(self.flat.buffer, among=group)
 
     def follow(self, work: Callable[[], None]) -> None:
@@ -52,10 +57,22 @@ class Parcel:
         self.wait()
         self.due = False
 
+    def stamp(self) -> None:
+        """Whatever was written so far is no mistake."""
+        self._stamps = stamps(self.flat.tensors)
+
     def _take(self) -> None:
         self.flat.take()
 
     def _give(self) -> None:
+        now = stamps(self.flat.tensors)
+        for name, here, then in zip(self._names, now, self._stamps, strict=False):
+            if here != then:
+                raise UsageError(
+                    f"{name!r} was written to since step(), while its mean was on its way: "
+                    "what was written would be lost. Change parameters under "
+                    "ds-sync:overlap=none, or load them (load_state_dict)"
+                )
         self.flat.put()
 
     # ---- restarts ----
@@ -72,6 +89,7 @@ class Parcel:
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `save` of all parcels gave together."""
         kept = self._kept()
+        self._stamps = []
         self.due = all(name in saved for name in kept)
         if self.due:
             for name, tensor in kept.items():

@@ -75,6 +75,11 @@ class Shares:
         for parcel in self.buffers:
             parcel.put()
 
+    def stamp(self) -> None:
+        """The parameters are as they were sent, though they were written to since."""
+        for parcel in self.parameters:
+            parcel.stamp()
+
     def drop(self) -> None:
         """All has been replaced."""
         for parcel in self.all:

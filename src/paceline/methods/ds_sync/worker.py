@@ -163,6 +163,7 @@ class GroupWorker:
             with torch.no_grad():
                 for tensor, value in before:
                     tensor.copy_(value)
+            self._shares.stamp()
 
         return undo
 
