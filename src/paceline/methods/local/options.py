@@ -150,6 +150,14 @@ class Options:
                 f"with delay={self.delay}: moments that come late would undo the steps "
                 "since; expected state=local, or no delay",
             )
+        if self.uneven == "speed" and (
+            self.each_until or self.fragments > 1 or self.delay or self.has_groups
+        ):
+            raise self._wrong(
+                "uneven",
+                "with rounds of other lengths on each worker: expected neither each_until, "
+                "fragments, a delay nor a group",
+            )
         if self.each_until and (self.fragments > 1 or self.delay or self.has_groups):
             raise self._wrong(
                 "each_until", "expected neither fragments, nor a delay or a group"

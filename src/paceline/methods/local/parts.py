@@ -21,12 +21,14 @@ class Since:
     """What this worker has trained on since a mean was formed."""
 
     begins: int = 0
-    """The number of the first step after it, equal on all workers."""
+    """The number of the first step after it."""
     weight: float = 0.0
     """Of the samples of these steps; one step of an even share counts as 1."""
 
     def share(self, step: int, equal: bool) -> float:
-        """What this worker weighs in a mean after *step*: 1 for an even share of all steps."""
+        """What this worker weighs in a mean after *step*: 1 for an even share of the samples
+        of all its steps. So where a fast worker does more of them, each of its samples counts
+        as much as one of the others', since they have moved it further."""
         if equal:
             return float(self.weight > 0)
         return self.weight / (step + 1 - self.begins)
@@ -34,6 +36,16 @@ class Since:
     def begin(self, step: int) -> None:
         """A mean was formed, of what there was before *step*."""
         self.begins, self.weight = step, 0.0
+
+    def saved(self, step: int) -> list[float]:
+        """What a restart before *step* needs."""
+        return [step - self.begins, self.weight]
+
+    @classmethod
+    def loaded(cls, step: int, saved: Sequence[float]) -> Since:
+        """What was saved, before *step*."""
+        ago, weight = saved
+        return cls(step - int(ago), weight)
 
 
 @dataclass

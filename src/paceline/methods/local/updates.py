@@ -18,12 +18,13 @@ plainly, without outer momentum, and so is what is left when that is over (`fini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.interfaces import Clips, GradientSeen, Rhythm, Run, UpdatesOn
 from paceline.methods.local.groups import own_group
 from paceline.methods.local.moments import require_moments
@@ -53,6 +54,20 @@ class LocalUpdates(Options):
         if self.delay or self.fragments > 1:
             return Rhythm(every=self.turn, agree_every=1)
         return Rhythm(every=self.turn, each_until=self.each_until, after_update=True)
+
+    def rhythm_at(self, speeds: Sequence[float] | None, rank: int) -> Rhythm:
+        """One worker's: where workers are uneven, each does as many steps in a round as it can
+        in the time that all take, `every` in the mean."""
+        if self.uneven == "equal":
+            return self.rhythm
+        if speeds is None:
+            raise UsageError(
+                f"{self.name}:uneven=speed: nobody knows how fast each worker is: describe "
+                "the network with speeds (paceline run --cluster FILE), or take uneven=equal"
+            )
+        mean = sum(speeds) / len(speeds)
+        own = max(1, round(self.every * speeds[rank] / mean))
+        return Rhythm(every=own, after_update=True)
 
     @property
     def consolidates_together(self) -> bool:
@@ -86,8 +101,8 @@ class LocalUpdates(Options):
             )
             land(self, state, run, flight, in_group=True)
             return
-        # One fragment a turn, and each in its turn.
-        number = (done // self.turn - 1) % self.fragments
+        # One fragment a round, each in its turn: all workers have had as many rounds.
+        number = sum(part.rounds for part in state.parts) % self.fragments
         part = state.parts[number]
         flight = send(self, state, run, number, since=part.since)
         state.since_group.begin(done)
@@ -148,7 +163,7 @@ class LocalUpdates(Options):
                     "anchors": part.anchors,
                     "momenta": part.momenta,
                     "averaged": part.averaged,
-                    "since": [part.since.begins, part.since.weight],
+                    "since": part.since.saved(run.step),
                     "rounds": part.rounds,
                 }
                 for part in state.parts
@@ -162,7 +177,7 @@ class LocalUpdates(Options):
                 }
                 for flight in state.flights
             ],
-            "since_group": [state.since_group.begins, state.since_group.weight],
+            "since_group": state.since_group.saved(run.step),
         }
 
     @torch.no_grad()
@@ -171,7 +186,7 @@ class LocalUpdates(Options):
             for kind in ("anchors", "momenta", "averaged"):
                 for own, tensor in zip(getattr(part, kind), there[kind], strict=True):
                     own.copy_(tensor)
-            part.since = Since(*there["since"])
+            part.since = Since.loaded(run.step, there["since"])
             part.rounds = there["rounds"]
         state.flights.clear()
         for there in saved["flights"]:
@@ -180,7 +195,7 @@ class LocalUpdates(Options):
                 flat.buffer.copy_(mean)
             weights = there["weights"].to(flats[0].buffer.device)
             state.flights.append(Flight(there["part"], there["due"], weights))
-        state.since_group = Since(*saved["since_group"])
+        state.since_group = Since.loaded(run.step, saved["since_group"])
 
     def redistribute_state(
         self, state: LocalState, run: Run, parts: Iterable[dict[str, Any]]
@@ -190,6 +205,6 @@ class LocalUpdates(Options):
         in the model: a round begins."""
         saved = next(iter(parts))
         for part in saved["parts"]:
-            part["since"][1] = 0.0
-        saved["since_group"][1] = 0.0
+            part["since"] = [0, 0.0]
+        saved["since_group"] = [0, 0.0]
         return saved

@@ -1,0 +1,1 @@
+"""Local updates: their laws, in the virtual world."""
