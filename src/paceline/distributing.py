@@ -151,7 +151,7 @@ def distribute(
             most_bytes=cast(UpdatesOnServer, chosen).piece_bytes(total),
         )
     elif isinstance(comm, TorchComm):
-        comm = collectives.over(forming, world, comm, endpoints)
+        comm = collectives.over(forming, world, comm, endpoints, device)
         join = Join(options=options, sums=settings.sums)
         for reception in [endpoint.request(join) for endpoint in endpoints]:
             reception.wait()
@@ -301,7 +301,7 @@ def _resolve(
     """The method object and the settings, the command line's before the script's."""
     override = world.job.options.method
     if override is None and method is not None and not isinstance(method, str):
-        return method, settings
+        return method, _with_collective_of(method, settings)
     text = override or method or "bsp"
     assert isinstance(text, str)
     if override is not None and method is not None and world.rank == 0:
@@ -319,5 +319,15 @@ def read_spec(text: str, settings: Settings | None = None) -> tuple[Method, Sett
     """
     chosen, rest = methods.make(spec.parse(text), set(spec.field_types(Settings)))
     settings = (settings or Settings()).changed_by(rest)
+    settings = _with_collective_of(chosen, settings)
     collectives.make(settings.collective)
     return chosen, settings
+
+
+def _with_collective_of(method: Method, settings: Settings) -> Settings:
+    """OSP has a key ``collective`` of its own: of those forms in which workers meet, all but
+    "native" also say how averages are formed."""
+    own: str = getattr(method, "collective", "native")
+    if own == "native" or method.updates_on == "server":
+        return settings
+    return replace(settings, collective=own)

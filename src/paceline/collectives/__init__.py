@@ -6,9 +6,13 @@ makes a training's communicator form its averages so.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
+from paceline.collectives.auto import Auto
 from paceline.collectives.rows import (
     HalvingDoubling,
     Hierarchical,
@@ -23,7 +27,10 @@ from paceline.interfaces import Collective, Endpoint, World
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm
 
+CPU = torch.device("cpu")
+
 COLLECTIVES: dict[str, type[Collective]] = {
+    Auto.name: Auto,
     HalvingDoubling.name: HalvingDoubling,
     Hierarchical.name: Hierarchical,
     Native.name: Native,
@@ -45,9 +52,11 @@ def over(
     world: World,
     comm: TorchComm,
     endpoints: Sequence[Endpoint] = (),
+    device: torch.device = CPU,
 ) -> TorchComm:
     """*comm*'s workers, whose averages are formed by *collective*; *endpoints* are this
-    worker's ends of the servers, where it needs some. Use this one and no more *comm*."""
+    worker's ends of the servers, where it needs some, *device* where buffers will be. Use
+    this one and no more *comm*. Collective."""
     from paceline.collectives.comm import TorchComm
     from paceline.collectives.server import ServerComm
 
@@ -55,13 +64,18 @@ def over(
         return ServerComm(world, comm.name, endpoints, comm.process_group)
     if isinstance(collective, Native):
         return comm
-    return TorchComm(
+    made = TorchComm(
         world,
         comm.name,
         comm.process_group,
         collective=collective,
-        racks=world.racks,
+        places=comm.places,
     )
+    if isinstance(collective, Auto) and (told := collective.begin(made, world, device)):
+        world.journal.note(told)
+        if comm.rank == 0:
+            print(f"paceline: {told}", file=sys.stderr)
+    return made
 
 
 __all__ = ["COLLECTIVES", "make", "over"]

@@ -44,7 +44,11 @@ class AloneComm:
         self._refuse("receive")
 
     def perform(
-        self, schedule: Schedule, buffer: torch.Tensor, operation: str = "sum"
+        self,
+        schedule: Schedule,
+        buffer: torch.Tensor,
+        operation: str = "sum",
+        timed: Schedule | None = None,
     ) -> NoReturn:
         self._refuse("perform")
 

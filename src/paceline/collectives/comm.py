@@ -12,6 +12,7 @@ from paceline.collectives import chains, executor
 from paceline.collectives.chains import Chain
 from paceline.collectives.messages import Messages, real
 from paceline.collectives.pending import WorkPending
+from paceline.collectives.places import Places
 from paceline.collectives.schedule import Ring, Tree, all_to_all
 from paceline.errors import UsageError
 from paceline.interfaces import (
@@ -44,7 +45,8 @@ class TorchComm(Messages):
     unique in the job and the same on all ranks. *chain* runs what follows results; groups
     share it with the communicator that they are of. *issuer*: the chain whose works issue
     all that is issued here; None: the training itself. *collective*: how averages are
-    formed; None: as torch.distributed does it.
+    formed; None: as torch.distributed does it. *places*: where its ranks are (None: all of the
+    world's workers, where they are).
     """
 
     threads: ClassVar[bool] = True
@@ -58,7 +60,7 @@ class TorchComm(Messages):
         chain: Chain | None = None,
         issuer: Chain | None = None,
         collective: Collective | None = None,
-        racks: Sequence[int] | None = None,
+        places: Places | None = None,
     ) -> None:
         super().__init__(world, name)
         whole: Any = dist.group.WORLD
@@ -67,8 +69,7 @@ class TorchComm(Messages):
         self._owns_chain = chain is None
         self.issuer = issuer
         self.collective = collective
-        # Of all workers, unless they are told.
-        self.racks = world.racks if group is None else racks
+        self.places = Places.of(world) if places is None else places
         self._channels: dict[str, TorchComm] = {}
         self._groups: dict[tuple[int, ...], TorchComm] = {}
         self._times_made: dict[tuple[int, ...], int] = {}
@@ -88,6 +89,10 @@ class TorchComm(Messages):
         """torch's handle of this group."""
         group: dist.ProcessGroup = self._group
         return group
+
+    @property
+    def racks(self) -> Sequence[int] | None:
+        return self.places.racks
 
     def leave(self) -> None:
         """This worker's last all-reduce is over."""
@@ -190,7 +195,7 @@ class TorchComm(Messages):
     def _make_channel(self, name: str) -> TorchComm:
         full_name, group = self._beside(f"channel {name}", range(self.size))
         return TorchComm(
-            self._world, full_name, group, None, None, self.collective, self.racks
+            self._world, full_name, group, None, None, self.collective, self.places
         )
 
     def group(self, ranks: Sequence[int], *, once: bool = False) -> TorchComm:
@@ -224,7 +229,7 @@ class TorchComm(Messages):
             self.chain,
             self.issuer,
             self.collective,
-            racks_of(self.racks, key),
+            self.places.among(key),
         )
         return self._groups[key]
 
@@ -276,7 +281,7 @@ class TorchComm(Messages):
     def _make_round(self, issuer: Chain) -> TorchComm:
         name, group = self._beside(f"after {issuer.path}", range(self.size))
         return TorchComm(
-            self._world, name, group, issuer.inner, issuer, self.collective, self.racks
+            self._world, name, group, issuer.inner, issuer, self.collective, self.places
         )
 
     def _beside(self, what: str, ranks: Sequence[int]) -> tuple[str, dist.ProcessGroup]:
@@ -288,11 +293,6 @@ class TorchComm(Messages):
 
     def _count(self, schedule: Schedule) -> None:
         self._world.journal.sent(schedule.bytes_sent(self.rank))
-
-
-def racks_of(racks: Sequence[int] | None, members: Sequence[int]) -> list[int] | None:
-    """In which racks some ranks are."""
-    return None if racks is None else [racks[member] for member in members]
 
 
 def check_parts(size: int, output: torch.Tensor, buffer: torch.Tensor) -> None:

@@ -85,6 +85,7 @@ class Messages:
         schedule: Schedule,
         buffer: torch.Tensor,
         operation: ReduceOperation = "sum",
+        timed: Schedule | None = None,
     ) -> Pending:
         issuer = chains.current()
         if self.size == 1:
@@ -96,14 +97,18 @@ class Messages:
             )
         flat = flat_of(buffer)
         unit = wire_bytes(buffer) / flat.numel()
-        self._world.journal.sent(round(unit * schedule.bytes_sent(self.rank)))
+        if timed is None:
+            timed = schedule
+        else:
+            unit = 1.0
+        self._world.journal.sent(round(unit * timed.bytes_sent(self.rank)))
         path = "" if issuer is self.issuer or issuer is None else issuer.path
         end = virtual_end(self._group)
         work: Any
         if end is not None:
             if path:
                 end = end.shared(f"{self.name}, after {path}", range(self.size))
-            work = end.perform(schedule, flat, operation, unit)
+            work = end.perform(schedule, flat, operation, timed, unit)
         else:
             if path not in self._lanes:
                 self._lanes[path] = _Lanes(self._world, f"{self.name}{path}")

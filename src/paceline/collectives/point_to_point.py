@@ -13,12 +13,12 @@ from typing import NoReturn
 import torch
 
 from paceline.collectives.chains import Chain
-from paceline.collectives.comm import TorchComm, check_parts, racks_of
+from paceline.collectives.comm import TorchComm, check_parts
 from paceline.collectives.pending import AllOf
 from paceline.collectives.schedule import Ring, Tree
 from paceline.errors import UsageError
 from paceline.interfaces import Pending, ReduceOperation
-from paceline.tensors import stand_in_for, wire_bytes
+from paceline.tensors import stand_in_for, stands_in, wire_bytes
 from paceline.torch_private import virtual_end
 
 
@@ -39,7 +39,7 @@ class PointToPointComm(TorchComm):
             parent.chain,
             parent.issuer,
             parent.collective,
-            racks_of(parent.racks, ranks),
+            parent.places.among(ranks),
         )
         self.rank, self.size = list(ranks).index(parent.rank), len(ranks)
         if end is None:
@@ -57,7 +57,9 @@ class PointToPointComm(TorchComm):
     def all_reduce_natively(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
     ) -> Pending:
-        return self.perform(Ring(self.size, _elements(buffer)), buffer, operation)
+        timed = Ring(self.size, wire_bytes(buffer)) if stands_in(buffer) else None
+        ring = Ring(self.size, _elements(buffer))
+        return self.perform(ring, buffer, operation, timed)
 
     def broadcast(self, buffer: torch.Tensor, source: int = 0) -> Pending:
         return self.perform(Tree(self.size, _elements(buffer), source), buffer)

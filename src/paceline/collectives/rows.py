@@ -12,6 +12,7 @@ from paceline.collectives.combined import InTurn
 from paceline.collectives.halving_doubling import HalvingDoubling as Halves
 from paceline.collectives.hierarchical import hierarchical, racks_or_rows
 from paceline.interfaces import Comm, Pending, ReduceOperation, Schedule
+from paceline.tensors import stands_in, wire_bytes
 
 
 class Native:
@@ -67,7 +68,10 @@ class Scheduled:
     ) -> Pending:
         elements = buffer.numel() * (2 if buffer.is_complex() else 1)
         schedule = self.schedule(elements, comm, comm.racks)
-        return comm.perform(schedule, buffer, operation)
+        timed = None
+        if stands_in(buffer):
+            timed = self.schedule(wire_bytes(buffer), comm, comm.racks)
+        return comm.perform(schedule, buffer, operation, timed)
 
 
 class Ring(Scheduled):

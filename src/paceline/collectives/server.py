@@ -38,7 +38,7 @@ class ServerComm(TorchComm):
         chain: Chain | None = None,
         issuer: Chain | None = None,
     ) -> None:
-        super().__init__(world, name, group, chain, issuer, racks=world.racks)
+        super().__init__(world, name, group, chain, issuer)
         self._endpoints = endpoints
         self._channel = channel
         self._numbers = 0

@@ -116,11 +116,13 @@ class Comm(Protocol):
         schedule: Schedule,
         buffer: torch.Tensor,
         operation: ReduceOperation = "sum",
+        timed: Schedule | None = None,
     ) -> Pending:
         """Move and add up parts of *buffer* as *schedule* says, whose sizes and offsets are
         in elements (a complex one counts as two). *operation* is how parts are added; a
-        mean is a sum that every rank divides by n at the end. Collective. On CUDA under
-        NCCL a `UsageError`."""
+        mean is a sum that every rank divides by n at the end. *timed*: of a buffer that
+        stands for a larger one, the same schedule over its bytes: these take the time.
+        Collective. On CUDA under NCCL a `UsageError`."""
         ...
 
     @property

@@ -48,16 +48,28 @@ class OSP(OSPOptions):
     forms: ClassVar[Sequence[Mapping[str, str]]] = ({"collective": "native"},)
     """What else there is a row for in docs/methods.md."""
 
-    collective: Literal["parameter-server", "native"] = "parameter-server"
-    """Parameters on servers, which update them; or by all-reduce among workers."""
+    collective: Literal[
+        "parameter-server",
+        "native",
+        "auto",
+        "halving-doubling",
+        "hierarchical",
+        "ring",
+        "tree",
+    ] = "parameter-server"
+    """Parameters on servers, which update them; or all-reduces among workers, formed so."""
+
+    @property
+    def _on_servers(self) -> bool:
+        return self.collective == "parameter-server"
 
     @property
     def rhythm(self) -> Rhythm:
-        return EVERY_STEP if self.collective == "native" else ON_SERVERS
+        return ON_SERVERS if self._on_servers else EVERY_STEP
 
     @property
     def updates_on(self) -> UpdatesOn:
-        return "method" if self.collective == "native" else "server"
+        return "server" if self._on_servers else "method"
 
     @property
     def clips(self) -> Clips:
@@ -67,7 +79,7 @@ class OSP(OSPOptions):
         return TwoStages(self)
 
     def init(self, run: Any) -> Any:
-        form = NativeWorker if self.collective == "native" else RemoteWorker
+        form = RemoteWorker if self._on_servers else NativeWorker
         return form(self, run)
 
     def bucket_ready(self, state: Any, run: Any, bucket: Bucket) -> None:

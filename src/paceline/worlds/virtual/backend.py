@@ -173,9 +173,11 @@ class VirtualProcessGroup(ProcessGroupBase):
         schedule: Schedule,
         flat: torch.Tensor,
         operation: ReduceOperation,
+        timed: Schedule,
         unit: float,
     ) -> VirtualWork:
-        """Move and add up as *schedule* says; one unit of it is *unit* bytes."""
+        """Move and add up as *schedule* says. *timed* is the same where time is charged; one
+        unit of that is *unit* bytes."""
 
         def deliver(done: Operation, position: int) -> None:
             held = done.results.get(0)
@@ -195,7 +197,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         kind = type(schedule).__name__
         return self._launch(
             f"perform({kind}, {operation}, {_shapes([flat])})",
-            schedule,
+            timed,
             _copies([flat]),
             deliver,
             unit,

@@ -1,0 +1,188 @@
+"""Which collective is the cheapest for a message.
+
+Where the cluster is known, the candidates' schedules are priced on it: the same on all ranks
+and in all worlds. Where it is not, they are timed once, when training begins, and all ranks go
+by the slowest one's times. ``native`` is kept unless another one is cheaper by `MARGIN`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+
+from paceline.collectives.pricing import seconds
+from paceline.collectives.rows import (
+    HalvingDoubling,
+    Hierarchical,
+    Native,
+    Ring,
+    Tree,
+)
+from paceline.fusion import TableCost
+from paceline.interfaces import (
+    Comm,
+    Pending,
+    ReduceOperation,
+    Schedule,
+    World,
+)
+from paceline.network import Cluster
+from paceline.tensors import wire_bytes
+from paceline.units import show_bytes
+
+if TYPE_CHECKING:
+    from paceline.collectives.comm import TorchComm
+
+CANDIDATES: Mapping[str, Any] = {
+    cls.name: cls() for cls in (Native, Ring, Tree, HalvingDoubling, Hierarchical)
+}
+
+MARGIN = 0.05
+"""What a schedule must save, of native's time, to be taken: the backend moves the same bytes
+with less of the processor."""
+
+MEASURED = (1024, 16 * 1024, 256 * 1024, 4 * 1024 * 1024)
+"""Bytes at which candidates are timed."""
+REPEATS = 3
+MOST_SECONDS = 1.0
+"""About as long as measuring may take: no larger size is begun that would take longer."""
+
+SHOWN = tuple(1024 * 4**i for i in range(9))
+
+
+class Auto:
+    """Formed by: the cheapest of `native`, `tree`, `halving-doubling` and `hierarchical` for the
+    size of the message: priced on the cluster where that is known, else as measured when
+    training begins. Sends: what the one that it takes sends. Good for: messages of
+    different sizes, and networks that one has not measured."""
+
+    name: ClassVar[str] = "auto"
+    needs_servers: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._measured: dict[str, TableCost] = {}
+        self._known: dict[tuple[tuple[int, ...], int], str] = {}
+
+    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
+        """Of *size* bytes."""
+        found: Schedule = CANDIDATES[
+            self.choice(size, cast("TorchComm", comm))
+        ].schedule(size, comm, racks)
+        return found
+
+    def run(
+        self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
+    ) -> Pending:
+        own = cast("TorchComm", comm)
+        name = Native.name
+        if not (buffer.is_cuda and own.follows_streams):  # NCCL chooses by itself
+            name = self.choice(wire_bytes(buffer), own)
+        if name == Native.name:
+            return own.all_reduce_natively(buffer, operation)
+        pending: Pending = CANDIDATES[name].run(comm, buffer, operation)
+        return pending
+
+    def choice(self, size: int, comm: TorchComm) -> str:
+        """The row for a message of *size* bytes among the ranks of *comm*. Sizes up to the
+        next power of two are one."""
+        size = 1 << max(0, size - 1).bit_length()
+        places = comm.places
+        key = places.workers, size
+        if key not in self._known:
+            if places.cluster is not None:
+                self._known[key] = cheapest(places.cluster, places.workers, size)
+            else:
+                self._known[key] = _least(
+                    {name: curve(size) for name, curve in self._measured.items()}
+                )
+        return self._known[key]
+
+    def begin(self, comm: TorchComm, world: World, device: torch.device) -> str:
+        """Measure, where nothing is known. Returns what to tell people. Collective."""
+        if comm.size == 1 or (device.type == "cuda" and comm.follows_streams):
+            return ""
+        how = "as priced on the cluster"
+        if comm.places.cluster is None:
+            self._measured = measure(comm, world, device)
+            sizes = next(iter(self._measured.values())).sizes
+            how = f"as measured up to {show_bytes(sizes[-1])}"
+        spans = []
+        for name, of_span in itertools.groupby(
+            SHOWN, lambda size: self.choice(size, comm)
+        ):
+            spans.append(f"{name} to {show_bytes(list(of_span)[-1])}")
+        spans[-1] = spans[-1].partition(" to ")[0] + (
+            " beyond" if len(spans) > 1 else " for all sizes"
+        )
+        return f"collective=auto: {', '.join(spans)}, {how}"
+
+
+@lru_cache(maxsize=4096)
+def cheapest(cluster: Cluster, workers: tuple[int, ...], size: int) -> str:
+    """The cheapest row for *size* bytes among *workers* of *cluster*, on idle links."""
+    shape = cast(Comm, SimpleNamespace(size=len(workers)))
+    racks = [cluster.rack_of_host(cluster.host_of(worker)) for worker in workers]
+    if len(workers) == 1:
+        return Native.name
+    return _least(
+        {
+            name: seconds(row.schedule(size, shape, racks), cluster, workers)
+            for name, row in CANDIDATES.items()
+        }
+    )
+
+
+def _least(times: Mapping[str, float]) -> str:
+    """The cheapest, or native where it saves too little; native where nothing is known."""
+    if not times:
+        return Native.name
+    best = min(times, key=lambda name: times[name])
+    saves = times[best] < (1 - MARGIN) * times[Native.name]
+    return best if saves else Native.name
+
+
+def measure(
+    comm: TorchComm, world: World, device: torch.device
+) -> dict[str, TableCost]:
+    """Each candidate's seconds by its bytes, as the slowest rank found them: the same on
+    all. A ring is what native is, and is not tried. Collective."""
+    stopwatch = world.stopwatch(device)
+    rows = {name: row for name, row in CANDIDATES.items() if name != Ring.name}
+
+    def timed(row: Any, size: int) -> float:
+        buffer = world.blank(size, device)
+        start = stopwatch.mark()
+        if isinstance(row, Native):
+            pending = comm.all_reduce_natively(buffer, "sum")
+        else:
+            pending = row.run(comm, buffer, "sum")
+        pending.wait()
+        return stopwatch.seconds(start, [stopwatch.mark()])[0]
+
+    for row in rows.values():
+        timed(row, MEASURED[0])  # connections and threads are made here
+    curves: list[list[float]] = []
+    spent = 0.0
+    for before, size in zip((0, *MEASURED), MEASURED, strict=False):
+        if before and spent * size / before > MOST_SECONDS:
+            break  # all ranks have spent the same
+        middle = [
+            statistics.median(timed(row, size) for _ in range(REPEATS))
+            for row in rows.values()
+        ]
+        agreed = torch.tensor(middle, dtype=torch.float64, device=device)
+        comm.all_reduce_natively(agreed, "max").wait()
+        curves.append(agreed.tolist())
+        spent = REPEATS * sum(curves[-1])
+    return {
+        name: TableCost(
+            MEASURED[: len(curves)], tuple(itertools.accumulate(times, max))
+        )
+        for name, times in zip(rows, zip(*curves, strict=True), strict=True)
+    }
