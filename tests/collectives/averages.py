@@ -1,0 +1,138 @@
+"""How averages are formed: laws that hold in every world, on three workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import paceline
+from paceline.collectives import COLLECTIVES, make, over
+from paceline.collectives.auto import CANDIDATES
+from paceline.collectives.comm import TorchComm
+from paceline.errors import UsageError
+from paceline.worlds.join import join_world
+from tests.collectives.helpers import BUCKETS, buffers, skew
+
+
+def every_collective_forms_the_same_mean(comm: TorchComm) -> None:
+    world = join_world()
+    rank = comm.rank
+    for name in COLLECTIVES:
+        collective = make(name)
+        if collective.needs_servers:
+            continue
+        other = over(collective, world, comm.channel(name))
+        order: list[int] = []
+        sums = [buffer.to(torch.int64) for buffer in buffers(rank)]
+        pendings = []
+        for index, buffer in enumerate(sums):
+
+            def second(
+                index: int = index,
+                buffer: torch.Tensor = buffer,
+                other=other,
+                order=order,
+            ):
+                order.append(index)
+                return other.all_reduce(buffer, "max")
+
+            pendings.append(other.all_reduce(buffer, "sum").then(second))
+            skew(rank, index)
+        for pending in reversed(pendings):
+            pending.wait()
+        assert order == list(range(BUCKETS))
+        for index, buffer in enumerate(sums):
+            assert torch.equal(buffer, torch.full_like(buffer, 3 + 3 * index)), name
+        mean = torch.tensor([[1.0 + rank, 3.0], [rank * rank, -1.0]])
+        other.all_reduce(mean).wait()
+        assert mean.tolist() == [[2.0, 3.0], [pytest.approx(5 / 3), -1.0]], name
+        number = torch.tensor([complex(rank, 1)])
+        other.all_reduce(number, "sum").wait()
+        assert number.tolist() == [3 + 3j], name
+        if rank < 2:
+            pair = other.group((1, 0)).channel("inner")
+            assert pair.collective is other.collective
+            value = torch.tensor([5.0 + rank])
+            pair.all_reduce(value, "sum").wait()
+            assert value.item() == 11.0
+        before = world.journal.bytes_sent
+        sent_in_bytes = 4 * 12 * 1024
+        other.all_reduce(torch.zeros(sent_in_bytes // 4), "sum").wait()
+        schedule = collective.schedule(sent_in_bytes, other, other.racks)
+        assert world.journal.bytes_sent - before == schedule.bytes_sent(rank)
+        other.close()
+
+
+def training_under_every_collective_is_bsp(comm: TorchComm) -> None:
+    """All ranks hold the same bits, and native's up to rounding; one ends early."""
+    rank = comm.rank
+    found = {}
+    for name in COLLECTIVES:
+        if make(name).needs_servers:
+            continue
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)
+        )
+        optimizer = paceline.distribute(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            fusion="wfbp",
+            collective=name,
+        )
+        data = torch.Generator().manual_seed(rank)
+        for _ in range(3 if rank == 1 else 5):
+            x = torch.randn(4, 5, generator=data)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        optimizer.finish()
+        flat = torch.cat([p.detach().view(-1) for p in model.parameters()])
+        most, least = flat.clone(), -flat
+        comm.all_reduce(most, "max").wait()
+        comm.all_reduce(least, "max").wait()
+        assert torch.equal(most, -least), name
+        found[name] = flat
+    for name, flat in found.items():
+        assert torch.allclose(flat, found["native"], rtol=1e-5, atol=1e-6), name
+    model = torch.nn.Linear(1, 1)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"unknown value for collective.*'rin'.*ring"):
+        paceline.distribute(model, optim, collective="rin")
+
+
+def auto_takes_the_same_row_on_all_ranks(comm: TorchComm) -> None:
+    """In the whole and in groups, in the training's order and in works."""
+    world, rank = join_world(), comm.rank
+    auto = make("auto")
+    other = over(auto, world, comm.channel("auto"))
+    if comm.places.cluster is None:  # it was measured: all have the slowest one's times
+        times = [auto._measured[name].seconds for name in sorted(auto._measured)]
+        own = torch.tensor(times, dtype=torch.float64)
+        most = own.clone()
+        comm.all_reduce(most, "max").wait()
+        assert torch.equal(own, most)
+    others = [other, other.group((0, 1) if rank < 2 else (2,))]
+    others.append(other.group(range(3), once=True))
+    for one in others:
+        names = list(CANDIDATES)
+        for size in (1, 1000, 300_000):
+            chosen = torch.tensor([names.index(auto.choice(4 * size, one))])
+            least, total = -chosen, torch.full((size,), float(one.rank + 1))
+            pending = one.all_reduce(total, "sum").then(
+                lambda one=one, total=total: one.all_reduce(total, "max")
+            )
+            one.all_reduce_natively(chosen, "max").wait()
+            one.all_reduce_natively(least, "max").wait()
+            assert torch.equal(chosen, -least)
+            pending.wait()
+            expected = one.size * (one.size + 1) / 2
+            assert torch.equal(total, torch.full_like(total, expected))
+    other.close()
+
+
+CASES = (
+    every_collective_forms_the_same_mean,
+    training_under_every_collective_is_bsp,
+    auto_takes_the_same_row_on_all_ranks,
+)
