@@ -21,7 +21,7 @@ from tests.virtual.helpers import cluster, rack, run
 CPU = torch.device("cpu")
 SWITCH = cluster(rack(8))
 THIN = cluster(*[rack(4, uplink=25e6 / 8)] * 2)
-FAR = cluster(*[rack(2, uplink=25e6 / 4, uplink_latency=1e-3)] * 3)
+FAR = cluster(*[rack(2, uplink=25e6 / 4, uplink_latency=5e-3)] * 3)
 UNEVEN = cluster(rack(5, uplink=5e6), rack(2), rack(1))
 ROWS = ("native", "ring", "tree", "halving-doubling", "hierarchical")
 
@@ -190,6 +190,7 @@ def test_planned_buckets_are_priced_by_what_auto_takes(capsys) -> None:
     assert "hierarchical beyond, as priced on the cluster" in told
     chosen = curves.pop("auto")
     least = [min(times) for times in zip(*curves.values(), strict=True)]
-    assert chosen == pytest.approx(least, rel=MARGIN)
+    close = 1.5 * MARGIN  # a curve is the mean over ranks, a price the last rank's
+    assert chosen == pytest.approx(least, rel=close)
     # None of them alone is that: choosing is of use.
-    assert all(times != pytest.approx(least, rel=MARGIN) for times in curves.values())
+    assert all(times != pytest.approx(least, rel=close) for times in curves.values())
