@@ -145,6 +145,13 @@ class GroupWorker:
         }
         into = [bucket.parameters for bucket in run.buckets]
         mean.mean([[averages[id(p)] for p in some] for some in into], into)
+        text = f"ds-sync: the model is the mean of {total} that workers have had (SWA)"
+        if run.own_buffers:
+            text += (
+                "; its buffers are of the last ones: estimate BatchNorm's statistics anew "
+                "before you evaluate, torch.optim.swa_utils.update_bn(loader, model)"
+            )
+        run.say(text)
 
     def consolidate(self, run: Run) -> Callable[[], None]:
         if self._options.overlap == "step":
