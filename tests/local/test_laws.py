@@ -317,7 +317,10 @@ def test_who_is_out_of_data_weighs_what_it_has_done_since_the_last_round():
         "hierarchical-local-sgd:every=4,group=2,group_every=2",
         "slowmo:every=3",
         "diloco:every=3",
+        "diloco:every=4,group=2,group_every=2",
         "streaming-diloco:every=4,fragments=2,delay=1",
+        "streaming-diloco:every=4,fragments=1,delay=2,mixing=0,nesterov=false,"
+        "outer_learning_rate=1,outer_momentum=0",
         "streaming-diloco:every=4,fragments=4,delay=0,mixing=0.3",
     ],
 )

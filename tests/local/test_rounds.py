@@ -47,6 +47,18 @@ def test_a_round_costs_one_mean_of_the_model_and_steps_in_between_nothing(name):
         assert own == [0, 0, 0, MODEL + WEIGHTS] * 2
 
 
+def test_what_has_moved_may_be_compressed():
+    """Differences are small, so half of the bits will do; parameters are sent as they are."""
+    for own in sent("diloco:every=4", 2, 8, compression="bf16"):
+        assert own[:3] == [0, 0, 0]
+        assert MODEL / 2 <= own[3] < MODEL / 2 + 3 * WEIGHTS
+    exact, coarse = (
+        train("diloco:every=4", 2, 8, compression=c) for c in ("none", "bf16")
+    )
+    difference = apart([exact[0].end], [coarse[0].end])
+    assert 0 < difference < 0.01 * (exact[0].end - flat(double())).abs().max()
+
+
 def test_post_local_sgd_has_rounds_in_each_step_at_first():
     for own in sent("post-local-sgd:every=3,each_until=2", 2, 8):
         assert [count > 0 for count in own] == [1, 1, 0, 0, 1, 0, 0, 1]
@@ -280,13 +292,23 @@ def test_a_restart_anywhere_in_a_round_changes_no_bit(method, at, tmp_path):
         assert torch.equal(a, b)
 
 
-def test_another_number_of_workers_goes_on_from_the_anchor_with_its_momentum(tmp_path):
-    """Three workers with equal data continue what two began: bit by bit what two would."""
+@pytest.mark.parametrize(
+    "method",
+    [
+        "diloco:every=2",
+        "local-sgd:every=3",
+        "streaming-diloco:every=4,fragments=1,delay=2,mixing=0",
+    ],
+)
+def test_another_number_of_workers_goes_on_from_the_anchor_with_its_momentum(
+    method, tmp_path
+):
+    """Three workers with equal data continue what two began as two would."""
 
     def body(rank, first, last):
         model = counting()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, inner, method="diloco:every=2")
+        optimizer = paceline.distribute(model, inner, method=method)
         if first:
             paceline.load(tmp_path / "checkpoint")
         for _ in range(first, last):
@@ -300,8 +322,7 @@ def test_another_number_of_workers_goes_on_from_the_anchor_with_its_momentum(tmp
 
     straight = simulate(2, lambda rank: body(rank, 0, 8))
     simulate(2, lambda rank: body(rank, 0, 4))
-    resumed = simulate(3, lambda rank: body(rank, 4, 8))
-    for one in resumed:
+    for one in simulate(3, lambda rank: body(rank, 4, 8)):
         assert (one - straight[0]).abs().max() < CLOSE
 
 

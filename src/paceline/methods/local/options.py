@@ -63,7 +63,7 @@ class Options:
     def keeps_anchor(self) -> bool:
         """Whether workers keep the parameters with which a round has begun: else a round's
         result is the mean itself."""
-        return self.is_outer or self.mixing > 0
+        return self.is_outer or self.mixing > 0 or self.delay > 0
 
     @property
     def is_outer(self) -> bool:

@@ -86,7 +86,7 @@ class LocalUpdates(Options):
 
     @torch.no_grad()
     def after_update(self, state: LocalState, run: Run) -> None:
-        if run.active and not run.step_is_due:
+        if run.active:
             state.count(run.weight * run.comm.size)
         while state.flights and run.step >= state.flights[0].due:
             land(self, state, run, state.flights.pop(0))
