@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError, unknown
 from paceline.methods.ds_sync import shuffle as designs
+from paceline.methods.ds_sync.contention import NONE, Contention
+from paceline.methods.ds_sync.divide import divide, is_uneven
 from paceline.methods.ds_sync.groups import Groups, check_partition, parts
 from paceline.network import Cluster
 
@@ -27,7 +29,8 @@ class Plan:
     """Phases in turn, from step *begins* on; *version* counts the plans of a run.
 
     *phases* is empty where each step has random groups of its own, of *size* *members*, from
-    *seed*. *shuffle* is what was asked for. Raises `UsageError` for a phase that is no
+    *seed*. *shuffle* and *cross_every* are what was asked for, *contention* what the network was
+    taken to be: what a later plan is made from. Raises `UsageError` for a phase that is no
     partition of *members* (left out: those of the first phase), or with a group of one.
     """
 
@@ -38,6 +41,8 @@ class Plan:
     shuffle: str = "digits"
     size: int = 2
     seed: int = 0
+    cross_every: int = 1
+    contention: Contention = NONE
 
     def __post_init__(self) -> None:
         if not self.members and self.phases:
@@ -81,46 +86,104 @@ def make_plan(
     size: int = 2,
     seed: int = 0,
     cluster: Cluster | None = None,
-    bytes: int = 0,  # noqa: A002 - as in the interfaces
+    bytes: float = 0,  # noqa: A002 - as in the interfaces
+    cross_every: int = 1,
     version: int = 0,
     begins: int = 0,
+    contention: Contention = NONE,
 ) -> Plan:
     """The plan for *members*, workers by their rank.
 
-    *shuffle*: ``digits``, ``pairs``, ``random``, ``fixed``: see `designs`; ``topology``: made
-    for the *cluster*, see `divide`; ``auto``: ``topology`` where the cluster has several racks
-    or uneven hosts, else ``digits``. *size*: workers in a group; where it does not divide
-    them, groups are as equal as can be, and an odd worker makes a group of three. *bytes* are
-    averaged in each step. One worker alone has a plan, too: nothing to average.
+    *shuffle*: ``digits``, ``pairs``, ``random``, ``fixed``: see `paceline.methods.ds_sync.shuffle`;
+    ``topology``: made for the *cluster*, with *contention* on its links: see `divide`, also for
+    *cross_every*; ``auto``: ``topology`` where the cluster has several racks or a slow host,
+    else ``digits``. *size*: workers in a group; where it does not divide them, groups are as
+    equal as can be, and an odd worker makes a group of three. *bytes* are averaged in each
+    step. One worker alone has a plan, too: nothing to average.
 
     Raises `UsageError` for groups of one, groups of more workers than there are, a cluster
-    that is not that of *members*, and a period over which some workers never reach others
-    (``fixed`` excepted: it is the control that fails).
+    that is not that of *members* (which a run's first plan, version 0, has all of), and a
+    period over which some workers never reach others (``fixed`` excepted: it is the control
+    that fails).
     """
     if shuffle not in SHUFFLES:
         raise UsageError(unknown("value for shuffle", shuffle, SHUFFLES))
     ordered = tuple(sorted(set(members)))
     designs.check_size(size, len(ordered))
+    if cross_every < 1:
+        raise UsageError(f"cross_every: expected 1 or more phases, got {cross_every}")
     phases: tuple[Groups, ...]
     if len(ordered) <= 1:
         phases = ((ordered,),) if ordered else ()
-    elif shuffle == "random":
-        phases = ()
-    elif shuffle == "pairs":
+    elif shuffle == "topology" or (shuffle == "auto" and cluster is not None):
+        phases = _for_network(
+            ordered,
+            _known(cluster, ordered, version),
+            contention,
+            bytes,
+            only_uneven=shuffle == "auto",
+            size=size,
+            seed=seed,
+            cross_every=cross_every,
+        )
+    else:
+        phases = _for_even_links(ordered, shuffle, size)
+    plan = Plan(
+        phases, version, begins, ordered, shuffle, size, seed, cross_every, contention
+    )
+    if phases and shuffle != "fixed":
+        check_connected(plan)
+    return plan
+
+
+def _for_even_links(
+    members: Sequence[int], shuffle: str, size: int
+) -> tuple[Groups, ...]:
+    if shuffle == "random":
+        return ()
+    if shuffle == "fixed":
+        return designs.fixed(members, size)
+    if shuffle == "pairs":
         if size != 2:
             raise UsageError(
                 f"size: shuffle='pairs' makes groups of two, got size={size}: use "
                 "shuffle='digits' for larger groups"
             )
-        phases = designs.pairs(ordered)
-    elif shuffle == "fixed":
-        phases = designs.fixed(ordered, size)
-    else:
-        phases = designs.digits(ordered, size)
-    plan = Plan(phases, version, begins, ordered, shuffle, size, seed)
-    if phases and shuffle != "fixed":
-        check_connected(plan)
-    return plan
+        return designs.pairs(members)
+    return designs.digits(members, size)
+
+
+def _for_network(
+    members: Sequence[int],
+    cluster: Cluster,
+    contention: Contention,
+    payload: float,
+    *,
+    only_uneven: bool,
+    size: int,
+    seed: int,
+    cross_every: int,
+) -> tuple[Groups, ...]:
+    network = contention.on(cluster)
+    if only_uneven and not is_uneven(members, network):
+        return designs.digits(members, size)
+    every = contention.cross_every(cross_every, members, cluster)
+    return divide(members, network, payload, size=size, seed=seed, cross_every=every)
+
+
+def _known(cluster: Cluster | None, members: Sequence[int], version: int) -> Cluster:
+    """Raises `UsageError` unless there is a cluster, and it is that of *members*."""
+    if cluster is None:
+        raise UsageError(
+            "shuffle='topology' divides workers by their network, and nobody has said what it "
+            "is: give a cluster (paceline run --cluster FILE), or use shuffle='digits'"
+        )
+    if version == 0 and cluster.workers != len(members):
+        raise UsageError(
+            f"expected a cluster of {len(members)} workers, as many as train, got one of "
+            f"{cluster.workers}: describe the cluster that this training runs on"
+        )
+    return cluster
 
 
 def check_connected(plan: Plan) -> None:
