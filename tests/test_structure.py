@@ -56,6 +56,7 @@ LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 METHODS_MAY_IMPORT = {
     *("errors", "spec", "messages", "interfaces", "tensors", "fusion", "methods"),
     "network",
+    "units",
 }
 COMPRESSORS_MAY_IMPORT = {"errors", "spec", "interfaces", "compression"}
 FORBIDDEN_TO_METHODS = {
