@@ -68,7 +68,6 @@ class Parts:
         self._settings, self._looking = settings, looking
         rhythms = rhythms_of(method, world, comm.size)
         self.rhythm = rhythms[comm.rank]
-        world.journal.repeats_after(self.rhythm.every)
         alike = all(rhythm == self.rhythm for rhythm in rhythms)
         self._common_every = None if alike else method.rhythm.every
         self.presence = Presence(comm.size, weight=1.0 / comm.size)
@@ -190,7 +189,6 @@ class Parts:
             list(self._model.buffers()),
             self.stopwatch,
             self.say,
-            self._world.journal.repeats_after,
             lambda: self.buckets,
             self._world.journal.metrics.get,
             self.steps.keep_company,
@@ -214,7 +212,9 @@ class Parts:
 
     def _make_observers(self) -> Observers:
         """Those who only watch."""
-        sees_means = self._method.gradient_seen_by_user == "mean"
+        # A mean within a group may be that of one worker.
+        of_all = self._method.rhythm.is_every_step
+        sees_means = of_all and self._method.gradient_seen_by_user == "mean"
         one_of_many = self.comm.rank == 0 and self.comm.size > 1
         same_data = SameData(
             sees_means and self.sampler is None and one_of_many,
