@@ -13,10 +13,12 @@ from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
 from paceline.methods.ds_sync import DSSync
 from paceline.methods.local import (
+    DASO,
     DiLoCo,
     HierarchicalLocalSGD,
     LocalSGD,
     PostLocalSGD,
+    SelSync,
     SlowMo,
     StreamingDiLoCo,
 )
@@ -30,6 +32,7 @@ METHODS: dict[str, type[Method]] = {
     ASP.name: ASP,
     Backup.name: Backup,
     BSP.name: BSP,
+    DASO.name: DASO,
     DSSync.name: DSSync,
     DiLoCo.name: DiLoCo,
     HierarchicalLocalSGD.name: HierarchicalLocalSGD,
@@ -37,6 +40,7 @@ METHODS: dict[str, type[Method]] = {
     OSP.name: OSP,
     PostLocalSGD.name: PostLocalSGD,
     R2SP.name: R2SP,
+    SelSync.name: SelSync,
     SlowMo.name: SlowMo,
     SSP.name: SSP,
     SyncSwitch.name: SyncSwitch,

@@ -8,22 +8,26 @@ any other.
 
 from __future__ import annotations
 
+from paceline.methods.local.daso import DASO
 from paceline.methods.local.diloco import DiLoCo
 from paceline.methods.local.hierarchical import HierarchicalLocalSGD
 from paceline.methods.local.local_sgd import LocalSGD
 from paceline.methods.local.options import Options
 from paceline.methods.local.post_local_sgd import PostLocalSGD
+from paceline.methods.local.sel_sync import SelSync
 from paceline.methods.local.slowmo import SlowMo
 from paceline.methods.local.streaming_diloco import StreamingDiLoCo
 from paceline.methods.local.updates import LocalUpdates
 
 __all__ = [
+    "DASO",
     "DiLoCo",
     "HierarchicalLocalSGD",
     "LocalSGD",
     "LocalUpdates",
     "Options",
     "PostLocalSGD",
+    "SelSync",
     "SlowMo",
     "StreamingDiLoCo",
 ]

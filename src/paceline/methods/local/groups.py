@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Protocol
+
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Run
 from paceline.methods.local.options import Options
+
+
+class Grouped(Protocol):
+    """A method's hyperparameters, with the groups that they name."""
+
+    name: ClassVar[str]
+
+    @property
+    def group(self) -> str: ...
+
+
+def check_group(options: Grouped) -> None:
+    """Raise `UsageError` unless a group is a place, or a number of workers."""
+    if options.group in ("rack", "host"):
+        return
+    if not options.group.isdecimal():
+        raise UsageError(
+            f"{options.name}:group={options.group}: expected rack, host, or a number of "
+            "workers"
+        )
+    if int(options.group) < 2:
+        raise UsageError(
+            f"{options.name}:group={options.group}: a group of one has nothing to "
+            "average: expected 2 or more"
+        )
 
 
 def own_group(options: Options, run: Run) -> Comm | None:
@@ -16,7 +43,7 @@ def own_group(options: Options, run: Run) -> Comm | None:
     return run.comm.group(mine)
 
 
-def places_of(options: Options, run: Run) -> list[int]:
+def places_of(options: Grouped, run: Run) -> list[int]:
     """The number of each rank's group. Raises `UsageError` where nobody knows."""
     if options.group.isdecimal():
         return [rank // int(options.group) for rank in range(run.comm.size)]
