@@ -262,12 +262,14 @@ def test_a_restart_anywhere_in_a_round_changes_no_bit(method, at, tmp_path):
     what is trained."""
 
     def body(rank, first, last, folder):
+        # Two workers' sums are the same whatever the buckets are, and so are restarts.
+        fusion = "wfbp" if first else "ddp"
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3).bfloat16()
         )
         inner = torch.optim.Adam(model.parameters(), lr=0.01)
-        optimizer = paceline.distribute(model, inner, method=method, fusion="ddp")
+        optimizer = paceline.distribute(model, inner, method=method, fusion=fusion)
         if first:
             paceline.load(folder)
         for step in range(first, last):
@@ -324,6 +326,27 @@ def test_another_number_of_workers_goes_on_from_the_anchor_with_its_momentum(
     simulate(2, lambda rank: body(rank, 0, 4))
     for one in simulate(3, lambda rank: body(rank, 4, 8)):
         assert (one - straight[0]).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize(
+    "other", ["local-sgd:every=2", "local-sgd:every=4,fragments=2"]
+)
+def test_a_checkpoint_of_another_program_is_refused(other, tmp_path):
+    """It has the same name, and other options."""
+
+    def body(method, loads):
+        model = counting()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(model, inner, method=method)
+        if loads:
+            paceline.load(tmp_path / "checkpoint")
+        else:
+            paceline.save(tmp_path / "checkpoint")
+        optimizer.finish()
+
+    simulate(2, lambda rank: body("local-sgd:every=2,outer_learning_rate=0.5", False))
+    with pytest.raises(WorkerFailedError, match="with the options with which it was"):
+        simulate(2, lambda rank: body(other, True))
 
 
 def test_parameters_that_a_script_loads_begin_a_round():

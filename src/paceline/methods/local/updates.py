@@ -29,8 +29,9 @@ from paceline.interfaces import Clips, GradientSeen, Rhythm, Run, UpdatesOn
 from paceline.methods.local.groups import own_group
 from paceline.methods.local.moments import require_moments
 from paceline.methods.local.options import Options
-from paceline.methods.local.parts import Flight, LocalState, Since, make_parts
+from paceline.methods.local.parts import LocalState, make_parts
 from paceline.methods.local.rounds import land, send
+from paceline.methods.local.saved import load, redistributed, saved
 from paceline.methods.local.whole import mean_of_all, settle
 
 
@@ -155,56 +156,13 @@ class LocalUpdates(Options):
     # ---- restarts ----
 
     def save_state(self, state: LocalState, run: Run) -> dict[str, Any]:
-        for flight in state.flights:
-            flight.wait()  # all have sent theirs, so nobody is waited for that is not there
-        return {
-            "parts": [
-                {
-                    "anchors": part.anchors,
-                    "momenta": part.momenta,
-                    "averaged": part.averaged,
-                    "since": part.since.saved(run.step),
-                    "rounds": part.rounds,
-                }
-                for part in state.parts
-            ],
-            "flights": [
-                {
-                    "part": flight.part,
-                    "due": flight.due,
-                    "weights": flight.weights,
-                    "means": [f.buffer for f in state.parts[flight.part].flats],
-                }
-                for flight in state.flights
-            ],
-            "since_group": state.since_group.saved(run.step),
-        }
+        return saved(state, run)
 
     @torch.no_grad()
     def load_state(self, state: LocalState, run: Run, saved: dict[str, Any]) -> None:
-        for part, there in zip(state.parts, saved["parts"], strict=True):
-            for kind in ("anchors", "momenta", "averaged"):
-                for own, tensor in zip(getattr(part, kind), there[kind], strict=True):
-                    own.copy_(tensor)
-            part.since = Since.loaded(run.step, there["since"])
-            part.rounds = there["rounds"]
-        state.flights.clear()
-        for there in saved["flights"]:
-            flats = state.parts[there["part"]].flats
-            for flat, mean in zip(flats, there["means"], strict=True):
-                flat.buffer.copy_(mean)
-            weights = there["weights"].to(flats[0].buffer.device)
-            state.flights.append(Flight(there["part"], there["due"], weights))
-        state.since_group = Since.loaded(run.step, saved["since_group"])
+        load(self, state, run, saved)
 
     def redistribute_state(
         self, state: LocalState, run: Run, parts: Iterable[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Anchors, momenta and means under way are equal on all workers. What each one has
-        trained by itself since they were formed is gone where there is an anchor, else it is
-        in the model: a round begins."""
-        saved = next(iter(parts))
-        for part in saved["parts"]:
-            part["since"] = [0, 0.0]
-        saved["since_group"] = [0, 0.0]
-        return saved
+        return redistributed(parts)
