@@ -11,7 +11,9 @@ bounds: 10 % of the median, and 10 % plus the spread (largest less smallest) of 
 measurements, since nobody can predict noise; how many keep each is counted.
 
 `--held-out`: cells that were written down before the model of the network was last changed,
-and run after; all others were there while it was made.
+and run after; all others were there while it was made. `--averaging`: methods that average
+models, now and then or in groups, and collectives that know of racks; a step is then the mean
+over those from one round to the next.
 """
 
 import argparse
@@ -130,6 +132,29 @@ HELD_OUT = [
     Cell("unseen-5-250", *LAYERS, equal(5, 250), "bsp:fusion=ddp"),
     Cell("unseen-6-racks", *LAYERS, two_racks(6, 600, 150), "bsp:fusion=wfbp"),
     Cell("unseen-4-slow", "digits", (), one_slow(4, 300), "bsp:fusion=single", 20),
+]
+MIDDLE = two_racks(8, 400, 200)
+AVERAGING = [
+    *(
+        Cell(name, *("layers", LONGER, cluster), f"{method},fusion=ddp", steps=steps)
+        for name, cluster, method, steps in (
+            ("local-8-100", equal(8, 100), "local-sgd:every=8", 33),
+            ("local-8-100", equal(8, 100), "diloco:every=8", 33),
+            (
+                "local-8-100",
+                equal(8, 100),
+                "streaming-diloco:every=16,fragments=4,delay=2",
+                49,
+            ),
+            ("local-8-racks", MIDDLE, "hierarchical-local-sgd:every=8", 33),
+            ("ds-sync-8-100", equal(8, 100), "ds-sync:overlap=none", 13),
+            ("ds-sync-8-100", equal(8, 100), "ds-sync:overlap=forward", 13),
+            ("ds-sync-8-racks", MIDDLE, "ds-sync:overlap=none", 13),
+            ("ds-sync-8-racks", MIDDLE, "ds-sync:overlap=forward", 13),
+            ("hierarchical-8-racks", MIDDLE, "bsp:collective=hierarchical", 6),
+            ("hierarchical-8-racks", MIDDLE, "bsp:collective=ring", 6),
+        )
+    ),
 ]
 WAYS = {"layers": ("--train-steps", "40"), "digits": ("--epochs", "4")}
 
@@ -263,11 +288,14 @@ def main():
     parser.add_argument("--only", help="cells whose name begins so")
     parser.add_argument("--method", help="methods that contain this")
     parser.add_argument("--held-out", action="store_true", help="the held-out cells")
+    parser.add_argument(
+        "--averaging", action="store_true", help="the cells of methods that average"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", help="keep probes and profiles here")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    cells = HELD_OUT if args.held_out else CELLS
+    cells = HELD_OUT if args.held_out else AVERAGING if args.averaging else CELLS
     cells = [c for c in cells if c.name.startswith(args.only or "")]
     cells = [c for c in cells if (args.method or "") in c.method]
     with tempfile.TemporaryDirectory() as scratch:
