@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -130,6 +130,17 @@ class LocalState:
     group: Comm | None = None
     since_group: Since = field(default_factory=Since)
     said: set[str] = field(default_factory=set)
+
+    def remember(self) -> Callable[[], None]:
+        """Returns what makes the model again what it is now."""
+        kept = [(t, t.clone()) for part in self.parts for t in part.tensors]
+
+        @torch.no_grad()
+        def undo() -> None:
+            for tensor, own in kept:
+                tensor.copy_(own)
+
+        return undo
 
     def count(self, weight: float) -> None:
         """A step was done, on samples of so much weight."""

@@ -127,15 +127,9 @@ class LocalUpdates(Options):
     def consolidate(self, state: LocalState, run: Run) -> Callable[[], None]:
         if not self.keeps_anchor:
             return mean_of_all(self, state, run)
-        kept = [(t, t.clone()) for part in state.parts for t in part.tensors]
+        undo = state.remember()
         for part in state.parts:
             part.put_anchor()
-
-        @torch.no_grad()
-        def undo() -> None:
-            for tensor, own in kept:
-                tensor.copy_(own)
-
         return undo
 
     @torch.no_grad()

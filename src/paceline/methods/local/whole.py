@@ -14,18 +14,12 @@ from paceline.methods.local.parts import LocalState, Part
 def mean_of_all(options: Options, state: LocalState, run: Run) -> Callable[[], None]:
     """Put it into the model; returns what undoes that. Workers weigh what they have trained
     on since the last mean of all: where nobody has, models are equal. Collective."""
-    kept = [(t, t.clone()) for part in state.parts for t in part.tensors]
+    undo = state.remember()
     for part, total in zip(state.parts, _totals(options, state, run), strict=True):
         if total:
             _form(options, part, run, total)
             for flat in part.flats:
                 flat.put()
-
-    @torch.no_grad()
-    def undo() -> None:
-        for tensor, own in kept:
-            tensor.copy_(own)
-
     return undo
 
 
