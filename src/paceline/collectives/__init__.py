@@ -71,6 +71,9 @@ def over(
         collective=collective,
         places=comm.places,
     )
+    on_streams = device.type == "cuda" and comm.follows_streams
+    if isinstance(collective, Hierarchical) and on_streams and comm.size > 1:
+        collective.prepare(made)
     if isinstance(collective, Auto) and (told := collective.begin(made, world, device)):
         world.journal.note(told)
         if comm.rank == 0:

@@ -28,7 +28,9 @@ class AloneComm:
     def broadcast(self, buffer: torch.Tensor, source: int = 0) -> NoReturn:
         self._refuse("broadcast")
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> NoReturn:
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, operation: str = "mean"
+    ) -> NoReturn:
         self._refuse("reduce_scatter")
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> NoReturn:

@@ -37,6 +37,12 @@ from paceline.torch_private import (
 MOST_GROUPS = 16
 """Groups with threads and connections of their own that a worker keeps of a communicator."""
 
+_OPERATIONS: dict[ReduceOperation, Any] = {
+    "mean": dist.ReduceOp.AVG,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+}
+
 
 class TorchComm(Messages):
     """A `Comm` over a torch.distributed process group.
@@ -76,9 +82,7 @@ class TorchComm(Messages):
         self._rounds: dict[str, TorchComm] = {}
         self._ring_bytes: dict[int, int] = {}
         self._reduce_options = {
-            "mean": all_reduce_options(dist.ReduceOp.AVG),
-            "sum": all_reduce_options(dist.ReduceOp.SUM),
-            "max": all_reduce_options(dist.ReduceOp.MAX),
+            name: all_reduce_options(kind) for name, kind in _OPERATIONS.items()
         }
         self.rank: int = self._group.rank()
         self.size: int = self._group.size()
@@ -148,14 +152,19 @@ class TorchComm(Messages):
         work = self._group.broadcast([real(buffer)], broadcast_options(source))
         return WorkPending(self, self.issuer, work, "broadcast", buffer.is_cuda)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        operation: ReduceOperation = "mean",
+    ) -> Pending:
         if chains.current() is not self.issuer:
-            return self._round().reduce_scatter(output, buffer)
+            return self._round().reduce_scatter(output, buffer, operation)
         if self.size == 1:
             output.copy_(buffer)
             return WorkPending(self, self.issuer, None, "reduce_scatter")
         self._count(Ring(self.size, wire_bytes(buffer), rounds=1))
-        options = reduce_scatter_options(dist.ReduceOp.AVG)
+        options = reduce_scatter_options(_OPERATIONS[operation])
         work = self._group.reduce_scatter_single(real(output), real(buffer), options)
         return WorkPending(self, self.issuer, work, "reduce_scatter", buffer.is_cuda)
 

@@ -64,14 +64,19 @@ class PointToPointComm(TorchComm):
     def broadcast(self, buffer: torch.Tensor, source: int = 0) -> Pending:
         return self.perform(Tree(self.size, _elements(buffer), source), buffer)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        operation: ReduceOperation = "mean",
+    ) -> Pending:
         whole = _copy(buffer)
         ring = Ring(self.size, _elements(buffer), rounds=1, shift=1)
 
         def take() -> None:
             output.copy_(whole.view(self.size, -1)[self.rank].view(output.shape))
 
-        return self.perform(ring, whole, "mean").then(take)
+        return self.perform(ring, whole, operation).then(take)
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
         output.view(self.size, -1)[self.rank].copy_(buffer.view(-1))

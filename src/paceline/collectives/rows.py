@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
@@ -11,8 +11,12 @@ from paceline.collectives import schedule as schedules
 from paceline.collectives.combined import InTurn
 from paceline.collectives.halving_doubling import HalvingDoubling as Halves
 from paceline.collectives.hierarchical import hierarchical, racks_or_rows
+from paceline.collectives.stages import Stages
 from paceline.interfaces import Comm, Pending, ReduceOperation, Schedule
 from paceline.tensors import stands_in, wire_bytes
+
+if TYPE_CHECKING:
+    from paceline.collectives.comm import TorchComm
 
 
 class Native:
@@ -114,6 +118,25 @@ class Hierarchical(Scheduled):
     in it. Good for: uplinks that are thinner than their hosts' links together."""
 
     name: ClassVar[str] = "hierarchical"
+
+    def __init__(self) -> None:
+        self._stages: dict[str, Stages] = {}
+
+    def prepare(self, comm: TorchComm) -> None:
+        """Make the groups by which *comm*'s means are formed where none is performed; those
+        of its groups and channels are then formed natively. Collective."""
+        self._stages[comm.name] = Stages(comm)
+
+    def run(
+        self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
+    ) -> Pending:
+        own = cast("TorchComm", comm)
+        if not (buffer.is_cuda and own.follows_streams):
+            return super().run(comm, buffer, operation)
+        stages = self._stages.get(own.name)
+        if stages is None:
+            return own.all_reduce_natively(buffer, operation)
+        return stages.all_reduce(buffer, operation)
 
     def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
         return hierarchical(size, racks_or_rows(comm.size, racks))

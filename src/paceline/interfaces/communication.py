@@ -88,8 +88,13 @@ class Comm(Protocol):
         """Replace *buffer* by the one of rank *source*."""
         ...
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
-        """*output* (size k) becomes this rank's part of the mean of *buffer*
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        operation: ReduceOperation = "mean",
+    ) -> Pending:
+        """*output* (size k) becomes this rank's part of the mean, sum or maximum of *buffer*
         (size n times k)."""
         ...
 
