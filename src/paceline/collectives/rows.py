@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 class Native:
     """Formed by: torch.distributed, as its backend does it (gloo and NCCL: a ring for large
-    buffers). Sends: 2 (n - 1) / n of the buffer per rank. Good for: most networks; the only one
-    on CUDA under NCCL."""
+    buffers). Sends: 2 (n - 1) / n of the buffer per rank. Good for: most networks; CUDA under
+    NCCL, which takes a tree where that is faster."""
 
     name: ClassVar[str] = "native"
     needs_servers: ClassVar[bool] = False

@@ -145,6 +145,8 @@ CASES: tuple[Case, ...] = (
     _local("post-local-sgd:every=4,each_until=2"),
     _local("hierarchical-local-sgd:every=4,group=2,group_every=2"),
     replace(_local("hierarchical-local-sgd:every=2"), racks=True),
+    replace(_local("local-sgd:every=2,collective=hierarchical"), racks=True),
+    replace(_local("hierarchical-local-sgd:every=2,collective=auto"), racks=True),
     _outer("slowmo:every=2"),
     _outer("diloco:every=2"),
     _outer("streaming-diloco:every=3,fragments=3,delay=0"),
