@@ -1,11 +1,11 @@
-"""``python -m tests.ds_sync.ends``: what each row ends with, on the ranks of a real job; rank 0
-prints it as JSON."""
+"""``python -m tests.ds_sync.ends``: some of the kit's laws among more workers than a group has,
+on the ranks of a real job; and what each row ends with, which rank 0 prints as JSON."""
 
 import json
 
 import paceline
 from paceline.testing import Case
-from paceline.testing.checks import final_parameters
+from paceline.testing.checks import CHECKS, final_parameters
 
 METHODS = (
     "ds-sync:shuffle=pairs",
@@ -15,6 +15,14 @@ METHODS = (
     "ds-sync:shuffle=digits,swa_from=4,swa_every=2",
 )
 RULE = "wfbp"
+LAWS = {
+    "ds-sync:overlap=forward": (
+        "uneven_data_ends",
+        "leaving_after_backward_ends_with_one_model",
+        "converges",
+    ),
+    "ds-sync:shuffle=random,overlap=step": ("a_checkpoint_is_a_restart",),
+}
 
 
 def ends():
@@ -22,8 +30,15 @@ def ends():
     return {m: final_parameters(Case(method=m, state=True), RULE) for m in METHODS}
 
 
-if __name__ == "__main__":
+def main():
     paceline.init()
+    for method, laws in LAWS.items():
+        for law in laws:
+            CHECKS[law](Case(method=method), RULE)
     found = ends()
     if paceline.rank() == 0:
         print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -160,6 +160,7 @@ CASES: tuple[Case, ...] = (
     Case(method="backup:overlap=false"),
     Case(method="ds-sync"),
     Case(method="ds-sync:shuffle=pairs,overlap=forward"),
+    Case(method="ds-sync:shuffle=topology", racks=True),
     Case(method="ds-sync:shuffle=random,overlap=step"),
     Case(method="ds-sync:state=average,overlap=forward", state=True),
     Case(method="sync-switch:bsp_steps=1000"),

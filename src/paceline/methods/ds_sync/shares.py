@@ -102,7 +102,11 @@ class Shares:
 
 def floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Those that have a mean, and elements."""
-    return [one for one in tensors if one.is_floating_point() and one.numel()]
+    return [
+        one
+        for one in tensors
+        if (one.is_floating_point() or one.is_complex()) and one.numel()
+    ]
 
 
 def _flat(parameters: Sequence[torch.Tensor], largest: int) -> Flat:
@@ -123,8 +127,9 @@ def state_keys(optimizer: torch.optim.Optimizer | None) -> list[str]:
             "ds-sync:state=average: there is no optimizer here whose state could be averaged"
         )
     name = type(optimizer).__name__
-    small = torch.nn.Parameter(torch.ones(2, 3))
-    small.grad = torch.ones(2, 3)
+    (first, *_), *_ = (group["params"] for group in optimizer.param_groups)
+    small = torch.nn.Parameter(torch.ones(2, 3, dtype=first.dtype, device=first.device))
+    small.grad = torch.ones_like(small)
     probe = copy.copy(optimizer)
     probe.state = defaultdict(dict)
     probe.param_groups = [{**optimizer.param_groups[0], "params": [small]}]

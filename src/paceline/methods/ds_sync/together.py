@@ -48,12 +48,18 @@ class Weighted:
         parts = [bucket.parameters for bucket in run.buckets]
         parts += by_kind(floating(run.own_buffers))  # type: ignore[arg-type]
         self.mean(parts, parts)
-        counts = [b for b in run.own_buffers if not b.is_floating_point() and b.numel()]
-        for kind in by_kind([one for one in counts if one.dtype != torch.bool]):
+        counts = [one for one in run.own_buffers if _counts(one)]
+        for kind in by_kind(counts):
             flat = Flat(kind)
             flat.take()
             self._comm.all_reduce(flat.buffer, "max").wait()
             flat.put()
+
+
+def _counts(buffer: torch.Tensor) -> bool:
+    """Whether it holds whole numbers, of which all take the largest."""
+    real = buffer.is_floating_point() or buffer.is_complex()
+    return not real and buffer.dtype != torch.bool and buffer.numel() > 0
 
 
 def copies(run: Run) -> list[tuple[torch.Tensor, torch.Tensor]]:
