@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from paceline.errors import UsageError, unknown
 from paceline.methods.ds_sync import shuffle as designs
@@ -153,8 +154,9 @@ def _for_even_links(
     return designs.digits(members, size)
 
 
+@lru_cache(maxsize=16)  # workers of one process make the same plan
 def _for_network(
-    members: Sequence[int],
+    members: tuple[int, ...],
     cluster: Cluster,
     contention: Contention,
     payload: float,
