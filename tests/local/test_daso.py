@@ -15,6 +15,7 @@ import paceline
 from paceline.distributing import read_spec
 from paceline.errors import UsageError
 from paceline.methods.local.daso_pace import Pace
+from paceline.network import Cluster, Rack
 from paceline.worlds.join import join_world
 from tests.local.helpers import Trained, adam, double, momentum, simulate, spread, train
 from tests.osp.helpers import flat, loss_of, network
@@ -169,6 +170,21 @@ def test_nothing_leaves_the_node_between_exchanges() -> None:
         assert speaks == [turn % 2, 2 + turn % 2]
     for step in (5, 6, 9, 10):
         assert max(one.sent[step] for one in sent) < 1.5 * inside
+
+
+def test_nobody_waits_for_an_uplink_that_is_fast_enough_for_the_delay() -> None:
+    """An exchange takes a step and a half: it is hidden by a delay of two."""
+    size, step = 8 * sum(p.numel() for p in double().parameters()), 0.1
+    rack = Rack(workers=2, link=1e9, latency=1e-6, uplink=size / (1.5 * step))
+    seconds = {
+        (every, delay): train(
+            f"daso:every={every},delay={delay}", Cluster((rack, rack)), 13, pace=step
+        )[0].seconds
+        for every, delay in ((1000, 0), (4, 2), (4, 0))
+    }
+    alone = seconds[1000, 0]
+    assert seconds[4, 2] == pytest.approx(alone, abs=0.1 * step)
+    assert seconds[4, 0] == pytest.approx(alone + 3 * 1.5 * step, rel=0.05)
 
 
 def test_statistics_of_batchnorm_travel_with_the_parameters() -> None:

@@ -22,8 +22,8 @@ kept momentum ended at a training loss of 0.04 to 0.33, zeroed at 0.001 to 0.002
 letting it grow again, was as good as zeroing it, and is not here.
 
 How many steps: the least that loses nothing, which the authors search by halving, for jobs that
-come again. `bsp_steps` counts each worker's, and 500 are 6 % of their 8,000. Their policies for
-stragglers in the first phase are not here.
+come again. `bsp_steps` counts each worker's, and 500 are 6 % of their 8,000; a shorter run is
+synchronous to its end. Their policies for stragglers in the first phase are not here.
 
 A checkpoint knows how many steps it has seen, so that a job which loads it switches after as many as one that
 was never stopped. A job that has switched never goes back, whatever it loads.

@@ -17,7 +17,7 @@ It saves bytes, and no latency: each step waits for one small message of all.
 
 Defaults are the authors'. With them D is small: a norm that is itself a mean over 25 steps
 moves by a few percent from step to step, so that once the window is full only a jump in the
-loss raises a flag. Whoever wants means more often takes a `delta` of the size of D: the
+loss raises a flag (and a run that is shorter than its window has a mean in each step). Whoever wants means more often takes a `delta` of the size of D: the
 training says at its end in how many steps there was one.
 
 Differs from the authors' code. It averages parameters before that step's update, so that
