@@ -98,6 +98,17 @@ def test_workers_know_the_cluster_that_is_described(tmp_path):
     assert found["end"] == ends[0]
 
 
+@pytest.mark.slow
+def test_a_probe_takes_the_speeds_that_are_described(tmp_path):
+    rack = Rack(workers=2, link=1e8, latency=0.0, speed=(1.0, 0.25))
+    file = tmp_path / "described.toml"
+    file.write_text(cluster_toml(Cluster((rack,))))
+    words = ("probe", "--world=emulated", f"--cluster={file}", "--seconds=0.02")
+    status, _, err = finish(start(tmp_path, *words))
+    assert status == 0, err
+    assert load_cluster(tmp_path / "cluster.toml").speeds == rack.speed
+
+
 SPEAKS = "import os, sys\nprint('I am', os.environ['RANK'])\nprint('trouble', file=sys.stderr)\n"
 
 

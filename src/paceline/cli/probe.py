@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
 from paceline.errors import UsageError
 from paceline.network import ServerHost, cluster_toml
-from paceline.options import RunOptions
+from paceline.options import CLUSTER_VARIABLE, RunOptions
 from paceline.report.files import make_folder
 from paceline.worlds.scratch import scratch_folder
 
@@ -77,6 +78,7 @@ def probe(
                 if value is not None:
                     raise UsageError(f"{name} describes a network; this measures one")
             words = torchrun_words(context)
+            os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
             status = launch(workers, words, SCRIPT, arguments, RunOptions())
         elif torchrun_words(context):
             raise UsageError(

@@ -4,13 +4,11 @@ found to a file."""
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 import msgspec
 
-from paceline.options import CLUSTER_VARIABLE
 from paceline.probe.measure import SIZES, measure
 from paceline.worlds.join import join_world
 
@@ -22,7 +20,6 @@ def main() -> None:
     parser.add_argument("--seconds-per-pair", type=float, default=0.1)
     parser.add_argument("--largest", type=int, default=SIZES[-1])
     arguments = parser.parse_args()
-    os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
     world = join_world()
     world.connect()
 
