@@ -33,7 +33,7 @@ SLOW = 0.6
 """A host whose link, or whose speed, is at most this part of its rack's median is slow."""
 NEARLY = 1 + 1e-9
 """Times that differ by rounding alone are the same."""
-MANY = 500
+MANY = 100_000
 """More phases than any division needs."""
 
 
@@ -208,11 +208,11 @@ class _Division:
 
     def _is_over(self, found: Sequence[Groups]) -> bool:
         rounds, rest = divmod(len(found), self.every)
-        if not found or rest or self.due or len(parts(found)) > 1:
+        if not found or rest or self.due:
             return False
-        return not self.meetings or (
-            rounds % len(self.meetings) == 0 and min(self.cycles) > 0
-        )
+        if self.meetings and (rounds % len(self.meetings) or min(self.cycles) == 0):
+            return False
+        return len(parts(found)) == 1
 
     def _phase(self, phase: int) -> Groups:
         groups: list[list[int]] = []

@@ -3,8 +3,7 @@
 A phase multiplies what the workers hold by a matrix W: blocks of 1/g, one per group. It is
 symmetric, doubly stochastic and a projection, whatever the groups' sizes. The mean over
 all workers is left as it is; what is left of their differences after a period is its product's
-second largest eigenvalue, and how far they stay apart while each step adds noise is
-`spread` (ds-sync paper notes in docs/ds-sync.md).
+second largest eigenvalue, and how far they stay apart while each step adds noise is `spread`.
 """
 
 from __future__ import annotations
