@@ -263,7 +263,7 @@ def test_all_end_with_one_model_whoever_is_out_of_data_when(more, overlap, steps
 
 def test_those_who_remain_have_a_plan_of_their_own():
     def each(model, optimizer):
-        plan = state_of(optimizer).plan
+        plan = state_of(optimizer).current.plan
         return plan.version, plan.members
 
     results = train("ds-sync:shuffle=pairs", 5, (70, 4, 70, 70, 70), each=each)
@@ -475,4 +475,4 @@ def test_restarts_in_the_middle_of_a_period_are_the_kits_for_own_states():
 
     saved, _ = simulate(4, body)
     assert {"0.weight", "buffers 0.0"} <= saved[0]["means"].keys()
-    assert saved[0]["phases"] == [[[0, 1], [2, 3]], [[0, 3], [1, 2]]]
+    assert saved[0]["plan"]["phases"] == [[[0, 1], [2, 3]], [[0, 3], [1, 2]]]

@@ -52,7 +52,7 @@ def test_a_job_of_another_size_begins_with_the_mean_and_a_plan_of_its_own(tmp_pa
     for places in zip(*begins, strict=True):
         assert all(torch.equal(place, places[0]) for place in places)
     for _, state, _ in loaded:
-        assert state.plan.members == (0, 1, 2)
+        assert state.current.plan.members == (0, 1, 2)
     assert equal([model for *_, model in loaded])
     averages = [state.save_state(None)["trajectory"] for _, state, _ in saved]
     assert [one["count"] for one in averages] == [2] * 4  # of steps 1 and 3

@@ -13,7 +13,8 @@ class DSSyncOptions:
     """What users choose.
 
     *shuffle*: how groups change: see `plan.make_plan`. *size*: workers in a group; *seed*: of
-    random groups. *state*: whether the optimizer's tensors stay each worker's own
+    random groups. *cross_every*: under ``topology`` racks with scarce uplinks meet in every
+    so-manieth phase. *state*: whether the optimizer's tensors stay each worker's own
     (``"local"``, the paper's), or are averaged with the parameters. *overlap*: what the means
     travel beside: nothing; the next forward pass (the same numbers); or all of the next step
     up to its update, whose gradients then belong to parameters that were not averaged yet.
@@ -25,6 +26,7 @@ class DSSyncOptions:
     shuffle: Literal["auto", "digits", "pairs", "random", "fixed", "topology"] = "auto"
     size: int = 2
     seed: int = 0
+    cross_every: int = 1
     state: Literal["local", "average"] = "local"
     overlap: Literal["none", "forward", "step"] = "none"
     swa_from: int = -1
@@ -50,6 +52,12 @@ class DSSyncOptions:
             raise UsageError(
                 f"ds-sync:adjust={self.adjust}: expected steps from one adjustment to the "
                 "next, or 0 for none"
+            )
+        if self.adjust and self.shuffle in ("random", "fixed"):
+            raise UsageError(
+                f"ds-sync:adjust={self.adjust},shuffle={self.shuffle}: groups are adjusted by "
+                "the times that they took when they met before, and by the cluster: use "
+                "shuffle=topology, or auto"
             )
 
     def snapshot(self, step: int) -> bool:

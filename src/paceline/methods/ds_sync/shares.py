@@ -58,7 +58,9 @@ class Shares:
         """What a worker has in a group's mean."""
         return sum(parcel.flat.bytes for parcel in self.all)
 
-    def send(self, run: Run, group: Comm, when_in: Callable[[], None] | None) -> None:
+    def send(
+        self, run: Run, group: Comm, when_in: Callable[[], None] | None = None
+    ) -> None:
         """Everything leaves; *when_in* is called when the last mean is in."""
         for parcel in self.all:
             parcel.send(run, group)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from paceline.interfaces import Run
+from paceline.methods.ds_sync.current_plan import CurrentPlan
 from paceline.methods.ds_sync.options import DSSyncOptions
-from paceline.methods.ds_sync.plan import Plan, make_plan
 from paceline.methods.ds_sync.shares import Shares, state_keys
 from paceline.methods.ds_sync.together import Weighted, copies
 from paceline.methods.ds_sync.trajectory import Trajectory, together
@@ -27,49 +27,21 @@ from paceline.tensors import Bucket
 
 
 class GroupWorker:
-    """*members*: who has a part in the plan, equal on all workers."""
+    """Its state, from step to step."""
 
     def __init__(self, options: DSSyncOptions, run: Run) -> None:
         self._options = options
         self._keys = state_keys(run.optimizer) if options.state == "average" else []
-        self._members = tuple(range(run.comm.size))
-        self._bytes = sum(bucket.bytes for bucket in run.buckets)
-        self.plan = self._make_plan(run, 0)
+        copies_sent = 1 + len(self._keys)
+        self.current = CurrentPlan(
+            options, run, copies_sent * sum(bucket.bytes for bucket in run.buckets)
+        )
         self._shares = self._make_shares(run)
         self._trajectory = Trajectory()
         self._snapshot_due = False
 
-    # ---- the plan ----
-
-    def _make_plan(self, run: Run, version: int) -> Plan:
-        options = self._options
-        few = min(options.size, len(self._members)) if version else options.size
-        return make_plan(
-            self._members,
-            shuffle=options.shuffle,
-            size=max(2, few),
-            seed=options.seed,
-            cluster=run.cluster,
-            bytes=self._bytes,
-            version=version,
-            begins=run.step,
-        )
-
-    def _renew_plan(self, run: Run) -> None:
-        """Somebody is gone, as all have agreed: those who remain go on among themselves."""
-        if tuple(run.participants) == self._members or not run.participants:
-            return
-        self._members = tuple(run.participants)
-        self._use(run, self._make_plan(run, self.plan.version + 1))
-
-    def _use(self, run: Run, plan: Plan) -> None:
-        """From this step on; nothing is under way."""
-        self.plan = plan
-        self._shares = self._make_shares(run)
-
     def _make_shares(self, run: Run) -> Shares:
-        largest = max(len(group) for phase in self.plan.sample for group in phase)
-        return Shares(run, self._keys, largest)
+        return Shares(run, self._keys, self.current.largest)
 
     # ---- a step ----
 
@@ -91,19 +63,21 @@ class GroupWorker:
 
     def after_update(self, run: Run) -> None:
         self.settle(run)
-        self._renew_plan(run)
+        if self.current.renew(run):
+            self._shares = self._make_shares(run)
         self._send(run)
         self._snapshot_due = run.active and self._options.snapshot(run.step)
         if self._options.overlap == "none":
             self.settle(run)
 
     def _send(self, run: Run) -> None:
-        if run.comm.rank not in self._members:
+        plan = self.current.plan
+        if run.comm.rank not in plan.members:
             return  # all know that it is gone
-        mine = self.plan.mine(run.step, run.comm.rank)
+        mine = plan.mine(run.step, run.comm.rank)
         if len(mine) > 1:
-            changes = not self.plan.phases
-            self._shares.send(run, run.comm.group(mine, once=changes), None)
+            group = run.comm.group(mine, once=not plan.phases)
+            self._shares.send(run, group)
 
     def buckets_changed(self, run: Run) -> None:
         self.settle(run)
@@ -126,8 +100,8 @@ class GroupWorker:
         counts = torch.tensor([float(self._trajectory.count)], dtype=torch.float64)
         counts = counts.to(run.parameters[0].device)
         run.comm.all_reduce(counts, "sum").wait()
-        weight = int(run.comm.rank in self._members)
-        Weighted(run, run.comm, weight, len(self._members)).model()
+        weight = int(run.comm.rank in self.current.members)
+        Weighted(run, run.comm, weight, len(self.current.members)).model()
         self._end_trajectory(run, int(counts.item()))
 
     def _end_trajectory(self, run: Run, total: int) -> None:
@@ -158,12 +132,12 @@ class GroupWorker:
             self._shares.wait()
         else:
             self.settle(run)
-        if len(self._members) == 1:
+        if len(self.current.members) == 1:
             return lambda: None
         before = copies(run)
         comm = run.comm
-        if len(self._members) < comm.size:
-            comm = comm.group(self._members)
+        if len(self.current.members) < comm.size:
+            comm = comm.group(self.current.members)
         Weighted(run, comm, 1, comm.size).model()
 
         def undo() -> None:
@@ -179,32 +153,16 @@ class GroupWorker:
     def save_state(self, run: Run) -> dict[str, Any]:
         return {
             "means": self._shares.save(),
-            "members": list(self._members),
-            "version": self.plan.version,
-            "begins": self.plan.begins,
-            "phases": [[list(group) for group in phase] for phase in self.plan.phases],
+            "plan": self.current.save(),
             "trajectory": self._trajectory.save(),
             "snapshot": self._snapshot_due,
         }
 
     def load_state(self, run: Run, saved: dict[str, Any]) -> None:
         self._shares.drop()
-        options = self._options
-        if "members" in saved:
-            self._members = tuple(saved["members"])
-            phases = tuple(
-                tuple(tuple(group) for group in phase) for phase in saved["phases"]
-            )
-            plan = Plan(
-                phases,
-                saved["version"],
-                saved["begins"],
-                self._members,
-                options.shuffle,
-                min(options.size, max(2, len(self._members))),
-                options.seed,
-            )
-            self._use(run, plan)
+        if "plan" in saved:
+            self.current.load(run, saved["plan"])
+            self._shares = self._make_shares(run)
             self._shares.load(saved["means"])
         self._trajectory.load(saved["trajectory"], run.parameters)
         self._snapshot_due = saved["snapshot"]
