@@ -72,6 +72,38 @@ def test_without_settled_steps_all_but_the_first_count() -> None:
     assert [record.step for record in training.journal.settled_steps()] == [2, 3]
 
 
+def test_where_steps_repeat_after_several_figures_are_means_over_so_many() -> None:
+    """Wherever the window begins, a mean over a period has all of it; a step that took long
+    for once is of one mean, and the median leaves that out."""
+    pattern = [1.0, 1.0, 1.0, 5.0]
+    for before in range(4):
+        training = Training()
+        training.journal.planned(1, settled=True)
+        training.journal.repeats_after(4)
+        for number in range(before + 41):
+            training.steps(1, 900.0 if number == 17 else pattern[number % 4])
+        summary = Summary.of(training.journal)
+        assert (summary.step_seconds, summary.bytes_sent) == (2.0, 1000.0)
+        result = Result.of("real", 1, training.journal, [summary])
+        assert result.notes == [
+            "steps repeat after 4: figures are medians of means over so many"
+        ]
+
+
+def test_figures_of_less_than_a_period_say_so() -> None:
+    training = Training()
+    training.journal.planned(1, settled=True)
+    training.journal.repeats_after(8)
+    training.steps(2, 1.0)
+    training.steps(2, 4.0)
+    summary = Summary.of(training.journal)
+    assert summary.step_seconds == 3.0  # without the first, which carries start-up
+    result = Result.of("real", 1, training.journal, [summary])
+    assert result.notes == [
+        "figures are means over 3 steps, and steps repeat after 8: say --steps 32 or more"
+    ]
+
+
 def test_a_recorder_is_told_all_and_in_the_jobs_numbers() -> None:
     kept = Kept([], [])
     training = Training(kept)

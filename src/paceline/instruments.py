@@ -82,7 +82,8 @@ class Journal:
     """One worker's observations.
 
     *now* is its world's clock; *recorder* is told everything. ``step_count`` counts steps,
-    and ``steps`` are the last `STEPS_KEPT`: training may go on for ever. ``observers`` are
+    and ``steps`` are the last `STEPS_KEPT`: training may go on for ever. What steps take
+    and send repeats after ``period`` of them. ``observers`` are
     called with 0 when the first training begins, and with each step's number at its end.
     """
 
@@ -97,6 +98,7 @@ class Journal:
         self.trainings = 0
         self.buckets = 0
         self.settled_after = 0
+        self.period = 1
         self.notes: deque[str] = deque(maxlen=MOST_NOTES)
         self.step_count = 0
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
@@ -127,6 +129,10 @@ class Journal:
             self.settled_after = 0
         elif not self.settled_after:
             self.settled_after = self.step_count + 1
+
+    def repeats_after(self, steps: int) -> None:
+        """What steps take and send repeats after so many: a mean over fewer says little."""
+        self.period = max(1, steps)
 
     def settled_steps(self) -> list[StepRecord]:
         """Of the window those that ran as planned; without such steps, all but the first,

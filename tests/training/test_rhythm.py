@@ -11,6 +11,7 @@ import paceline
 from paceline.errors import UsageError
 from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rhythm
 from paceline.methods.bsp import BSP
+from paceline.report.result import Summary
 from paceline.tensors import stand_in_for
 from paceline.testing.task import Counting
 from paceline.worlds.join import join_world
@@ -351,3 +352,35 @@ def test_a_compression_that_was_never_used_is_told(capsys):
 
     simulate(2, body)
     assert capsys.readouterr().err.count("compression=bf16 was never used") == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "period"),
+    [
+        ("bsp", 1),
+        ("asp", 1),
+        ("local-sgd:every=4", 4),
+        ("local-sgd:every=4,uneven=speed", 4),
+        ("diloco:every=6", 6),
+        ("streaming-diloco:every=6,fragments=3,delay=1", 6),
+        ("ds-sync", 2),
+    ],
+)
+def test_figures_are_of_as_many_steps_as_it_takes_to_repeat(method, period):
+    def body(rank):
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizer = paceline.distribute(model, inner, method=method, fusion="ddp")
+        for _ in range(6 * period):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        journal = join_world().journal
+        sent = [record.bytes_sent for record in journal.steps]
+        figure = Summary.of(journal).bytes_sent
+        optimizer.finish()
+        return journal.period, figure, sent
+
+    for found, figure, sent in simulate(4, body):
+        assert found == period
+        assert figure == sum(sent[-period:]) / period > 0

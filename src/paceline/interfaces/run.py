@@ -108,6 +108,11 @@ class Run(Protocol):
         """Tell people something, once for all workers: now, and beside the run's figures."""
         ...
 
+    def repeats_after(self, steps: int) -> None:
+        """Tell that what steps take and send repeats after so many (by default after those
+        from one round to the next): what people are shown are means over so many."""
+        ...
+
     def mean(
         self,
         gradients: Bucket | torch.Tensor,

@@ -15,7 +15,8 @@ from paceline.instruments import Journal
 
 
 class Summary(msgspec.Struct, array_like=True):
-    """One worker's run in numbers: its steps, and medians over them."""
+    """One worker's run in numbers: its steps, and medians over them; where workers do not
+    communicate in each step alike, medians over means of as many as it takes to repeat."""
 
     steps: float
     step_seconds: float
@@ -27,11 +28,18 @@ class Summary(msgspec.Struct, array_like=True):
     def of(cls, journal: Journal) -> Summary:
         """Medians over the journal's settled steps."""
         steps = journal.settled_steps()
+        period = max(1, min(journal.period, len(steps)))
+        rounds = [
+            steps[first : first + period]
+            for first in range(len(steps) % period, len(steps), period)
+        ]
 
         def middle(field: str) -> float:
             if not steps:
                 return math.nan
-            return float(median(getattr(step, field) for step in steps))
+            return float(
+                median(fmean(getattr(step, field) for step in one) for one in rounds)
+            )
 
         return cls(
             journal.step_count,
@@ -44,7 +52,7 @@ class Summary(msgspec.Struct, array_like=True):
 
 class Result(msgspec.Struct, kw_only=True):
     """What one run took: per-step figures are medians over a worker's last thousand steps
-    (without those that measured), then means over workers; *buckets* is the number of pieces in
+    (without those that measured; of means, see `Summary`), then means over workers; *buckets* is the number of pieces in
     which the gradient travelled at the end; *metrics* are the last values that rank 0
     logged; *network* and *compute* say where the one and the times of the other come from.
     *notes* are sentences that belong beside the figures. Not *settled*: there were no
@@ -79,6 +87,8 @@ class Result(msgspec.Struct, kw_only=True):
         steps = int(max(s.steps for s in summaries))
         settled = 0 < journal.settled_after < steps
         notes = [] if settled else [_unsettled(steps, journal.settled_after)]
+        if journal.period > 1:
+            notes.append(_repeating(len(journal.settled_steps()), journal.period))
         return cls(
             world=world,
             workers=workers,
@@ -116,6 +126,15 @@ def _unsettled(steps: int, settled_after: int) -> str:
         f"not settled in {many}: buckets were still being measured and tried, and the "
         "figures are of such steps"
     )
+
+
+def _repeating(steps: int, period: int) -> str:
+    if steps < period:
+        return (
+            f"figures are means over {steps} steps, and steps repeat after {period}: say "
+            f"--steps {4 * period} or more"
+        )
+    return f"steps repeat after {period}: figures are medians of means over so many"
 
 
 class Failed(msgspec.Struct, kw_only=True):

@@ -68,6 +68,7 @@ class Parts:
         self._settings, self._looking = settings, looking
         rhythms = rhythms_of(method, world, comm.size)
         self.rhythm = rhythms[comm.rank]
+        world.journal.repeats_after(self.rhythm.every)
         alike = all(rhythm == self.rhythm for rhythm in rhythms)
         self._common_every = None if alike else method.rhythm.every
         self.presence = Presence(comm.size, weight=1.0 / comm.size)
@@ -189,6 +190,7 @@ class Parts:
             list(self._model.buffers()),
             self.stopwatch,
             self.say,
+            self._world.journal.repeats_after,
             lambda: self.buckets,
             self._world.journal.metrics.get,
             self.steps.keep_company,

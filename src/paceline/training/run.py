@@ -31,6 +31,7 @@ class WorkerRun:
         buffers: Sequence[torch.Tensor],
         stopwatch: Stopwatch,
         say: Callable[[str], None],
+        repeats_after: Callable[[int], None],
         buckets: Callable[[], Sequence[Bucket]],
         metric: Callable[[str], float | None],
         company: Callable[[], None],
@@ -41,7 +42,8 @@ class WorkerRun:
     ) -> None:
         self.comm, self.parameters, self.buffers = comm, parameters, buffers
         self.optimizer, self.own_buffers, self.cluster = optimizer, own_buffers, cluster
-        self.stopwatch, self.say, self.take_model = stopwatch, say, take_model
+        self.stopwatch, self.take_model = stopwatch, take_model
+        self.say, self.repeats_after = say, repeats_after
         self.mean, self.average = means.mean, means.average
         self._rhythm, self._presence, self._buckets = rhythm, presence, buckets
         self._metric, self._company = metric, company

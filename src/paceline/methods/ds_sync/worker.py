@@ -41,6 +41,7 @@ class GroupWorker:
         self._snapshot_due = False
 
     def _make_shares(self, run: Run) -> Shares:
+        run.repeats_after(len(self.current.plan.sample))
         return Shares(run, self._keys, self.current.largest)
 
     # ---- a step ----

@@ -78,6 +78,8 @@ class LocalUpdates(Options):
     def init(self, run: Run) -> LocalState:
         if self.state == "average":
             require_moments(self, run)
+        if self.uneven == "equal":
+            run.repeats_after(self.every)
         sentence = self.about_gain()
         if sentence is not None:
             run.say(sentence)
