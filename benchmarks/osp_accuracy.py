@@ -34,19 +34,16 @@ the time in which nothing is deferred yet included.
 import argparse
 import copy
 import json
-import math
 import statistics
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+import accuracy_tasks
 import torch
-import torch.nn.functional as F
+from accuracy import BASE, SEEDS, standard_error, verdict
+from accuracy_tasks import digits
 from osp_comparisons import KINDS
-from torch.utils.data import DistributedSampler
 
 import paceline
 from paceline import methods, spec
@@ -54,19 +51,13 @@ from paceline.methods.osp import OSP
 from paceline.network import Cluster, Rack, ServerHost
 from paceline.worlds.virtual import ComputeModel, Simulation
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-import bytes_lm
-import digits
-
 WORKERS = 8
-SEEDS = 5
 FORWARD, BACKWARD = 0.1, 0.2
 LATENCY = 50e-6
 EVALUATIONS, APART = 5, 5
 ALL = "defer=most,most=1,budget=constant"
 MOST = "defer=most,most=0.8,budget=constant"
 NATIVE = "osp:collective=native"
-BASE = "bsp"
 SERVER_BASE = "bsp:collective=parameter-server"
 CONTROL = f"{NATIVE},{ALL},correction=none"
 MAIN = {
@@ -117,97 +108,18 @@ RATES = (0.1, 0.2)
 # ---- what is trained ----
 
 
-@dataclass(frozen=True)
-class Task:
-    """*evaluate* gives figures of a model; the first one is judged, by *bound*, relative to
-    bsp's in per cent if *relative*."""
-
-    name: str
-    steps: int
-    model: Callable[[], torch.nn.Module]
-    optimizer: Callable[..., torch.optim.Optimizer]
-    schedule: Callable[..., Any]
-    batches: Callable[[int, int], Any]
-    loss: Callable[..., torch.Tensor]
-    evaluate: Callable[[torch.nn.Module], dict[str, float]]
-    bound: float
-    relative: bool
-    rate: float
-
-
-@cache
-def digits_data():
-    return digits.load_data()
-
-
-@cache
-def bytes_data():
-    return bytes_lm.load_data(1.0)
-
-
-def digits_batches(seed, rank):
-    (images, labels), _ = digits_data()
-    sampler = DistributedSampler(range(len(images)), WORKERS, rank, seed=seed)
-    share = 64 // WORKERS
-    epoch = 0
-    while True:
-        sampler.set_epoch(epoch)
-        own = torch.tensor(list(sampler))
-        for batch in own[: len(own) // share * share].split(share):
-            yield images[batch], labels[batch]
-        epoch += 1
-
-
-def bytes_batches(seed, rank):
-    own = torch.Generator().manual_seed(seed * WORKERS + rank)
-    return bytes_lm.batches(bytes_data()[0], 32 // WORKERS, own)
-
-
-def evaluate_digits(model):
-    _, (images, labels) = digits_data()
-    with torch.no_grad():
-        out = model(images)
-    right = (out.argmax(1) == labels).float().mean()
-    return {
-        "accuracy": 100 * right.item(),
-        "test loss": F.cross_entropy(out, labels).item(),
-    }
-
-
-def falling(optimizer, steps, rate):
-    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-
-
-def one_cycle(optimizer, steps, rate):
-    cycle = torch.optim.lr_scheduler.OneCycleLR
-    return cycle(optimizer, max_lr=rate, total_steps=steps + 1)
-
-
-DIGITS = Task(
-    name="digits",
+DIGITS = replace(
+    accuracy_tasks.DIGITS,
     steps=150,
     model=digits.make_model,
     optimizer=lambda p, rate: torch.optim.SGD(p, lr=rate, momentum=0.9),
-    schedule=falling,
-    batches=digits_batches,
-    loss=F.cross_entropy,
-    evaluate=evaluate_digits,
-    bound=0.3,
-    relative=False,
     rate=0.05,
 )
-BYTES = Task(
-    name="bytes_lm",
+BYTES = replace(
+    accuracy_tasks.BYTES,
     steps=400,
-    model=lambda: bytes_lm.ByteModel(width=32, layers=1),
+    batch=32,
     optimizer=lambda p, rate: torch.optim.AdamW(p, lr=rate),
-    schedule=one_cycle,
-    batches=bytes_batches,
-    loss=lambda out, y: F.cross_entropy(out.transpose(1, 2), y),
-    evaluate=lambda m: {"bits per byte": bytes_lm.bits_per_byte(m, bytes_data()[1])},
-    bound=0.5,
-    relative=True,
-    rate=1e-2,
 )
 
 
@@ -287,7 +199,7 @@ def train(task, text, seed, evaluations, rate=None, jitter=0.0):
             **rest,
         )
         schedule = task.schedule(optimizer, task.steps, rate)
-        batches = task.batches(seed, rank)
+        batches = task.batches(task.batch, seed, rank, WORKERS)
         for step in range(1, task.steps + 1):
             x, y = next(batches)
             optimizer.zero_grad()
@@ -368,20 +280,6 @@ def row_of(task, name, text, mine, base):
         if number == 0 and text != BASE:
             row["verdict"] = verdict(task, statistics.fmean(differences), error)
     return row
-
-
-def standard_error(values):
-    if not all(map(math.isfinite, values)):
-        return math.nan
-    return statistics.stdev(values) / math.sqrt(len(values))
-
-
-def verdict(task, difference, error):
-    if abs(difference) <= min(2 * error, task.bound):
-        return "inside"
-    if (difference < 0) == task.relative and difference:
-        return "outside, better"
-    return "outside, below the bound" if abs(difference) <= task.bound else "outside"
 
 
 def show(row, first):
