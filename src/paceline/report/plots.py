@@ -164,8 +164,8 @@ def draw_time(looks: Sequence[Look], results: Sequence[Result]) -> tuple[Figure,
         ncols=2,
     )
     caption = (
-        "Compute, then waiting for the network: medians over a worker's steps, then means "
-        "over workers."
+        "Compute, then waiting for the network: medians over a worker's steps (of means over "
+        "as many as it takes to repeat), then means over workers."
     )
     return figure, caption
 
