@@ -36,8 +36,8 @@ MBIT = 1e6 / 8
 SCHEDULED = ("ring", "tree", "halving-doubling", "hierarchical")
 ROWS = (*SCHEDULED, "native", "auto")
 KILOBYTES = (1, 1_000, 32_000)
-FEW, MANY = 3, 30
-"""Repeats of what takes long, and of what does not."""
+MANY, SOME, FEW = 30, 8, 2
+"""Repeats below 100 kB, below 10 MB, and beyond."""
 CLEAR = 0.15
 
 
@@ -60,18 +60,19 @@ def measured(sizes, rows, repeats):
     found = {}
     for name in rows:
         comm = over(make(name), world, TorchComm(world, name))
+        comm.all_reduce(torch.zeros(64), "sum").wait()  # connections are made
         found[name] = []
         for size in sizes:
             buffer = torch.zeros(size // 4)
             times = []
-            for turn in range(1 + min(repeats, FEW if size > 1e6 else MANY)):
+            most = MANY if size < 1e5 else SOME if size < 1e7 else FEW
+            for _ in range(min(repeats, most)):
                 plain.all_reduce_natively(torch.zeros(1)).wait()
                 start = paceline.now()
                 comm.all_reduce(buffer, "sum").wait()
                 took = torch.tensor([paceline.now() - start], dtype=torch.float64)
                 plain.all_reduce_natively(took, "max").wait()
-                if turn:  # the first makes connections
-                    times.append(took.item())
+                times.append(took.item())
             found[name].append(statistics.median(times))
     return found
 
