@@ -19,8 +19,8 @@ _TAIL = """
 ## What carries them out
 
 `ring`, `tree`, `halving-doubling` and `hierarchical` are schedules: lists of who sends which part to whom. One executor performs them, over
-sends and receives, in real and in emulated processes; the virtual world moves the same lists in virtual time, to the same bits. A method's groups, osp
-(`osp:collective=hierarchical`), compressed sums and the planner's measurements form their sums by the same row. `native` is torch.distributed's own all-reduce.
+sends and receives, in real and in emulated processes; the virtual world moves the same lists in virtual time, to the same bits. A method's groups, gradients that
+come later, compressed sums and the planner's measurements form their sums by the same row. `native` is torch.distributed's own all-reduce.
 
 **hierarchical**, for a buffer S in racks of g ranks each, over links of rate b and uplinks of rate u per rack, r racks:
 
