@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from paceline.interfaces import Run
+from paceline.methods.ds_sync.adjust import Times, decide, for_members
 from paceline.methods.ds_sync.contention import NONE, Contention
 from paceline.methods.ds_sync.mixing import describe
 from paceline.methods.ds_sync.options import DSSyncOptions
@@ -42,10 +43,20 @@ class CurrentPlan:
         members = tuple(run.participants)
         if members == self.members or not members:
             return False
-        self.plan = self._make(
-            run, members, self.plan.version + 1, self.plan.contention
+        self.plan = for_members(
+            self.plan, members, run.cluster, self._bytes, begins=run.step
         )
         self._say(run, f"of those who train, from step {run.step} on, ")
+        return True
+
+    def adjust(self, run: Run, times: Times) -> bool:
+        """By the *times* that all have seen groups take. Returns whether the plan is another
+        one."""
+        plan = decide(self.plan, times, run.cluster, self._bytes, begins=run.step)
+        if plan is None:
+            return False
+        self.plan = plan
+        self._say(run, f"by the times that groups took, from step {run.step} on, ")
         return True
 
     def _make(
@@ -56,7 +67,7 @@ class CurrentPlan:
         contention: Contention = NONE,
     ) -> Plan:
         options = self._options
-        # Those who remain may be fewer than a group was asked to have.
+        # Those who are left may be fewer than a group was asked to have.
         most = max(2, len(members)) if version else options.size
         return _made(
             members,
@@ -73,7 +84,8 @@ class CurrentPlan:
 
     def _say(self, run: Run, why: str) -> None:
         if len(self.members) > 1:
-            told = _described(self.plan, run.cluster, self._bytes)
+            cluster = run.cluster and self.plan.contention.on(run.cluster)
+            told = _described(self.plan, cluster, self._bytes)
             run.say(f"ds-sync: {why}{told}")
 
     # ---- restarts ----

@@ -53,11 +53,11 @@ class DSSyncOptions:
                 f"ds-sync:adjust={self.adjust}: expected steps from one adjustment to the "
                 "next, or 0 for none"
             )
-        if self.adjust and self.shuffle in ("random", "fixed"):
+        if self.adjust and self.shuffle not in ("auto", "topology"):
             raise UsageError(
-                f"ds-sync:adjust={self.adjust},shuffle={self.shuffle}: groups are adjusted by "
-                "the times that they took when they met before, and by the cluster: use "
-                "shuffle=topology, or auto"
+                f"ds-sync:adjust={self.adjust},shuffle={self.shuffle}: groups that were asked "
+                "for by name stay as they are; to have them adjusted use shuffle=auto, or "
+                "topology"
             )
 
     def snapshot(self, step: int) -> bool:

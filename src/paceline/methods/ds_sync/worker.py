@@ -19,6 +19,7 @@ import torch
 
 from paceline.interfaces import Run
 from paceline.methods.ds_sync.current_plan import CurrentPlan
+from paceline.methods.ds_sync.group_times import GroupTimes
 from paceline.methods.ds_sync.options import DSSyncOptions
 from paceline.methods.ds_sync.shares import Shares, state_keys
 from paceline.methods.ds_sync.together import Weighted, copies
@@ -39,6 +40,9 @@ class GroupWorker:
         self._shares = self._make_shares(run)
         self._trajectory = Trajectory()
         self._snapshot_due = False
+        self._times: GroupTimes | None = None
+        if options.adjust and run.comm.size > 1:
+            self._times = GroupTimes(run, options.adjust)
 
     def _make_shares(self, run: Run) -> Shares:
         run.repeats_after(len(self.current.plan.sample))
@@ -64,12 +68,20 @@ class GroupWorker:
 
     def after_update(self, run: Run) -> None:
         self.settle(run)
-        if self.current.renew(run):
-            self._shares = self._make_shares(run)
+        self._plan_anew(run)
         self._send(run)
         self._snapshot_due = run.active and self._options.snapshot(run.step)
         if self._options.overlap == "none":
             self.settle(run)
+
+    def _plan_anew(self, run: Run) -> None:
+        """Nothing is under way, and all workers are in the same step."""
+        is_new = self.current.renew(run)
+        if self._times is not None:
+            heard = self._times.exchange(run, self.current.plan)
+            is_new |= heard is not None and self.current.adjust(run, heard)
+        if is_new:
+            self._shares = self._make_shares(run)
 
     def _send(self, run: Run) -> None:
         plan = self.current.plan
@@ -77,8 +89,10 @@ class GroupWorker:
             return  # all know that it is gone
         mine = plan.mine(run.step, run.comm.rank)
         if len(mine) > 1:
-            group = run.comm.group(mine, once=not plan.phases)
-            self._shares.send(run, group)
+            group, when_in = run.comm.group(mine, once=not plan.phases), None
+            if self._times is not None:
+                when_in = self._times.sends(run, plan)
+            self._shares.send(run, group, when_in)
 
     def buckets_changed(self, run: Run) -> None:
         self.settle(run)
@@ -95,6 +109,8 @@ class GroupWorker:
     def finish(self, run: Run) -> None:
         run.keep_company_to_the_end()
         self.settle(run)
+        if self._times is not None:
+            self._times.wait()
         if run.comm.size == 1:
             self._end_trajectory(run, self._trajectory.count)
             return
@@ -157,6 +173,7 @@ class GroupWorker:
             "plan": self.current.save(),
             "trajectory": self._trajectory.save(),
             "snapshot": self._snapshot_due,
+            "times": {} if self._times is None else self._times.save(),
         }
 
     def load_state(self, run: Run, saved: dict[str, Any]) -> None:
@@ -165,6 +182,8 @@ class GroupWorker:
             self.current.load(run, saved["plan"])
             self._shares = self._make_shares(run)
             self._shares.load(saved["means"])
+            if self._times is not None and saved["times"]:
+                self._times.load(saved["times"])
         self._trajectory.load(saved["trajectory"], run.parameters)
         self._snapshot_due = saved["snapshot"]
 
