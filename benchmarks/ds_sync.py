@@ -221,11 +221,10 @@ class Bench:
         def make():
             trained = runs.train(way, cell, workers, seed, STEPS, until=TARGET)
             step = trained.reached(TARGET)
-            ends = trained.ends[0]
+            steps = trained.ends[0]
             return {
                 "steps": step,
-                "seconds": None if step is None else ends[step - 1],
-                "step_seconds": ends[-1] / len(ends),
+                "step_seconds": (steps[-1] - trained.began) / len(steps),
             }
 
         key = (f"{workers} workers", way.rate, f"seed {seed}")

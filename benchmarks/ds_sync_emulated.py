@@ -1,6 +1,6 @@
 """`ds_sync.py` between real processes: one cell, 8 hosts of an emulated network.
 
-Each method trains for as many steps as it needed in virtual time (with the first seed); how
+Each method trains for as many steps as it needed in virtual time (with one seed); how
 long that takes, and the accuracy at the end, are held against what is predicted: a run in
 virtual time of the same model on the same network. The model has its own 134 KB here, on links
 that are slower by as much.
@@ -22,7 +22,8 @@ import paceline
 from paceline.options import RunOptions
 
 WORKERS = 8
-SEED = 0
+SEED = 1
+"""With which bsp needs few steps: all methods together take five minutes."""
 
 
 def rows(bench, ways, cell):
@@ -46,7 +47,7 @@ def rows(bench, ways, cell):
         row = {
             "method": way.name,
             "steps": steps,
-            "predicted_seconds": max(mine[-1] for mine in predicted.ends),
+            "predicted_seconds": max(e[-1] for e in predicted.ends) - predicted.began,
             "measured_seconds": seconds,
             "predicted_accuracy": predicted.accuracies[steps],
             "measured_accuracy": accuracy,

@@ -206,11 +206,11 @@ def accuracy(parameters):
 
 @dataclass
 class Trained:
-    """*accuracies* by step, *seconds* when these steps ended on worker 0; *ends*: of each
-    worker's steps, in virtual seconds."""
+    """*accuracies* by step; *began*: the first step, and *ends*: each worker's steps, in virtual
+    seconds."""
 
     accuracies: dict[int, float] = field(default_factory=dict)
-    seconds: dict[int, float] = field(default_factory=dict)
+    began: float = 0.0
     ends: list[list[float]] = field(default_factory=list)
 
     def reached(self, target):
@@ -261,8 +261,6 @@ def train(way, cell, workers, seed, steps, make=heavy_model, link=LINK, until=No
             whole = mean.add(step, model)
         if whole is not None:
             trained.accuracies[step] = accuracy(whole)
-        if rank == 0:
-            trained.seconds[step] = trained.ends[0][-1]
 
     def body(rank):
         nonlocal ended
@@ -273,6 +271,7 @@ def train(way, cell, workers, seed, steps, make=heavy_model, link=LINK, until=No
         optimizer = paceline.distribute(
             model, own, method=way.spec, fusion=way.fusion, servers=way.servers
         )
+        trained.began = max(trained.began, paceline.now())
         for step, (x, y) in enumerate(batches(seed, rank, workers), 1):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
