@@ -18,7 +18,7 @@ COLOURS = {
     "hierarchical-local-sgd": "#56b4e9",
     "diloco": "#0072b2",
 }
-MOST = 2.5
+MOST = 1.8
 """Times the ring's seconds at which bars are cut off; their ends say what they are."""
 
 
@@ -32,7 +32,7 @@ def draw(found, path):
         cells = [(cell, rows) for count, cell, rows in found if count == workers]
         panel(axes, workers, cells)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=5, loc="outside upper center", fontsize=9)
+    figure.legend(handles, labels, ncols=6, loc="outside upper center", fontsize=9)
     figure.savefig(path, dpi=130)
 
 
