@@ -140,7 +140,8 @@ class Options:
             raise self._wrong(
                 "delay",
                 f"expected less than {self.turn} steps, every/fragments: then the next "
-                "fragment leaves",
+                f"fragment leaves. Take delay={self.turn - 1}, fewer fragments or longer "
+                "rounds",
             )
         if not 0 <= self.mixing <= 1:
             raise self._wrong("mixing", "expected 0 (the mean alone) to 1 (own alone)")
