@@ -1,4 +1,4 @@
-"""Every row of the table, every check, every fusion rule: the virtual world."""
+"""Every row of the table, every check, every fusion rule, sampled: the virtual world."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from paceline.methods import METHODS
 from paceline.spec import parse
 from paceline.testing import CASES, CHECKS
 from paceline.testing.cases import cluster_of
-from paceline.testing.checks import RULES, WORLD_CHECKS, trials
+from paceline.testing.checks import RULES, WORLD_CHECKS, sample, trials
 from paceline.worlds.virtual import Simulation
-from tests.conformance.table import sample
+from tests.conformance.table import FAST_VIRTUAL, SLOW_VIRTUAL
 
 TABLE = {workers: trials(workers) for workers in (1, 2, 3)}
-FAST = {workers: sample(table, every=8) for workers, table in TABLE.items()}
-"""The whole table takes minutes."""
+FAST = {workers: sample(table, FAST_VIRTUAL) for workers, table in TABLE.items()}
+SLOW = {workers: sample(table, SLOW_VIRTUAL) for workers, table in TABLE.items()}
 
 ROWS = [
     pytest.param(
@@ -23,6 +23,7 @@ ROWS = [
     )
     for workers, table in TABLE.items()
     for trial in table
+    if trial in FAST[workers] or trial in SLOW[workers]
 ]
 
 
@@ -42,9 +43,10 @@ def test_every_registered_method_has_a_row():
     assert rows == set(METHODS)
 
 
-def test_the_fast_sample_has_each_row_each_law_and_each_rule():
-    for workers, fast in FAST.items():
-        assert {t.check.name for t in fast} == {t.check.name for t in TABLE[workers]}
-        assert {t.rule for t in fast} == set(RULES)
-        assert len({t.case.name for t in fast}) == len(CASES)
-    assert {t.check.name for fast in FAST.values() for t in fast} == set(CHECKS)
+@pytest.mark.parametrize("chosen", [FAST, SLOW], ids=["fast", "slow"])
+def test_a_sample_has_each_row_each_law_and_each_rule(chosen):
+    for workers, found in chosen.items():
+        assert {t.check.name for t in found} == {t.check.name for t in TABLE[workers]}
+        assert {t.rule for t in found} == set(RULES)
+        assert len({t.case.name for t in found}) == len(CASES)
+    assert {t.check.name for found in chosen.values() for t in found} == set(CHECKS)

@@ -5,8 +5,7 @@ import sys
 
 import paceline
 from paceline.testing.__main__ import run_table
-from paceline.testing.checks import trials
-from tests.conformance.table import sample
+from paceline.testing.checks import sample, trials
 from tests.newcomer.rows import TOYS, register
 
 

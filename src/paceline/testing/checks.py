@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -281,6 +282,17 @@ def trials(workers: int, cases: Sequence[Case] = CASES) -> list[Trial]:
         for case in cases
         for rule in RULES
         for check in checks_of(case, rule, workers)
+    ]
+
+
+def sample(table: Sequence[Trial], every: int) -> list[Trial]:
+    """Of each case's trials one in so many; from case to case others, so that each law and
+    each rule is tried."""
+    return [
+        trial
+        for number, (_, of_case) in enumerate(groupby(table, lambda t: t.case))
+        for position, trial in enumerate(of_case)
+        if (position + number) % every == 0
     ]
 
 
