@@ -70,14 +70,19 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    abouts = {
+        "digits": "accuracy against bsp's, points",
+        "bytes_lm": "bits per byte against bsp's, %",
+    }
+    tasks = [task for task in abouts if any(row["task"] == task for row in rows)]
+    figure = Figure(figsize=(5 + 4 * len(tasks), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.15, 1, 1))
+    left, *others = figure.subplots(1, 1 + len(tasks))
     draw_plans(left)
-    draw_task(middle, "digits", "accuracy against bsp's, points", rows)
-    draw_task(right, "bytes_lm", "bits per byte against bsp's, %", rows)
-    right.tick_params(labelleft=False)
-    middle.legend(fontsize=9, loc="lower right")
+    for axes, task in zip(others, tasks, strict=True):
+        draw_task(axes, task, abouts[task], rows)
+        axes.tick_params(labelleft=axes is others[0])
+    others[0].legend(fontsize=9, loc="lower right")
     figure.savefig(path, dpi=150)
 
 

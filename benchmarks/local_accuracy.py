@@ -17,7 +17,7 @@ local SGD whose only mean is the last one.
 from pathlib import Path
 from typing import Any
 
-from accuracy import SEEDS, Table, run
+from accuracy import Table, run
 from accuracy_tasks import DIGITS, TASKS
 
 LENGTHS = (4, 16, 64)
@@ -89,6 +89,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for number, (name, colour) in enumerate(COLOURS.items()):
             draw_preset(axes, number, name, colour, mine)
         axes.set_xticks(range(len(LENGTHS)), [f"H = {length}" for length in LENGTHS])
+        axes.set_xlim(-0.5, len(LENGTHS) - 0.5)
         axes.grid(axis="y", alpha=0.3)
         axes.set_yscale("symlog", linthresh=1)
         axes.set_yticks(LOST, [f"{lost:g}" for lost in LOST])
@@ -96,12 +97,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     left, right = figure.axes
     left.set_ylabel("accuracy less than bsp's, points")
     right.set_ylabel("bits per byte more than bsp's, %")
-    figure.legend(
-        *left.get_legend_handles_labels(), loc="outside lower center", ncols=4
-    )
+    handles = {}
+    for axes in figure.axes:
+        shown, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, shown, strict=True))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4)
     figure.suptitle(
-        f"Lost against bsp in {DIGITS.steps} steps: mean and standard error of "
-        f"{SEEDS} seeds; grey: as good as bsp",
+        f"Lost against bsp in {DIGITS.steps} steps: mean and standard error over seeds; "
+        "grey: as good as bsp",
         fontsize=12,
     )
     figure.savefig(path, dpi=150)
