@@ -45,8 +45,8 @@ def panel(axes, workers, cells):
             row = next((r for r in rows if r["method"] == name), None)
             height = math.nan if row is None else row["seconds"] / base["seconds"]
             heights.append(min(height, MOST))
-            cut = math.isfinite(height) and height > MOST
-            ends.append(f"{height:.2g}" if cut else "")
+            text = "not in time" if height == math.inf else f"{height:.2g}"
+            ends.append(text if height > MOST else "")
         at = [n + (place + 0.5) * width - 0.44 for n in range(len(cells))]
         axes.bar(at, heights, width, label=name, color=colour)
         for x, height, text in zip(at, heights, ends, strict=True):
@@ -60,7 +60,7 @@ def panel(axes, workers, cells):
         for (cell, _), base in zip(cells, ring, strict=True)
     ]
     axes.set_xticks(range(len(cells)), labels, fontsize=8)
-    axes.set_ylim(0, MOST * 1.12)
+    axes.set_ylim(0, MOST * 1.25)
     axes.set_title(f"{workers} workers", fontsize=10, loc="left")
     axes.set_ylabel("seconds to 96 %,\nring bsp = 1", fontsize=9)
     axes.grid(axis="y", alpha=0.3)
