@@ -154,6 +154,7 @@ class DASO:
 
     def init(self, run: Run) -> DASOState:
         nodes = Nodes(run, places_of(self, run))
+        run.repeats_after(self.every)
         if nodes.count == 1 and run.comm.size > 1:
             run.say(
                 f"daso: all workers are in one {self.group}, so there is nobody to exchange "
