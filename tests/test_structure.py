@@ -41,8 +41,8 @@ LAYERS = [
     ),
     ("interfaces", "the seams"),
     (
-        "instruments job lifelines messages network tensors",
-        "what is counted; a script's trainings; whose process has ended; clusters and links; buckets",
+        "instruments job lifelines messages network tensors watched",
+        "what is counted; a script's trainings; whose process has ended; clusters and links; buckets; tensors that tell of their use",
     ),
     (
         "hooks launchers options python_private ring_sum spec torch_private",

@@ -63,6 +63,11 @@ class SharedBuffers:
         self._buffers = list(buffers) if shared else []
         self._under_way: list[tuple[Pending, torch.Tensor, list[torch.Tensor]]] = []
 
+    @property
+    def has_any(self) -> bool:
+        """Whether anything is shared."""
+        return bool(self._buffers)
+
     def send(self, source: int) -> None:
         """Rank *source*'s values, or everybody's mean, go on their way. Collective."""
         for pending, _, _ in self._under_way:

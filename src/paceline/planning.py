@@ -26,7 +26,7 @@ import torch
 from paceline import fusion
 from paceline.fusion.measure import measure_mean
 from paceline.fusion.trial import Verdict, judge
-from paceline.interfaces import Comm, Pending, Stopwatch
+from paceline.interfaces import Comm, Message, Pending, Stopwatch
 
 PROFILED_STEPS = 4
 TRIAL_STEPS = 4
@@ -78,10 +78,11 @@ class Planner:
         say: Callable[[str], None],
         mean: Callable[[torch.Tensor], Pending],
         lock_step: bool = True,
+        past_backward: bool = False,
     ) -> None:
         self._comm = comm
         self._rule = fusion.check_rule(rule)
-        self._lock_step = lock_step
+        self._lock_step, self._past_backward = lock_step, past_backward
         self._measures = rule in fusion.MEASURED and comm.size > 1 and lock_step
         self._fixed_rule = "ddp" if rule in fusion.MEASURED else rule
         self._sizes, self._kinds = list(sizes), list(kinds)
@@ -89,6 +90,8 @@ class Planner:
         self._planned, self._say, self._mean = planned, say, mean
         self.listening = True
         """Whether the next backward pass is timed."""
+        self.sending: Sequence[Message] | None = None
+        """In which messages a method that goes past backward sends; None: it does not."""
         self._pass = Pass()
         self._order = list(range(len(sizes)))[::-1]
         self.groups: Groups = []
@@ -135,6 +138,8 @@ class Planner:
             changed = self._learn_order()
         self._planned(len(self.groups), True)
         self.listening = False
+        if self._past_backward and self._comm.size > 1:
+            self.sending = [Message(number) for number in range(len(self.groups))]
         while True:
             yield changed
             changed = False

@@ -65,6 +65,12 @@ class Profiler:
         if samples is not None:
             self._batches.append(samples)
 
+    def used(self, index: int) -> None:
+        """A module's own time says it."""
+
+    def usable(self) -> None:
+        """Profiles are of one worker, which waits for nobody."""
+
     def gradient(self, index: int) -> None:
         if self._start is not None:
             self._gradients.append((index, self._stopwatch.mark()))

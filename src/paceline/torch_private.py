@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import FrameType, FunctionType
@@ -104,8 +104,17 @@ def inside_function_transform() -> bool:
 
 def is_compiled_whole(model: torch.nn.Module) -> bool:
     """Whether torch.compile was applied to the model itself, not to parts of it."""
-    compiled_in_place = getattr(model, "_compiled_call_impl", None) is not None
-    return compiled_in_place or type(model).__name__ == "OptimizedModule"
+    return is_compiled_in_place(model) or type(model).__name__ == "OptimizedModule"
+
+
+def is_compiled_in_place(model: torch.nn.Module) -> bool:
+    """Whether ``model.compile()`` was called: its hooks are a part of what is compiled."""
+    return getattr(model, "_compiled_call_impl", None) is not None
+
+
+def without_overrides() -> AbstractContextManager[Any]:
+    """Within it torch's functions take tensors of subclasses as plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:

@@ -13,6 +13,7 @@ Files are split by who implements a seam and who uses it. Low to high:
 - `remote`: a model's parameters on their servers, as one worker's method sees them.
 - `compression`: a `Compressor` says what is sent of a mean's tensors.
 - `rhythm`: in which steps workers communicate.
+- `sending`: in which messages gradients travel that the next forward pass waits for.
 - `run`: one worker's training as its method sees it, and sees nothing else: parameters,
   buckets, means, who takes part.
 - `method`: `Method` says when, and with whom, workers agree.
@@ -67,6 +68,7 @@ from paceline.interfaces.remote import Arrived, Remote, Told, UnitPlace
 from paceline.interfaces.rhythm import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rhythm
 from paceline.interfaces.run import Run, ServerRun, UpdatingRun
 from paceline.interfaces.schedule import Priced, Schedule, Transfer
+from paceline.interfaces.sending import Half, Message
 from paceline.interfaces.server import (
     Answer,
     AnyServer,
@@ -103,11 +105,13 @@ __all__ = [
     "Endpoint",
     "Gather",
     "GradientSeen",
+    "Half",
     "HeldPush",
     "Hyperparameters",
     "InParts",
     "Informed",
     "Led",
+    "Message",
     "Method",
     "OwnState",
     "Pending",

@@ -43,8 +43,11 @@ class Method(Protocol):
 
     1. ``step_begins(state, run)``: the first forward with gradients after a backward
        that ended.
-    2. ``before_use(state, run, bucket)``: a module is about to use the parameters of
-       *bucket*, for the first time in this step.
+    2. ``before_use(state, run, bucket)``: something is about to use parameters of
+       *bucket* for the first time since the last update: a module that is called, or anything in
+       Python that hands them to torch. At the latest when the next backward pass begins.
+       With ``waits_late`` also before something looks at gradients that are under way,
+       between ``backward()`` and ``step()``.
     3. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer
        (times `Run.weight` where workers form the mean, so that their sum is the mean);
        backward still runs. Always in plan order, on every rank.
@@ -76,7 +79,9 @@ class Method(Protocol):
     Where a submodule is called, or a method of the model other than ``forward``, hook 1
     comes with the first gradient.
 
-    Beside its hooks a method may declare ``averages_buffers = True``: then it averages
+    Beside its hooks a method may declare ``waits_late = True``: then it need not wait in
+    `backward_ended` for means that `Run.sending` plans beyond it, but in ``before_use``.
+    It may declare ``averages_buffers = True``: then it averages
     BatchNorm's statistics itself (`Run.own_buffers`), and training sends none. And it may
     define ``rhythm_at(self, speeds, rank)``, the rhythm of one worker, given the relative
     compute speeds of all (None: unknown): as ``rhythm``, but for its ``every``. Rounds match by their number

@@ -12,6 +12,7 @@ import torch
 
 from paceline.interfaces.communication import Comm, Pending
 from paceline.interfaces.remote import Remote
+from paceline.interfaces.sending import Message
 from paceline.interfaces.timing import Stopwatch
 from paceline.interfaces.updates import Updater
 from paceline.network import Cluster
@@ -56,6 +57,13 @@ class Run(Protocol):
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The gradient's pieces, in the order in which every rank delivers them."""
+        ...
+
+    @property
+    def sending(self) -> Sequence[Message] | None:
+        """In which messages the gradients of this step travel, in the order of issue, where
+        they are waited for past backward; None where they are waited for when it ends.
+        Equal on all ranks. Only for methods that declare ``waits_late``."""
         ...
 
     @property

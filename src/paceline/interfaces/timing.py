@@ -17,6 +17,14 @@ class Compute(Protocol):
         """A forward pass begins, over *samples* samples (None: not known)."""
         ...
 
+    def used(self, index: int) -> None:
+        """The forward pass is about to use one tensor, and may have to wait for it."""
+        ...
+
+    def usable(self) -> None:
+        """It may go on."""
+        ...
+
     def gradient(self, index: int) -> None:
         """The gradient of one tensor was computed; paceline's own work begins."""
         ...

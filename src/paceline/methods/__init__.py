@@ -23,6 +23,7 @@ from paceline.methods.local import (
     StreamingDiLoCo,
 )
 from paceline.methods.osp import OSP
+from paceline.methods.past_backward import Priority
 from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
 from paceline.methods.sync_switch import SyncSwitch
@@ -39,6 +40,7 @@ METHODS: dict[str, type[Method]] = {
     LocalSGD.name: LocalSGD,
     OSP.name: OSP,
     PostLocalSGD.name: PostLocalSGD,
+    Priority.name: Priority,
     R2SP.name: R2SP,
     SelSync.name: SelSync,
     SlowMo.name: SlowMo,

@@ -66,7 +66,7 @@ class Arrivals:
                     view.copy_(parameter.grad)
                     parameter.grad = view
 
-    def bucket_of(self, parameter: torch.nn.Parameter) -> Bucket | None:
+    def bucket_of(self, parameter: torch.Tensor) -> Bucket | None:
         """Where the gradient of a parameter is; None for one that is not trained."""
         return self._bucket_of.get(id(parameter))
 

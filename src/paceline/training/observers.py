@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 EVENTS = (
-    *("step_begins", "forward", "gradient", "gradient_ready", "gradient_taken"),
+    *("step_begins", "forward", "used", "usable"),
+    *("gradient", "gradient_ready", "gradient_taken"),
     *("coded", "bucket_leaves", "means_are_there", "update_begins", "step_ended"),
 )
 
@@ -16,13 +17,15 @@ class Observers:
 
     - ``step_begins()``: a forward pass with gradients, before anything is done for it.
     - ``forward(samples, training)``: any forward pass begins; samples may be None.
+    - ``used(index)``: a tensor is about to be used, for the first time since it was
+      updated; ``usable()``: what that waited for is in. Only under methods that wait so.
     - ``gradient(index)``: autograd has made a gradient; our own work begins.
     - ``gradient_ready(index)``: the same, where it is to be sent.
     - ``gradient_taken()``: our own work is done; backward goes on.
     - ``coded(size)``: a compressor has read or written so many bytes; any passes over a
       tensor count.
     - ``bucket_leaves(bucket)``: it is about to be given to the method.
-    - ``means_are_there()``: backward is over, and the method's hook at its end.
+    - ``means_are_there()``: backward is over, and the means are waited for.
     - ``update_begins()`` and ``step_ended()``: around the optimizer's step.
     """
 
@@ -36,6 +39,8 @@ class Observers:
 
     step_begins: _Event
     forward: _Event
+    used: _Event
+    usable: _Event
     gradient: _Event
     gradient_ready: _Event
     gradient_taken: _Event

@@ -14,7 +14,7 @@ from paceline.collectives.comm import TorchComm
 from paceline.compression import Identity
 from paceline.exchange import SharedBuffers, broadcast_tensors
 from paceline.hooks import Uncopied
-from paceline.interfaces import Method, World
+from paceline.interfaces import Message, Method, World
 from paceline.loading import Loading
 from paceline.planning import Planner
 from paceline.same_data import SameData
@@ -116,6 +116,7 @@ class Parts:
         self.stopwatch = self._world.stopwatch(device)
         compressed = settings.compression != Identity()
         beside = compressed or device.type != "cpu" or rhythm.waits_for_nobody
+        waits_late = getattr(method, "waits_late", False)
         control = None
         if beside and comm.size > 1 and rhythm.every:
             control = comm.channel("control")
@@ -125,6 +126,8 @@ class Parts:
             control,
             lambda: self.buckets if rhythm.is_every_step else (),
             _where_control_is(comm, device),
+            # Answered at another place in the program by those who are out of data.
+            comm.channel("ballots") if waits_late and control is None else None,
         )
         agreement = None
         if rhythm.agree_every is not None:
@@ -148,10 +151,12 @@ class Parts:
             self.say,
             means.try_out,
             lock_step=rhythm.is_every_step,
+            past_backward=waits_late,
         )
         clips_own = method.clips == "own" and settings.clip_norm < math.inf
         steps = Steps(
-            *(rhythm, self._common_every, settings, clips_own, presence, planner),
+            *(rhythm, self._common_every, settings, waits_late, clips_own, presence),
+            planner,
             *(roll_call, group_calls, agreement, self.shared, self.faults),
         )
         # A bucket holds this rank's share of the mean, where workers form the mean:
@@ -198,7 +203,17 @@ class Parts:
             optimizer if self.remote is None else None,
             [] if self._settings.buffers == "local" else list(self._model.buffers()),
             self._world.cluster,
+            self._sending,
         )
+
+    def _sending(self) -> Sequence[Message] | None:
+        """Who looks at all means where backward ends waits for them there."""
+        if self._settings.check_finite or self._settings.clip_norm < math.inf:
+            return None
+        sending = self._planner.sending
+        if sending is not None and self.codes is not None:
+            return [Message(bucket.index) for bucket in self.buckets]  # codes are whole
+        return sending
 
     def _make_loading(self) -> Loading | None:
         if self.remote is None:
@@ -256,9 +271,14 @@ class Parts:
         if self.hooks.has("before_use"):
             steps.uses = Uses(
                 self._model,
+                [parameter for _, parameter in self.parameters],
                 self.arrivals.bucket_of,
+                lambda: self.buckets,
                 lambda bucket: self.hooks.call("before_use", bucket),
+                steps.observers,
+                gradients=getattr(method, "waits_late", False),
             )
+            steps.uses.begin_anew()
 
     # ---- what they call ----
 

@@ -146,6 +146,8 @@ class Passes:
 
         def gradient_is_ready(parameter: torch.Tensor) -> None:
             observers.gradient(index)
+            if steps.uses is not None and steps.uses.was_unseen(index):
+                raise self._used_unseen(index)
             if self._weights is not None and self._weights.pass_runs():
                 self._presence.weight = arrivals.weigh_unannounced(
                     self._weights, steps.accumulated
@@ -156,6 +158,7 @@ class Passes:
                 observers.gradient_ready(index)
                 arrivals.take(index)
             else:
+                self._require_nothing_under_way()
                 steps.delivered = False
                 steps.accumulated = True
             observers.gradient_taken()
@@ -177,6 +180,7 @@ class Passes:
                 "gradients of the first are on their way to the others. Run all passes "
                 "but the last under optimizer.no_sync()"
             )
+        self._require_nothing_under_way()
         if self._steps.waits_for_update and self._seen == "local-kept":
             raise self._faults.refused(
                 f"a second backward pass before step(): under {self._method} the others "
@@ -186,10 +190,26 @@ class Passes:
             )
         if not self._guarded:
             self._require_to_be_alone()
-        self._steps.begin()  # where the model itself was not called
+        self._steps.begin_backward()
         self._arrivals.in_backward = True
-        self._arrivals.begin()
         queue_callback(self._ended)
+
+    def _require_nothing_under_way(self) -> None:
+        if not self._arrivals.in_backward and self._steps.adds_to_what_is_under_way:
+            raise self._faults.refused(
+                f"a backward pass without a forward pass since the last one: under "
+                f"{self._method} means of gradients are still on their way then, and this "
+                "pass has added to them. Call the model before each backward pass, add "
+                "losses up before it, or use bsp"
+            )
+
+    def _used_unseen(self, index: int) -> Exception:
+        return self._faults.refused(
+            f"parameter {self._parameters[index][0]!r} has a gradient, and nothing has told "
+            f"that it would be used: no module that owns it was called, and none of torch's "
+            f"functions got it (code in C++, perhaps). Under {self._method} its update may "
+            "have been missing there; use bsp"
+        )
 
 
 def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

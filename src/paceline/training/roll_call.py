@@ -35,7 +35,8 @@ LAST = -2.0
 
 
 class RollCall:
-    """One worker's part in them. *control* is where messages beside the means go, and
+    """One worker's part in them. *control* is where messages beside the means go,
+    *ballots* where ballots do, if that is another queue, and
     *device* where their tensors are: the host, unless nothing moves those; *buckets* are those of the step, and none where their use is nobody's business."""
 
     def __init__(
@@ -45,8 +46,10 @@ class RollCall:
         control: Comm | None,
         buckets: Callable[[], Sequence[Bucket]],
         device: torch.device,
+        ballots: Comm | None = None,
     ) -> None:
         self._presence, self._comm, self._control = presence, comm, control
+        self._ballots = ballots or control or comm
         self._device = device
         self._buckets = buckets
         self.gradient_factor = self.equal_factor = 1.0
@@ -61,6 +64,9 @@ class RollCall:
         self._pending: Pending | None = None
         self._element: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
+        self._vote_of_now = 0.0
+        self._used: list[float] | None = []  # None: this worker has no gradients
+        self._takes_part = True
 
     def begin(self) -> None:
         """A round begins: who takes part in it is not known yet."""
@@ -70,7 +76,14 @@ class RollCall:
 
     def all_is_known(self) -> None:
         """What this worker may have to tell is known: the next sum may carry it."""
+        # Noted now: it may have ended its training when the answer is asked for.
         self._may_ask = True
+        self._vote_of_now = self._own_vote()
+        self._takes_part = self._presence.takes_part
+        self._used = None
+        if self._presence.active:
+            buckets = self._buckets()
+            self._used = [float(flag) for bucket in buckets for flag in bucket.used]
         if self._control is not None:
             self._ask_beside(self._control)
 
@@ -128,8 +141,7 @@ class RollCall:
         self._pending = comm.all_reduce(self._flag, "max")
 
     def _has_something_to_tell(self) -> bool:
-        all_used = all(all(bucket.used) for bucket in self._buckets())
-        return not (self._presence.active and all_used)
+        return self._used is None or not all(self._used)
 
     def _somebody_asked(self) -> bool:
         if self._flag is not None:
@@ -140,15 +152,15 @@ class RollCall:
     def _vote(self) -> None:
         presence, n = self._presence, self._comm.size
         buckets = self._buckets()
-        used = [float(flag) for bucket in buckets for flag in bucket.used]
+        tensors = sum(len(bucket.used) for bucket in buckets)
         device = self._device if self._own is None else self._own.device
-        ballot = torch.zeros(n + len(used) + 1, dtype=torch.float64, device=device)
-        ballot[self._comm.rank] = self._own_vote()
-        if presence.active:
-            ballot[n:-1] = torch.tensor(used, dtype=torch.float64)
-        if presence.takes_part and self._own is not None:
+        ballot = torch.zeros(n + tensors + 1, dtype=torch.float64, device=device)
+        ballot[self._comm.rank] = self._vote_of_now
+        if self._used is not None:
+            ballot[n:-1] = torch.tensor(self._used, dtype=torch.float64)
+        if self._takes_part and self._own is not None:
             ballot[-1:] = self._own
-        (self._control or self._comm).all_reduce(ballot, "sum").wait()
+        self._ballots.all_reduce(ballot, "sum").wait()
 
         if self._element is not None:
             self._element.copy_(ballot[-1:])

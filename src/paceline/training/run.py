@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Method, Rhythm, Stopwatch
+from paceline.interfaces import Comm, Message, Method, Rhythm, Stopwatch
 from paceline.network import Cluster
 from paceline.server.remote import RemoteParameters
 from paceline.tensors import Bucket
@@ -39,6 +39,7 @@ class WorkerRun:
         optimizer: torch.optim.Optimizer | None,
         own_buffers: Sequence[torch.Tensor],
         cluster: Cluster | None,
+        sending: Callable[[], Sequence[Message] | None],
     ) -> None:
         self.comm, self.parameters, self.buffers = comm, parameters, buffers
         self.optimizer, self.own_buffers, self.cluster = optimizer, own_buffers, cluster
@@ -46,7 +47,7 @@ class WorkerRun:
         self.say, self.repeats_after = say, repeats_after
         self.mean, self.average = means.mean, means.average
         self._rhythm, self._presence, self._buckets = rhythm, presence, buckets
-        self._metric, self._company = metric, company
+        self._metric, self._company, self._sending = metric, company, sending
         self.step = 0
 
     @property
@@ -56,6 +57,10 @@ class WorkerRun:
     @property
     def buckets(self) -> Sequence[Bucket]:
         return self._buckets()
+
+    @property
+    def sending(self) -> Sequence[Message] | None:
+        return self._sending()
 
     @property
     def active(self) -> bool:

@@ -28,8 +28,9 @@ from paceline.training.uses import Uses
 
 class Steps:
     """One worker's. *rhythm*: its own; *common_every*: where each worker has
-    a rhythm of its own, the steps from round to round that the method declares. *clips_own*: the worker's own gradient is clipped before any of it is
-    sent; *agreement*: of workers that meet in groups.
+    a rhythm of its own, the steps from round to round that the method declares. *waits_late*:
+    the method waits for means when something uses them, not where backward ends. *clips_own*:
+    the worker's own gradient is clipped before any of it is sent; *agreement*: of workers that meet in groups.
 
     The parts that refer back to this one are set once they are made: *arrivals*, *run*,
     *hooks*, *observers*, and *loading* and *uses*, where there are such.
@@ -47,6 +48,7 @@ class Steps:
         rhythm: Rhythm,
         common_every: int | None,
         settings: Settings,
+        waits_late: bool,
         clips_own: bool,
         presence: Presence,
         planner: Planner,
@@ -58,6 +60,7 @@ class Steps:
     ) -> None:
         self._rhythm, self._common_every = rhythm, common_every
         self._settings, self._clips_own = settings, clips_own
+        self._waits_late = waits_late
         self._presence, self._planner = presence, planner
         self._roll_call, self._agreement = roll_call, agreement
         self._group_calls = group_calls
@@ -82,12 +85,22 @@ class Steps:
         if self.loading is not None:
             self.loading.before_step()
         self._group_calls.begin()
-        if self._rhythm.is_every_step:
+        if self._rhythm.is_every_step and not self._waits_late:
             self._roll_call.begin()
         self._roll_call.is_later = (
             self._rhythm.after_update and not self._rhythm.waits_for_nobody
         )
         self.hooks.call("step_begins")
+
+    def begin_backward(self) -> None:
+        """The first gradient of a pass that is sent, or such a pass without one."""
+        self.begin()  # where the model itself was not called
+        if self.uses is not None:
+            self.uses.backward_begins()
+        if self._waits_late:
+            self._roll_call.answer()  # of the step before
+            self._roll_call.begin()
+        self.arrivals.begin()
 
     def deliver(self, bucket: Bucket) -> None:
         """All gradients of a bucket are in it, and its turn has come."""
@@ -102,8 +115,7 @@ class Steps:
         """The backward pass is over: deliver what is left, and let the method wait."""
         arrivals = self.arrivals
         if not arrivals.in_backward:
-            self.begin()
-            arrivals.begin()
+            self.begin_backward()
         all_used = arrivals.fill_rest()
         if self._clips_own:
             # Buckets hold shares of the mean, and the gradient itself is to be clipped.
@@ -111,8 +123,9 @@ class Steps:
             clip([bucket.buffer for bucket in arrivals.buckets], limit)
         arrivals.deliver_complete()
         arrivals.in_backward = False
-        self._meet_after_backward()
-        self.observers.means_are_there()
+        self._meet_after_backward(all_used)
+        if not self._is_under_way:
+            self.observers.means_are_there()
         if not all_used:
             arrivals.show()
         if self._settings.check_finite:
@@ -121,17 +134,30 @@ class Steps:
         self.accumulated = False
         self._plan_anew()
 
-    def _meet_after_backward(self) -> None:
+    def _meet_after_backward(self, all_used: bool = True) -> None:
         self.hooks.call("backward_ended")
         self._backward_of = self.run.step
         if self._rhythm.is_every_step:
-            self._roll_call.answer()
+            # Who takes part may be learned with the means, unless somebody needs it now.
+            late = self._is_under_way and all_used and not self._shared.has_any
+            if not late:
+                self._roll_call.answer()
             self._share_buffers()
+        if self.uses is not None and self._is_under_way:
+            self.uses.backward_ended()
         self._may_begin = True
+
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether the method has not waited for this step's means."""
+        is_late = self._waits_late and self._presence.active
+        return is_late and self.run.sending is not None
 
     def _plan_anew(self) -> None:
         """A backward pass is over, on all ranks: the planner may have changed its mind."""
         if self._planner.backward_ended():
+            if self._waits_late:
+                self._roll_call.answer()  # it knows the buckets of before
             self.arrivals.make_buckets(self._planner.groups)
             self.hooks.call("buckets_changed")
 
@@ -146,6 +172,12 @@ class Steps:
         self._after_update()
         self.observers.step_ended()
         self.put_buffers()
+
+    @property
+    def adds_to_what_is_under_way(self) -> bool:
+        """Whether a gradient that comes now was added to one that is on its way."""
+        is_late = self._waits_late and self.run.sending is not None
+        return is_late and self.uses is not None and not self.uses.some_since
 
     @property
     def waits_for_update(self) -> bool:
@@ -165,7 +197,7 @@ class Steps:
         run, rhythm = self.run, self._rhythm
         run.step = rhythm.next_round(run.step)
         if self._backward_of != run.step:  # else the script left before step()
-            self.begin()
+            self.begin_backward()
             self.arrivals.deliver_nothing()
             self._meet_after_backward()
             if rhythm.is_every_step:
@@ -177,12 +209,12 @@ class Steps:
         meet."""
         run, rhythm = self.run, self._rhythm
         self._roll_call.is_later = False
-        if self.uses is not None:
-            self.uses.begin_anew()
         if rhythm.lets_models_differ and run.meets:
             self._hold_round()
         else:
             self.hooks.call("after_update")
+        if self.uses is not None and self._presence.active:
+            self.uses.begin_anew()
         run.step += 1
 
     def _hold_round(self) -> None:

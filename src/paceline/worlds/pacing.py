@@ -21,18 +21,34 @@ class PacedCompute:
         self._speed = speed
         self._scale = 1.0
         self._deadline = 0.0
+        self._begun = 0.0
+        """Seconds of the forward of tensors that are used now."""
+        self._left = 0.0
+        """Seconds of the forward pass after `_deadline`, where it goes tensor by tensor."""
         self._given_up = False
 
     def forward(self, samples: int | None, training: bool) -> None:
+        self._pass(self._left)
         self._sleep()
         if self._reference is None and training:
             self._reference = samples
         ratio = samples / self._reference if samples and self._reference else 1.0
         self._scale = ratio / self._speed
-        seconds = self._workload.forward_seconds * self._scale
-        self._deadline = time.perf_counter() + seconds
+        self._left = self._workload.forward_seconds * self._scale
+        self._begun = 0.0
+        self._deadline = time.perf_counter()
+
+    def used(self, index: int) -> None:
+        self._pass(self._begun)
+        self._sleep()
+        self._begun = self._workload.forward[index] * self._scale
+
+    def usable(self) -> None:
+        # What was waited for is no compute time, and delays all that follows.
+        self._deadline = max(self._deadline, time.perf_counter())
 
     def gradient(self, index: int) -> None:
+        self._pass(self._left)
         self._deadline += self._workload.backward[index] * self._scale
         self._sleep()
 
@@ -43,6 +59,7 @@ class PacedCompute:
         """It takes its own time."""
 
     def update_begins(self) -> None:
+        self._left = 0.0
         seconds = self._workload.update / self._speed
         self._deadline = time.perf_counter() + seconds
 
@@ -52,6 +69,11 @@ class PacedCompute:
     def give_up(self) -> None:
         """From now on the script says itself what it computes."""
         self._given_up = True
+
+    def _pass(self, seconds: float) -> None:
+        part = min(seconds, self._left)
+        self._left -= part
+        self._deadline += part
 
     def _sleep(self) -> None:
         left = self._deadline - time.perf_counter()

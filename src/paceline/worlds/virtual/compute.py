@@ -79,7 +79,8 @@ class ComputeModel:
 class VirtualCompute:
     """One worker's compute time: its speed, its jitter, and what is still owed.
 
-    A forward pass is charged when its first gradient (or a wait) shows that it has run, in
+    A forward pass is charged when its first gradient (or a wait) shows that it has run, or,
+    where it may wait for tensors, as it uses them; in
     proportion to its number of samples over that of the first training batch; also
     without gradients (evaluation). From the first `pace` on the script is taken to pace
     itself, and nothing else is charged.
@@ -101,6 +102,8 @@ class VirtualCompute:
         self._random = random.Random(f"{model.seed}/{rank}")
         self._factor = self._draw()
         self._owed = 0.0
+        self.inside_forward = False
+        """Whether a forward pass waits for a tensor: what it owes has not run yet."""
         self._models = 0
         self.paced_by_script = False
         self.stand_in = False  # charged by the workload that the model stands for
@@ -167,6 +170,13 @@ class VirtualCompute:
         if not self.paced_by_script:
             self._owed += seconds
 
+    def pay(self, seconds: float) -> None:
+        """So much of a forward pass has run."""
+        part = min(seconds, self._owed)
+        if part:
+            self._owed -= part
+            self._take(part, "forward")
+
     def charge(self, seconds: float, name: str) -> None:
         """A gradient was computed, or an update."""
         if not self.paced_by_script:
@@ -179,7 +189,7 @@ class VirtualCompute:
 
     def settle(self) -> None:
         """Charge what a forward pass still owes."""
-        if self._owed:
+        if self._owed and not self.inside_forward:
             owed, self._owed = self._owed, 0.0
             self._take(owed, "forward")
 
@@ -216,12 +226,24 @@ class ModelCompute:
         self._workload = workload
         self._reference = samples if workload.batch is None else workload.batch
         self._scale = 1.0
+        self._begun = 0.0
+        """Seconds of those tensors' forward that have been used, and not yet charged."""
 
     def forward(self, samples: int | None, training: bool) -> None:
         if self._reference is None and training:
             self._reference = samples
         self._scale = samples / self._reference if samples and self._reference else 1.0
+        self._begun = 0.0
         self._worker.owe(self._workload.forward_seconds * self._scale)
+
+    def used(self, index: int) -> None:
+        # A wait that comes now comes after what ran before, and before all else.
+        self._worker.pay(self._begun)
+        self._begun = self._workload.forward[index] * self._scale
+        self._worker.inside_forward = True
+
+    def usable(self) -> None:
+        self._worker.inside_forward = False
 
     def gradient(self, index: int) -> None:
         self._worker.charge(self._workload.backward[index] * self._scale, "backward")

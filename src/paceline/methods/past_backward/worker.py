@@ -1,0 +1,160 @@
+"""One worker of a method that is exact and goes past backward.
+
+Its semantics are bsp's, evaluated late: whatever looks at a parameter, or between
+``backward()`` and ``step()`` at a gradient, waits for what it looks at. So a step ends for
+the script when ``step()`` was called, and the optimizer is applied bucket by bucket, with
+the hyperparameters of then, when a bucket's mean is in and something is about to use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.interfaces import Hyperparameters, Message, Pending, UpdatingRun
+from paceline.tensors import Bucket
+
+WHOLE = 1 << 62
+"""Bytes that no tensor has: pieces are whole tensors, which any optimizer may be given."""
+
+
+@dataclass
+class Due:
+    """What of one step is to be done for *bucket*: messages to be waited for, and, once
+    ``step()`` was called, an update *how* it was to be done then."""
+
+    bucket: Bucket
+    under_way: list[Pending] = field(default_factory=list)
+    how: Hyperparameters | None = None
+
+
+class LateWorker:
+    """Its state. *send* starts one message of a bucket."""
+
+    def __init__(
+        self,
+        run: UpdatingRun,
+        send: Callable[[UpdatingRun, Bucket, Message], Pending],
+    ) -> None:
+        self._updater = run.take_over(WHOLE)
+        self._send = send
+        self._due: dict[int, Due] = {}  # by the bucket's number
+        self._queue: list[Message] = []  # of this step, not yet sent
+
+    # ---- a step ----
+
+    def bucket_ready(self, run: UpdatingRun, bucket: Bucket) -> None:
+        """Send what the plan allows: a message goes when its bucket is there and all before
+        it in the plan have gone, so that all ranks send in one order."""
+        if bucket.index == 0:  # a step that was skipped is forgotten
+            self._due.clear()
+            plan = run.sending
+            self._queue = list(everything(run) if plan is None else plan)
+        self._due[bucket.index] = Due(bucket)
+        while self._queue and self._queue[0].bucket in self._due:
+            message = self._queue.pop(0)
+            due = self._due[message.bucket]
+            due.under_way.append(self._send(run, due.bucket, message))
+
+    def backward_ended(self, run: UpdatingRun) -> None:
+        if run.sending is None or not run.active:
+            self.wait()
+
+    def after_update(self, run: UpdatingRun) -> None:
+        """``step()`` was called, or this worker only keeps the others company."""
+        if not run.active:
+            self.wait()
+            self._due.clear()
+            return
+        how = self._updater.hyperparameters()
+        for due in self._due.values():
+            due.how = how
+        if run.sending is None:
+            self._clip(run)
+            self.settle()
+
+    def before_use(self, run: UpdatingRun, bucket: Bucket) -> None:
+        due = self._due.get(bucket.index)
+        if due is not None:
+            self._settle(due)
+
+    def buckets_changed(self, run: UpdatingRun) -> None:
+        """Gradients have moved into other buckets, and so do means that were under way."""
+        before, self._due = self._due, {}
+        means: dict[int, torch.Tensor] = {}
+        for due in before.values():
+            self._wait(due)
+            pairs = zip(due.bucket.parameters, due.bucket.views, strict=True)
+            means |= {id(parameter): view for parameter, view in pairs}
+        for bucket in run.buckets if means else ():
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                view.copy_(means[id(parameter)])
+            self._due[bucket.index] = Due(bucket)
+
+    # ---- all that is due ----
+
+    def wait(self) -> None:
+        """All means are in."""
+        for due in self._due.values():
+            self._wait(due)
+
+    def settle(self) -> None:
+        """All that was sent is in, and all updates that were asked for are done."""
+        self.wait()
+        due = [one for one in self._due.values() if one.how is not None]
+        if due:
+            self._apply(due)
+
+    def finish(self, run: UpdatingRun) -> None:
+        self.settle()
+        source = run.keep_company_to_the_end()
+        if source is not None:
+            run.take_model(source)
+
+    def _settle(self, due: Due) -> None:
+        self._wait(due)
+        if due.how is not None:
+            self._apply([due])
+
+    def _wait(self, due: Due) -> None:
+        under_way, due.under_way = due.under_way, []
+        for pending in under_way:
+            pending.wait()
+
+    def _apply(self, some: Sequence[Due]) -> None:
+        """One step of the optimizer on the parameters of *some* buckets."""
+        pieces, gradients = [], []
+        for due in some:
+            del self._due[due.bucket.index]
+            for parameter, view in self._used(due.bucket):
+                (piece,) = self._updater.pieces_of(parameter) or (None,)
+                if piece is not None:
+                    pieces.append(piece)
+                    gradients.append(view)
+        how = some[0].how
+        assert how is not None
+        self._updater.apply(pieces, gradients, how)
+
+    def _clip(self, run: UpdatingRun) -> None:
+        views = [v for due in self._due.values() for _, v in self._used(due.bucket)]
+        run.clip(views)
+
+    @staticmethod
+    def _used(bucket: Bucket) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Parameters that took part in the step on any worker, and their mean gradients."""
+        rows = zip(bucket.parameters, bucket.views, bucket.used, strict=True)
+        return ((parameter, view) for parameter, view, used in rows if used)
+
+
+def everything(run: UpdatingRun) -> list[Message]:
+    """A message for each bucket, in the order in which they become ready."""
+    return [Message(bucket.index) for bucket in run.buckets]
+
+
+def part(bucket: Bucket, message: Message) -> torch.Tensor:
+    """The elements of a bucket's buffer that *message* sends: cuts are at whole elements,
+    the same on all ranks."""
+    count = bucket.buffer.numel()
+    return bucket.buffer[round(message.start * count) : round(message.stop * count)]
