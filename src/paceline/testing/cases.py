@@ -126,6 +126,7 @@ CASES: tuple[Case, ...] = (
     Case(method="bsp:compression=bf16", lossy=2**-8),
     Case(method="bsp:compression=int8", lossy=1 / 127),
     Case(method=_RESIDUALS, lossy=1 / 127),
+    Case(method="priority"),
     Case(method="osp:collective=native"),
     Case(method="osp:collective=native,overlap=false,defer=nothing"),
     Case(method="osp:collective=hierarchical", racks=True),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.interfaces import Hyperparameters, Message, Pending, UpdatingRun
-from paceline.tensors import Bucket
+from paceline.tensors import Bucket, stand_in_for, stands_in
 
 WHOLE = 1 << 62
 """Bytes that no tensor has: pieces are whole tensors, which any optimizer may be given."""
@@ -83,14 +83,16 @@ class LateWorker:
     def buckets_changed(self, run: UpdatingRun) -> None:
         """Gradients have moved into other buckets, and so do means that were under way."""
         before, self._due = self._due, {}
-        means: dict[int, torch.Tensor] = {}
+        means: dict[int, tuple[torch.Tensor, bool]] = {}
         for due in before.values():
             self._wait(due)
-            pairs = zip(due.bucket.parameters, due.bucket.views, strict=True)
-            means |= {id(parameter): view for parameter, view in pairs}
+            old = due.bucket
+            for row in zip(old.parameters, old.views, old.used, strict=True):
+                means[id(row[0])] = row[1], row[2]
         for bucket in run.buckets if means else ():
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                view.copy_(means[id(parameter)])
+            for slot, parameter in enumerate(bucket.parameters):
+                mean, bucket.used[slot] = means[id(parameter)]
+                bucket.views[slot].copy_(mean)
             self._due[bucket.index] = Due(bucket)
 
     # ---- all that is due ----
@@ -156,5 +158,9 @@ def everything(run: UpdatingRun) -> list[Message]:
 def part(bucket: Bucket, message: Message) -> torch.Tensor:
     """The elements of a bucket's buffer that *message* sends: cuts are at whole elements,
     the same on all ranks."""
-    count = bucket.buffer.numel()
-    return bucket.buffer[round(message.start * count) : round(message.stop * count)]
+    buffer, count = bucket.buffer, bucket.buffer.numel()
+    flat = buffer[round(message.start * count) : round(message.stop * count)]
+    if stands_in(buffer):  # few elements, and they may be fewer than its messages
+        flat = flat if flat.numel() else buffer.new_zeros(1)
+        stand_in_for(round((message.stop - message.start) * bucket.bytes), flat)
+    return flat
