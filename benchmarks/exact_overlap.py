@@ -1,0 +1,290 @@
+"""Exact methods past the end of backward: what they gain over bsp, and over DDP.
+
+    python benchmarks/exact_overlap.py                    # virtual time: all tables, 10 minutes
+    python benchmarks/exact_overlap.py --only layers
+    python benchmarks/exact_overlap.py --emulated         # 8 hosts, real processes: 10 minutes
+    python benchmarks/exact_overlap.py --loopback         # 2 processes: what it costs where nothing is gained
+
+`layers`: 8 workers, the model of examples/layers.py with 16 layers and 16 MB, 78 ms forward
+and 157 ms backward, 1 Gbit/s. `ratios`: eight equal layers on links where a ring takes r
+times the computing (`osp.py`). `workloads`: ResNet-50, VGG-16, BERT-base and GoogLeNet at 1, 10 and
+25 Gbit/s. Seconds a step, over the last 40 of 180 steps: plans have been made and tried by then. The
+limit is computing, or what a ring puts on each link, whichever is longer.
+
+`--emulated`: 8 MB, 0.1 s forward and 0.2 s backward, paced (`peers.py`); all sides live in one job
+and take turns in blocks of steps, and a block ends when all its means are in and applied.
+The prediction is the same script in virtual time.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import overhead
+import peers
+import torch
+import torch.distributed as dist
+
+import osp
+import paceline
+from paceline.network import Cluster, Rack, Workload, uniform_cluster
+from paceline.options import RunOptions
+from paceline.worlds.virtual import Simulation
+
+METHODS = ("bsp", "osp:collective=native", "dear", "priority")
+STEPS = 180
+GIGABIT = 125e6
+LAYERS = (16, 16.0, 0.078, 0.157)
+"""Layers, megabytes, and seconds of both passes."""
+WORKLOADS = ("resnet50", "vgg16", "bert-base", "googlenet-k80")
+LINKS = (1, 10, 25)
+BLOCK = 10
+CAPS = (1, 2, 4)  # MiB
+
+
+# ---- virtual time ----
+
+
+def paced(method, link):
+    """Seconds of a step of `LAYERS`."""
+    ends = []
+
+    def train(rank):
+        paceline.init()
+        model = overhead.example("layers").Layers(*LAYERS)
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizer = paceline.distribute(model, sgd, method=method)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            ((model(torch.zeros(())) - 1.0) ** 2).backward()
+            optimizer.step()
+            if rank == 0:
+                ends.append(paceline.now())
+        optimizer.finish()
+
+    rack = Rack(workers=osp.WORKERS, link=link, latency=osp.LATENCY)
+    Simulation(Cluster((rack,))).run(train)
+    return (ends[-1] - ends[-1 - osp.LAST]) / osp.LAST
+
+
+def row(name, compute, wire, seconds):
+    """*seconds* gives those of a step under a method."""
+    found = {method: seconds(method) for method in METHODS}
+    return {"name": name, "limit": max(compute, wire), **found}
+
+
+def layers():
+    _, megabytes, forward, backward = LAYERS
+    sent = 2 * (osp.WORKERS - 1) / osp.WORKERS * megabytes * 1e6
+    yield row(
+        "16 layers, 1 Gbit/s",
+        forward + backward,
+        sent / GIGABIT,
+        lambda method: paced(method, GIGABIT),
+    )
+
+
+def stood_in(name, workload, link):
+    return row(
+        name,
+        osp.compute(workload),
+        osp.ring_seconds(workload, link),
+        lambda method: osp.seconds(method, workload, link, "optimal", 0, STEPS),
+    )
+
+
+def ratios():
+    for r in osp.RATIOS:
+        yield stood_in(f"r = {r}", osp.EQUAL, osp.ring_link(r))
+
+
+def workloads():
+    for name in WORKLOADS:
+        for gigabits in LINKS:
+            workload = Workload.load(name)
+            yield stood_in(f"{name}, {gigabits} Gbit/s", workload, gigabits * GIGABIT)
+
+
+TABLES = {"layers": layers, "ratios": ratios, "workloads": workloads}
+
+
+def show(rows):
+    others = METHODS[1:]
+    print("\n| | limit, ms | bsp, ms | " + " | ".join(others) + " | to the limit |")
+    print("|---" * (4 + len(others)) + "|")
+    for one in rows:
+        gains = " | ".join(f"{one['bsp'] / one[method]:.3f}" for method in others)
+        print(
+            f"| {one['name']} | {1e3 * one['limit']:.4g} | {1e3 * one['bsp']:.4g} | {gains} | "
+            f"{one['priority'] / one['limit']:.3f} |",
+            flush=True,
+        )
+        yield one
+
+
+# ---- real processes ----
+
+ALONE = "without synchronization"
+OURS = ("bsp", "dear", "priority")
+
+
+def ours(method):
+    def wrap(model, optimizer):
+        return model, paceline.distribute(model, optimizer, method=method)
+
+    return wrap
+
+
+class Side(peers.Side):
+    """A side whose blocks end when everything has arrived, in any world."""
+
+    def block(self, steps=BLOCK):
+        dist.barrier()
+        start = paceline.now()
+        for _ in range(steps):
+            self.step()
+        for parameter in self.model.parameters():
+            parameter.detach()  # whoever looks waits
+        dist.barrier()
+        took = torch.tensor([(paceline.now() - start) / steps], dtype=torch.float64)
+        dist.all_reduce(took)
+        return took.item() / dist.get_world_size()
+
+
+def sides(methods, ddp=True):
+    yield Side(ALONE, lambda model, optimizer: (model, optimizer))
+    for cap in CAPS if ddp else ():
+        yield Side(f"DDP, caps of {cap} MiB", peers.ddp(cap))
+    for method in methods:
+        yield Side(method, ours(method), 2 * overhead.SETTLING_STEPS)
+
+
+def train(all_sides, rounds):
+    """Seconds a step of each side, block by block."""
+    for side in all_sides:
+        side.block(side.settling)
+    found = {side.name: [] for side in all_sides}
+    for turn in range(rounds):
+        first = turn % len(all_sides)
+        for side in all_sides[first:] + all_sides[:first]:
+            found[side.name].append(side.block())
+    for side in all_sides:
+        if isinstance(side.optimizer, paceline.DistributedOptimizer):
+            side.optimizer.finish()
+    return found
+
+
+def predicted(cluster):
+    found = {}
+
+    def body(rank):
+        paceline.init()
+        found[rank] = train(list(sides(OURS, ddp=False)), 1)
+
+    Simulation(cluster).run(body)
+    return {name: took for name, (took,) in found[0].items()}
+
+
+def work(arguments):
+    paceline.init()
+    found = train(list(sides(OURS)), arguments.rounds)
+    if paceline.rank() == 0:
+        Path(arguments.output).write_text(json.dumps(found))
+
+
+def measured(cluster, rounds):
+    from paceline.worlds.emulated.fabric import Fabric
+    from paceline.worlds.emulated.job import EmulatedJob
+
+    with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:
+        output = Path(scratch) / "times.json"
+        words = ["--work", "--output", str(output), "--rounds", str(rounds)]
+        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
+            sys.exit("the job failed")
+        return json.loads(output.read_text())
+
+
+def emulated(links, rounds):
+    for mbit in links:
+        cluster = uniform_cluster(8, f"{mbit} Mbit/s", "50 us")
+        said, found = predicted(cluster), measured(cluster, rounds)
+        sent = 2 * 7 / 8 * peers.BYTES / (mbit * 1e6 / 8)
+        limit = max(statistics.median(found[ALONE]), sent)
+        best = min((n for n in found if "DDP" in n), key=lambda n: sum(found[n]))
+        print(f"\n{mbit} Mbit/s, 8 hosts; limit {limit:.3f} s; of DDP's caps: {best}\n")
+        print(
+            "| | s a step | spread | predicted | off | to bsp | to DDP | to the limit |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
+        for name, times in found.items():
+            middle = statistics.median(times)
+            off = "" if name not in said else f"{said[name] / middle - 1:+.1%}"
+            print(
+                f"| {name} | {middle:.4f} | {(max(times) - min(times)) / middle:.1%} | "
+                f"{said.get(name, float('nan')):.4f} | {off} | "
+                f"{ratio(times, found['bsp']):.3f} | {ratio(times, found[best]):.3f} | "
+                f"{middle / limit:.3f} |",
+                flush=True,
+            )
+        yield {"mbit": mbit, "limit": limit, "predicted": said, "measured": found}
+
+
+def ratio(mine, theirs):
+    return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+
+
+def loopback():
+    """Between two processes of this machine, where little is to be gained: priority against
+    bsp, in turn."""
+    dist.init_process_group("gloo")
+    paceline.init()
+    for name, make in overhead.MODELS.items():
+        overhead.compare(
+            f"{name}, priority against bsp",
+            make,
+            *(ours("priority"), ours("bsp")),
+            pairs=60,
+            steps=8,
+            warm_up=2 * overhead.SETTLING_STEPS,
+            noise="bsp / bsp",
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", choices=TABLES)
+    parser.add_argument("--emulated", action="store_true")
+    parser.add_argument("--loopback", action="store_true")
+    parser.add_argument("--links", type=int, nargs="+", default=[200, 400, 1000])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        work(arguments)
+        return
+    if arguments.loopback:
+        if "RANK" in os.environ:
+            loopback()
+            return
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node=2", __file__, "--loopback"]
+        sys.exit(subprocess.run(command, check=False).returncode)
+    if arguments.emulated:
+        found = list(emulated(arguments.links, arguments.rounds))
+    else:
+        names = [arguments.only] if arguments.only else list(TABLES)
+        found = [one for name in names for one in show(TABLES[name]())]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
