@@ -104,11 +104,16 @@ def inside_function_transform() -> bool:
 
 def is_compiled_whole(model: torch.nn.Module) -> bool:
     """Whether torch.compile was applied to the model itself, not to parts of it."""
-    return is_compiled_in_place(model) or type(model).__name__ == "OptimizedModule"
+    return _is_compiled_in_place(model) or type(model).__name__ == "OptimizedModule"
 
 
-def is_compiled_in_place(model: torch.nn.Module) -> bool:
-    """Whether ``model.compile()`` was called: its hooks are a part of what is compiled."""
+def has_no_hooks(module: torch.nn.Module) -> bool:
+    """Whether a hook of *module* runs as a part of compiled code (``model.compile()``), or
+    it can have none (torch.jit)."""
+    return _is_compiled_in_place(module) or isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_compiled_in_place(model: torch.nn.Module) -> bool:
     return getattr(model, "_compiled_call_impl", None) is not None
 
 

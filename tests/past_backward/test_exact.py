@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import WorkerFailedError
 from tests.past_backward.helpers import adamw, perceptron, same, sgd, squares, train
@@ -245,6 +246,68 @@ def test_a_backward_pass_that_adds_to_gradients_under_way_is_refused(method):
         WorkerFailedError, match="without a forward pass since the last one"
     ):
         train(method, 2, backward=two_passes)
+
+
+class Scripted(nn.Module):
+    """A part of it is code of torch.jit, which nothing sees into."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.jit.script(nn.Sequential(nn.Linear(6, 8), nn.ReLU()))
+        self.second = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Recurrent(nn.Module):
+    """A module that hands all its weights to torch at once, and one that computes twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LSTM(6, 8), nn.TransformerEncoderLayer(8, 2, 8, 0)
+
+    def forward(self, x):
+        return checkpoint(self.second, self.first(x)[0], use_reentrant=False)
+
+
+def compiled(part):
+    def make():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = perceptron()
+        if part == "whole":
+            return torch.compile(model, backend="eager")
+        if part == "in place":
+            model.compile(backend="eager")
+        elif part == "a block":
+            model[2] = torch.compile(model[2], backend="eager")
+        elif part == "a block in place":
+            model[2].compile(backend="eager")
+        return model
+
+    return make
+
+
+def seeded(kind):
+    def make():
+        torch.manual_seed(0)
+        return kind()
+
+    return make
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(seeded(Scripted), seeded(Recurrent)),
+        *map(compiled, ("whole", "in place", "a block", "a block in place")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_models_that_use_weights_in_other_ways(method, make):
+    assert same(train(method, 2, make=make), train("bsp", 2, make=make))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,14 +10,11 @@ import torch
 
 from paceline.hooks import Uncopied
 from paceline.tensors import Bucket
-from paceline.torch_private import is_compiled_in_place, is_compiled_whole
+from paceline.torch_private import has_no_hooks, is_compiled_whole
 from paceline.training.observers import Observers
 from paceline.watched import release, watch
 
-READS_ITS_CHILDREN: tuple[type[torch.nn.Module], ...] = (
-    torch.nn.MultiheadAttention,
-    torch.jit.ScriptModule,
-)
+READS_ITS_CHILDREN: tuple[type[torch.nn.Module], ...] = (torch.nn.MultiheadAttention,)
 """Modules that use their children's parameters without calling the children."""
 
 
@@ -59,8 +56,8 @@ class Uses:
         for module in model.modules():
             deep = isinstance(module, READS_ITS_CHILDREN) or is_compiled_whole(module)
             own = [p for p in module.parameters(recurse=deep) if id(p) in self._index]
-            if deep and is_compiled_in_place(module):
-                self._blind |= {id(p) for p in own}  # hooks are a part of its code
+            if has_no_hooks(module):
+                self._blind |= {id(p) for p in own}
             elif own:
                 hook = Uncopied(self._hook(own))
                 self._handles.append(module.register_forward_pre_hook(hook))
