@@ -47,7 +47,7 @@ def test_checks_hold_and_ends_are_those_of_virtual_time(workers, every, tmp_path
     expected = {f"{name}: ok" for name in [*WORLD_CHECKS, *(t.name for t in tried)]}
     assert expected <= set(said.stderr.splitlines())
     real = json.loads(said.stdout)
-    for case, rule in [row for row in rows(every) if row[0].timing_free]:
+    for case, rule in [row for row in rows(CASES, every) if row[0].timing_free]:
         virtual = {}
         Simulation(cluster).run(
             lambda rank, case=case, rule=rule, virtual=virtual: virtual.update(
@@ -69,4 +69,4 @@ def test_the_sample_has_each_row_each_law_and_each_rule(workers):
     alone = {"one_worker_is_the_reference"}
     assert {trial.check.name for trial in tried} == set(CHECKS) - alone
     assert {trial.rule for trial in tried} == set(RULES)
-    assert {rule for _, rule in rows(FAST_REAL)} == set(RULES)
+    assert {rule for _, rule in rows(CASES, FAST_REAL)} == set(RULES)

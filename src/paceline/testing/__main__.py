@@ -1,5 +1,5 @@
 """``torchrun --nproc-per-node 3 -m paceline.testing``: the whole table, on real processes;
-with ``--one-in 8`` a sample of it.
+with ``--one-in 8`` a sample of it, with ``--row ds-sync`` the rows that have this in their names.
 
 Rank 0 prints one line per check that applies to a row and a rule, and at the end, as JSON, what each row ends
 with that depends on no timing, to be compared between worlds. Exit status 1 if any check failed.
@@ -30,18 +30,24 @@ def main() -> int:
     """Run the whole table; a broken law does not stop the others."""
     parser = argparse.ArgumentParser(prog="python -m paceline.testing")
     parser.add_argument("--one-in", type=int, default=1, metavar="N")
-    every = parser.parse_args().one_in
+    parser.add_argument("--row", default="", metavar="WORD")
+    arguments = parser.parse_args()
+    every, cases = arguments.one_in, [c for c in CASES if arguments.row in c.name]
     if every < 1:
         parser.error(f"--one-in: expected 1 (all) or more, got {every}")
+    if not cases:
+        names = ", ".join(case.name for case in CASES)
+        parser.error(f"--row {arguments.row}: expected a part of one of {names}")
     paceline.init()
-    return run_table(sample(trials(paceline.world_size()), every), rows(every))
+    chosen = sample(trials(paceline.world_size(), cases), every)
+    return run_table(chosen, rows(cases, every))
 
 
-def rows(every: int) -> list[tuple[Case, str]]:
+def rows(cases: Sequence[Case], every: int) -> list[tuple[Case, str]]:
     """What ends are told of: all cases under all rules, or each under one."""
     if every == 1:
-        return [(case, rule) for case in CASES for rule in RULES]
-    return [(case, RULES[n % len(RULES)]) for n, case in enumerate(CASES)]
+        return [(case, rule) for case in cases for rule in RULES]
+    return [(case, RULES[n % len(RULES)]) for n, case in enumerate(cases)]
 
 
 def run_table(chosen: Sequence[Trial], rows: Sequence[tuple[Case, str]]) -> int:
