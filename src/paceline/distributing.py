@@ -15,6 +15,7 @@ import torch
 from paceline import collectives, methods, spec
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
+from paceline.collectives.halves import check_halves
 from paceline.compression import Identity, make
 from paceline.errors import UsageError
 from paceline.exchange import broadcast_tensors
@@ -105,6 +106,8 @@ def distribute(
     settings = _without_averages(world, chosen, settings)
     forming = collectives.make(settings.collective)
     _check_compression(chosen, settings, forming)
+    if getattr(chosen, "sends_halves", False):
+        check_halves(forming)
     parameters = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -197,6 +200,11 @@ def _check_compression(
             f"compression {compressor.name!r} with collective={collective.name!r}: its codes "
             "are gathered, and a server only adds; use collective='native', or a linear "
             "compression, such as bf16"
+        )
+    if getattr(method, "sends_halves", False):
+        raise UsageError(
+            f"compression {compressor.name!r} with method {method.name!r}: it sends a mean "
+            "in two halves, as it is; leave compression out, or use bsp"
         )
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from paceline.collectives.comm import TorchComm
 from paceline.worlds.join import join_world
-from tests.collectives import averages, messages, works
+from tests.collectives import averages, halves, messages, works
 
 CASES = {
-    case.__name__: case for case in (*works.CASES, *messages.CASES, *averages.CASES)
+    case.__name__: case
+    for case in (*works.CASES, *messages.CASES, *averages.CASES, *halves.CASES)
 }
 
 

@@ -21,6 +21,7 @@ import paceline
 from paceline.errors import GradientError, UsageError
 from paceline.methods.bsp import BSP
 from paceline.worlds.join import join_world
+from tests.training.halved import halves_train_as_the_whole
 
 
 def inputs(rank, step=0, size=6):
@@ -942,6 +943,7 @@ def a_restart_equals_straight_training():
 CASES = {
     case.__name__: case
     for case in (
+        halves_train_as_the_whole,
         shared_parameters,
         non_reentrant_checkpoint,
         the_whole_model_checkpointed_twice,

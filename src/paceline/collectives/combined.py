@@ -1,9 +1,10 @@
-"""Schedules made of schedules: one after the other, side by side, among some of the ranks."""
+"""Schedules made of schedules: in turn, side by side, among some of the ranks, in part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from paceline.interfaces import Priced, Schedule, Transfer
 
@@ -151,3 +152,37 @@ class _PricedAmong:
 
     def latency(self, one_way: Callable[[int, int], float]) -> float:
         return self.activity.latency(lambda a, b: one_way(self.of[a], self.of[b]))
+
+
+@dataclass(frozen=True)
+class Some:
+    """The steps of *schedule* from *first* to before *stop*, as a schedule."""
+
+    schedule: Schedule
+    first: int
+    stop: int
+
+    @property
+    def ranks(self) -> int:
+        return self.schedule.ranks
+
+    @property
+    def steps(self) -> int:
+        return self.stop - self.first
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        for transfer in self.schedule.step(self.first + number):
+            yield transfer._replace(step=number)
+
+    def bytes_sent(self, rank: int) -> int:
+        return _sent(self, rank)
+
+    @property
+    def priced(self) -> None:
+        return None
+
+
+@lru_cache(maxsize=256)
+def _sent(some: Some, rank: int) -> int:
+    transfers = (t for number in range(some.steps) for t in some.step(number))
+    return sum(t.size for t in transfers if t.source == rank)

@@ -204,3 +204,28 @@ class Job:
         self._done.wait()
         if self._error is not None:
             raise self._error
+
+
+class PutBack:
+    """The `Pending` of what arrives in *row*, which then goes *into* where it belongs."""
+
+    __slots__ = ("_into", "_pending", "_row")
+
+    def __init__(self, pending: Pending, row: torch.Tensor, into: torch.Tensor) -> None:
+        self._pending, self._row, self._into = pending, row, into
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._put()
+
+    def then(self, work: Work) -> Pending:
+        def put_and_work() -> Pending | None:
+            self._put()
+            return work()
+
+        return self._pending.then(put_and_work)
+
+    def _put(self) -> None:
+        row, self._row = self._row, self._row.new_empty(0)
+        if row.numel():
+            self._into.copy_(row)

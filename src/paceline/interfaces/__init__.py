@@ -35,6 +35,7 @@ from paceline.interfaces.communication import (
     Reception,
     ReduceOperation,
     Runner,
+    Scattered,
     Signal,
 )
 from paceline.interfaces.compression import (
@@ -123,6 +124,7 @@ __all__ = [
     "Rhythm",
     "Run",
     "Runner",
+    "Scattered",
     "Schedule",
     "Sender",
     "Server",

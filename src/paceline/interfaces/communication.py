@@ -58,6 +58,21 @@ class Pending(Protocol):
         ...
 
 
+class Scattered(Protocol):
+    """The handle of a reduce-scatter under way: each part of the result will be at one rank,
+    until `gather` brings all parts to all."""
+
+    def gather(self) -> Pending:
+        """Begin the all-gather: when the Pending has been waited for the buffer that was handed
+        over holds the result, on every rank.
+
+        It may be asked for before the reduce-scatter is in, and starts then. Those of one
+        communicator start in the order in which they were asked for: the same one on all
+        ranks. Reduce-scatters that are issued meanwhile queue behind them under NCCL only.
+        """
+        ...
+
+
 class Comm(Protocol):
     """One worker's end of a group of workers.
 

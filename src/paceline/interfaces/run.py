@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.interfaces.communication import Comm, Pending
+from paceline.interfaces.communication import Comm, Pending, Scattered
 from paceline.interfaces.remote import Remote
 from paceline.interfaces.sending import Message
 from paceline.interfaces.timing import Stopwatch
@@ -142,6 +142,20 @@ class Run(Protocol):
         are rarer than steps, and of all workers, they are held in `after_update`: a mean
         among all before that is a `UsageError`, too. What a worker that is out of data has
         in the buffer counts as zeros.
+        """
+        ...
+
+    def scatter_mean(
+        self, gradients: Bucket | torch.Tensor, *, of: Bucket | None = None
+    ) -> Scattered:
+        """Form the mean of *gradients* as `mean` does, in two halves: a reduce-scatter now, an
+        all-gather when `Scattered.gather` asks for it. Together they give the bits of the
+        all-reduce by the same collective (native: of `ring`), and send as much.
+
+        The step's last bucket is gathered before any mean of the step is waited for: who
+        takes part, and what was used, travels in that half. Each is gathered once. Refused
+        under compression, and under collectives without halves: a method that calls this
+        declares ``sends_halves = True``, so that `distribute` refuses them.
         """
         ...
 

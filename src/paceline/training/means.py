@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.collectives import halves
+from paceline.collectives.pending import PutBack
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Pending, Rhythm
+from paceline.interfaces import Comm, Pending, Rhythm, Scattered
 from paceline.tensors import Bucket, stand_alike
 from paceline.training.coding import Codes
 from paceline.training.group_calls import GroupCall, GroupCalls
@@ -61,6 +63,33 @@ class Means:
             carries=not channel and (of is None or of.last),
         )
 
+    def scatter_mean(
+        self, gradients: Bucket | torch.Tensor, *, of: Bucket | None = None
+    ) -> Scattered:
+        """See `Run.scatter_mean`."""
+        if self._codes is not None:
+            raise UsageError(
+                "a mean in two halves, and compression: halves are sent as they are; leave "
+                "compression out, or use bsp"
+            )
+        buffer = gradients
+        if isinstance(gradients, Bucket):
+            of, buffer = gradients, gradients.buffer
+        assert isinstance(buffer, torch.Tensor)
+        call = self._call
+        self._require_round()
+        if call.is_answered:
+            if call.gradient_factor != 1.0:
+                buffer.mul_(call.gradient_factor)
+            return halves.scatter(self._comm, buffer, "sum")
+        # One rank alone holds the element that carries the question, and its answer, until
+        # the second half has told all.
+        asks = (of is None or of.last) and call.wants(buffer)
+        if asks:
+            call.ask_inside(buffer)
+        scattered = halves.scatter(self._comm, buffer, "sum")
+        return _ScatteredMean(call, scattered, buffer, asks)
+
     def average(
         self,
         tensor: torch.Tensor,
@@ -79,7 +108,7 @@ class Means:
         if not tensor.is_contiguous():
             # Other ranks may have it in another order: in its own, all have the same.
             row = stand_alike(tensor.contiguous(), tensor)
-            return _PutBack(
+            return PutBack(
                 self.average(row, among=among, channel=channel, name=name), row, tensor
             )
         comm = self._queue(among, channel)
@@ -122,12 +151,7 @@ class Means:
         was *kept*, where nobody takes part. *carries*: it may carry the question who
         does."""
         call = self._call
-        if call.is_later:
-            raise UsageError(
-                f"a mean among all workers before the update, with a rhythm of every="
-                f"{self._rhythm.every} steps: their round is held in after_update. Ask "
-                "there, where run.meets"
-            )
+        self._require_round()
         if call.is_answered:
             if kept is not None and call.nobody_takes_part:
                 buffer.copy_(kept)
@@ -142,6 +166,14 @@ class Means:
         else:
             pending = send()
         return _Mean(call, pending, buffer, factor, kept)
+
+    def _require_round(self) -> None:
+        if self._call.is_later:
+            raise UsageError(
+                f"a mean among all workers before the update, with a rhythm of every="
+                f"{self._rhythm.every} steps: their round is held in after_update. Ask "
+                "there, where run.meets"
+            )
 
     def _code(
         self, comm: Comm, buffer: torch.Tensor, bucket: Bucket | None, name: str
@@ -170,29 +202,29 @@ class Nothing:
         return work() or self
 
 
-class _PutBack:
-    """The `Pending` of a copy's mean, which then goes *into* where it comes from."""
+class _ScatteredMean:
+    """The `Scattered` of a sum whose other half becomes a mean once it is known who takes part;
+    *asks*: that travels in it."""
 
-    __slots__ = ("_into", "_pending", "_row")
+    def __init__(
+        self, call: RollCall, scattered: Scattered, buffer: torch.Tensor, asks: bool
+    ) -> None:
+        self._call, self._scattered = call, scattered
+        self._buffer, self._asks = buffer, asks
+        self._gathered = False
 
-    def __init__(self, pending: Pending, row: torch.Tensor, into: torch.Tensor) -> None:
-        self._pending, self._row, self._into = pending, row, into
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._put()
-
-    def then(self, work: Callable[[], Pending | None]) -> Pending:
-        def put_and_work() -> Pending | None:
-            self._put()
-            return work()
-
-        return self._pending.then(put_and_work)
-
-    def _put(self) -> None:
-        row, self._row = self._row, self._row.new_empty(0)
-        if row.numel():
-            self._into.copy_(row)
+    def gather(self) -> Pending:
+        if self._gathered:
+            raise UsageError(
+                "gather() of a mean was called before: a mean is gathered once; wait for the "
+                "Pending that the first call gave"
+            )
+        self._gathered = True
+        pending = self._scattered.gather()
+        if self._asks:
+            self._call.sent(pending)
+        call = self._call
+        return _Mean(call, pending, self._buffer, lambda: call.gradient_factor, None)
 
 
 class _GroupMean:

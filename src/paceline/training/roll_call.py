@@ -92,6 +92,7 @@ class RollCall:
         return (
             self._may_ask
             and self._pending is None
+            and self._element is None
             and buffer.device.type == "cpu"
             and buffer.numel() > 0
             and (buffer.is_floating_point() or buffer.is_complex())
@@ -99,7 +100,8 @@ class RollCall:
 
     def ask_inside(self, buffer: torch.Tensor) -> None:
         """Ask, if this worker has something to tell. Call before *buffer* is sent, and
-        `sent` after it."""
+        `sent` once what brings its sum to all ranks is under way: for a sum in two halves,
+        the second."""
         self._element = _last_element(buffer)
         self._own = self._element.clone()
         if self._has_something_to_tell():
@@ -120,6 +122,12 @@ class RollCall:
                 "who takes part in it is known only then. Wait in backward_ended, or later"
             )
         if self._pending is None:
+            if self._element is not None:
+                raise UsageError(
+                    "a mean was waited for before the last bucket of its step was gathered: "
+                    "who takes part in it travels in that half. Issue the gather of the last "
+                    "bucket (Scattered.gather) before the first wait"
+                )
             self._ask_beside(self._comm)
         assert self._pending is not None
         self._pending.wait()

@@ -46,6 +46,7 @@ class WorkerRun:
         self.stopwatch, self.take_model = stopwatch, take_model
         self.say, self.repeats_after = say, repeats_after
         self.mean, self.average = means.mean, means.average
+        self.scatter_mean = means.scatter_mean
         self._rhythm, self._presence, self._buckets = rhythm, presence, buckets
         self._metric, self._company, self._sending = metric, company, sending
         self.step = 0

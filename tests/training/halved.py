@@ -1,0 +1,98 @@
+"""Means in two halves, as a method forms them: a law of all worlds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+import paceline
+from paceline.interfaces import Pending, Scattered
+from paceline.methods.bsp import BSP
+from paceline.worlds.join import join_world
+
+
+@dataclass
+class State:
+    """A step's means: those that were scattered, and those that are being gathered."""
+
+    scattered: list[Scattered] = field(default_factory=list)
+    gathered: list[Pending] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(BSP):
+    """BSP whose gradients are scattered while backward runs, and gathered where backward ends,
+    the last ones first; or (*at_once*) asked for at the same time."""
+
+    name: ClassVar[str] = "halved"
+    sends_halves: ClassVar[bool] = True
+
+    at_once: bool = False
+
+    def init(self, run):
+        return State()
+
+    def bucket_ready(self, state, run, bucket):
+        scattered = run.scatter_mean(bucket)
+        if self.at_once:
+            state.gathered.append(scattered.gather())
+        else:
+            state.scattered.append(scattered)
+
+    def backward_ended(self, state, run):
+        state.gathered += [one.gather() for one in reversed(state.scattered)]
+        for pending in state.gathered:
+            pending.wait()
+        state.scattered.clear()
+        state.gathered.clear()
+
+
+class Branches(nn.Module):
+    """Which branch is used depends on the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.common = nn.Linear(6, 6)
+        self.branches = nn.ModuleList(nn.Linear(6, 2) for _ in range(3))
+        self.matrix = nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))
+
+    def forward(self, x, branch):
+        y = self.branches[branch](self.common(x))
+        return (y.to(torch.complex64) @ self.matrix).abs().square().mean()
+
+
+def train(method, fusion, steps, collective="ring", branch=None):
+    """The parameters and, step by step, the bytes sent of *steps* steps."""
+    rank = paceline.rank()
+    model = Branches()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3)
+    optimizer = paceline.distribute(
+        model, inner, method=method, fusion=fusion, collective=collective
+    )
+    draw = torch.Generator().manual_seed(rank)
+    for step in range(steps):
+        optimizer.zero_grad()
+        used = (rank + step) % 3 if branch is None else branch
+        model(torch.randn(4, 6, generator=draw), used).backward()
+        optimizer.step()
+    sent = [record.bytes_sent for record in join_world().journal.steps]
+    optimizer.finish()
+    return [p.detach().clone() for p in model.parameters()], sent[len(sent) - steps :]
+
+
+def halves_train_as_the_whole() -> None:
+    """To the bit, and with the same bytes in each step: where tensors are unused, on some
+    ranks or on all, and where some ranks end before others."""
+    rank, n = paceline.rank(), paceline.world_size()
+    for steps in (2 + rank, 3 * (rank == n - 1)):
+        for fusion, branch in (("wfbp", None), ("single", None), ("wfbp", 1)):
+            expected, sent = train(BSP(), fusion, steps, branch=branch)
+            for method in (Halved(), Halved(at_once=True)):
+                found, also_sent = train(method, fusion, steps, branch=branch)
+                for one, other in zip(found, expected, strict=True):
+                    assert torch.equal(one, other), (method, fusion, steps)
+                assert also_sent == sent
