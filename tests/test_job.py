@@ -16,10 +16,10 @@ class Status:
     broken_by: str = ""
 
 
-def begin(job, **status):
+def begin(job, close=lambda: None, **status):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    job.begin(model, optimizer, Status(**status))
+    job.begin(model, optimizer, Status(**status), close)
     return job.trainings[-1]
 
 
@@ -66,3 +66,21 @@ def test_what_was_put_off_is_done_once_and_in_order(job):
     job.end()
     job.end()
     assert done == ["first", "second"]
+
+
+def test_what_no_worker_uses_is_closed_and_all_else_at_the_end(job):
+    """One that is broken has perhaps something under way."""
+    done = []
+    statuses = [{}, {"finished": True}, {"finished": True}, {"broken_by": "boom"}]
+    statuses += [{"finished": True, "broken_by": "boom"}]
+    for number, status in enumerate(statuses):
+        begin(job, lambda number=number: done.append(number), **status)
+    assert job.in_use == [True, False, False, True, True]
+    job.let_go([True, True, False, True, True])  # another worker is in the second one
+    assert done == [2]
+    assert job.in_use == [True, False, True, True]
+    assert len(job.trainings) == 5
+    job.at_exit(lambda: done.append("put off"))
+    job.end()
+    job.end()
+    assert done == [2, "put off", 0, 1, 3, 4]

@@ -29,6 +29,7 @@ from paceline.interfaces import (
     UpdatesOnServer,
     World,
 )
+from paceline.job import Job
 from paceline.messages import Join
 from paceline.optimizer import DistributedOptimizer
 from paceline.pieces import check_servers_can_hold
@@ -126,6 +127,7 @@ def distribute(
     device = parameters[0][1].device
     if isinstance(comm, TorchComm):
         check_same_everywhere(comm, description, device)
+        _let_go_of_earlier(comm, world.job, device)
     if is_compiled_whole(model):
         warnings.warn(
             "the whole model is compiled, so all gradients become ready at once when "
@@ -163,9 +165,8 @@ def distribute(
     )
     world.journal.begin(full_spec)
     wrapped = DistributedOptimizer._wrap(optimizer, training, world, endpoints)
-    world.job.begin(model, wrapped, training)
+    world.job.begin(model, wrapped, training, comm.close)
     world.job.at_exit(wrapped.finish)
-    world.job.at_exit(comm.close)
     return wrapped
 
 
@@ -222,6 +223,14 @@ def _comm(world: World, method: Method) -> TorchComm | AloneComm:
         # Two models may be in the middle of their steps at once: each has a queue.
         comm = comm.channel("gradients")
     return comm
+
+
+def _let_go_of_earlier(comm: TorchComm, job: Job, device: torch.device) -> None:
+    """Close the groups and threads of trainings that all workers have done with. Collective."""
+    if job.holding:
+        in_use = torch.tensor(job.in_use, dtype=torch.uint8, device=device)
+        comm.all_reduce(in_use, "max").wait()
+        job.let_go(in_use.tolist())
 
 
 def _servers(

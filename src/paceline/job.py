@@ -1,11 +1,12 @@
 """What one worker's script does: its options, its trainings, what is put off until its end.
 
-A `World` has one `Job`. It is filled by `distribute`; worlds and checkpoints read it.
+A `World` has one `Job`. It is filled by `distribute`; worlds and checkpoints read it. What a
+training holds is closed when all workers have done with it, and at the end at the latest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,13 +50,15 @@ class Job:
 
     *tell* passes on that an error has ended a training here, though the script goes on: the
     training's number, counted from 0, and the cause. Those who wait for this worker are to
-    learn it.
+    learn it. ``holding`` are trainings whose process groups and threads are there, with what
+    closes these.
     """
 
     def __init__(self, options: RunOptions, tell: Callable[[int, str], None]) -> None:
         self.options = options
         self.trainings: list[Begun] = []
         self.broke = tell
+        self.holding: list[tuple[TrainingStatus, Callable[[], None]]] = []
         self._put_off: list[Callable[[], None]] = []
 
     def begin(
@@ -63,9 +66,11 @@ class Job:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         training: TrainingStatus,
+        close: Callable[[], None],
     ) -> None:
-        """One more training."""
+        """One more training; *close* lets go of what it holds."""
         self.trainings.append(Begun(model, optimizer, training))
+        self.holding.append((training, close))
 
     @property
     def unfinished(self) -> list[Begun]:
@@ -90,12 +95,33 @@ class Job:
             return ""
         return self.trainings[number].training.broken_by
 
+    @property
+    def in_use(self) -> list[bool]:
+        """Of each training in `holding` whether this worker needs what it holds: it has steps to
+        do, or is broken. Closing waits for what is under way, and nobody may come to that."""
+        return [
+            not training.finished or bool(training.broken_by)
+            for training, _ in self.holding
+        ]
+
+    def let_go(self, in_use: Sequence[bool]) -> None:
+        """Close those in `holding` that are not *in_use* on any worker."""
+        held = list(zip(self.holding, in_use, strict=True))
+        self.holding = [one for one, needed in held if needed]
+        for (_, close), needed in held:
+            if not needed:
+                close()
+
     def at_exit(self, action: Callable[[], None]) -> None:
         """Call *action* when the script ends without an error."""
         self._put_off.append(action)
 
     def end(self) -> None:
-        """The script has ended without an error: do what was put off, once."""
+        """The script has ended without an error: do what was put off, and close all
+        trainings, once."""
         for action in self._put_off:
             action()
         self._put_off.clear()
+        for _, close in self.holding:
+            close()
+        self.holding.clear()
