@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import paceline
 from paceline.errors import WorkerFailedError
+from tests.osp.helpers import simulate
 from tests.past_backward.helpers import adamw, perceptron, same, sgd, squares, train
 
 METHODS = ["priority"]
@@ -148,6 +150,38 @@ def evaluates_before(step, model, optimizer, x):
 def test_what_a_script_does_between_is_done_as_under_bsp(method, backward):
     keys = {"workers": 2, "backward": backward}
     assert same(train(method, **keys), train("bsp", **keys))
+
+
+def scaled(method):
+    """Ends of a training with a GradScaler, whose gradients are infinite in two steps."""
+
+    def body(rank):
+        model = perceptron()
+        optimizer = paceline.distribute(model, sgd(model), method=method, fusion="wfbp")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        generator = torch.Generator().manual_seed(rank)
+        for step in range(10):
+            x = torch.randn(4, 6, generator=generator)
+            if rank == 1 and step in (3, 4):
+                x = x * torch.inf
+            scaler.scale(squares(model, x)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        optimizer.finish()
+        return [p.detach().clone() for p in model.parameters()], scaler.get_scale()
+
+    return simulate(2, body)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_grad_scaler_skips_the_same_steps(method):
+    mine, theirs = scaled(method), scaled("bsp")
+    assert same(mine, theirs)
+    assert [scale for _, scale in mine] == [scale for _, scale in theirs]
+    assert all(parameter.isfinite().all() for parameter in mine[0][0])
 
 
 class Tied(nn.Module):

@@ -1,0 +1,24 @@
+"""Between real processes, too: bsp's bits, and a prompt end where a peer has died."""
+
+import pytest
+
+from tests import forked
+from tests.past_backward.ends import METHODS
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_50_steps_end_with_the_bits_of_bsp(workers):
+    first, *_ = forked.run_together(workers, ["-m", "tests.past_backward.ends"])
+    expected = [f"{m} {o} True" for m in METHODS for o in ("sgd", "AdamW")]
+    assert first.stdout.splitlines() == expected
+
+
+def test_a_worker_that_dies_under_way_is_named():
+    ranks = forked.together(2, ["-m", "tests.past_backward.ends", "1", "9"])
+    try:
+        ends = [rank.done(30) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [end.returncode for end in ends] == [1, 7]
+    assert "rank 1" in ends[0].stderr
