@@ -16,15 +16,16 @@ class Flat:
     *dtype*: the buffer's type, where it is not theirs: float32 for the differences of
     half-precision parameters, for example. ``views[i]`` is the part of ``buffer`` with the
     shape of ``tensors[i]``. The buffer is not the tensors: `take` copies them in, `put` back.
-    Where tensors stand in for larger ones, so does the buffer.
+    Where tensors stand in for larger ones, so does the buffer. ``of`` are the tensors as they
+    were given.
     """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None
     ) -> None:
-        self.tensors = [tensor.detach() for tensor in tensors]
-        first = self.tensors[0]
-        sizes = [tensor.numel() for tensor in self.tensors]
+        self.of = list(tensors)
+        first = self.of[0]
+        sizes = [tensor.numel() for tensor in self.of]
         kind = dtype or first.dtype
         self.buffer = torch.zeros(sum(sizes), dtype=kind, device=first.device)
         if any(stands_in(tensor) for tensor in tensors):
@@ -32,8 +33,14 @@ class Flat:
             stand_in_for(size * kind.itemsize // first.element_size(), self.buffer)
         self.views = [
             part.view(tensor.shape)
-            for part, tensor in zip(self.buffer.split(sizes), self.tensors, strict=True)
+            for part, tensor in zip(self.buffer.split(sizes), self.of, strict=True)
         ]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Without gradients, and where they are now: who writes ``p.data = ...`` gives a
+        parameter other memory, as optimizers that look ahead do, and cuDNN's flat weights."""
+        return [tensor.detach() for tensor in self.of]
 
     @property
     def bytes(self) -> int:

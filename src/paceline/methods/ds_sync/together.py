@@ -64,5 +64,5 @@ def _counts(buffer: torch.Tensor) -> bool:
 
 def copies(run: Run) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Every tensor that `Weighted.model` writes to, and what it holds now."""
-    tensors = [*(p.detach() for p in run.parameters), *run.own_buffers]
-    return [(tensor, tensor.clone()) for tensor in tensors]
+    tensors = [*run.parameters, *run.own_buffers]
+    return [(tensor, tensor.detach().clone()) for tensor in tensors]

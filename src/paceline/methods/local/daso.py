@@ -237,7 +237,7 @@ class DASO:
     @torch.no_grad()
     def consolidate(self, state: DASOState, run: Run) -> Callable[[], None]:
         part = whole_model(run)  # in the other one an exchange may be on its way
-        kept = [(tensor, tensor.clone()) for tensor in part.tensors]
+        kept = part.copies()
         self._average(state, part, run)
 
         @torch.no_grad()

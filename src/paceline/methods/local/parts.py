@@ -97,10 +97,10 @@ class Part:
         """All that of the model it covers."""
         return [*self.parameters, *self.statistics, *self.counters]
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Those of its flats."""
-        return [tensor for flat in self.flats for tensor in flat.tensors]
+    def copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each of its tensors, and what that holds now."""
+        tensors = [tensor for flat in self.flats for tensor in flat.of]
+        return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 
 @dataclass
@@ -133,7 +133,7 @@ class LocalState:
 
     def remember(self) -> Callable[[], None]:
         """Returns what makes the model again what it is now."""
-        kept = [(t, t.clone()) for part in self.parts for t in part.tensors]
+        kept = [pair for part in self.parts for pair in part.copies()]
 
         @torch.no_grad()
         def undo() -> None:
@@ -153,14 +153,14 @@ def pairs(
     flat: Flat, values: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each tensor of *flat*, and what *values*, of the buffer's shape, have for it."""
-    parts = values.split([tensor.numel() for tensor in flat.tensors])
+    parts = values.split([tensor.numel() for tensor in flat.of])
     for tensor, part in zip(flat.tensors, parts, strict=True):
         yield tensor, part.view(tensor.shape)
 
 
 def beginning(flat: Flat, anchor: torch.Tensor) -> torch.Tensor:
     """Where workers that took *anchor* have begun: in the parameters' own type."""
-    there = flat.tensors[0].dtype
+    there = flat.of[0].dtype
     return anchor if there == anchor.dtype else anchor.to(there).to(anchor.dtype)
 
 

@@ -160,7 +160,7 @@ def _outer(
         anchor,
         momentum,
         flat.buffer,
-        [tensor.numel() for tensor in flat.tensors],
+        [tensor.numel() for tensor in flat.of],
         rates,
         learning_rate=options.outer_learning_rate,
         factor=options.outer_momentum,
