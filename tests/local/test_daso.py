@@ -323,6 +323,35 @@ def test_another_number_of_workers_goes_on_from_the_mean(
         assert torch.equal(end, ends[0][1])
 
 
+def test_a_restart_may_have_other_buckets(tmp_path: Path) -> None:
+    """An exchange is on its way. Two workers are in one node, and two nodes exchange: their
+    sums are the same in any order."""
+
+    def body(rank: int, first: int, last: int, fusion: str) -> torch.Tensor:
+        model = double()
+        optimizer = paceline.distribute(
+            model,
+            momentum(model.parameters()),
+            method="daso:every=4,delay=3,group=2",
+            fusion=fusion,
+        )
+        if first:
+            paceline.load(tmp_path / "checkpoint")
+        for step in range(first, last):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        if last < STEPS:
+            paceline.save(tmp_path / "checkpoint")
+        optimizer.finish()
+        return flat(model)
+
+    straight = simulate(4, lambda rank: body(rank, 0, STEPS, "wfbp"))
+    simulate(4, lambda rank: body(rank, 0, 5, "wfbp"))
+    for end in simulate(4, lambda rank: body(rank, 5, STEPS, "ddp")):
+        assert torch.equal(end, straight[0])
+
+
 # ---- bad input ----
 
 

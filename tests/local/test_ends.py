@@ -188,6 +188,31 @@ def test_parameters_that_a_script_loads_begin_a_round():
     assert (loaded[0].steps[5] - expected).abs().max() < CLOSE
 
 
+@pytest.mark.parametrize(
+    "method",
+    ["streaming-diloco:every=4,fragments=1,delay=3", "daso:group=2,every=4,delay=3"],
+)
+def test_what_is_under_way_is_over_before_a_checkpoint_takes_its_place(
+    method, tmp_path
+):
+    """Until it is in, whoever moves it writes into the buffers that the checkpoint's goes to."""
+    left = []
+
+    def watch(rank, step, model, optimizer):
+        state = training_of(optimizer).state
+        if step == 0:
+            paceline.save(tmp_path / "checkpoint")
+        if step == 4:
+            flying = state.exchange if "daso" in method else state.flights[0]
+            sent = [*flying.pending]
+            paceline.load(tmp_path / "checkpoint")
+            left.append((len(sent), len(flying.pending)))
+
+    train(method, 4, 6, watch=watch)
+    assert any(sent for sent, _ in left)
+    assert all(not pending for _, pending in left)
+
+
 def test_an_evaluation_sees_the_anchor_whoever_looks_alone():
     """Where the outer optimizer keeps one; and the statistics of its round."""
     seen = {}

@@ -59,6 +59,7 @@ from paceline.methods.local.nodes import (
 )
 from paceline.methods.local.options import Options
 from paceline.methods.local.parts import Part, Since, make_parts
+from paceline.methods.local.saved import means, put
 from paceline.tensors import Bucket
 
 
@@ -111,6 +112,12 @@ class DASOState:
     exchange: Exchange | None = None
     gradients: list[Pending] = field(default_factory=list)
     may_miss_losses: bool = True
+
+    def drop_exchange(self) -> None:
+        """What is on its way is of another model."""
+        if self.exchange is not None:
+            self.exchange.wait()
+            self.exchange = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,9 +260,7 @@ class DASO:
 
     def loaded(self, state: DASOState, run: Run) -> None:
         """What is on its way is of before."""
-        if state.exchange is not None:
-            state.exchange.wait()
-            state.exchange = None
+        state.drop_exchange()
         state.progress.since.begin(run.step)
 
     # ---- restarts ----
@@ -279,22 +284,23 @@ class DASO:
                 "turn": exchange.turn,
                 "delay": exchange.delay,
                 "weights": exchange.weights,
-                "sums": [flat.buffer for flat in state.part.flats],
+                "sums": means(run, state.part),
             }
         return saved
 
     @torch.no_grad()
     def load_state(self, state: DASOState, run: Run, saved: dict[str, Any]) -> None:
+        state.losses.wait()
+        state.drop_exchange()
         device = run.parameters[0].device
         state.pace = Pace(**saved["pace"])
         state.turn = saved["turn"]
         state.progress = Progress(Since(*saved["since"]), saved["steps"])
         under_way = [tensor.to(device) for tensor in saved["under_way"]]
         state.losses = Losses(*saved["losses"], *under_way)
-        there, state.exchange = saved["exchange"], None
+        there = saved["exchange"]
         if there:
-            for flat, own in zip(state.part.flats, there["sums"], strict=True):
-                flat.buffer.copy_(own)
+            put(means(run, state.part), there["sums"])
             state.exchange = Exchange(
                 there["due"],
                 there["turn"],

@@ -142,6 +142,12 @@ class LocalState:
 
         return undo
 
+    def drop_flights(self) -> None:
+        """What is under way is of another model."""
+        for flight in self.flights:
+            flight.wait()
+        self.flights.clear()
+
     def count(self, weight: float) -> None:
         """A step was done, on samples of so much weight."""
         for part in self.parts:

@@ -38,7 +38,7 @@ def saved(state: LocalState, run: Run) -> dict[str, Any]:
                 "part": flight.part,
                 "due": flight.due - run.step,
                 "weights": flight.weights,
-                "means": _means(run, state.parts[flight.part]),
+                "means": means(run, state.parts[flight.part]),
             }
             for flight in state.flights
         ],
@@ -55,19 +55,19 @@ def load(options: Options, state: LocalState, run: Run, there: dict[str, Any]) -
             "with an outer optimizer where there is none now, or the other way round: "
             "load it with the options with which it was saved"
         )
+    state.drop_flights()  # their buffers are written to until they are in
     for part, kept in zip(state.parts, there["parts"], strict=True):
         for own, saved_one in (
             (_by_parameter(run, part.parameters, part.anchors), kept["anchors"]),
             (_by_parameter(run, part.parameters, part.momenta), kept["momenta"]),
             (part.averaged, kept["averaged"]),
         ):
-            _copy(own, saved_one)
+            put(own, saved_one)
         part.since = Since.loaded(run.step, kept["since"])
         part.rounds = kept["rounds"]
-    state.flights.clear()
     for kept in there["flights"]:
         part = state.parts[kept["part"]]
-        _copy(_means(run, part), kept["means"])
+        put(means(run, part), kept["means"])
         weights = kept["weights"].to(part.parameters[0].buffer.device)
         state.flights.append(Flight(kept["part"], run.step + kept["due"], weights))
     state.since_group = Since.loaded(run.step, there["since_group"])
@@ -98,8 +98,9 @@ def _by_parameter(
     return [own for _, own in sorted(found, key=lambda entry: entry[0])]
 
 
-def _means(run: Run, part: Part) -> list[torch.Tensor]:
-    """What the flat buffers of a part hold."""
+def means(run: Run, part: Part) -> list[torch.Tensor]:
+    """What the flat buffers of a part hold: for the parameters, in the model's order, and then
+    for all else."""
     buffers = [flat.buffer for flat in part.parameters]
     rest = [flat.buffer for flat in (*part.statistics, *part.counters)]
     return _by_parameter(run, part.parameters, buffers) + rest
@@ -115,6 +116,7 @@ def _fits(state: LocalState, run: Run, parts: Sequence[dict[str, Any]]) -> bool:
     )
 
 
-def _copy(own: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> None:
+def put(own: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> None:
+    """What was saved, into its place."""
     for tensor, value in zip(own, there, strict=True):
         tensor.copy_(value)

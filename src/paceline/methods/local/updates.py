@@ -140,9 +140,7 @@ class LocalUpdates(Options):
         those of a checkpoint are that another number of workers goes on from, all goes on."""
         if self.keeps_anchor and all(part.is_at_anchor() for part in state.parts):
             return
-        for flight in state.flights:
-            flight.wait()
-        state.flights.clear()
+        state.drop_flights()
         for part in state.parts:
             if self.keeps_anchor:
                 part.take_anchor()
