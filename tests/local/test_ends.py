@@ -213,6 +213,24 @@ def test_what_is_under_way_is_over_before_a_checkpoint_takes_its_place(
     assert all(not pending for _, pending in left)
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        "local-sgd:every=4",
+        "streaming-diloco:every=4,fragments=1,delay=2",
+        "daso:group=2,every=4,delay=3",
+        "ds-sync:overlap=step",
+    ],
+)
+def test_a_mean_that_is_late_takes_no_step_from_a_counter(method):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+
+    for one in train(method, 4, 14, make=make):
+        assert one.model[1].num_batches_tracked.item() == 14
+
+
 def test_an_evaluation_sees_the_anchor_whoever_looks_alone():
     """Where the outer optimizer keeps one; and the statistics of its round."""
     seen = {}

@@ -141,8 +141,8 @@ def end(nodes: Nodes, part: Part, exchange: Exchange) -> None:
             for tensor, view in zip(flat.tensors, flat.views, strict=True):
                 view.add_(tensor.to(view.dtype), alpha=kept)
         flat.buffer.div_(kept + total)
-    for flat in part.flats:
         flat.put()
+    part.put_counters()
 
 
 def _share_newest(

@@ -84,6 +84,12 @@ class Part:
             for tensor, own in pairs(flat, value):
                 tensor.copy_(own)
 
+    def put_counters(self) -> None:
+        """The largest that anybody has counted; a worker may have gone on since it was sent."""
+        for flat in self.counters:
+            for tensor, found in zip(flat.tensors, flat.views, strict=True):
+                tensor.copy_(torch.maximum(tensor.to(found.dtype), found))
+
     def is_at_anchor(self) -> bool:
         """Whether the model holds it, as far as its types can."""
         return all(

@@ -98,8 +98,7 @@ def land(
     flight.wait()
     part = state.parts[flight.part]
     total, active = flight.weights.tolist()
-    for flat in part.counters:
-        flat.put()
+    part.put_counters()
     if not total:
         return
     for flat in (*part.parameters, *part.statistics, *flight.moments):
