@@ -173,8 +173,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _update(self, closure: Callable[[], float] | None) -> float | None:
         """Evaluate, see to it that the gradients were delivered, and update."""
         if closure is None:
+            is_left_out = self._is_left_out()
             self._training.before_update()
-            return self._inner.step() if self._training.optimizer_steps else None
+            if is_left_out or not self._training.optimizer_steps:
+                return None
+            return self._inner.step()
         evaluations = 0
 
         def evaluate() -> float:
@@ -196,6 +199,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "call backward(), then step()"
             )
         return result
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by a GradScaler, which then leaves it to `step` to leave an update out. Where
+        gradients are workers' own, one of them alone has an infinity, and the others meet it
+        after the update: it may leave that out, but not the step."""
+        return self._training.steps_without_update()
+
+    def _is_left_out(self) -> bool:
+        """Whether a GradScaler has told, by the attributes that torch gives optimizers then,
+        that a gradient is not finite; else gradients become what they are without its
+        scale."""
+        told = vars(self)
+        if float(told.get("found_inf", 0.0)):
+            return True
+        if told.get("grad_scale") is not None:
+            inverse = told["grad_scale"].double().reciprocal().float()
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(inverse.to(parameter.grad.device))
+        return False
 
     @property
     def first_step(self) -> int:

@@ -127,6 +127,20 @@ class Training:
         """Whether the user's optimizer steps, and not the method or a server."""
         return self._method.updates_on == "worker"
 
+    def steps_without_update(self) -> bool:
+        """Whether a step whose gradients a GradScaler has found not to be finite is one all
+        the same. Raises `UsageError` where they were clipped with their scale."""
+        if not (self.optimizer_steps and self._method.rhythm.lets_models_differ):
+            return False
+        if self._parts.clips_own:
+            raise UsageError(
+                f"clip_norm with a GradScaler: under {self._method.name} each worker's own "
+                "gradient is clipped when backward ends, and is scaled then. Clip .grad, "
+                "which is its own, after scaler.unscale_(optimizer); or train in bfloat16 "
+                "without a scaler"
+            )
+        return True
+
     @property
     def consolidates_together(self) -> bool:
         """Whether `consolidated` is collective."""

@@ -153,9 +153,16 @@ class Parts:
             lock_step=rhythm.is_every_step,
             past_backward=waits_late,
         )
-        clips_own = method.clips == "own" and settings.clip_norm < math.inf
+        self.clips_own = method.clips == "own" and settings.clip_norm < math.inf
         steps = Steps(
-            *(rhythm, self._common_every, settings, waits_late, clips_own, presence),
+            *(
+                rhythm,
+                self._common_every,
+                settings,
+                waits_late,
+                self.clips_own,
+                presence,
+            ),
             planner,
             *(roll_call, group_calls, agreement, self.shared, self.faults),
         )
@@ -169,7 +176,7 @@ class Parts:
             presence.weight,
             averages,
             steps.deliver,
-            clips_own,
+            self.clips_own,
             self.faults.refused,
         )
         steps.arrivals.make_buckets(planner.groups)
