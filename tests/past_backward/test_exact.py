@@ -13,7 +13,12 @@ from paceline.errors import WorkerFailedError
 from tests.osp.helpers import simulate
 from tests.past_backward.helpers import adamw, perceptron, same, sgd, squares, train
 
-METHODS = ["priority"]
+METHODS = ["priority", "dear"]
+
+
+def plain(method):
+    """What adds up in the same order, and waits where backward ends."""
+    return "bsp:collective=ring" if method == "dear" else "bsp"
 
 
 def one_cycle(optimizer):
@@ -33,14 +38,14 @@ def accumulates(step, model, optimizer, x):
 def test_50_steps_end_with_the_bits_of_bsp(method, workers, optimizer, schedule):
     keys = {"steps": 50, "optimizer": optimizer, "schedule": schedule}
     keys["backward"] = accumulates if workers == 3 else None
-    assert same(train(method, workers, **keys), train("bsp", workers, **keys))
+    assert same(train(method, workers, **keys), train(plain(method), workers, **keys))
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("fusion", ["single", "ddp", "2+3+1"])
 def test_other_buckets_too(method, fusion):
     keys = {"workers": 3, "fusion": fusion, "optimizer": adamw}
-    assert same(train(method, **keys), train("bsp", **keys))
+    assert same(train(method, **keys), train(plain(method), **keys))
 
 
 def evaluates(rank, step, model, optimizer, schedule):
@@ -87,7 +92,7 @@ def flat(seen):
 )
 def test_whoever_looks_after_a_step_sees_what_bsp_shows(method, around):
     mine = train(method, 2, around=around)
-    theirs = train("bsp", 2, around=around)
+    theirs = train(plain(method), 2, around=around)
     assert same(mine, theirs)
     for (_, seen), (_, expected) in zip(mine, theirs, strict=True):
         pairs = list(zip(flat(seen), flat(expected), strict=True))
@@ -149,7 +154,7 @@ def evaluates_before(step, model, optimizer, x):
 )
 def test_what_a_script_does_between_is_done_as_under_bsp(method, backward):
     keys = {"workers": 2, "backward": backward}
-    assert same(train(method, **keys), train("bsp", **keys))
+    assert same(train(method, **keys), train(plain(method), **keys))
 
 
 def scaled(method):
@@ -225,13 +230,13 @@ def in_a_twist():
 @pytest.mark.parametrize("workers", [2, 3])
 def test_shared_and_unused_weights(method, make, workers):
     keys = {"workers": workers, "make": make, "optimizer": adamw}
-    assert same(train(method, **keys), train("bsp", **keys))
+    assert same(train(method, **keys), train(plain(method), **keys))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_whose_data_end_early(method):
     keys = {"workers": 3, "steps": [4, 9, 6], "make": in_a_twist}
-    assert same(train(method, **keys), train("bsp", **keys))
+    assert same(train(method, **keys), train(plain(method), **keys))
 
 
 def normed():
@@ -245,7 +250,7 @@ def test_batch_norm(method):
         return [buffer.clone() for buffer in model.buffers()]
 
     keys = {"workers": 2, "steps": [5, 8], "make": normed, "around": buffers}
-    mine, theirs = train(method, **keys), train("bsp", **keys)
+    mine, theirs = train(method, **keys), train(plain(method), **keys)
     assert same(mine, theirs)
     for (_, seen), (_, expected) in zip(mine, theirs, strict=True):
         pairs = zip(flat(seen), flat(expected), strict=True)
@@ -255,7 +260,7 @@ def test_batch_norm(method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("keys", [{"clip_norm": 0.1}, {"check_finite": True}])
 def test_options_that_need_all_gradients_wait_for_them(method, keys):
-    assert same(train(method, 2, **keys), train("bsp", 2, **keys))
+    assert same(train(method, 2, **keys), train(plain(method), 2, **keys))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -266,7 +271,7 @@ def test_an_optimizer_that_takes_whole_tensors_and_has_groups(method):
         return torch.optim.Adafactor(groups)
 
     keys = {"workers": 2, "optimizer": muon_like}
-    assert same(train(method, **keys), train("bsp", **keys))
+    assert same(train(method, **keys), train(plain(method), **keys))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -341,7 +346,7 @@ def seeded(kind):
 )
 @pytest.mark.filterwarnings("ignore")
 def test_models_that_use_weights_in_other_ways(method, make):
-    assert same(train(method, 2, make=make), train("bsp", 2, make=make))
+    assert same(train(method, 2, make=make), train(plain(method), 2, make=make))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -353,7 +358,10 @@ def test_copies_and_pickles_of_a_model_are_plain(method):
         assert kinds == {nn.Parameter}
         return [p.detach() for p in twin.parameters()] + [p.detach() for p in thawed]
 
-    mine, theirs = train(method, 2, around=copied), train("bsp", 2, around=copied)
+    mine, theirs = (
+        train(method, 2, around=copied),
+        train(plain(method), 2, around=copied),
+    )
     for (_, seen), (_, expected) in zip(mine, theirs, strict=True):
         pairs = zip(flat(seen), flat(expected), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
@@ -365,7 +373,7 @@ def test_a_load_replaces_what_is_under_way(method):
         if step == 3:
             model.load_state_dict(perceptron().state_dict())
 
-    assert same(train(method, 2, around=loads), train("bsp", 2, around=loads))
+    assert same(train(method, 2, around=loads), train(plain(method), 2, around=loads))
 
 
 def test_parameters_are_plain_again_after_finish():

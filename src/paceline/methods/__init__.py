@@ -23,7 +23,7 @@ from paceline.methods.local import (
     StreamingDiLoCo,
 )
 from paceline.methods.osp import OSP
-from paceline.methods.past_backward import Priority
+from paceline.methods.past_backward import DeAR, Priority
 from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
 from paceline.methods.sync_switch import SyncSwitch
@@ -35,6 +35,7 @@ METHODS: dict[str, type[Method]] = {
     BSP.name: BSP,
     DASO.name: DASO,
     DSSync.name: DSSync,
+    DeAR.name: DeAR,
     DiLoCo.name: DiLoCo,
     HierarchicalLocalSGD.name: HierarchicalLocalSGD,
     LocalSGD.name: LocalSGD,

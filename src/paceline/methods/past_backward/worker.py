@@ -30,16 +30,25 @@ class Due:
     how: Hyperparameters | None = None
 
 
+def everything(run: UpdatingRun) -> Iterable[Message]:
+    """The plan; or else a message for each bucket, in the order in which they become ready."""
+    if run.sending is not None:
+        return run.sending
+    return [Message(bucket.index) for bucket in run.buckets]
+
+
 class LateWorker:
-    """Its state. *send* starts one message of a bucket."""
+    """Its state. *send* starts one message of a bucket, and returns what is to be waited for;
+    *messages*: those of a step, in the order in which they are sent."""
 
     def __init__(
         self,
         run: UpdatingRun,
-        send: Callable[[UpdatingRun, Bucket, Message], Pending],
+        send: Callable[[UpdatingRun, Bucket, Message], Pending | None],
+        messages: Callable[[UpdatingRun], Iterable[Message]] = everything,
     ) -> None:
         self._updater = run.take_over(WHOLE)
-        self._send = send
+        self._send, self._messages = send, messages
         self._due: dict[int, Due] = {}  # by the bucket's number
         self._queue: list[Message] = []  # of this step, not yet sent
 
@@ -50,13 +59,14 @@ class LateWorker:
         it in the plan have gone, so that all ranks send in one order."""
         if bucket.index == 0:  # a step that was skipped is forgotten
             self._due.clear()
-            plan = run.sending
-            self._queue = list(everything(run) if plan is None else plan)
+            self._queue = list(self._messages(run))
         self._due[bucket.index] = Due(bucket)
         while self._queue and self._queue[0].bucket in self._due:
             message = self._queue.pop(0)
             due = self._due[message.bucket]
-            due.under_way.append(self._send(run, due.bucket, message))
+            pending = self._send(run, due.bucket, message)
+            if pending is not None:
+                due.under_way.append(pending)
 
     def backward_ended(self, run: UpdatingRun) -> None:
         if run.sending is None or not run.active:
@@ -148,11 +158,6 @@ class LateWorker:
         """Parameters that took part in the step on any worker, and their mean gradients."""
         rows = zip(bucket.parameters, bucket.views, bucket.used, strict=True)
         return ((parameter, view) for parameter, view, used in rows if used)
-
-
-def everything(run: UpdatingRun) -> list[Message]:
-    """A message for each bucket, in the order in which they become ready."""
-    return [Message(bucket.index) for bucket in run.buckets]
 
 
 def part(bucket: Bucket, message: Message) -> torch.Tensor:
