@@ -417,9 +417,11 @@ def test_workers_count_as_much_as_they_have_counted():
     assert results == pytest.approx([sum(counted) / len(counted)] * 4)
 
 
-def test_swa_that_begins_after_the_end_changes_nothing():
+def test_swa_that_begins_after_the_end_changes_nothing_and_that_is_said(capsys):
     plain = models(train("ds-sync", 4, 5))
+    assert "swa_from" not in capsys.readouterr().err
     assert equal([*plain, *models(train("ds-sync:swa_from=5", 4, 5))])
+    assert "swa_from=5: no weights were counted" in capsys.readouterr().err
 
 
 # ---- bad input ----

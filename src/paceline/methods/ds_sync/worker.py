@@ -124,6 +124,12 @@ class GroupWorker:
     def _end_trajectory(self, run: Run, total: int) -> None:
         """The result is the mean of all weights that all workers have counted, if any."""
         if not total:
+            if self._options.swa_from >= 0:
+                run.say(
+                    f"ds-sync:swa_from={self._options.swa_from}: no weights were counted "
+                    "from that step on (training has ended before it, or has loaded a "
+                    "model since), so the model is the mean of all workers' last ones"
+                )
             return
         trajectory = self._trajectory
         trajectory.prepare(run.parameters)
