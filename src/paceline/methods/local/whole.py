@@ -44,7 +44,7 @@ def settle(options: Options, state: LocalState, run: Run) -> None:
 
 def _totals(options: Options, state: LocalState, run: Run) -> list[float]:
     """What all workers weigh together, for each part."""
-    own = [_weight(options, part) for part in state.parts]
+    own = [_weight(options, part, run) for part in state.parts]
     device = run.parameters[0].device
     totals = torch.tensor(own, dtype=torch.float64, device=device)
     run.comm.all_reduce(totals, "sum").wait()
@@ -52,14 +52,20 @@ def _totals(options: Options, state: LocalState, run: Run) -> list[float]:
     return summed
 
 
-def _weight(options: Options, part: Part) -> float:
+def _weight(options: Options, part: Part, run: Run) -> float:
+    """As in rounds: where workers do different numbers of steps in the same time, each one's
+    change counts alike."""
     weight = part.since.weight
-    return float(weight > 0) if options.weigh == "equal" else weight
+    if options.weigh == "equal":
+        return float(weight > 0)
+    if options.uneven == "speed" and weight:
+        return part.since.share(run.step - 1, equal=False)
+    return weight
 
 
 def _form(options: Options, part: Part, run: Run, total: float) -> None:
     """The flat buffers become the weighed mean."""
-    share = _weight(options, part) / total
+    share = _weight(options, part, run) / total
     pending = []
     for flat in (*part.parameters, *part.statistics):
         flat.take()
