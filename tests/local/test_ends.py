@@ -352,6 +352,12 @@ def test_an_optimizer_that_keeps_nothing_has_nothing_to_average():
     assert isinstance(caught.value.__cause__, UsageError)
 
 
+def test_an_optimizer_that_cannot_be_tried_is_refused_in_words():
+    with pytest.raises(WorkerFailedError, match="LBFGS cannot be tried") as caught:
+        train("local-sgd:state=average", 2, 1, optimizer=lambda p: torch.optim.LBFGS(p))
+    assert isinstance(caught.value.__cause__, UsageError)
+
+
 def test_who_has_not_trained_yet_has_moments_of_nought_and_weighs_nothing():
     ends = train("local-sgd:every=2,state=average", 2, (4, 0), optimizer=adam)
     alone = train("local-sgd:every=2", 1, 4, optimizer=adam)

@@ -26,7 +26,7 @@ def names_of_moments(
     optimizer: torch.optim.Optimizer,
 ) -> dict[int, list[str]]:
     """Which moments each parameter has once it was trained, by the parameter's address: of
-    every worker alike, also of one that has not trained yet. A copy of the optimizer is asked, on a parameter of one element."""
+    every worker alike, also of one that has not trained yet. A copy of the optimizer is asked, on a parameter of one element. Raises `UsageError` where that cannot step."""
     found: dict[int, list[str]] = {}
     for group in filter(lambda group: group["params"], optimizer.param_groups):
         trial = copy.copy(optimizer)
@@ -35,7 +35,13 @@ def names_of_moments(
         like.grad = torch.zeros_like(like)
         trial.state = defaultdict(dict)
         trial.param_groups = [{**group, "params": [like]}]
-        trial.step()
+        try:
+            trial.step()
+        except Exception as error:
+            raise UsageError(
+                f"state=average: {type(optimizer).__name__} cannot be tried on a single "
+                f"small parameter, which shows what it keeps ({error}); use state=local"
+            ) from error
         kept = trial.state[like]
         names = [name for name in MOMENTS if isinstance(kept.get(name), torch.Tensor)]
         for parameter in group["params"]:
