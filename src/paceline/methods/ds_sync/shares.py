@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -120,7 +121,8 @@ def _flat(parameters: Sequence[torch.Tensor], largest: int) -> Flat:
 
 def state_keys(optimizer: torch.optim.Optimizer | None) -> list[str]:
     """Under which names *optimizer* keeps tensors of a parameter's shape: found out by a step
-    of a copy of it on a small one, so that all workers know it before the first step.
+    of a copy of it on a small one of each group, so that all workers know it before the first
+    step.
 
     Raises `UsageError` for one that keeps none, or others.
     """
@@ -129,25 +131,9 @@ def state_keys(optimizer: torch.optim.Optimizer | None) -> list[str]:
             "ds-sync:state=average: there is no optimizer here whose state could be averaged"
         )
     name = type(optimizer).__name__
-    (first, *_), *_ = (group["params"] for group in optimizer.param_groups)
-    small = torch.nn.Parameter(torch.ones(2, 3, dtype=first.dtype, device=first.device))
-    small.grad = torch.ones_like(small)
-    probe = copy.copy(optimizer)
-    probe.state = defaultdict(dict)
-    probe.param_groups = [{**optimizer.param_groups[0], "params": [small]}]
-    try:
-        probe.step()
-    except Exception as error:
-        raise UsageError(
-            f"ds-sync:state=average: {name} cannot be tried on a single small parameter, "
-            f"which shows what it keeps ({error}); use state=local"
-        ) from error
-    kept = {
-        key: tensor
-        for key, tensor in probe.state[small].items()
-        if isinstance(tensor, torch.Tensor) and tensor.dim()
-    }
-    others = sorted(key for key, tensor in kept.items() if tensor.shape != small.shape)
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    kept = {key: n for group in groups for key, n in _kept(optimizer, group).items()}
+    others = sorted(key for key, shape in kept.items() if shape != _TRIED)
     if others:
         raise UsageError(
             f"ds-sync:state=average: {name} keeps {', '.join(others)} in another shape than "
@@ -160,3 +146,31 @@ def state_keys(optimizer: torch.optim.Optimizer | None) -> list[str]:
             "state=local, or an optimizer with momentum"
         )
     return sorted(kept)
+
+
+_TRIED = torch.Size((2, 3))
+"""The shape of the parameter on which optimizers are tried."""
+
+
+def _kept(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any]
+) -> dict[str, torch.Size]:
+    """The tensors that *optimizer* keeps of a parameter in *group*: names and shapes."""
+    first = group["params"][0]
+    small = torch.nn.Parameter(first.new_ones(_TRIED))
+    small.grad = torch.ones_like(small)
+    probe = copy.copy(optimizer)
+    probe.state = defaultdict(dict)
+    probe.param_groups = [{**group, "params": [small]}]
+    try:
+        probe.step()
+    except Exception as error:
+        raise UsageError(
+            f"ds-sync:state=average: {type(optimizer).__name__} cannot be tried on a single "
+            f"small parameter, which shows what it keeps ({error}); use state=local"
+        ) from error
+    return {
+        key: tensor.shape
+        for key, tensor in probe.state[small].items()
+        if isinstance(tensor, torch.Tensor) and tensor.dim()
+    }

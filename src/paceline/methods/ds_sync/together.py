@@ -50,16 +50,16 @@ class Weighted:
         self.mean(parts, parts)
         counts = [one for one in run.own_buffers if _counts(one)]
         for kind in by_kind(counts):
-            flat = Flat(kind)
+            flat = Flat(kind, torch.uint8 if kind[0].dtype == torch.bool else None)
             flat.take()
             self._comm.all_reduce(flat.buffer, "max").wait()
             flat.put()
 
 
 def _counts(buffer: torch.Tensor) -> bool:
-    """Whether it holds whole numbers, of which all take the largest."""
+    """Whether it holds whole numbers, or flags, of which all take the largest."""
     real = buffer.is_floating_point() or buffer.is_complex()
-    return not real and buffer.dtype != torch.bool and buffer.numel() > 0
+    return not real and buffer.numel() > 0
 
 
 def copies(run: Run) -> list[tuple[torch.Tensor, torch.Tensor]]:
