@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -166,11 +166,14 @@ class Run(Protocol):
         among: Comm | None = None,
         channel: str = "",
         name: str = "",
+        parts: Mapping[str, torch.Tensor] | None = None,
     ) -> Pending:
         """Form the mean of anything else, parameters for example, in place: every worker
         that takes part counts once. *name*: what the state of a compressor is kept under,
         for what may be compressed, differences of parameters for example; without a name
-        it is sent as it is. A worker that is out of data takes part in one more
+        it is sent as it is. *parts*, instead: of a contiguous *tensor*, the views that each
+        are coded by themselves, in order, by such names; a parameter's name lets its state
+        go on in other buckets, and among other workers. A worker that is out of data takes part in one more
         round if it has trained since the last one; between groups it always does.
         *tensor* is of floating point."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -53,13 +53,13 @@ class Means:
         comm = self._queue(among, channel)
         if among is not None:
             call = self._group_calls.of(comm, bucket)
-            pending = self._code(comm, buffer, bucket, name)
+            pending = self._code(comm, buffer, bucket, {name: buffer})
             self._group_calls.sent(call)
             return _GroupMean(call, pending, buffer)
         return self._sum(
             buffer,
             lambda: self._call.gradient_factor,
-            lambda: self._code(comm, buffer, bucket, name),
+            lambda: self._code(comm, buffer, bucket, {name: buffer}),
             carries=not channel and (of is None or of.last),
         )
 
@@ -97,6 +97,7 @@ class Means:
         among: Comm | None = None,
         channel: str = "",
         name: str = "",
+        parts: Mapping[str, torch.Tensor] | None = None,
     ) -> Pending:
         """See `Run.average`."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -105,17 +106,18 @@ class Means:
             )
         # Of a parameter: no step of autograd's.
         tensor = stand_alike(tensor.detach(), tensor)
-        if not tensor.is_contiguous():
+        if not tensor.is_contiguous() and parts is None:
             # Other ranks may have it in another order: in its own, all have the same.
             row = stand_alike(tensor.contiguous(), tensor)
             return PutBack(
                 self.average(row, among=among, channel=channel, name=name), row, tensor
             )
         comm = self._queue(among, channel)
+        named = {name: tensor} if name else parts
 
         def send() -> Pending:
-            if name:
-                return self._code(comm, tensor, None, name)
+            if named:
+                return self._code(comm, tensor, None, named)
             return comm.all_reduce(tensor, "sum")
 
         if self._rhythm.waits_for_nobody or among is not None:
@@ -176,14 +178,19 @@ class Means:
             )
 
     def _code(
-        self, comm: Comm, buffer: torch.Tensor, bucket: Bucket | None, name: str
+        self,
+        comm: Comm,
+        buffer: torch.Tensor,
+        bucket: Bucket | None,
+        named: Mapping[str, torch.Tensor],
     ) -> Pending:
+        """A sum of *buffer*, which is that of *bucket*, or consists of what is *named*."""
         if self._codes is None or comm.size == 1:
             return comm.all_reduce(buffer, "sum")
-        parts, names = ([buffer], [name])
         if bucket is not None:
-            parts, names = list(bucket.views), list(bucket.names)
-        return self._codes.sum(comm, buffer, parts, names) or Nothing()
+            named = dict(zip(bucket.names, bucket.views, strict=True))
+        parts = list(named.values())
+        return self._codes.sum(comm, buffer, parts, list(named)) or Nothing()
 
     def try_out(self, buffer: torch.Tensor) -> Pending:
         """A sum of a gradient that nobody wants, as `mean` forms it: to be timed."""

@@ -47,18 +47,22 @@ def send(
     )
     channel = LATE if options.delay else ""
 
-    def average(tensor: torch.Tensor, name: str = "") -> None:
-        pending = run.average(tensor, among=among, channel=channel, name=name)
+    def average(
+        tensor: torch.Tensor, parts: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        pending = run.average(tensor, among=among, channel=channel, parts=parts)
         flight.pending.append(pending)
 
     average(flight.weights)
     differences = options.keeps_anchor and among is None
+    names = names_of(run) if differences else {}
     for index, flat in enumerate(part.parameters):
         flat.take()
         if differences:
             flat.buffer.neg_().add_(beginning(flat, part.anchors[index]))
         _weigh(flat, share)
-        average(flat.buffer, f"{options.name}.{number}.{index}" if differences else "")
+        rows = zip(flat.of, flat.views, strict=True)
+        average(flat.buffer, {names[id(p)]: v for p, v in rows} if names else None)
     if among is None:
         flight.moments = _moments_due(options, part, run)
         part.rounds += 1
@@ -73,6 +77,15 @@ def send(
         flight.pending.append(comm.all_reduce(flat.buffer, "max"))
     since.begin(run.step + 1)
     return flight
+
+
+def names_of(run: Run) -> dict[int, str]:
+    """Each parameter's, by its identity."""
+    return {
+        id(parameter): name
+        for bucket in run.buckets
+        for parameter, name in zip(bucket.parameters, bucket.names, strict=True)
+    }
 
 
 def _moments_due(options: Options, part: Part, run: Run) -> list[Flat]:
