@@ -90,7 +90,7 @@ def check_rule(rule: str) -> str:
 
 def group(
     rule: str,
-    sizes: Sequence[int],
+    sizes: Sequence[float],
     kinds: Sequence[Hashable],
     ready: Sequence[float] = (),
     cost: Cost | None = None,
@@ -134,7 +134,7 @@ def group(
 
 def finish_groups(
     groups: Sequence[Sequence[int]],
-    sizes: Sequence[int],
+    sizes: Sequence[float],
     ready: Sequence[float],
     cost: Cost,
     *,

@@ -7,6 +7,7 @@ much in ``overlapping_seconds``. A plain function overlaps nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -138,6 +139,55 @@ def many(cost: Cost, sizes: Seconds) -> Seconds:
 def overlapping_seconds(cost: Cost) -> float:
     """The part of each all-reduce that passes beside others."""
     return float(getattr(cost, "overlapping_seconds", 0.0))
+
+
+def lines_below(cost: Cost, most: float) -> list[AffineCost]:
+    """Affine costs that no messages undercut: whatever carries B of at most *most* bytes,
+    one message or many, takes ``start_up + seconds_per_byte * B`` of the wire at least,
+    beside the start-up that overlaps. The largest of them counts."""
+    overlap = overlapping_seconds(cost)
+    points = _lower_hull(
+        [(at, max(0.0, seconds - overlap)) for at, seconds in _points(cost, most)]
+    )
+    lines = []
+    for (at, seconds), (then, more) in itertools.pairwise(points):
+        slope = (more - seconds) / (then - at)
+        # Below zero many messages would undercut what one is said to take.
+        if (start_up := seconds - slope * at) >= 0:
+            lines.append(AffineCost(start_up, slope))
+    lines.append(AffineCost(points[0][1], 0.0))
+    rates = [seconds / at for at, seconds in points if at > 0]
+    lines.append(AffineCost(0.0, min(rates, default=0.0)))
+    return lines
+
+
+SAMPLES = 64
+"""Where a cost is a plain function, it is looked at in so many places."""
+
+
+def _points(cost: Cost, most: float) -> list[tuple[float, float]]:
+    """Points between which the *cost* of up to *most* bytes is nowhere below a line."""
+    if isinstance(cost, AffineCost | TableCost):
+        inside = [] if isinstance(cost, AffineCost) else cost.sizes
+        sizes = sorted({0.0, *(size for size in inside if size < most), most})
+        return [(size, cost(size)) for size in sizes]
+    # It does not fall: at each place it is at least what it was at the one before.
+    sizes = [most * k / SAMPLES for k in range(SAMPLES + 1)] if most else [0.0]
+    before = [cost(0.0), *(cost(size) for size in sizes[:-1])]
+    return list(zip(sizes, before, strict=True))
+
+
+def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those of *points*, in order of their sizes, that no line between others is below."""
+    hull: list[tuple[float, float]] = []
+    for x, y in points:
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull
 
 
 def fit(cost: Cost, sizes: Sequence[float]) -> AffineCost:

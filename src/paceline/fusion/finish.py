@@ -1,10 +1,11 @@
-"""When the last all-reduce of a plan ends."""
+"""When the messages of a plan are in."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 from paceline.errors import UsageError
 from paceline.fusion.cost import Cost, overlapping_seconds
@@ -44,49 +45,121 @@ def finish_buckets(
     """The same, for buckets of *sizes* bytes that are *ready* at those times, sent in
     this order."""
     seconds = [cost(size) for size in sizes]
-    if lanes == 1:
-        free = 0.0
-        for time, duration in zip(ready, seconds, strict=True):
-            free = max(free, time) + duration
-        return free
-    return _with_lanes(ready, seconds, overlapping_seconds(cost), lanes)
+    start_ups = [overlapping_seconds(cost)] * len(seconds)
+    return max(arrivals(ready, seconds, start_ups, lanes=lanes), default=0.0)
 
 
-def _with_lanes(
-    ready: Sequence[float], seconds: Sequence[float], start_up: float, lanes: int
-) -> float:
-    """Several at a time: start-ups pass side by side, the wire is shared fairly."""
-    now = end = 0.0
-    queue = 0  # the next bucket to take a lane
-    starting: list[tuple[float, float]] = []  # (when on the wire, seconds of wire)
-    moving: list[float] = []  # seconds of wire left, if alone
-    while queue < len(ready) or starting or moving:
-        while (
-            queue < len(ready)
-            and ready[queue] <= now
-            and len(starting) + len(moving) < lanes
-        ):
-            starting.append((now + start_up, max(0.0, seconds[queue] - start_up)))
-            queue += 1
+def arrivals(
+    ready: Sequence[float],
+    seconds: Sequence[float],
+    start_ups: Sequence[float],
+    *,
+    lanes: int = 1,
+    after: Sequence[int] | None = None,
+) -> list[float]:
+    """When each message is in: they take *seconds* each if alone, and are sent in this
+    order, *lanes* at a time.
+
+    *start_ups*: the part of each that passes beside others; the rest is the wire's, which
+    is shared fairly. ``after[i]``: the number of an earlier message that must be in before
+    message i moves, or -1; message i then has its lane only from that time, and those
+    behind it wait, too.
+    """
+    if lanes > 1:
+        return send(_InOrder(ready, seconds, start_ups, after), lanes)
+    ends: list[float] = []
+    free = 0.0
+    for time, duration in zip(ready, seconds, strict=True):
+        free = max(free, time) + duration
+        ends.append(free)
+    return ends
+
+
+class Queue(Protocol):
+    """What is to be sent."""
+
+    def take(self, now: float) -> tuple[float, float] | None:
+        """The next message, if there is one that can go now: its seconds, if alone, and how
+        much of them passes beside others."""
+        ...
+
+    def next_release(self, now: float) -> float:
+        """When there will be one, as far as that is known; else infinity."""
+        ...
+
+    def arrived(self, message: int, now: float) -> None:
+        """Message number *message*, as they were taken, is in."""
+        ...
+
+
+def send(queue: Queue, lanes: int) -> list[float]:
+    """When the messages of *queue* are in, as they were taken: *lanes* at a time, whose
+    start-ups pass side by side, and which share the wire fairly."""
+    ends: list[float] = []
+    now = 0.0
+    starting: list[tuple[float, int, float]] = []  # (when on the wire, which, wire)
+    moving: list[tuple[float, int]] = []  # (seconds of wire left, if alone, which)
+    while True:
+        while len(starting) + len(moving) < lanes:
+            taken = queue.take(now)
+            if taken is None:
+                break
+            seconds, start_up = taken
+            starting.append((now + start_up, len(ends), max(0.0, seconds - start_up)))
+            ends.append(math.inf)
         starting.sort()
         while starting and starting[0][0] <= now:
-            moving.append(starting.pop(0)[1])
+            _, message, wire = starting.pop(0)
+            moving.append((wire, message))
         moving.sort()
-        # What happens next: a bucket is ready, one gets on the wire, one has arrived.
-        next_ready = ready[queue] if queue < len(ready) else math.inf
-        if next_ready <= now:  # ready, and waiting for a lane
-            next_ready = math.inf
+        # What happens next: a message is ready, one gets on the wire, one has arrived.
+        free = len(starting) + len(moving) < lanes
+        next_ready = queue.next_release(now) if free else math.inf
         next_start = starting[0][0] if starting else math.inf
-        next_end = now + moving[0] * len(moving) if moving else math.inf
+        next_end = now + moving[0][0] * len(moving) if moving else math.inf
         then = min(next_ready, next_start, next_end)
+        if then == math.inf:
+            return ends
         if moving:
             moved = (then - now) / len(moving)
-            moving = [left - moved for left in moving]
+            moving = [(left - moved, message) for left, message in moving]
             if then == next_end:
-                moving.pop(0)
-                end = then
+                _, message = moving.pop(0)
+                ends[message] = then
+                queue.arrived(message, then)
         now = then
-    return end
+
+
+class _InOrder:
+    """A `Queue` whose order is given."""
+
+    def __init__(
+        self,
+        ready: Sequence[float],
+        seconds: Sequence[float],
+        start_ups: Sequence[float],
+        after: Sequence[int] | None,
+    ) -> None:
+        self._ready, self._seconds, self._start_ups = ready, seconds, start_ups
+        self._after = after
+        self._next = 0
+        self._ends = [math.inf] * len(ready)
+
+    def take(self, now: float) -> tuple[float, float] | None:
+        if self.next_release(now) > now:
+            return None
+        self._next += 1
+        return self._seconds[self._next - 1], self._start_ups[self._next - 1]
+
+    def next_release(self, now: float) -> float:
+        if self._next == len(self._ready):
+            return math.inf
+        time = self._ready[self._next]
+        first = -1 if self._after is None else self._after[self._next]
+        return time if first < 0 else max(time, self._ends[first])
+
+    def arrived(self, message: int, now: float) -> None:
+        self._ends[message] = now
 
 
 def check(

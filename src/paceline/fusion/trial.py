@@ -1,4 +1,4 @@
-"""What a trial of a measured plan against DDP's buckets tells.
+"""What a trial of a measured plan against DDP's buckets, or another plan, tells.
 
 Both are used for some steps in turn, round after round. Where times repeat exactly, one
 round decides; where they do not, a plan must win every round, and clearly: small gains in
@@ -21,7 +21,7 @@ NOISE = 0.05
 round."""
 
 WORTH_IT = 0.97
-"""A plan must take less than this part of DDP's time, where times are not exact."""
+"""A plan must take less than this part of what it would replace, where times are not exact."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,28 @@ class Verdict:
     why: str
 
 
-def judge(ratios: Sequence[float], spread: float) -> Verdict | None:
-    """*ratios* are the plan's time over DDP's, a round each; *spread* is that of times in
-    the last round. None: another round is needed."""
+def judge(
+    ratios: Sequence[float], spread: float, otherwise: str = "DDP's rule is kept"
+) -> Verdict | None:
+    """*ratios* are the plan's time over that of what it would replace, a round each;
+    *spread* is that of times in the last round; *otherwise* says what stays if the plan is
+    not used. None: another round is needed."""
     won = sum(ratio < 1 for ratio in ratios)
     if spread < REPEATABLE:
         if ratios[-1] < 1 - REPEATABLE:
             return Verdict(True, "the plan is used")
-        return Verdict(False, "the plan is no faster, and DDP's rule is kept")
+        return Verdict(False, f"the plan is no faster, and {otherwise}")
     if len(ratios) == 1 and abs(ratios[0] - 1) > max(CLEAR * spread, NOISE):
         if won:
             return Verdict(True, "the plan is clearly faster, and is used")
-        return Verdict(False, "the plan is clearly slower, and DDP's rule is kept")
+        return Verdict(False, f"the plan is clearly slower, and {otherwise}")
     if len(ratios) < ROUNDS:
         return None
     if won < ROUNDS:
         return Verdict(
             False,
             f"the plan was faster in {won} of {ROUNDS} rounds and must be in all of "
-            "them, so DDP's rule is kept",
+            f"them, so {otherwise}",
         )
     gain = 100 * (1 - statistics.median(ratios))
     if statistics.median(ratios) < WORTH_IT:
@@ -58,5 +61,5 @@ def judge(ratios: Sequence[float], spread: float) -> Verdict | None:
     return Verdict(
         False,
         f"the plan was faster in all {ROUNDS} rounds, but by {gain:.1f} %, and must be "
-        f"by {100 * (1 - WORTH_IT):.0f} %, so DDP's rule is kept",
+        f"by {100 * (1 - WORTH_IT):.0f} %, so {otherwise}",
     )
