@@ -1,6 +1,6 @@
 """``python -m tests.past_backward.ends``: on the ranks of a real job, what trainings of 50 steps end
 with, under bsp and under methods that go past backward; rank 0 prints whether bits are the same.
-With a rank and a step that rank dies there, right after ``step()``."""
+With a method, a rank and a step that rank dies there, right after ``step()``."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from torch import nn
 
 import paceline
 
-METHODS = {"priority": "bsp"}
+METHODS = {"priority": "bsp", "dear": "bsp:collective=ring"}
 """Each with what its bits are to be those of."""
 
 
@@ -46,7 +46,8 @@ def sgd(parameters):
 def main():
     paceline.init()
     if len(sys.argv) > 1:
-        end("priority", sgd, dies=tuple(map(int, sys.argv[1:])))
+        method, *where = sys.argv[1:]
+        end(method, sgd, dies=tuple(map(int, where)))
         return
     for method, reference in METHODS.items():
         for optimizer in (sgd, torch.optim.AdamW):
