@@ -192,8 +192,11 @@ class Means:
         parts = list(named.values())
         return self._codes.sum(comm, buffer, parts, list(named)) or Nothing()
 
-    def try_out(self, buffer: torch.Tensor) -> Pending:
-        """A sum of a gradient that nobody wants, as `mean` forms it: to be timed."""
+    def try_out(self, buffer: torch.Tensor, *, in_halves: bool = False) -> Pending:
+        """A sum of a gradient that nobody wants, as `mean` forms it, or `scatter_mean` and then
+        its gather: to be timed."""
+        if in_halves:
+            return halves.scatter(self._comm, buffer, "sum").gather()
         if self._codes is None or self._comm.size == 1:
             return self._comm.all_reduce(buffer, "sum")
         return self._codes.try_out(self._comm, buffer) or Nothing()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -149,7 +150,7 @@ class Parts:
             self._world.blank,
             self._world.journal.planned,
             self.say,
-            means.try_out,
+            partial(means.try_out, in_halves=getattr(method, "sends_halves", False)),
             lock_step=rhythm.is_every_step,
             past_backward=waits_late,
         )
