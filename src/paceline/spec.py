@@ -69,10 +69,16 @@ def field_types(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 
-def convert_fields(cls: type, values: Mapping[str, str]) -> dict[str, Any]:
-    """Texts to values of the types that *cls*'s fields have; raises `UsageError`."""
+def convert_fields(
+    cls: type, values: Mapping[str, str], owner: str = ""
+) -> dict[str, Any]:
+    """Texts to values of the types that *cls*'s fields have; raises `UsageError`, which says
+    whose keys they are where there is an *owner*."""
     types = field_types(cls)
-    return {key: convert(key, text, types[key]) for key, text in values.items()}
+    try:
+        return {key: convert(key, text, types[key]) for key, text in values.items()}
+    except UsageError as error:
+        raise UsageError(f"{owner}: {error}" if owner else str(error)) from None
 
 
 def convert(key: str, text: str, wanted: Any) -> Any:

@@ -43,7 +43,7 @@ def test_make(text, compressor):
             "compression 'int8': unknown key 'bits'. Known: residuals, rounding, seed.",
         ),
         ("none:residuals=true", "unknown key 'residuals'. Known: none."),
-        ("int8:rounding=up", "unknown value for rounding 'up'"),
+        ("int8:rounding=up", "compression 'int8': unknown value for rounding 'up'"),
         ("int8:residuals=yes", "residuals: expected true or false, got 'yes'"),
         ("int8:seed=x", "seed: expected a whole number, got 'x'"),
     ],

@@ -40,6 +40,7 @@ def make(spec: str | Spec) -> Compressor:
     if spec.name not in COMPRESSORS:
         raise UsageError(unknown("compression", spec.name, COMPRESSORS))
     cls: Any = COMPRESSORS[spec.name]
+    owner = f"compression {spec.name!r}"
     values = dict(spec.values)
     known = set(field_types(cls))
     lossy = cls is not Identity
@@ -47,8 +48,8 @@ def make(spec: str | Spec) -> Compressor:
     for key in values:
         if key not in known:
             message = unknown("key", key, known | ({RESIDUALS} if lossy else set()))
-            raise UsageError(f"compression {spec.name!r}: {message}")
-    pure: Compressor = cls(**convert_fields(cls, values))
+            raise UsageError(f"{owner}: {message}")
+    pure: Compressor = cls(**convert_fields(cls, values, owner))
     return Residuals(pure) if residuals else pure
 
 

@@ -60,15 +60,14 @@ def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
     """
     if spec.name not in METHODS:
         raise UsageError(unknown("method", spec.name, METHODS))
-    cls = METHODS[spec.name]
+    cls, owner = METHODS[spec.name], f"method {spec.name!r}"
     own_keys = set(field_types(cls))
     for key in spec.values:
         if key not in own_keys and key.partition(".")[0] not in others:
-            message = unknown("key", key, own_keys | others)
-            raise UsageError(f"method {spec.name!r}: {message}")
+            raise UsageError(f"{owner}: {unknown('key', key, own_keys | others)}")
     mine = {key: value for key, value in spec.values.items() if key in own_keys}
     rest = {key: value for key, value in spec.values.items() if key not in own_keys}
-    return cls(**convert_fields(cls, mine)), rest
+    return cls(**convert_fields(cls, mine, owner)), rest
 
 
 def check_survives(method: Method) -> None:
