@@ -1,10 +1,17 @@
 """The registry of methods."""
 
 import pytest
+import torch
 
+from paceline.distributing import distribute, read_spec
 from paceline.errors import UsageError
 from paceline.methods import METHODS, check_survives, make
 from paceline.spec import field_types, parse
+from paceline.testing import CASES
+from paceline.testing.cases import cluster_of
+from paceline.testing.task import Quadratic
+from paceline.worlds.join import join_world
+from paceline.worlds.virtual import Simulation
 
 ON_SERVERS = [name for name in METHODS if METHODS[name]().updates_on == "server"]
 
@@ -34,3 +41,18 @@ TYPED = [
 def test_a_value_that_a_key_cannot_have_is_refused_with_the_methods_name(name, key):
     with pytest.raises(UsageError, match=f"^method '{name}': .*{key}.* 'neither'"):
         make(parse(f"{name}:{key}=neither"), set())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_tables_call_a_run_is_enough_to_repeat_it(case):
+    found = []
+
+    def begin(rank):
+        model = Quadratic()
+        adam = torch.optim.Adam(model.parameters())
+        distribute(model, adam, method=case.method).finish()
+        found.append(join_world().journal.brief)
+
+    Simulation(cluster_of(1)).run(begin)
+    assert read_spec(found[0]) == read_spec(case.method)
+    assert found[0].count("=") <= case.name.count("=")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.spec import Spec, convert_fields, field_types, parse, spec_of
+from paceline.spec import Spec, changed, convert_fields, field_types, parse, spec_of
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,14 @@ def test_refused_value_names_key_and_value(key: str, text: str, said: str) -> No
     assert key in str(caught.value)
     assert repr(text) in str(caught.value)
     assert said in str(caught.value)
+
+
+def test_only_what_is_not_as_by_default_is_changed() -> None:
+    assert changed(Fields()) == {}
+    assert changed(Fields(overlap=True, share=0.25)) == {
+        "share": "0.25",
+        "overlap": "true",
+    }
 
 
 def test_spec_of_an_instance_names_every_field() -> None:

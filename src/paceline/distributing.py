@@ -163,7 +163,8 @@ def distribute(
     training = Training(
         world, model, parameters, chosen, settings, comm, sampler, remote, optimizer
     )
-    world.journal.begin(full_spec)
+    brief = spec.Spec(chosen.name, spec.changed(chosen) | settings.changed_keys())
+    world.journal.begin(full_spec, str(brief))
     wrapped = DistributedOptimizer._wrap(optimizer, training, world, endpoints)
     world.job.begin(model, wrapped, training, comm.close)
     world.job.at_exit(wrapped.finish)

@@ -94,7 +94,7 @@ class Journal:
         recorder: Recorder | None = None,
     ) -> None:
         self.worker = worker
-        self.method = ""
+        self.method = self.brief = ""
         self.trainings = 0
         self.buckets = 0
         self.settled_after = 0
@@ -111,10 +111,11 @@ class Journal:
         self._wait_seconds = 0.0
         self._began = self._last_end = 0.0
 
-    def begin(self, method: str) -> None:
-        """Training begins: steps are measured from here."""
+    def begin(self, method: str, brief: str = "") -> None:
+        """Training begins: steps are measured from here. *method*: its full spec; *brief*: what
+        of that is not as by default."""
         self.trainings += 1
-        self.method = method
+        self.method, self.brief = method, brief or method
         self._began = self._last_end = self._now()
         self._bytes_sent, self._wait_seconds = 0, 0.0
         if self.trainings == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from paceline import compression, spec
@@ -82,9 +82,10 @@ class Settings:
 
     def as_keys(self) -> dict[str, str]:
         """The keys of a full spec: the fusion rule, and what differs from the default."""
-        keys = {"fusion": self.fusion}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if value != one.default and one.name != "compression":
-                keys[one.name] = str(value).lower()
+        return {"fusion": self.fusion} | self.changed_keys()
+
+    def changed_keys(self) -> dict[str, str]:
+        """Those that differ from the default."""
+        keys = spec.changed(self)
+        del keys["compression"]  # which has keys of its own
         return keys | compression.keys_of(self.compression)

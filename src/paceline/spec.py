@@ -114,5 +114,15 @@ def spec_of(name: str, fields: Any, **others: str) -> Spec:
     return Spec(name, values | others)
 
 
+def changed(fields: Any) -> dict[str, str]:
+    """The keys of a dataclass instance that are not as by default."""
+    return {
+        f.name: _text(value)
+        for f in dataclasses.fields(fields)
+        for value in [getattr(fields, f.name)]
+        if value != f.default
+    }
+
+
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -218,7 +218,7 @@ def check_bare_script(folder, end, launchers):
         job.check_ended_well()
     # under paceline run, what a step took, as in the other worlds
     assert "2 workers, real world" in jobs[0].stdout
-    assert "bsp:fusion=optimal" in jobs[0].stdout
+    assert "│ bsp " in jobs[0].stdout
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def show(result: Result, json: bool, true_output: int) -> None:
         return
     from paceline.report.tables import print_results
 
-    print_results([(result.method, result)])
+    print_results([(result.brief or result.method, result)])
 
 
 @contextmanager

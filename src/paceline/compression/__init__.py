@@ -6,8 +6,7 @@ Every lossy one may have residuals (`Residuals`): the practical wraps the pure.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, cast
+from typing import Any
 
 from paceline.compression.casts import BF16, FP16
 from paceline.compression.identity import Identity
@@ -15,7 +14,7 @@ from paceline.compression.int8 import Int8
 from paceline.compression.residuals import Residuals
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Compressor
-from paceline.spec import Spec, convert, convert_fields, field_types, parse, spec_of
+from paceline.spec import Spec, changed, convert, convert_fields, field_types, parse
 
 __all__ = ["BF16", "COMPRESSORS", "FP16", "Identity", "Int8", "Residuals"]
 __all__ += ["keys_of", "make"]
@@ -59,12 +58,7 @@ def keys_of(compressor: Compressor) -> dict[str, str]:
     if compressor == Identity():
         return {}
     pure = compressor.code if isinstance(compressor, Residuals) else compressor
-    usual = {field.name: field.default for field in dataclasses.fields(cast(Any, pure))}
-    values = {
-        key: text
-        for key, text in spec_of(pure.name, pure).values.items()
-        if getattr(pure, key) != usual[key]
-    }
+    values = changed(pure)
     if pure is not compressor:
         values = values | {RESIDUALS: "true"}
     nested = {f"compression.{key}": value for key, value in values.items()}

@@ -55,8 +55,9 @@ class Result(msgspec.Struct, kw_only=True):
     (without those that measured; of means, see `Summary`), then means over workers; *buckets* is the number of pieces in
     which the gradient travelled at the end; *metrics* are the last values that rank 0
     logged; *network* and *compute* say where the one and the times of the other come from.
-    *notes* are sentences that belong beside the figures. Not *settled*: there were no
-    other steps than those that measured, and the figures are of these.
+    *notes* are sentences that belong beside the figures, *method* is the full spec, *brief* what
+    of it is not as by default. Not *settled*: there were no other steps than those that
+    measured, and the figures are of these.
     """
 
     world: str
@@ -71,6 +72,7 @@ class Result(msgspec.Struct, kw_only=True):
     metrics: dict[str, float | None]
     network: str = ""
     compute: str = ""
+    brief: str = ""
     settled: bool = True
     notes: list[str] = msgspec.field(default_factory=list)
 
@@ -93,6 +95,7 @@ class Result(msgspec.Struct, kw_only=True):
             world=world,
             workers=workers,
             method=journal.method,
+            brief=journal.brief,
             steps=steps,
             buckets=journal.buckets,
             step_seconds=mean("step_seconds"),
