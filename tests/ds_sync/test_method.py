@@ -1,4 +1,4 @@
-"""What ds-sync averages, when it puts it into the model, and what it ends with."""
+"""What ds-sync averages, over workers and over time, and what it refuses."""
 
 import copy
 
@@ -8,72 +8,9 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError
-from paceline.interfaces import AGREE_EVERY
 from paceline.optimizer import training_of
-from paceline.testing import Case
-from paceline.testing.checks import CHECKS
-from paceline.worlds.join import join_world
-from tests.ds_sync.helpers import Walk, equal, simulate, state_of
-
-OVERLAPS = ["none", "forward", "step"]
-
-
-def network():
-    """The same on every worker; with BatchNorm's statistics."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 2)
-    )
-
-
-def batch(rank, step):
-    """Of each worker and step another one."""
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.003, momentum=0.9)
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
-def begin(method, make=sgd, fusion="wfbp", **more):
-    model = network()
-    optimizer = paceline.distribute(
-        model, make(model.parameters()), method=method, fusion=fusion, **more
-    )
-    return model, optimizer
-
-
-def step(model, optimizer, number):
-    optimizer.zero_grad()
-    model(batch(paceline.rank(), number)).square().sum().backward()
-    optimizer.step()
-
-
-def train(method, workers, steps, make=sgd, each=lambda model, optimizer: None, **more):
-    """Each worker's model at the end, and what *each* gave after its steps; *steps*: of all, or
-    of each."""
-    steps = (steps,) * workers if isinstance(steps, int) else steps
-
-    def body(rank):
-        model, optimizer = begin(method, make, **more)
-        seen = []
-        for number in range(steps[rank]):
-            step(model, optimizer, number)
-            seen.append(each(model, optimizer))
-        optimizer.finish()
-        return model, seen
-
-    results, _ = simulate(workers, body)
-    return results
-
-
-def models(results):
-    return [model for model, _ in results]
-
+from tests.ds_sync.helpers import Walk, equal, simulate
+from tests.ds_sync.trainings import adam, begin, models, sgd, step, train
 
 # ---- what is averaged ----
 
@@ -115,11 +52,14 @@ def moments(optimizer, key):
     return torch.cat([state[n][key].reshape(-1) for n in sorted(state)])
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize(
-    ("make", "keys"),
-    [(sgd, ["momentum_buffer"]), (adam, ["exp_avg", "exp_avg_sq"])],
-    ids=["sgd", "adam"],
+    ("overlap", "make", "keys"),
+    [
+        ("none", adam, ["exp_avg", "exp_avg_sq"]),
+        ("forward", sgd, ["momentum_buffer"]),
+        ("step", adam, ["exp_avg", "exp_avg_sq"]),
+    ],
+    ids=["none", "forward", "step"],
 )
 def test_the_optimizers_state_is_averaged_where_that_is_asked_for(make, keys, overlap):
     def each(model, optimizer):
@@ -176,204 +116,6 @@ def test_half_precision_is_averaged_in_single_where_more_than_two_are_added():
     expected = torch.tensor(sum(values)).to(torch.bfloat16).item()
     assert results == [(torch.bfloat16, [expected])] * 3
     assert expected > 1.0
-
-
-# ---- overlap ----
-
-
-@pytest.mark.parametrize("fusion", ["wfbp", "single", "ddp"])
-@pytest.mark.parametrize("more", ["shuffle=pairs", "shuffle=random", "state=average"])
-def test_waiting_in_the_forward_pass_changes_no_bit(more, fusion):
-    plain, ahead = (
-        models(train(f"ds-sync:{more},overlap={o}", 4, 7, adam, fusion=fusion))
-        for o in ("none", "forward")
-    )
-    assert equal([*plain, *ahead])
-
-
-def test_means_that_travel_all_step_are_put_before_the_update():
-    """Of gradients that do not depend on parameters the end is the same; of others it is
-    not."""
-    walks = []
-    for overlap in OVERLAPS:
-
-        def body(rank, overlap=overlap):
-            model = Walk()
-            inner = torch.optim.SGD(model.parameters(), lr=1.0)
-            method = f"ds-sync:shuffle=pairs,overlap={overlap}"
-            optimizer = paceline.distribute(model, inner, method=method)
-            noise = torch.Generator().manual_seed(rank)
-            for _ in range(5):
-                optimizer.zero_grad()
-                model(torch.randn(model.place.shape, generator=noise)).backward()
-                optimizer.step()
-            optimizer.finish()
-            return model
-
-        walks.append(simulate(4, body)[0])
-    assert equal([model for walk in walks for model in walk])
-    plain, late = (
-        models(train(f"ds-sync:shuffle=pairs,overlap={o}", 4, 5))
-        for o in ("none", "step")
-    )
-    assert not equal([plain[0], late[0]])
-
-
-def test_overlap_hides_what_the_group_sends():
-    """Nothing, what the forward pass takes, or all of it."""
-    waits = {}
-    for overlap in OVERLAPS:
-
-        def body(rank, overlap=overlap):
-            model = nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(4)))
-            inner = torch.optim.SGD(model.parameters(), lr=0.1)
-            method = f"ds-sync:overlap={overlap}"
-            optimizer = paceline.distribute(model, inner, method=method, fusion="wfbp")
-            for _ in range(6):
-                optimizer.zero_grad()
-                hidden = torch.ones(1, 50)
-                for layer in model:
-                    hidden = layer(hidden)
-                    paceline.pace(0.0002)
-                hidden.sum().backward()
-                paceline.pace(0.0002)
-                optimizer.step()
-            return join_world().journal.steps[-1]
-
-        (last, _), _ = simulate(2, body)
-        waits[overlap] = last.exposed_communication_seconds
-    assert waits["step"] == 0.0
-    assert waits["forward"] < 0.6 * waits["none"]
-
-
-# ---- who trains ----
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize(
-    "more", ["shuffle=digits,size=3", "shuffle=random", "swa_from=2"]
-)
-@pytest.mark.parametrize(
-    "steps", [(4, 9, 2, 7, 5), (3, 3 * AGREE_EVERY, 20, 1, 40), (0, 0, 50, 0, 0)]
-)
-def test_all_end_with_one_model_whoever_is_out_of_data_when(more, overlap, steps):
-    results = train(f"ds-sync:{more},overlap={overlap}", 5, steps, adam)
-    assert equal(models(results))
-
-
-def test_those_who_remain_have_a_plan_of_their_own():
-    def each(model, optimizer):
-        plan = state_of(optimizer).current.plan
-        return plan.version, plan.members
-
-    results = train("ds-sync:shuffle=pairs", 5, (70, 4, 70, 70, 70), each=each)
-    seen = [seen for rank, (_, seen) in enumerate(results) if rank != 1]
-    assert all(one == seen[0] for one in seen)
-    assert seen[0][0] == (0, (0, 1, 2, 3, 4))
-    assert seen[0][-1] == (1, (0, 2, 3, 4))
-
-
-def test_who_is_gone_counts_no_more_at_the_end():
-    """Its model is one of long ago."""
-
-    def body(rank):
-        model = Walk()
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = paceline.distribute(model, inner, method="ds-sync:size=3")
-        for _ in range(100 if rank else 0):
-            optimizer.zero_grad()
-            model(torch.ones(model.place.shape)).backward()
-            optimizer.step()
-        before = model.place[0].item()
-        optimizer.finish()
-        return before, model.place[0].item()
-
-    (_, *others), _ = simulate(3, body)
-    assert all(after == before for before, after in others)
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("law", sorted(CHECKS.keys() - {"one_worker_is_the_reference"}))
-def test_the_kits_laws_hold_for_four_workers(law, overlap):
-    """The kit tries three, of whom all are one group."""
-    case = Case(method=f"ds-sync:shuffle=pairs,overlap={overlap}")
-    simulate(4, lambda rank: CHECKS[law](case, "wfbp"))
-
-
-# ---- evaluations, loads ----
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_an_evaluation_is_of_the_mean_wherever_it_is_made(overlap):
-    """Before the first step, between backward and step, after each, after the last; and takes
-    nothing along."""
-    ends = []
-    for evaluates in (False, True):
-
-        def look(model, optimizer):
-            with optimizer.consolidated():
-                return copy.deepcopy(model)
-
-        def body(rank, evaluates=evaluates):
-            model, optimizer = begin(f"ds-sync:shuffle=pairs,overlap={overlap}")
-            looks = [look(model, optimizer)] if evaluates else []
-            for number in range(5):
-                optimizer.zero_grad()
-                model(batch(rank, number)).square().sum().backward()
-                if evaluates and number == 2:
-                    looks.append(look(model, optimizer))
-                optimizer.step()
-                if evaluates and number != 1:
-                    looks.append(look(model, optimizer))
-            optimizer.finish()
-            if evaluates:
-                looks.append(look(model, optimizer))
-            return model, looks
-
-        results, _ = simulate(4, body)
-        ends += models(results)
-        for seen in zip(*(looks for _, looks in results), strict=True):
-            assert equal(seen)
-    assert equal(ends)
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_what_the_script_loads_between_two_steps_stays(overlap):
-    """Means of before are not for it."""
-
-    def body(rank):
-        model = Walk()
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        method = f"ds-sync:overlap={overlap},swa_from=0"
-        optimizer = paceline.distribute(model, inner, method=method)
-        for number in range(4):
-            optimizer.zero_grad()
-            model(torch.ones(model.place.shape)).backward()
-            optimizer.step()
-            if number == 1:
-                model.load_state_dict(Walk(start=100.0).state_dict())
-        optimizer.finish()
-        return model.place.unique().tolist()
-
-    results, _ = simulate(2, body)
-    assert results == [[98.5]] * 2  # of 99 and 98, which are since the load
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_write_that_a_mean_would_overwrite_is_refused(overlap):
-    def body(rank):
-        model, optimizer = begin(f"ds-sync:overlap={overlap}")
-        step(model, optimizer, 0)
-        with torch.no_grad():
-            model[0].weight.clamp_(-0.1, 0.1)
-        step(model, optimizer, 1)
-
-    if overlap == "none":
-        simulate(2, body)
-        return
-    with pytest.raises(Exception, match="was written to since step") as found:
-        simulate(2, body)
-    assert isinstance(found.value.__cause__, UsageError)
 
 
 # ---- SWA ----

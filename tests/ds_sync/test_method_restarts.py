@@ -5,7 +5,7 @@ import torch
 
 import paceline
 from tests.ds_sync.helpers import equal, simulate, state_of
-from tests.ds_sync.test_method import OVERLAPS, begin, step
+from tests.ds_sync.trainings import OVERLAPS, begin, step
 
 SWA = "swa_from=1,swa_every=2"
 
