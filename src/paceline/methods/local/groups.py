@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Run
-from paceline.methods.local.options import Options
+
+if TYPE_CHECKING:
+    from paceline.methods.local.options import Options
 
 
 class Grouped(Protocol):

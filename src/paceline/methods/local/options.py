@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from paceline.errors import UsageError
+from paceline.methods.local.groups import check_group
 
 Weigh = Literal["samples", "equal"]
 OptimizerState = Literal["local", "average"]
@@ -171,15 +172,7 @@ class Options:
             return
         if self.fragments > 1 or self.delay:
             raise self._wrong("group", "expected neither fragments nor a delay")
-        if self.group not in ("rack", "host"):
-            if not self.group.isdecimal():
-                raise self._wrong(
-                    "group", "expected rack, host, or a number of workers"
-                )
-            if int(self.group) < 2:
-                raise self._wrong(
-                    "group", "a group of one has nothing to average: expected 2 or more"
-                )
+        check_group(self)
         if self.every % self.group_every:
             raise self._wrong(
                 "group_every",
