@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ from torch import nn
 import paceline
 from paceline.distributing import read_spec
 from paceline.errors import UsageError
-from paceline.methods.local.daso_pace import Pace
 from paceline.network import Cluster, Rack
-from paceline.worlds.join import join_world
 from tests.local.helpers import Trained, adam, double, momentum, simulate, spread, train
-from tests.osp.helpers import flat, loss_of, network
+from tests.osp.helpers import flat, loss_of
 
 STEPS = 14
 CLOSE = {"rtol": 0.0, "atol": 1e-12}
@@ -205,79 +202,6 @@ def test_statistics_of_batchnorm_travel_with_the_parameters() -> None:
     assert counters == [6] * 4
 
 
-# ---- how often, by the loss ----
-
-
-def test_a_loss_that_stands_still_goes_through_the_cycle() -> None:
-    """Each third judgement that has not improved is one change."""
-    pace, seen = Pace(), []
-    for _ in range(19):
-        if pace.judge(1.0, most=8):
-            seen.append((pace.every, pace.delay))
-    assert seen == [(2, 1), (1, 1), (8, 2), (4, 1), (2, 1), (1, 1)]
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_loss_that_falls_changes_nothing(sign: float) -> None:
-    pace, loss = Pace(), 10.0 * sign
-    for _ in range(50):
-        assert not pace.judge(loss, most=8)
-        loss -= 0.06 * abs(loss)
-    slowly = 10.0 * sign
-    changes = 0
-    for _ in range(50):
-        changes += pace.judge(slowly, most=8)
-        slowly -= 0.001 * abs(slowly)
-    assert changes > 2
-
-
-@pytest.mark.parametrize("every", [1, 2, 3, 5, 16])
-@pytest.mark.parametrize("most", [1, 3, 8])
-def test_no_exchange_is_longer_than_the_way_to_the_next(every: int, most: int) -> None:
-    for delay in range(every + 1):
-        pace = Pace(every, delay)
-        for _ in range(60):
-            changed = pace.judge(1.0, most)
-            assert 0 <= pace.delay <= pace.every or not changed
-            assert pace.every >= 1
-
-
-def notes_of(method: str, losses: Sequence[float | None], steps: int) -> list[str]:
-    """What is said in a training whose workers report these losses, one each."""
-
-    def body(rank: int) -> list[str]:
-        model = network()
-        optimizer = paceline.distribute(
-            model, momentum(model.parameters()), method=method, fusion="wfbp"
-        )
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            loss = losses[rank]
-            if loss is not None:
-                paceline.log(loss=loss)
-            optimizer.step()
-        optimizer.finish()
-        return [note for note in join_world().journal.notes if "daso" in note]
-
-    theirs = simulate(len(losses), body)
-    assert all(notes == theirs[0] for notes in theirs)
-    return theirs[0]
-
-
-def test_all_change_their_pace_alike_after_the_mean_of_their_losses() -> None:
-    """A worker without a loss, and one whose loss is none, do as the others do."""
-    notes = notes_of("daso:group=2,judge_every=2", [1.0, 3.0, None, math.nan], steps=12)
-    assert [note.split(": ")[1] for note in notes] == [
-        "after step 10 nodes exchange parameters every 2 steps, and use them 1 later"
-    ]
-
-
-def test_without_a_loss_it_says_so_once() -> None:
-    (note,) = notes_of("daso:group=2,judge_every=2", [None] * 4, steps=8)
-    assert "no worker has reported a loss" in note
-
-
 # ---- checkpoints ----
 
 
@@ -372,8 +296,3 @@ def test_a_restart_may_have_other_buckets(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(keys: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         read_spec(f"daso:{keys}")
-
-
-def test_nobody_to_exchange_with_is_said() -> None:
-    (note,) = notes_of("daso:group=2", [None] * 2, steps=1)
-    assert "this is bsp" in note

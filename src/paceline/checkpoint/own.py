@@ -1,7 +1,8 @@
-"""Each worker's own part of a checkpoint: its random states and buffers, and its `OwnState`s.
+"""Each worker's own part of a checkpoint: its random states, buffers and metrics, and its
+`OwnState`s.
 
-A part holds ``worker``, with the random states and the buffers, and one entry for each own
-state of a training that goes on. Who finds its own part goes on from that, bit for bit.
+A part holds ``worker``, with the random states, the buffers and the last metrics, and one entry
+for each own state of a training that goes on. Who finds its own part goes on from that, bit for bit.
 Where the workers are others than those that saved, each state's owner says what comes of
 it (`OwnState.redistribute`), and random states and buffers stay as they are.
 """
@@ -57,7 +58,11 @@ def states_of(world: World) -> list[str]:
 def pack_own(world: World) -> dict[str, torch.Tensor]:
     """This worker's part."""
     tensors: dict[str, torch.Tensor] = {}
-    own = {"random": random_states(), "buffers": _buffers(world)}
+    own = {
+        "random": random_states(),
+        "buffers": _buffers(world),
+        "metrics": dict(world.journal.metrics),
+    }
     pack(_WORKER, own, tensors)
     for name, owner in _owners(world).items():
         pack(name, owner.save(), tensors)
@@ -134,8 +139,10 @@ class OwnPart:
 
 
 def give_back_worker(world: World, saved: dict[str, Any]) -> None:
-    """Random states, and buffers."""
+    """Random states, buffers, and what the script last reported: a method may go by its
+    loss (`Run.loss`)."""
     set_random_states(saved["random"])
+    world.journal.metrics.update(saved.get("metrics", {}))  # older ones have none
     with torch.no_grad():
         for here, buffers in zip(_buffers(world), saved["buffers"], strict=True):
             for name, buffer in here.items():
