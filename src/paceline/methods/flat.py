@@ -50,13 +50,13 @@ class Flat:
     def take(self) -> None:
         """Copy the tensors into the buffer."""
         with torch.no_grad():
-            for view, tensor in zip(self.views, self.tensors, strict=True):
+            for view, tensor in zip(self.views, self.of, strict=True):
                 view.copy_(tensor)
 
     def put(self) -> None:
         """Copy the buffer back into the tensors."""
         with torch.no_grad():
-            for tensor, view in zip(self.tensors, self.views, strict=True):
+            for tensor, view in zip(self.of, self.views, strict=True):
                 tensor.copy_(view)
 
 

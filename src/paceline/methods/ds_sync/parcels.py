@@ -59,13 +59,13 @@ class Parcel:
 
     def stamp(self) -> None:
         """Whatever was written so far is no mistake."""
-        self._stamps = stamps(self.flat.tensors)
+        self._stamps = stamps(self.flat.of)
 
     def _take(self) -> None:
         self.flat.take()
 
     def _give(self) -> None:
-        now = stamps(self.flat.tensors)
+        now = stamps(self.flat.of)
         for name, here, then in zip(self._names, now, self._stamps, strict=False):
             if here != then:
                 raise UsageError(
