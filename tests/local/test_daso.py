@@ -284,6 +284,7 @@ def test_a_restart_may_have_other_buckets(tmp_path: Path) -> None:
     [
         ("every=0", "1 or more steps"),
         ("most=0", "1 or more steps"),
+        ("most=16", "judge_every above 0"),
         ("delay=-1", "0 to every=4"),
         ("delay=5", "0 to every=4"),
         ("warm_up=-1", "0 or more steps"),

@@ -9,6 +9,7 @@ from paceline.errors import UsageError, WorkerFailedError
 from paceline.methods import METHODS
 from paceline.methods.local import LocalSGD, LocalUpdates
 from paceline.methods.local.groups import places_of
+from paceline.network import Cluster, Rack
 from tests.local.helpers import train
 from tests.local.test_laws import apart
 
@@ -33,6 +34,7 @@ def test_the_gain_is_said_and_what_would_be_safer(capsys):
     [
         ({"every": 0}, "every=0: expected 1 or more"),
         ({"state_every": 0}, "state_every=0: expected 1 or more"),
+        ({"state_every": 2}, "state_every=2: expected state=average"),
         ({"each_until": -1}, "each_until=-1: expected 0 or more"),
         ({"outer_learning_rate": -0.1}, "outer_learning_rate=-0.1: expected 0 or more"),
         ({"outer_momentum": 1.0}, "outer_momentum=1.0: .* less than 1"),
@@ -70,6 +72,22 @@ def refused_in_training(method, cluster=2):
 def test_more_fragments_than_tensors_are_refused():
     told = refused_in_training("streaming-diloco:every=10,fragments=5,delay=0")
     assert "fragments=5: the model has 4 parameters" in told
+
+
+@pytest.mark.parametrize(
+    ("racks", "told"),
+    [
+        ((1, 1, 1), "each worker is alone in its group"),
+        ((3,), "all workers are in one group"),
+        ((2, 1), ""),
+    ],
+)
+def test_groups_that_change_nothing_are_told(racks, told, capsys):
+    network = tuple(Rack(workers=n, link=1e8, latency=0.0, uplink=1e8) for n in racks)
+    train("hierarchical-local-sgd:every=4", Cluster(network), 1)
+    said = capsys.readouterr().err
+    assert told in said
+    assert bool(told) == ("group=rack: " in said)
 
 
 def test_a_group_of_which_nobody_knows_is_refused():

@@ -48,6 +48,20 @@ class DSSyncOptions:
             raise UsageError(
                 f"ds-sync:swa_every={self.swa_every}: expected 1 or more steps"
             )
+        if self.swa_every > 1 and self.swa_from < 0:
+            raise UsageError(
+                f"ds-sync:swa_every={self.swa_every}: expected swa_from with it, the step "
+                "from which on weights are averaged over time"
+            )
+        if self.cross_every < 1:
+            raise UsageError(
+                f"ds-sync:cross_every={self.cross_every}: expected 1 or more phases"
+            )
+        if self.cross_every > 1 and self.shuffle not in ("auto", "topology"):
+            raise UsageError(
+                f"ds-sync:cross_every={self.cross_every},shuffle={self.shuffle}: groups that "
+                "were asked for by name know of no racks; use shuffle=topology, or auto"
+            )
         if self.adjust < 0:
             raise UsageError(
                 f"ds-sync:adjust={self.adjust}: expected steps from one adjustment to the "

@@ -147,6 +147,8 @@ class DASO:
         for key in ("warm_up", "cool_down", "judge_every"):
             if getattr(self, key) < 0:
                 raise self._wrong(key, "0 or more steps")
+        if self.most != DASO.most and not self.judge_every:
+            raise self._wrong("most", "judge_every above 0 with it")
         if not 0 <= self.delay <= self.every:
             raise self._wrong(
                 "delay",

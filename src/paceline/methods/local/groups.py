@@ -41,6 +41,18 @@ def own_group(options: Options, run: Run) -> Comm | None:
     if not options.has_groups:
         return None
     places = places_of(options, run)
+    said = f"{options.name}:group={options.group}"
+    if len(places) > 1 and len(set(places)) == len(places):
+        run.say(
+            f"{said}: each worker is alone in its group, so nothing is averaged between "
+            "two means of all"
+        )
+    elif len(places) > 1 and len(set(places)) == 1:
+        run.say(
+            f"{said}: all workers are in one group, so all of them average after "
+            f"group_every={options.group_every} steps, and every={options.every} counts "
+            "for nothing"
+        )
     mine = [r for r, place in enumerate(places) if place == places[run.comm.rank]]
     return run.comm.group(mine)
 

@@ -146,6 +146,8 @@ class Options:
             )
         if not 0 <= self.mixing <= 1:
             raise self._wrong("mixing", "expected 0 (the mean alone) to 1 (own alone)")
+        if self.state_every > 1 and self.state == "local":
+            raise self._wrong("state_every", "expected state=average with it")
         if self.delay and self.state == "average":
             raise self._wrong(
                 "state",

@@ -1,0 +1,28 @@
+"""Options that would count for nothing are refused."""
+
+import pytest
+
+from paceline.distributing import read_spec
+from paceline.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("swa_every=2", "swa_from with it"),
+        ("cross_every=0", "1 or more phases"),
+        ("cross_every=2,shuffle=pairs", "know of no racks"),
+        ("adjust=5,shuffle=random", "stay as they are"),
+    ],
+)
+def test_what_would_count_for_nothing_is_refused(keys, words):
+    with pytest.raises(UsageError, match=words):
+        read_spec(f"ds-sync:{keys}")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    ["swa_from=0,swa_every=2", "cross_every=2", "cross_every=2,shuffle=topology"],
+)
+def test_what_counts_is_not(keys):
+    read_spec(f"ds-sync:{keys}")
