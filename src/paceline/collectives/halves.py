@@ -40,6 +40,7 @@ from paceline.interfaces import (
     Schedule,
 )
 from paceline.tensors import stand_alike, stands_in, wire_bytes
+from paceline.torch_private import virtual_end
 
 
 def scatter(
@@ -56,12 +57,8 @@ def scatter(
             "a reduce-scatter where workers meet only at servers: expected a collective "
             "among workers; use collective='native' or 'ring', without --survive"
         )
-    if buffer.is_cuda and comm.follows_streams:
-        if not isinstance(comm.collective, Native | Auto | None):
-            raise UsageError(
-                f"a reduce-scatter under collective={comm.collective.name!r} and NCCL, which "
-                "performs no schedules: use collective='native'"
-            )
+    if buffer.is_cuda and virtual_end(comm.process_group) is None:
+        _check_on_cuda(comm)
         return OwnHalves(comm, buffer, operation)
     return _Performed(comm, buffer, operation)
 
@@ -74,6 +71,20 @@ def check_halves(collective: Collective) -> None:
         raise UsageError(
             f"collective={collective.name!r} has no halves, a reduce-scatter and an "
             "all-gather: use 'native', 'ring', 'hierarchical', 'halving-doubling' or 'tree'"
+        )
+
+
+def _check_on_cuda(comm: TorchComm) -> None:
+    row = comm.collective
+    if not comm.follows_streams:
+        raise UsageError(
+            "a reduce-scatter of a tensor on CUDA over gloo, whose sends are from the host's "
+            "memory: use NCCL, or a method that sends whole means, such as priority"
+        )
+    if not isinstance(row, Native | Auto | None):
+        raise UsageError(
+            f"a reduce-scatter under collective={row.name!r} and NCCL, which performs no "
+            "schedules: use collective='native'"
         )
 
 
