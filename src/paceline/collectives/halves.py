@@ -57,7 +57,8 @@ def scatter(
             "a reduce-scatter where workers meet only at servers: expected a collective "
             "among workers; use collective='native' or 'ring', without --survive"
         )
-    if buffer.is_cuda and virtual_end(comm.process_group) is None:
+    on_cuda = buffer.is_cuda and virtual_end(comm.process_group) is None
+    if on_cuda and comm.size > 1:
         _check_on_cuda(comm)
         return OwnHalves(comm, buffer, operation)
     return _Performed(comm, buffer, operation)
