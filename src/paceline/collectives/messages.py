@@ -14,7 +14,7 @@ from paceline.collectives.chains import Chain
 from paceline.collectives.pending import Job, OneWait, WorkPending
 from paceline.errors import UsageError
 from paceline.interfaces import Pending, ReduceOperation, Runner, Schedule, World
-from paceline.tensors import wire_bytes
+from paceline.tensors import stand_alike, wire_bytes
 from paceline.torch_private import follows_streams, virtual_end
 
 _LANES = 2
@@ -69,7 +69,7 @@ class Messages:
         self._check_peer(to, "send(buffer, to)")
         issuer = chains.current()
         self._world.journal.sent(wire_bytes(buffer))
-        flat = [flat_of(buffer)]
+        flat = [stand_alike(flat_of(buffer), buffer)]
         work = self._group.send(flat, self._peers[to], self._tag("", issuer))
         return self._message(work, issuer, "send", buffer)
 

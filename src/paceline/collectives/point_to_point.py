@@ -18,7 +18,7 @@ from paceline.collectives.pending import AllOf
 from paceline.collectives.schedule import Ring, Tree
 from paceline.errors import UsageError
 from paceline.interfaces import Pending, ReduceOperation
-from paceline.tensors import stand_in_for, stands_in, wire_bytes
+from paceline.tensors import stand_alike, stand_in_for, stands_in, wire_bytes
 from paceline.torch_private import virtual_end
 
 
@@ -92,7 +92,7 @@ class PointToPointComm(TorchComm):
             to = (self.rank + distance) % self.size
             source = (self.rank - distance) % self.size
             pendings.append(self.receive(coming[source], source))
-            pendings.append(self.send(leaving[to], to))
+            pendings.append(self.send(stand_alike(leaving[to], buffer), to))
         return AllOf(self, pendings)
 
     def _make_channel(self, name: str) -> NoReturn:

@@ -24,7 +24,7 @@ from paceline.collectives.schedule import (
 from paceline.errors import UsageError
 from paceline.interfaces import ReduceOperation, Schedule
 from paceline.ring_sum import ring_sum
-from paceline.tensors import wire_bytes
+from paceline.tensors import stand_alike, wire_bytes
 from paceline.torch_private import ProcessGroupBase, reduce_operation_name
 from paceline.worlds.virtual.communicator import Communicator, Deliver, Operation
 from paceline.worlds.virtual.mailbox import Mailbox
@@ -144,16 +144,20 @@ class VirtualProcessGroup(ProcessGroupBase):
         inputs: list[list[torch.Tensor]],
         opts: Any = None,
     ) -> VirtualWork:
-        return self._reduce_scatter(outputs, inputs[0], opts)
+        return self._reduce_scatter(outputs, inputs[0], _bytes(inputs[0]), opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, buffer: torch.Tensor, opts: Any = None
     ) -> VirtualWork:
         parts = buffer.reshape(-1).split(output.numel())
-        return self._reduce_scatter([output], list(parts), opts)
+        return self._reduce_scatter([output], list(parts), wire_bytes(buffer), opts)
 
     def _reduce_scatter(
-        self, outputs: list[torch.Tensor], parts: list[torch.Tensor], opts: Any
+        self,
+        outputs: list[torch.Tensor],
+        parts: list[torch.Tensor],
+        size: int,
+        opts: Any,
     ) -> VirtualWork:
         name = _operation(opts)
 
@@ -163,7 +167,7 @@ class VirtualProcessGroup(ProcessGroupBase):
 
         return self._launch(
             f"reduce_scatter({name}, {_shapes(parts)})",
-            Ring(self.size(), _bytes(parts), rounds=1),
+            Ring(self.size(), size, rounds=1),
             _copies(parts),
             deliver,
         )
@@ -324,7 +328,8 @@ class VirtualProcessGroup(ProcessGroupBase):
         n = self.size()
 
         def rows(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-            return list(tensor.split(sizes or [tensor.shape[0] // n] * n))
+            split = tensor.split(sizes or [tensor.shape[0] // n] * n)
+            return [stand_alike(row, tensor) for row in split]
 
         return self.alltoall(rows(output, output_sizes), rows(buffer, input_sizes))
 

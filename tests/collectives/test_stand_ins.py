@@ -1,0 +1,88 @@
+"""What has few elements, and stands for many, is moved at the price of the many."""
+
+import pytest
+import torch
+
+from paceline.collectives import COLLECTIVES, make, over
+from paceline.collectives.comm import TorchComm
+from paceline.tensors import stand_in_for
+from paceline.worlds.join import join_world
+from tests.virtual.helpers import cluster, rack, run
+
+WORKERS = 6
+SIZE = 720_720
+"""Bytes; of so many elements parts are whole, however they are cut."""
+
+
+def all_reduce(comm, tensor):
+    return comm.all_reduce(tensor(SIZE))
+
+
+def broadcast(comm, tensor):
+    return comm.broadcast(tensor(SIZE))
+
+
+def reduce_scatter(comm, tensor):
+    return comm.reduce_scatter(tensor(SIZE // WORKERS), tensor(SIZE))
+
+
+def all_gather(comm, tensor):
+    return comm.all_gather(tensor(SIZE), tensor(SIZE // WORKERS))
+
+
+def all_to_all(comm, tensor):
+    return comm.all_to_all(tensor(SIZE), tensor(SIZE))
+
+
+OPERATIONS = [all_reduce, broadcast, reduce_scatter, all_gather, all_to_all]
+
+
+def seconds(make_comm, operation, elements):
+    """Of an operation on `SIZE` bytes in so many elements."""
+
+    def tensor(size):
+        return stand_in_for(size, torch.zeros(max(1, elements * size // SIZE)))
+
+    def body(rank):
+        world = join_world()
+        comm = make_comm(world, TorchComm(world))
+        start = world.now()
+        operation(comm, tensor).wait()
+        return world.now() - start
+
+    return max(run(cluster(rack(4), rack(2, uplink=8e6)), body))
+
+
+@pytest.mark.parametrize("name", sorted(COLLECTIVES.keys() - {"parameter-server"}))
+def test_a_collective_s_price_is_of_the_bytes(name):
+    def of(elements):
+        return seconds(
+            lambda world, comm: over(make(name), world, comm), all_reduce, elements
+        )
+
+    assert of(2) == of(100) == of(SIZE // 4)
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["own group", "sends"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_price_of_each_operation_is_of_the_bytes(operation, once):
+    def of(elements):
+        return seconds(
+            lambda _, comm: comm.group(range(WORKERS), once=once), operation, elements
+        )
+
+    assert of(WORKERS) == of(100 * WORKERS) == of(SIZE // 4)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+def test_a_message_is_sent_at_the_price_of_the_bytes(shape):
+    def of(tensor):
+        def body(rank):
+            world = join_world()
+            comm, start = TorchComm(world), world.now()
+            (comm.receive if rank else comm.send)(tensor, 1 - rank).wait()
+            return world.now() - start
+
+        return max(run(2, body))
+
+    assert of(stand_in_for(SIZE, torch.zeros(shape))) == of(torch.zeros(SIZE // 4))
