@@ -261,6 +261,22 @@ def cell(row: dict[str, Any]) -> str:
     return f"{mark}{text}{mark}{fewer}"
 
 
+def draw_means(axes, across, up, *, label, color, **errors) -> None:
+    """Dots, and their standard *errors* (``xerr`` or ``yerr``) as bars."""
+    axes.errorbar(
+        across,
+        up,
+        label=label,
+        color=color,
+        marker="o",
+        markersize=6,
+        linestyle="none",
+        capsize=3,
+        elinewidth=1.5,
+        **errors,
+    )
+
+
 # ---- the command line ----
 
 

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from accuracy import Table, run
+from accuracy import Table, draw_means, run
 from accuracy_tasks import DIGITS, TASKS
 
 from paceline.collectives import pricing as prices
@@ -150,18 +150,7 @@ def draw_task(axes, task, about, rows):
                     fontsize=9,
                 )
                 continue
-            axes.errorbar(
-                off,
-                height,
-                xerr=error,
-                label=label,
-                color=colour,
-                marker="o",
-                markersize=6,
-                linestyle="none",
-                capsize=3,
-                elinewidth=1.5,
-            )
+            draw_means(axes, off, height, xerr=error, label=label, color=colour)
             label = None
     axes.set_xlim(-1.1 * FARTHEST, 1.1 * FARTHEST)
     axes.set_yticks(range(len(names), 0, -1), names)

@@ -17,7 +17,7 @@ local SGD whose only mean is the last one.
 from pathlib import Path
 from typing import Any
 
-from accuracy import Table, run
+from accuracy import Table, draw_means, run
 from accuracy_tasks import DIGITS, TASKS
 
 LENGTHS = (4, 16, 64)
@@ -127,18 +127,7 @@ def draw_preset(axes, number, name, colour, rows):
             points.append((place + offset, lost, row[f"{judged}, standard error"]))
     if points:
         places, lost, errors = zip(*points, strict=True)
-        axes.errorbar(
-            places,
-            lost,
-            errors,
-            label=name,
-            color=colour,
-            marker="o",
-            markersize=6,
-            linestyle="none",
-            capsize=3,
-            elinewidth=1.5,
-        )
+        draw_means(axes, places, lost, yerr=errors, label=name, color=colour)
 
 
 if __name__ == "__main__":
