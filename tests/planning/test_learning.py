@@ -13,6 +13,7 @@ from torch import nn
 import paceline
 from paceline.fusion.trial import ROUNDS
 from paceline.planning import PROFILED_STEPS, TRIAL_STEPS, Planner
+from paceline.planning.sides import Side
 from paceline.worlds.virtual import ComputeModel
 from tests.training.cases import assert_gradients, mean_gradients
 from tests.virtual.helpers import cluster, rack
@@ -109,7 +110,7 @@ class Restless(Planner):
     def backward_ended(self) -> bool:
         super().backward_ended()
         rule = "single" if len(self.groups) > 1 else "wfbp"
-        return self._use(self._by_rule(rule))
+        return self._use(Side(self._by_rule(rule)))
 
 
 def steps_with_momentum(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:

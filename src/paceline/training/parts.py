@@ -17,7 +17,7 @@ from paceline.exchange import SharedBuffers, broadcast_tensors
 from paceline.hooks import Uncopied
 from paceline.interfaces import Message, Method, World
 from paceline.loading import Loading
-from paceline.planning import Planner
+from paceline.planning import GoesPast, Planner
 from paceline.same_data import SameData
 from paceline.sampler import Sampler
 from paceline.sent import SentGradients
@@ -152,7 +152,7 @@ class Parts:
             self.say,
             partial(means.try_out, in_halves=getattr(method, "sends_halves", False)),
             lock_step=rhythm.is_every_step,
-            past_backward=waits_late,
+            goes_past=self._goes_past(waits_late),
         )
         self.clips_own = method.clips == "own" and settings.clip_norm < math.inf
         steps = Steps(
@@ -214,13 +214,19 @@ class Parts:
             self._sending,
         )
 
-    def _sending(self) -> Sequence[Message] | None:
+    def _goes_past(self, waits_late: bool) -> GoesPast:
         """Who looks at all means where backward ends waits for them there."""
-        if self._settings.check_finite or self._settings.clip_norm < math.inf:
-            return None
+        settings = self._settings
+        looks = settings.check_finite or settings.clip_norm < math.inf
+        if looks or not waits_late:
+            return "no"
+        return "halves" if getattr(self._method, "sends_halves", False) else "whole"
+
+    def _sending(self) -> Sequence[Message] | None:
         sending = self._planner.sending
         if sending is not None and self.codes is not None:
-            return [Message(bucket.index) for bucket in self.buckets]  # codes are whole
+            # Codes are of whole buckets.
+            return [Message(n) for n in dict.fromkeys(m.bucket for m in sending)]
         return sending
 
     def _make_loading(self) -> Loading | None:

@@ -1,0 +1,396 @@
+"""In which buckets one training sends its gradients: found out while it trains.
+
+The first backward pass shows the order in which gradients become ready; rank 0's counts
+for all. Rules that know only sizes are then settled. ``mg-wfbp`` and ``optimal`` measure:
+a few steps with DDP's buckets tell when each gradient is ready (medians over steps, then
+the maximum over ranks), a few all-reduces what a message costs, and rank 0 plans. For
+``optimal`` the plan and DDP's are then tried in turn, and the faster stays. Where a method
+goes past backward, the same steps tell when each tensor is used, rank 0 plans messages for
+that, and these and what was settled are tried in turn, too. Now and then
+ranks compare notes: where the order, or the time of a step, has changed for good, all of
+this happens again.
+
+All ranks are at the same point of this program after the same backward pass, and all that
+they decide by is either the same on all of them or rank 0's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from typing import Literal
+
+import torch
+
+from paceline import fusion
+from paceline.fusion import past_backward
+from paceline.fusion.measure import measure_mean
+from paceline.fusion.trial import REPEATABLE
+from paceline.interfaces import Comm, Message, Pending, Stopwatch
+from paceline.planning.passes import Passes
+from paceline.planning.ranks import Ranks
+from paceline.planning.sides import (
+    Agreed,
+    Groups,
+    Side,
+    Trial,
+    from_numbers,
+    to_numbers,
+)
+
+PROFILED_STEPS = 4
+TRIAL_STEPS = 4
+"""Steps with one side of a trial, the first of which does not count."""
+
+WATCH_EVERY = 50
+WATCHED_STEPS = 8
+CHANGED = 1.25
+"""A step that takes longer, or is shorter, by this factor..."""
+
+CHANGED_WINDOWS = 2
+"""...in so many windows in a row has changed for good."""
+
+GoesPast = Literal["no", "whole", "halves"]
+"""Whether a method goes past the end of backward, and in which messages: parts of means, or
+both halves of whole ones."""
+
+
+class Planner:
+    """Decides the buckets of one training, in step on all ranks.
+
+    *sizes* (bytes) and *kinds* are those of the parameters, by index; *rule* is one of
+    `fusion.RULES` or lengths. *blank* makes buffers to measure with; *planned* is told the
+    number of buckets and whether measuring is over, *say* what people should know. *mean*
+    forms one as training does, to be timed. *goes_past*: what the method makes of the time
+    after backward.
+    Without *lock_step* ranks never meet:
+    buckets are those of the rule, or of DDP's where *rule* measures, for parameters in the
+    reverse of their order, and stay so.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        rule: str,
+        sizes: Sequence[int],
+        kinds: Sequence[Hashable],
+        device: torch.device,
+        stopwatch: Stopwatch,
+        blank: Callable[[int, torch.device], torch.Tensor],
+        planned: Callable[[int, bool], None],
+        say: Callable[[str], None],
+        mean: Callable[[torch.Tensor], Pending],
+        lock_step: bool = True,
+        goes_past: GoesPast = "no",
+    ) -> None:
+        self._comm = comm
+        self._rule = fusion.check_rule(rule)
+        self._lock_step = lock_step
+        together = comm.size > 1 and lock_step
+        self._measures = rule in fusion.MEASURED and together
+        self._fixed_rule = "ddp" if rule in fusion.MEASURED else rule
+        self._goes_past: GoesPast = goes_past if together else "no"
+        self._sizes, self._kinds = list(sizes), list(kinds)
+        self._device, self._stopwatch, self._blank = device, stopwatch, blank
+        self._planned, self._say, self._mean = planned, say, mean
+        self._ranks = Ranks(comm, device)
+        self._passes = Passes(stopwatch, range(len(sizes))[::-1])
+        self.groups: Groups = []
+        """Each bucket's parameters, as indices, in the order of delivery."""
+        self.sending: tuple[Message, ...] | None = None
+        """In which messages buckets travel past backward; None: they are waited for where
+        backward ends."""
+        self._use(Side(self._by_rule(self._fixed_rule)))
+        self._program = self._run() if lock_step else itertools.repeat(False)
+        if not lock_step:
+            self._passes.listening = False
+            planned(len(self.groups), True)
+
+    # ---- what training tells ----
+
+    @property
+    def listening(self) -> bool:
+        """Whether the next backward pass is timed."""
+        return self._passes.listening
+
+    def step_begins(self) -> None:
+        """A forward pass begins that belongs to the next backward pass."""
+        self._passes.step_begins()
+
+    def used(self, index: int) -> None:
+        """A parameter is used for the first time in this step."""
+        self._passes.used(index)
+
+    def gradient_ready(self, index: int) -> None:
+        """The gradient of a parameter is there."""
+        self._passes.gradient_ready(index)
+
+    def backward_ended(self) -> bool:
+        """Every rank is through with a backward pass. Returns whether `groups` or `sending`
+        has changed. Collective."""
+        self._passes.ended()
+        changed = next(self._program)
+        self._passes.forget()
+        return changed
+
+    # ---- the program: each yield is the end of one backward pass ----
+
+    def _run(self) -> Iterator[bool]:
+        changed = self._learn_order()
+        while self._measures:
+            yield changed
+            changed = yield from self._plan()
+            self._planned(len(self.groups), True)
+            yield changed
+            yield from self._watch()
+            changed = self._learn_order()
+        self._planned(len(self.groups), True)
+        self._passes.listening = False
+        while True:
+            yield changed
+            changed = False
+
+    def _learn_order(self) -> bool:
+        """Take rank 0's ready order. Returns whether anything has changed."""
+        self._planned(len(self.groups), False)
+        passes = self._passes
+        mine = passes.seen_order()
+        theirs = self._ranks.from_rank_0(mine or passes.order)
+        if self._measures and self._sum(float(bool(mine) and mine != theirs)):
+            self._say(
+                "fusion: gradients become ready in another order on some ranks than on "
+                "rank 0, so nothing can be planned for all: DDP's rule is used"
+            )
+            self._measures = False
+        passes.order = theirs
+        groups = self._by_rule(self._fixed_rule)
+        if self._goes_past == "no" or self._rule in fusion.MEASURED:
+            return self._use(Side(groups))
+        uses: Sequence[float] = ()
+        if self._goes_past == "halves":
+            uses = self._ranks.from_rank_0(passes.use_order())
+        return self._use(self._fixed(groups, uses))
+
+    def _plan(self) -> Generator[bool, None, bool]:
+        """Measure, plan, and try. Returns whether anything has changed."""
+        ready: list[list[float]] = []
+        uses: list[list[float]] = []
+        for step in range(PROFILED_STEPS):
+            times = self._passes.ready_times()
+            if times is not None:
+                ready.append(times)
+                uses.append(self._passes.use_times())
+            if step + 1 < PROFILED_STEPS:
+                yield False
+        agreed = self._agreed_times(ready, uses)
+        if agreed is None:
+            return False
+        cost = measure_mean(
+            self._comm,
+            sum(self._sizes),
+            self._device,
+            self._stopwatch,
+            self._blank,
+            self._mean,
+        )
+        settled = Side(self._by_rule(self._rule, agreed.ready, cost))
+        if self._rule == "optimal":
+            settled = yield from self._try_against_ddp(settled)
+            if self._goes_past != "no":
+                settled = yield from self._try_past_backward(settled, agreed, cost)
+        elif self._goes_past != "no":
+            by_index = dict(zip(self._passes.order, agreed.uses, strict=True))
+            uses_of = [by_index[index] for index in range(len(by_index))]
+            settled = self._fixed(settled.groups, uses_of)
+        return self._use(settled)
+
+    def _try_against_ddp(self, planned: Side) -> Generator[bool, None, Side]:
+        plain = Side(self._by_rule("ddp"))
+        if planned == plain:
+            return plain
+        trial = yield from self._try(
+            planned, plain, self._passes.duration, "DDP's rule is kept"
+        )
+        self._say(
+            f"fusion: {planned} planned from measured times, {trial.new} a pass in a trial "
+            f"(one forward, one backward, and waiting for its means); DDP's rule, {plain}, "
+            f"{trial.old}: {trial.verdict.why}"
+        )
+        return planned if trial.verdict.better else plain
+
+    def _try_past_backward(
+        self, settled: Side, agreed: Agreed, cost: fusion.Cost
+    ) -> Generator[bool, None, Side]:
+        """A plan of messages for the time after backward, too, against what is *settled*
+        for the time before its end."""
+        planned = self._by_search(settled, agreed, cost)
+        if planned is None:
+            return settled
+        # Updates and waits move from before a forward pass into it: whole periods count.
+        trial = yield from self._try(
+            planned,
+            settled,
+            self._passes.period,
+            "means are waited for where backward ends",
+        )
+        self._say(
+            f"fusion: {planned}, waited for where the next forward pass uses them, "
+            f"{trial.new} a step in a trial (from one backward pass's end to the next "
+            f"one's); waited for where backward ends, {settled}, {trial.old}: "
+            f"{trial.verdict.why}"
+        )
+        return planned if trial.verdict.better else settled
+
+    def _try(
+        self,
+        new: Side,
+        old: Side,
+        seconds: Callable[[], list[float]],
+        otherwise: str,
+    ) -> Generator[bool, None, Trial]:
+        """Steps with each side in turn."""
+        trial = Trial(otherwise)
+        while not trial.is_over:
+            means, spread = [], 0.0
+            for side in (new, old):
+                yield self._use(side)  # the step that follows does not count
+                times = []
+                for _ in range(TRIAL_STEPS - 1):
+                    yield False
+                    times += seconds()
+                middle = statistics.median(times) if times else 0.0
+                wide = (max(times) - min(times)) / middle if middle else 0.0
+                total, spreads, ranks = self._ranks.sums(
+                    middle, wide, float(bool(times))
+                )
+                means.append(total / ranks if ranks else 0.0)
+                spread = max(spread, spreads / ranks if ranks else 0.0)
+            trial.add_round(means[0], means[1], spread)
+        return trial
+
+    def _watch(self) -> Iterator[bool]:
+        """Returns when the order, or the time of a step, has changed for good."""
+        passes = self._passes
+        usual: float | None = None
+        strange = 0
+        while strange < CHANGED_WINDOWS:
+            passes.listening = False
+            for _ in range(WATCH_EVERY - WATCHED_STEPS):
+                yield False
+            passes.listening = True
+            times: list[float] = []
+            orders: Counter[tuple[int, ...]] = Counter()
+            for _ in range(WATCHED_STEPS):
+                yield False
+                times += passes.duration() if self.sending is None else passes.period()
+                orders[tuple(passes.seen_order())] += 1
+            middle = statistics.median(times) if times else 0.0
+            # A model whose order varies has not changed it for good: most passes must
+            # agree on another one.
+            order, count = orders.most_common(1)[0]
+            other = count > WATCHED_STEPS / 2 and list(order) not in ([], passes.order)
+            total, disordered, ranks = self._ranks.sums(
+                middle, float(other), float(bool(times))
+            )
+            if not ranks:
+                continue
+            time = total / ranks
+            if usual is None:
+                usual = time
+            longer = max(time, usual) / max(min(time, usual), 1e-9)
+            strange = strange + 1 if longer > CHANGED or disordered else 0
+        self._say(
+            "fusion: the order of gradients or the time of a step has changed: measuring "
+            "again"
+        )
+
+    # ---- what ranks agree on ----
+
+    def _agreed_times(
+        self, ready: Sequence[Sequence[float]], uses: Sequence[Sequence[float]]
+    ) -> Agreed | None:
+        """Medians over steps, then the maximum over ranks: all go at the slowest one's
+        pace."""
+        count = len(self._passes.order)
+        mine = [statistics.median(times) for times in zip(*ready, strict=True)]
+        if self._goes_past != "no":
+            mine += [statistics.median(times) for times in zip(*uses, strict=True)]
+        both = count if self._goes_past == "no" else 2 * count
+        times = self._ranks.largest(mine or [-1.0] * both)
+        if times[0] < 0:
+            return None
+        return Agreed(list(itertools.accumulate(times[:count], max)), times[count:])
+
+    def _by_rule(
+        self, rule: str, times: Sequence[float] = (), cost: fusion.Cost | None = None
+    ) -> Groups:
+        order = self._passes.order
+        groups = fusion.group(
+            rule, *self._in_order, times, cost, lanes=self._lanes if cost else 1
+        )
+        groups = [[order[position] for position in group] for group in groups]
+        if cost is None:
+            return groups  # from what is equal on all ranks
+        bucket_of = [0] * len(order)
+        for number, group in enumerate(groups):
+            for index in group:
+                bucket_of[index] = number
+        bucket_of = self._ranks.from_rank_0(bucket_of)
+        agreed: Groups = [[] for _ in range(max(bucket_of) + 1)]
+        for index in order:
+            agreed[bucket_of[index]].append(index)
+        return agreed
+
+    def _by_search(
+        self, settled: Side, agreed: Agreed, cost: fusion.Cost
+    ) -> Side | None:
+        """Rank 0's plan of messages; None where it predicts nothing better than what is
+        *settled*."""
+        order, (sizes, kinds) = self._passes.order, self._in_order
+        ready, uses, lanes = agreed.ready, agreed.uses, self._lanes
+        numbers: list[int] = []
+        if self._comm.rank == 0:
+            halves = self._goes_past == "halves"
+            plan = past_backward.plan(
+                sizes, kinds, ready, uses, cost, lanes=lanes, halves=halves
+            )
+            ours = past_backward.period(plan, sizes, ready, uses, cost, lanes=lanes)
+            place = {index: position for position, index in enumerate(order)}
+            groups = [[place[index] for index in group] for group in settled.groups]
+            theirs = fusion.finish_groups(groups, sizes, ready, cost, lanes=lanes)
+            if ours < theirs * (1 - REPEATABLE):
+                numbers = to_numbers(plan)
+        numbers = self._ranks.told_by_rank_0(numbers)
+        if not numbers:
+            return None
+        plan = from_numbers(numbers, len(order))
+        groups = [[order[position] for position in group] for group in plan.groups]
+        return Side(groups, plan.messages)
+
+    def _fixed(self, groups: Groups, uses: Sequence[float]) -> Side:
+        """Each bucket as one message, or in halves; *uses* by index."""
+        halves = self._goes_past == "halves"
+        return Side(groups, past_backward.fixed(groups, uses, halves=halves).messages)
+
+    def _use(self, side: Side) -> bool:
+        """Returns whether that changes anything."""
+        if side == Side(self.groups, self.sending):
+            return False
+        self.groups, self.sending = side.groups, side.sending
+        self._planned(len(side.groups), False)
+        return True
+
+    @property
+    def _in_order(self) -> tuple[list[int], list[Hashable]]:
+        """Sizes and kinds in ready order."""
+        order = self._passes.order
+        return [self._sizes[i] for i in order], [self._kinds[i] for i in order]
+
+    @property
+    def _lanes(self) -> int:
+        return self._comm.lanes(self._device)
+
+    def _sum(self, value: float) -> float:
+        return self._ranks.sums(value)[0]
