@@ -3,6 +3,5 @@
 
 FAST_REAL, FAST_VIRTUAL = 13, 16
 """One in so many trials, in each run of the fast tests."""
-SLOW_REAL, SLOW_VIRTUAL = 11, 3
-"""Of the slow ones. In real processes the threads of trainings that have ended stay: many trainings
-in one job are slow."""
+SLOW_REAL, SLOW_VIRTUAL = 5, 3
+"""Of the slow ones."""
