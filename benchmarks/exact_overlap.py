@@ -8,7 +8,7 @@
 `layers`: 8 workers, the model of examples/layers.py with 16 layers and 16 MB, 78 ms forward
 and 157 ms backward, 1 Gbit/s. `ratios`: eight equal layers on links where a ring takes r
 times the computing (`osp.py`). `workloads`: ResNet-50, VGG-16, BERT-base and GoogLeNet at 1, 10 and
-25 Gbit/s. Seconds a step, over the last 40 of 180 steps: plans have been made and tried by then. The
+25 Gbit/s. Seconds a step, over the last 20 of 80 steps: plans have been made and tried by then. The
 limit is computing, or what a ring puts on each link, whichever is longer.
 
 `--emulated`: 8 MB, 0.1 s forward and 0.2 s backward, paced (`peers.py`); all sides live in one job
@@ -36,8 +36,8 @@ from paceline.network import Cluster, Rack, Workload, uniform_cluster
 from paceline.options import RunOptions
 from paceline.worlds.virtual import Simulation
 
-METHODS = ("bsp", "osp:collective=native", "dear", "priority")
-STEPS = 180
+METHODS = ("bsp", "osp:collective=native,budget=constant", "dear", "priority")
+STEPS, LAST = 80, 20
 GIGABIT = 125e6
 LAYERS = (16, 16.0, 0.078, 0.157)
 """Layers, megabytes, and seconds of both passes."""
@@ -69,7 +69,7 @@ def paced(method, link):
 
     rack = Rack(workers=osp.WORKERS, link=link, latency=osp.LATENCY)
     Simulation(Cluster((rack,))).run(train)
-    return (ends[-1] - ends[-1 - osp.LAST]) / osp.LAST
+    return (ends[-1] - ends[-1 - LAST]) / LAST
 
 
 def row(name, compute, wire, seconds):
@@ -94,7 +94,7 @@ def stood_in(name, workload, link):
         name,
         osp.compute(workload),
         osp.ring_seconds(workload, link),
-        lambda method: osp.seconds(method, workload, link, "optimal", 0, STEPS),
+        lambda method: osp.seconds(method, workload, link, "optimal", 0, STEPS, LAST),
     )
 
 
