@@ -80,7 +80,7 @@ def _check_on_cuda(comm: TorchComm) -> None:
     if not comm.follows_streams:
         raise UsageError(
             "a reduce-scatter of a tensor on CUDA over gloo, whose sends are from the host's "
-            "memory: use NCCL, or a method that sends whole means, such as priority"
+            "memory: use NCCL, or a method that sends whole means"
         )
     if not isinstance(row, Native | Auto | None):
         raise UsageError(
