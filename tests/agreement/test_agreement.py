@@ -27,18 +27,23 @@ def agreement():
 
 def test_the_documents_count_what_their_table_holds(agreement):
     page = (HOUSE / "docs" / "agreement.md").read_text().split("# Beside the peers")[0]
+    page, _, averaging_page = page.partition("## Methods that average")
     everything, held_out = map(ROW.findall, page.split("Held out, that is"))
+    averaging = ROW.findall(averaging_page)
     assert len(everything) == len(agreement.CELLS)
     assert len(held_out) == len(agreement.HELD_OUT)
+    assert len(averaging) == len(agreement.AVERAGING)
     counts = []
-    for rows in (everything, held_out):
+    for rows in (everything, held_out, averaging):
         found = [(float(off) / 100, float(spread) / 100) for spread, off, _ in rows]
         judged = [agreement.judge(off, spread) for off, spread in found]
         assert judged == [mark for _, _, mark in rows]
         counts.append((judged.count(""), len(judged) - judged.count("off")))
     middle = statistics.median(abs(float(off)) for _, off, _ in everything)
     readme = (HOUSE / "README.md").read_text()
-    (near, near_enough), (held_near, held_enough) = counts
+    (near, near_enough), (held_near, held_enough), of_averaging = counts
+    text = "{} of 10 within 10 %, {} within 10 % plus the spread"
+    assert text.format(*of_averaging) in averaging_page
     assert (
         f"{near} of {len(everything)} within 10 %, {near_enough} within 10 %" in readme
     )

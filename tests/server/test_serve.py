@@ -308,6 +308,8 @@ def test_a_newer_incarnation_replaces_an_older_one():
 
 def test_waiting_can_be_interrupted():
     adder = Adder(1)
+    # Shells start what runs in the background with interrupts ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with running(adder, 1) as shell:
         server = connect(shell)
         reception = server.request(PullState(bucket=0))
@@ -318,8 +320,11 @@ def test_waiting_can_be_interrupted():
             interrupt.start()
             reception.wait()
 
-        with pytest.raises(KeyboardInterrupt):
-            wait()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
         interrupt.join()
         assert server.request(Load(bucket=0), torch.ones(1)).wait() == Done()
         server.close()
