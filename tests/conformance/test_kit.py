@@ -202,6 +202,7 @@ class ReadsTheNetwork(BSP):
         return super().init(run)
 
 
+@pytest.mark.slow
 def test_a_case_that_asks_for_racks_is_tried_in_two():
     check_method(Case(method=ReadsTheNetwork()), workers=(1, 3))
     check_method(Case(method=ReadsTheNetwork(wanted=2), racks=True), workers=(1, 3, 4))

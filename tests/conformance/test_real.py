@@ -26,7 +26,7 @@ from tests.conformance.table import FAST_REAL, SLOW_REAL
     ("workers", "every"),
     [
         pytest.param(1, SLOW_REAL, marks=pytest.mark.slow),
-        (2, FAST_REAL),
+        pytest.param(2, FAST_REAL, marks=pytest.mark.slow),
         (3, FAST_REAL),
         pytest.param(3, SLOW_REAL, marks=pytest.mark.slow),
     ],

@@ -8,7 +8,7 @@ from paceline.interfaces import AGREE_EVERY
 from paceline.testing import Case
 from paceline.testing.checks import CHECKS
 from tests.ds_sync.helpers import Walk, equal, simulate, state_of
-from tests.ds_sync.trainings import OVERLAPS, adam, models, train
+from tests.ds_sync.trainings import OVERLAPS, adam, each_once, models, train
 
 PLANS = ["shuffle=digits,size=3", "shuffle=random", "swa_from=2"]
 ENDS = [(4, 9, 2, 7, 5), (3, 3 * AGREE_EVERY, 20, 1, 40), (0, 0, 50, 0, 0)]
@@ -59,8 +59,10 @@ def test_who_is_gone_counts_no_more_at_the_end():
     assert all(after == before for before, after in others)
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("law", sorted(CHECKS.keys() - {"one_worker_is_the_reference"}))
+@pytest.mark.parametrize(
+    ("law", "overlap"),
+    each_once(sorted(CHECKS.keys() - {"one_worker_is_the_reference"})),
+)
 def test_the_kits_laws_hold_for_four_workers(law, overlap):
     """The kit tries three, of whom all are one group."""
     case = Case(method=f"ds-sync:shuffle=pairs,overlap={overlap}")

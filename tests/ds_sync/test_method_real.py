@@ -11,7 +11,7 @@ from tests import forked
 from tests.ds_sync.ends import ends
 
 
-@pytest.mark.parametrize("workers", [4, 5])
+@pytest.mark.parametrize("workers", [pytest.param(4, marks=pytest.mark.slow), 5])
 def test_worlds_end_with_the_same_bits(workers):
     first, *_ = forked.run_together(workers, ["-m", "tests.ds_sync.ends"], seconds=120)
     virtual = {}

@@ -5,7 +5,7 @@ import torch
 
 import paceline
 from tests.ds_sync.helpers import equal, simulate, state_of
-from tests.ds_sync.trainings import OVERLAPS, begin, step
+from tests.ds_sync.trainings import begin, each_once, step
 
 SWA = "swa_from=1,swa_every=2"
 
@@ -31,9 +31,9 @@ def train(folder, method, workers, numbers, load, save):
     return results
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize(
-    "more", [f"shuffle=digits,{SWA}", "shuffle=random", "state=average"]
+    ("more", "overlap"),
+    each_once([f"shuffle=digits,{SWA}", "shuffle=random", "state=average"]),
 )
 def test_a_restart_in_the_middle_of_a_period_changes_no_bit(tmp_path, overlap, more):
     """Eight workers have a period of three; what was on its way is saved, too."""

@@ -1,5 +1,6 @@
 """A small network trained under ds-sync by virtual workers, each on data of its own."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -64,3 +65,17 @@ def train(method, workers, steps, make=sgd, each=lambda model, optimizer: None, 
 
 def models(results):
     return [model for model, _ in results]
+
+
+def each_once(values):
+    """All pairs of *values* and overlaps; of the fast ones each value has one overlap, by
+    turns."""
+    return [
+        pytest.param(
+            value,
+            overlap,
+            marks=[] if (i + j) % len(OVERLAPS) == 0 else pytest.mark.slow,
+        )
+        for i, value in enumerate(values)
+        for j, overlap in enumerate(OVERLAPS)
+    ]

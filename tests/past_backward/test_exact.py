@@ -32,9 +32,19 @@ def accumulates(step, model, optimizer, x):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-@pytest.mark.parametrize("schedule", [None, one_cycle])
+@pytest.mark.parametrize(
+    ("workers", "optimizer", "schedule"),
+    [
+        *((1, sgd, one_cycle), (2, adamw, one_cycle), (3, sgd, None), (4, adamw, None)),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                *((1, adamw, None), (2, sgd, None), (2, sgd, one_cycle)),
+                *((3, adamw, one_cycle), (4, sgd, one_cycle)),
+            )
+        ),
+    ],
+)
 def test_50_steps_end_with_the_bits_of_bsp(method, workers, optimizer, schedule):
     keys = {"steps": 50, "optimizer": optimizer, "schedule": schedule}
     keys["backward"] = accumulates if workers == 3 else None
@@ -341,7 +351,10 @@ def seeded(kind):
     "make",
     [
         *(seeded(Scripted), seeded(Recurrent)),
-        *map(compiled, ("whole", "in place", "a block", "a block in place")),
+        *(
+            pytest.param(compiled(part), marks=pytest.mark.slow)
+            for part in ("whole", "in place", "a block", "a block in place")
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
