@@ -106,7 +106,7 @@ def distribute(
     check_hooks(chosen)
     settings = _without_averages(world, chosen, settings)
     forming = collectives.make(settings.collective)
-    _check_compression(chosen, settings, forming)
+    _check_compression(chosen, settings, forming, optimizer)
     if getattr(chosen, "sends_halves", False):
         check_halves(forming)
     parameters = [
@@ -185,7 +185,10 @@ def _without_averages(world: World, method: Method, settings: Settings) -> Setti
 
 
 def _check_compression(
-    method: Method, settings: Settings, collective: Collective
+    method: Method,
+    settings: Settings,
+    collective: Collective,
+    optimizer: torch.optim.Optimizer,
 ) -> None:
     """Raise `UsageError` where nobody forms a mean of codes."""
     compressor = settings.compression
@@ -197,6 +200,7 @@ def _check_compression(
             "to servers, which take them as they are; compress under a method whose "
             "workers form means, such as bsp"
         )
+    compressor.suits(optimizer)
     if collective.needs_servers and not compressor.linear:
         raise UsageError(
             f"compression {compressor.name!r} with collective={collective.name!r}: its codes "

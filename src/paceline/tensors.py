@@ -5,8 +5,10 @@ Only gradients are flat, and without padding; parameters stay the user's tensors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -62,12 +64,42 @@ def stands_in(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "stands_for_bytes")
 
 
+def wire_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of *tensor*, or of what it stands for: where only the bytes of that are known,
+    of a matrix that is as square as they allow."""
+    if not stands_in(tensor):
+        return tuple(tensor.shape)
+    known: tuple[int, ...] | None = getattr(tensor, "stands_for_shape", None)
+    if known is not None:
+        return known
+    return _nearly_square(wire_bytes(tensor) // tensor.element_size())
+
+
+@cache
+def _nearly_square(elements: int) -> tuple[int, ...]:
+    """Of a matrix with so many elements, or of a row, where that is a narrow one."""
+    root = math.isqrt(elements)
+    for side in range(root, root // 4, -1):
+        if elements % side == 0:
+            return side, elements // side
+    return (elements,) if root < 2 else (root, elements // root)
+
+
 def stand_alike(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Make each element of *tensor* count as many bytes as one of *like*, where that stands
     in: a part of a buffer stands for its share."""
     if stands_in(like):
         stand_in_for(wire_bytes(like) * tensor.numel() // max(1, like.numel()), tensor)
     return tensor
+
+
+def stand_for_the_same(tensor: torch.Tensor, as_this: torch.Tensor) -> None:
+    """Make *tensor* count as what *as_this* counts as, where that stands in."""
+    if stands_in(as_this):
+        stand_in_for(wire_bytes(as_this), tensor)
+        shape = getattr(as_this, "stands_for_shape", None)
+        if shape is not None:
+            tensor.stands_for_shape = shape  # type: ignore[attr-defined]
 
 
 def make_buckets(
@@ -87,6 +119,8 @@ def make_buckets(
             part.view(parameter.shape)
             for part, (_, parameter) in zip(buffer.split(sizes), members, strict=True)
         )
+        for view, (_, parameter) in zip(views, members, strict=True):
+            stand_for_the_same(view, parameter)
         buckets.append(
             Bucket(
                 index=number,

@@ -1,6 +1,6 @@
 """The kit itself: compressors that break one law each are caught."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from paceline.compression import BF16, FP16, Identity, Int8, Residuals
 from paceline.interfaces import Gather, Sum
 from paceline.testing import CheckFailedError, check_compressor
+from tests.compression.toys import Halves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class OneRoundMore(BF16):
 class GathersAll(BF16):
     """Declares to be linear."""
 
-    def average(self, parts, states, workers, sent=None):
+    def average(self, parts, states, place, sent=None):
         codes = yield Gather(torch.cat([part.reshape(-1) for part in parts]))
         for part, own in zip(
             parts, codes.sum(0).split([p.numel() for p in parts]), strict=True
@@ -30,44 +31,44 @@ class GathersAll(BF16):
 
 @dataclass(frozen=True, kw_only=True)
 class DividesByZero(BF16):
-    def average(self, parts, states, workers, sent=None):
-        yield from super().average(parts, states, workers, sent)
+    def average(self, parts, states, place, sent=None):
+        yield from super().average(parts, states, place, sent)
         for part in parts:
             part.copy_(part / part.abs().max() if part.numel() else part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SendsEmpty(BF16):
-    def average(self, parts, states, workers, sent=None):
+    def average(self, parts, states, place, sent=None):
         if not any(part.numel() for part in parts):
             yield Sum(torch.empty(0))
-        yield from super().average(parts, states, workers, sent)
+        yield from super().average(parts, states, place, sent)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountsWorkers(BF16):
-    def average(self, parts, states, workers, sent=None):
-        yield from super().average(parts, states, workers, sent)
+    def average(self, parts, states, place, sent=None):
+        yield from super().average(parts, states, place, sent)
         for part in parts:
-            part.mul_(workers)
+            part.mul_(place.workers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnScale(BF16):
     """Sums of codes that mean different things on different workers."""
 
-    def average(self, parts, states, workers, sent=None):
+    def average(self, parts, states, place, sent=None):
         for part in parts:
             part.div_(part.norm() + 1e-6)
-        yield from super().average(parts, states, workers, sent)
+        yield from super().average(parts, states, place, sent)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaysItSentAll(Int8):
-    def average(self, parts, states, workers, sent=None):
+    def average(self, parts, states, place, sent=None):
         for part, own in zip(parts, sent, strict=True):
             own.copy_(part)
-        yield from super().average(parts, states, workers)
+        yield from super().average(parts, states, place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,19 +83,19 @@ class RoundsDown(Int8):
 
 @dataclass(frozen=True, kw_only=True)
 class LeavesMore(FP16):
-    def average(self, parts, states, workers, sent=None):
+    def average(self, parts, states, place, sent=None):
         for part in parts:
             part.mul_(-1)
-        yield from super().average(parts, states, workers, sent)
+        yield from super().average(parts, states, place, sent)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepsItsOwn(FP16):
     """Each worker's result is its own part of the sum."""
 
-    def average(self, parts, states, workers, sent=None):
+    def average(self, parts, states, place, sent=None):
         own = [part.clone() for part in parts]
-        yield from super().average(parts, states, workers, sent)
+        yield from super().average(parts, states, place, sent)
         for part, mine in zip(parts, own, strict=True):
             part.add_(1e-6 * mine)
 
@@ -103,9 +104,9 @@ class KeepsItsOwn(FP16):
 class HidesState(FP16):
     seen: list[int] = field(default_factory=list)
 
-    def average(self, parts, states, workers, sent=None):
+    def average(self, parts, states, place, sent=None):
         self.seen.append(1)
-        yield from super().average(parts, states, workers, sent)
+        yield from super().average(parts, states, place, sent)
         for part in parts:
             if part.is_floating_point():
                 part.mul_(1 + 1e-6 * len(self.seen))
@@ -126,8 +127,8 @@ class KeepsAGenerator(Identity):
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetsTheType(Identity):
-    def average(self, parts, states, workers, sent=None):
-        yield from super().average(parts, states, workers, sent)
+    def average(self, parts, states, place, sent=None):
+        yield from super().average(parts, states, place, sent)
         for part in parts:
             if not part.is_floating_point():
                 part.zero_()
@@ -135,23 +136,23 @@ class ForgetsTheType(Identity):
 
 @dataclass(frozen=True, kw_only=True)
 class HidesOverflow(FP16):
-    def average(self, parts, states, workers, sent=None):
-        yield from super().average(parts, states, workers, sent)
+    def average(self, parts, states, place, sent=None):
+        yield from super().average(parts, states, place, sent)
         for part in parts:
             part.nan_to_num_()
 
 
 @dataclass(frozen=True, kw_only=True)
 class UsesTheScriptsChance(FP16):
-    def average(self, parts, states, workers, sent=None):
+    def average(self, parts, states, place, sent=None):
         torch.rand(1)
-        yield from super().average(parts, states, workers, sent)
+        yield from super().average(parts, states, place, sent)
 
 
 @dataclass(frozen=True)
 class ForgetsHalf(Residuals):
-    def average(self, parts, states, workers, sent=None):
-        yield from super().average(parts, states, workers, sent)
+    def average(self, parts, states, place, sent=None):
+        yield from super().average(parts, states, place, sent)
         for state in states:
             if "residual" in state:
                 state["residual"].mul_(0.5)
@@ -159,15 +160,45 @@ class ForgetsHalf(Residuals):
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfStep(Identity):
-    def average(self, parts, states, workers, sent=None):
+    def average(self, parts, states, place, sent=None):
         if parts and parts[0][0, 0] > 0:
             yield Sum(torch.ones(1))
-        yield from super().average(parts, states, workers, sent)
+        yield from super().average(parts, states, place, sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaysLess(FP16):
+    def traffic(self, shapes, dtype, workers):
+        return [
+            replace(leg, size=leg.size - 2)
+            for leg in super().traffic(shapes, dtype, workers)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallsItCommon(Identity):
+    state: ClassVar[str] = "own"
+
+    def init(self, like, name, rank):
+        return {"common": {"rank": rank}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakesAnything(Halves):
+    """Of a code that is too long, too."""
+
+    def _decode(self, code, parts, dtype, add):
+        super()._decode(
+            code[: self._size([p.shape for p in parts], dtype)], parts, dtype, add
+        )
 
 
 @pytest.mark.parametrize(
     ("compressor", "law"),
     [
+        (SaysLess(), "and sends"),
+        (CallsItCommon(), "under the key 'common' differs between workers"),
+        (TakesAnything(), "takes [0-9]+ bytes for a code of"),
         (OneRoundMore(), "declares 2 rounds, and takes 1"),
         (GathersAll(), "declares to be linear, and gathers"),
         (DividesByZero(), "zeros on all workers have become something else"),

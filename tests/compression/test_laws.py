@@ -3,12 +3,16 @@ about it."""
 
 import pytest
 
-from paceline.compression import COMPRESSORS, Identity, Residuals, make
+from paceline.compression import COMPRESSORS, Identity, Later, Residuals, make
 from paceline.testing import COMPRESSOR_CHECKS, check_compressor
-from tests.compression.toys import RankOne, TopK
+from tests.compression.toys import Halves, RankOne, TopK
 
 PURE = [*map(make, COMPRESSORS), make("int8:rounding=nearest"), TopK(), RankOne()]
-ALL = PURE + [Residuals(code) for code in PURE if code != Identity()]
+PURE += [Halves(), Halves(small=0)]
+ALL = PURE + [
+    Residuals(code) for code in PURE if code.takes_residuals and code != Identity()
+]
+ALL += [Later(TopK(), 2), Later(Residuals(RankOne()), 2)]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from paceline.compression import (
     COMPRESSORS,
     Identity,
     Int8,
+    Later,
     Residuals,
     keys_of,
     make,
@@ -24,6 +25,9 @@ from paceline.spec import Spec, nested
         ("bf16:residuals=true", Residuals(BF16())),
         ("int8:rounding=nearest,seed=3", Int8(rounding="nearest", seed=3)),
         ("int8:seed=3,residuals=true", Residuals(Int8(seed=3))),
+        ("bf16:residuals=true,decay=0.9", Residuals(BF16(), 0.9)),
+        ("bf16:dense_steps=9", Later(BF16(), 9)),
+        ("int8:dense_steps=9,residuals=true", Later(Residuals(Int8()), 9)),
     ],
 )
 def test_make(text, compressor):
@@ -40,12 +44,18 @@ def test_make(text, compressor):
         ("int9", "unknown compression 'int9'. Did you mean 'int8'? Known: bf16, fp16,"),
         (
             "int8:bits=4",
-            "compression 'int8': unknown key 'bits'. Known: residuals, rounding, seed.",
+            "compression 'int8': unknown key 'bits'. Known: decay, dense_steps, residuals, ",
         ),
         ("none:residuals=true", "unknown key 'residuals'. Known: none."),
         ("int8:rounding=up", "compression 'int8': unknown value for rounding 'up'"),
         ("int8:residuals=yes", "residuals: expected true or false, got 'yes'"),
         ("int8:seed=x", "seed: expected a whole number, got 'x'"),
+        ("bf16:decay=0.9", "decay=0.9 is of residuals, and there are none"),
+        (
+            "bf16:residuals=true,decay=2",
+            "expected a part of a residual, 0 to 1, got 2.0",
+        ),
+        ("bf16:dense_steps=-1", "dense_steps: expected 0 or more, got -1"),
     ],
 )
 def test_what_is_unknown_is_refused_with_what_there_is(text, said):

@@ -5,6 +5,7 @@ import torch
 
 from paceline.compression import BF16, FP16, Identity, Int8, Residuals
 from paceline.compression.packing import flat, put
+from paceline.interfaces import Place
 from paceline.testing.lockstep import Workers
 
 
@@ -42,7 +43,7 @@ def test_bytes_of_a_code(compressor, dtype, size):
 def test_a_bucket_is_sent_from_its_own_memory():
     buffer = torch.arange(6.0)
     parts = [part.view(3, 1) for part in buffer.split(3)]
-    asked = next(Identity().average(parts, [{}, {}], 2))
+    asked = next(Identity().average(parts, [{}, {}], Place(0, 2)))
     assert asked.code.data_ptr() == buffer.data_ptr()
     assert asked.code.numel() == 6
 

@@ -181,7 +181,10 @@ def test_the_planner_measures_compressed_means():
 # ---- who takes part ----
 
 
-@pytest.mark.parametrize("compression", ["bf16", "int8", "int8:residuals=true"])
+@pytest.mark.parametrize(
+    "compression",
+    ["bf16", "int8", "int8:residuals=true", "int8:residuals=true,dense_steps=6"],
+)
 def test_uneven_data(compression):
     """Whoever is out of data changes nothing, and all end with one model."""
 
@@ -229,7 +232,7 @@ def test_unused_parameters(compression):
 class OneWorker:
     """As much of a `Comm` as codes need, among one worker."""
 
-    size = 1
+    rank, size = 0, 1
 
     def all_gather(self, everyone, own):
         everyone.copy_(own)
@@ -279,7 +282,7 @@ def test_keys_of_a_spec():
         ("bsp:compression=int9", "unknown compression 'int9'. Did you mean 'int8'?"),
         (
             "bsp:compression=int8,compression.bits=4",
-            "compression 'int8': unknown key 'bits'. Known: residuals, rounding, seed.",
+            "compression 'int8': unknown key 'bits'. Known: decay, dense_steps, residuals, ",
         ),
         ("bsp:compression.seed=4", "without 'compression'"),
         (

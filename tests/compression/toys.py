@@ -1,4 +1,4 @@
-"""Two compressors of kinds that the registry does not have yet: they fit the seam."""
+"""Compressors of kinds that the registry does not have yet: they fit the seam."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from typing import ClassVar
 
 import torch
 
+from paceline.compression.alone import Alone
 from paceline.compression.identity import summed
-from paceline.compression.packing import flat, put, reals
-from paceline.interfaces import Compressor, Gather, Sum
+from paceline.compression.packing import (
+    Reader,
+    dense,
+    elements,
+    flat,
+    put,
+    real_type,
+    reals,
+    to_bytes,
+)
+from paceline.interfaces import COMMON, Compressor, Gather, Leg, Sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +37,13 @@ class TopK(Compressor):
     def passes(self, workers):
         return 2.0, 1.0
 
-    def average(self, parts, states, workers, sent=None):
+    def traffic(self, shapes, dtype, workers):
+        kept, kind = real_type(shapes, dtype)
+        if not kind.is_floating_point:
+            return dense(kept, kind)
+        return (Leg("gather", 2 * 8 * max(1, int(self.density * elements(kept)))),)
+
+    def average(self, parts, states, place, sent=None):
         parts, sent = reals(parts), None if sent is None else reals(sent)
         if not parts or not parts[0].is_floating_point():
             yield from summed(parts, sent)
@@ -47,6 +63,33 @@ class TopK(Compressor):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Halves(Alone):
+    """bfloat16, and each worker's by itself."""
+
+    small: int = 100
+
+    name: ClassVar[str] = "halves"
+    unbiased: ClassVar[bool] = False
+    state: ClassVar[str] = "none"
+
+    def passes(self, workers):
+        return 2.0, 2.0
+
+    def _size(self, shapes, dtype):
+        return 2 * elements(shapes)
+
+    def _encode(self, parts, states):
+        return to_bytes(*(part.to(torch.bfloat16) for part in parts))
+
+    def _decode(self, code, parts, dtype, add):
+        reader = Reader(code)
+        for part in parts:
+            value = reader.take(torch.bfloat16, part.numel()).view(part.shape)
+            part.add_(value) if add else part.copy_(value)
+        reader.end()
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankOne(Compressor):
     """PowerSGD at rank one: two chained sums, and a vector that is equal everywhere."""
 
@@ -59,17 +102,29 @@ class RankOne(Compressor):
     def passes(self, workers):
         return 2.0, 2.0
 
+    def traffic(self, shapes, dtype, workers):
+        kept, kind = real_type(shapes, dtype)
+        if not kind.is_floating_point:
+            return dense(kept, kind)
+        columns = [shape[-1] if shape else 1 for shape in kept]
+        pairs = zip(kept, columns, strict=True)
+        rows = sum(elements([shape]) // column for shape, column in pairs)
+        return Leg("sum", 8 * rows), Leg("sum", 8 * sum(columns))
+
     def init(self, like, name, rank):
         real = torch.view_as_real(like) if like.is_complex() else like
         columns = self.matrix(real).shape[1] if real.numel() else 0
         generator = torch.Generator().manual_seed(sum(name.encode()))
-        return {"q": torch.randn(columns, dtype=torch.double, generator=generator)}
+        q = torch.randn(columns, dtype=torch.double, generator=generator)
+        return {COMMON: {"q": q}}
 
     def matrix(self, part):
         return part.reshape(-1, part.shape[-1] if part.dim() else 1)
 
-    def average(self, parts, states, workers, sent=None):
-        states = [s for part, s in zip(parts, states, strict=True) if part.numel()]
+    def average(self, parts, states, place, sent=None):
+        states = [
+            s[COMMON] for part, s in zip(parts, states, strict=True) if part.numel()
+        ]
         parts, sent = reals(parts), None if sent is None else reals(sent)
         if not parts or not parts[0].is_floating_point():
             yield from summed(parts, sent)
@@ -91,4 +146,4 @@ class RankOne(Compressor):
             state["q"] = torch.where(good, q, state["q"])
 
     def inherit(self, state, former, workers):
-        state["q"].copy_(former[0]["q"])
+        state[COMMON]["q"].copy_(former[0][COMMON]["q"])

@@ -1,7 +1,8 @@
 """What is sent of a mean: the registry of compressors, one row each.
 
 ``COMPRESSORS`` maps a compressor's name to its class, `make` turns a spec into a compressor.
-Every lossy one may have residuals (`Residuals`): the practical wraps the pure.
+Every lossy one may begin later (`Later`), and all but those with a memory of their own may
+have residuals (`Residuals`): the practical wraps the pure.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from typing import Any
 from paceline.compression.casts import BF16, FP16
 from paceline.compression.identity import Identity
 from paceline.compression.int8 import Int8
+from paceline.compression.later import Later
 from paceline.compression.residuals import Residuals
+from paceline.compression.wrapper import pure
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Compressor
 from paceline.spec import Spec, changed, convert, convert_fields, field_types, parse
 
-__all__ = ["BF16", "COMPRESSORS", "FP16", "Identity", "Int8", "Residuals"]
-__all__ += ["keys_of", "make"]
+__all__ = ["BF16", "COMPRESSORS", "FP16", "Identity", "Int8", "Later", "Residuals"]
+__all__ += ["keys_of", "make", "pure", "shared_keys"]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     BF16.name: BF16,
@@ -26,30 +29,63 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     Int8.name: Int8,
 }
 
-RESIDUALS = "residuals"
-"""The key that every lossy compressor takes."""
+RESIDUALS, DECAY, DENSE_STEPS = "residuals", "decay", "dense_steps"
+
+
+def shared_keys(cls: Any) -> dict[str, str]:
+    """The keys that a registered class takes beside its own fields, with their defaults."""
+    if cls is Identity:
+        return {}
+    keys = {DENSE_STEPS: str(cls.dense_steps_by_default)}
+    if cls.takes_residuals:
+        keys |= {RESIDUALS: str(cls.residuals_by_default).lower(), DECAY: "1.0"}
+    return keys
 
 
 def make(spec: str | Spec) -> Compressor:
     """The compressor that a spec such as ``"int8:rounding=nearest,residuals=true"`` names.
 
-    Raises `UsageError` for an unknown name, an unknown key, or a value of the wrong type.
+    Raises `UsageError` for an unknown name, an unknown key, or a value of the wrong type or
+    out of its range.
     """
     spec = parse(spec) if isinstance(spec, str) else spec
     if spec.name not in COMPRESSORS:
         raise UsageError(unknown("compression", spec.name, COMPRESSORS))
     cls: Any = COMPRESSORS[spec.name]
     owner = f"compression {spec.name!r}"
-    values = dict(spec.values)
-    known = set(field_types(cls))
-    lossy = cls is not Identity
-    residuals = lossy and convert(RESIDUALS, values.pop(RESIDUALS, "false"), bool)
-    for key in values:
+    shared = shared_keys(cls)
+    own = {key: text for key, text in spec.values.items() if key not in shared}
+    known = set(field_types(cls)) | set(shared)
+    for key in own:
+        if key in (RESIDUALS, DECAY) and cls is not Identity:
+            raise UsageError(
+                f"{owner}: {key}={own[key]}, but it takes no residuals: it has a memory of "
+                "its own, or its codes are right in the mean; leave that key out"
+            )
         if key not in known:
-            message = unknown("key", key, known | ({RESIDUALS} if lossy else set()))
-            raise UsageError(f"{owner}: {message}")
-    pure: Compressor = cls(**convert_fields(cls, values, owner))
-    return Residuals(pure) if residuals else pure
+            raise UsageError(f"{owner}: {unknown('key', key, known)}")
+    values = shared | spec.values
+    try:
+        code: Compressor = cls(**convert_fields(cls, own))
+        if values.get(RESIDUALS) is not None:
+            code = _with_residuals(code, values)
+        steps = convert(DENSE_STEPS, values.get(DENSE_STEPS, "0"), int)
+        if steps < 0:
+            raise UsageError(f"{DENSE_STEPS}: expected 0 or more, got {steps}")
+    except UsageError as error:
+        raise UsageError(f"{owner}: {error}") from None
+    return Later(code, steps) if steps else code
+
+
+def _with_residuals(code: Compressor, values: dict[str, str]) -> Compressor:
+    decay = convert(DECAY, values[DECAY], float)
+    if convert(RESIDUALS, values[RESIDUALS], bool):
+        return Residuals(code, decay)
+    if decay != 1.0:
+        raise UsageError(
+            f"{DECAY}={decay} is of residuals, and there are none: add residuals=true"
+        )
+    return code
 
 
 def keys_of(compressor: Compressor) -> dict[str, str]:
@@ -57,9 +93,18 @@ def keys_of(compressor: Compressor) -> dict[str, str]:
     not as by default; nothing for `Identity`."""
     if compressor == Identity():
         return {}
-    pure = compressor.code if isinstance(compressor, Residuals) else compressor
-    values = changed(pure)
-    if pure is not compressor:
-        values = values | {RESIDUALS: "true"}
+    code = pure(compressor)
+    values = changed(code)
+    shared, said = shared_keys(type(code)), {DENSE_STEPS: "0"}
+    if RESIDUALS in shared:
+        said |= {RESIDUALS: "false", DECAY: "1.0"}
+    wrapped: Any = compressor
+    while wrapped is not code:
+        if isinstance(wrapped, Later):
+            said[DENSE_STEPS] = str(wrapped.steps)
+        else:
+            said |= {RESIDUALS: "true", DECAY: str(wrapped.decay)}
+        wrapped = wrapped.code
+    values |= {key: text for key, text in said.items() if text != shared.get(key)}
     nested = {f"compression.{key}": value for key, value in values.items()}
-    return {"compression": pure.name} | nested
+    return {"compression": code.name} | nested

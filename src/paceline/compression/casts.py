@@ -15,8 +15,17 @@ from typing import ClassVar
 import torch
 
 from paceline.compression.identity import summed
-from paceline.compression.packing import flat, put, reals
-from paceline.interfaces import Coding, Compressor, State, StateKind, Sum
+from paceline.compression.packing import dense, flat, put, real_type, reals
+from paceline.interfaces import (
+    Coding,
+    Compressor,
+    Leg,
+    Place,
+    Shape,
+    State,
+    StateKind,
+    Sum,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +46,16 @@ class BF16(Compressor):
     def passes(self, workers: int) -> tuple[float, float]:
         return _PASSES
 
+    def traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[Leg]:
+        return _traffic(shapes, dtype)
+
     def average(
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        workers: int,
+        place: Place,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
         yield from _summed_as(torch.bfloat16, parts, sent)
@@ -69,11 +83,16 @@ class FP16(Compressor):
     def passes(self, workers: int) -> tuple[float, float]:
         return _PASSES
 
+    def traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[Leg]:
+        return _traffic(shapes, dtype)
+
     def average(
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        workers: int,
+        place: Place,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
         yield from _summed_as(torch.float16, parts, sent)
@@ -84,6 +103,15 @@ _PASSES = 1.5, 1.5
 for a result."""
 
 
+def _is_cast(kind: torch.dtype) -> bool:
+    return kind.is_floating_point and kind.itemsize > 2
+
+
+def _traffic(shapes: Sequence[Shape], dtype: torch.dtype) -> Sequence[Leg]:
+    kept, kind = real_type(shapes, dtype)
+    return dense(kept, torch.float16 if _is_cast(kind) else kind)
+
+
 def _summed_as(
     dtype: torch.dtype,
     parts: Sequence[torch.Tensor],
@@ -92,7 +120,7 @@ def _summed_as(
     parts = reals(parts)
     sent = None if sent is None else reals(sent)
     kind = parts[0].dtype if parts else dtype
-    if not kind.is_floating_point or kind.itemsize <= dtype.itemsize:
+    if not _is_cast(kind):
         yield from summed(parts, sent)
         return
     code = flat(parts).to(dtype)

@@ -8,8 +8,17 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.packing import flat, put, reals
-from paceline.interfaces import Coding, Compressor, State, StateKind, Sum
+from paceline.compression.packing import dense, flat, put, reals
+from paceline.interfaces import (
+    Coding,
+    Compressor,
+    Leg,
+    Place,
+    Shape,
+    State,
+    StateKind,
+    Sum,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +37,16 @@ class Identity(Compressor):
     def passes(self, workers: int) -> tuple[float, float]:
         return 0.0, 0.0
 
+    def traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[Leg]:
+        return dense(shapes, dtype)
+
     def average(
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        workers: int,
+        place: Place,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
         yield from summed(reals(parts), None if sent is None else reals(sent))

@@ -20,8 +20,26 @@ from typing import ClassVar, Literal
 import torch
 
 from paceline.compression.identity import summed
-from paceline.compression.packing import blocks, extremes, places, reals
-from paceline.interfaces import Coding, Compressor, Gather, State, StateKind
+from paceline.compression.packing import (
+    blocks,
+    dense,
+    elements,
+    extremes,
+    is_lossy,
+    places,
+    real_type,
+    reals,
+)
+from paceline.interfaces import (
+    Coding,
+    Compressor,
+    Gather,
+    Leg,
+    Place,
+    Shape,
+    State,
+    StateKind,
+)
 
 LEVELS = 127
 
@@ -63,6 +81,16 @@ class Int8(Compressor):
         coding = 39.0 if self.rounding == "stochastic" else 9.0
         return coding, 4.0 * workers
 
+    def traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[Leg]:
+        kept, kind = real_type(shapes, dtype)
+        if not is_lossy(kind):
+            return dense(kept, kind)
+        scale = torch.promote_types(kind, torch.float32).itemsize
+        size = elements(kept) + scale * len(kept)
+        return (Leg("gather", size),) if kept else ()
+
     def init(self, like: torch.Tensor, name: str, rank: int) -> State:
         if self.rounding == "nearest":
             return {}
@@ -74,13 +102,13 @@ class Int8(Compressor):
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        workers: int,
+        place: Place,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
         states = [s for part, s in zip(parts, states, strict=True) if part.numel()]
         parts = reals(parts)
         sent = None if sent is None else reals(sent)
-        if not parts or not parts[0].is_floating_point() or parts[0].itemsize <= 1:
+        if not parts or not is_lossy(parts[0].dtype):
             yield from summed(parts, sent)
             return
         wide = torch.promote_types(parts[0].dtype, torch.float32)

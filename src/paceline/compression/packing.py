@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import Leg, Shape
 
 BLOCK = 2**16
 """Elements that are worked on at a time on a CPU: what is made in between stays in its
@@ -58,6 +62,81 @@ def put(code: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
             part.copy_(place)
     elif view.data_ptr() != code.data_ptr():  # else it is their own memory
         view.copy_(code)
+
+
+def is_small(shape: Shape, small: int) -> bool:
+    """Whether a tensor of this *shape* is sent as it is, by a code that leaves alone what has
+    one dimension or none, or fewer than *small* elements; nothing is where that is 0."""
+    return small > 0 and (len(shape) <= 1 or math.prod(shape) < small)
+
+
+def is_lossy(dtype: torch.dtype) -> bool:
+    """Whether codes may lose anything of tensors of this type: whole numbers, and those of 8
+    bits or fewer, are summed as they are."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def elements(shapes: Sequence[Shape]) -> int:
+    """Of all tensors of these *shapes*."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def real_type(
+    shapes: Sequence[Shape], dtype: torch.dtype
+) -> tuple[list[Shape], torch.dtype]:
+    """What `reals` makes of tensors of these *shapes*, and of this type."""
+    kept: list[Shape] = [shape for shape in shapes if math.prod(shape)]
+    if not dtype.is_complex:
+        return kept, dtype
+    return [(*shape, 2) for shape in kept], dtype.to_real()
+
+
+def dense(shapes: Sequence[Shape], dtype: torch.dtype) -> tuple[Leg, ...]:
+    """The traffic of tensors that are summed as they are."""
+    size = elements(shapes) * dtype.itemsize
+    return (Leg("sum", size),) if size else ()
+
+
+def to_bytes(*tensors: torch.Tensor) -> torch.Tensor:
+    """The bytes of *tensors*, one after the other, as one flat tensor of uint8."""
+    rows = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+class Reader:
+    """Takes from a code what `to_bytes` has put there."""
+
+    def __init__(self, code: torch.Tensor) -> None:
+        self._code, self._position = code, 0
+
+    def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """The next *count* elements of type *dtype*. Raises `UsageError` where the code is
+        too short."""
+        start, stop = self._position, self._position + count * dtype.itemsize
+        if stop > self._code.numel():
+            raise UsageError(
+                f"a code of {self._code.numel()} bytes ends before byte {stop}: expected "
+                "one of tensors of the same shapes, made with the same options"
+            )
+        self._position = stop
+        part = self._code[start:stop]
+        if part.data_ptr() % dtype.itemsize:
+            part = part.clone()  # numbers lie at multiples of their size
+        return part.view(dtype)
+
+    def rest(self) -> torch.Tensor:
+        """All that has not been taken, as bytes."""
+        start, self._position = self._position, self._code.numel()
+        return self._code[start:]
+
+    def end(self) -> None:
+        """Raise `UsageError` unless all has been taken."""
+        left = self._code.numel() - self._position
+        if left:
+            raise UsageError(
+                f"a code of {self._code.numel()} bytes has {left} too many: expected one of "
+                "tensors of the same shapes, made with the same options"
+            )
 
 
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -15,41 +15,45 @@ and not the mean: residuals then stay small where workers' data differ. A tensor
 is zero in every element sends nothing, and keeps its residual: it was not used in this step,
 or its worker is out of data. Where a result is not finite residuals stay as they were, on all
 workers, since a GradScaler skips that step.
+
+With a *decay* below 1 the residual fades, e = decay * (a - decoded C(a)), as where it stands in for
+momentum (local updates with sparse differences): then the sums above no longer agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
 from paceline.compression.packing import extremes
-from paceline.interfaces import Coding, Compressor, State, StateKind
+from paceline.compression.wrapper import Wrapper
+from paceline.errors import UsageError
+from paceline.interfaces import Coding, Place, StandsAlone, State, StateKind
 
 
 @dataclass(frozen=True)
-class Residuals(Compressor):
+class Residuals(Wrapper):
     """Any lossy compressor (*code*), with a residual for each tensor: as many elements
-    again, in float32 at least."""
+    again, in float32 at least. *decay*: what of a residual is kept from one step to the
+    next."""
 
-    code: Compressor
+    decay: float = 1.0
 
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "own"
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay <= 1:
+            raise UsageError(
+                f"decay: expected a part of a residual, 0 to 1, got {self.decay}"
+            )
+
     @property
     def name(self) -> str:
         return f"{self.code.name}+residuals"
-
-    @property
-    def linear(self) -> bool:
-        return self.code.linear
-
-    @property
-    def rounds(self) -> int:
-        return self.code.rounds
 
     def passes(self, workers: int) -> tuple[float, float]:
         # Measured on one core of a CPU, beside a copy of a tensor (2 passes).
@@ -68,35 +72,70 @@ class Residuals(Compressor):
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        workers: int,
+        place: Place,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
         if sent is None:
             sent = [torch.empty_like(part) for part in parts]
-        given: list[torch.Tensor] = []  # a = g + e
-        speaks: list[torch.Tensor] = []
-        for part, state in zip(parts, states, strict=True):
-            if "residual" in state:
-                speaks.append(extremes(part).any())
-                whole = (state["residual"] * speaks[-1]).add_(part)
-                part.copy_(whole)
-                given.append(whole)
+        given = _Given(parts, states)
         codes = [state["code"] for state in states]
-        yield from self.code.average(parts, codes, workers, sent)  # C(a)
-        if not given:
-            return
-        finite = torch.stack([extremes(part) for part in parts]).isfinite().all()
-        rows = zip(states, given, speaks, sent, strict=True)
-        for state, whole, speaks_now, own in rows:
-            left, kept = whole.sub_(own), state["residual"]  # e = a - decoded C(a)
-            torch.where(finite & speaks_now, left, kept, out=kept)
+        yield from self.code.average(parts, codes, place, sent)  # C(a)
+        given.keep(sent, parts, self.decay)
+
+    def encode(
+        self, parts: Sequence[torch.Tensor], states: Sequence[State]
+    ) -> torch.Tensor:
+        """See `StandsAlone.encode`."""
+        code = cast(StandsAlone, self.code)
+        whole = [part.clone() for part in parts]
+        given = _Given(whole, states)
+        encoded = code.encode(whole, [state["code"] for state in states])
+        sent = [torch.empty_like(part) for part in parts]
+        code.decode(encoded, sent)
+        given.keep(sent, sent, self.decay)
+        return encoded
+
+    def decode(
+        self, code: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool = False
+    ) -> None:
+        """See `StandsAlone.decode`."""
+        cast(StandsAlone, self.code).decode(code, parts, add=add)
 
     def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
         """The sum of all residuals stays what it was: each worker has an equal part."""
-        self.code.inherit(state["code"], [old["code"] for old in former], workers)
+        super().inherit(state, former, workers)
         if "residual" in state:
             for old in former:
                 state["residual"].add_(old["residual"].to(state["residual"]) / workers)
+
+
+class _Given:
+    """*parts* (g) become what is to be sent (a = g + e)."""
+
+    def __init__(self, parts: Sequence[torch.Tensor], states: Sequence[State]) -> None:
+        self._rows: list[tuple[State, torch.Tensor, torch.Tensor, int]] = []
+        for number, (part, state) in enumerate(zip(parts, states, strict=True)):
+            if "residual" in state:
+                speaks = extremes(part).any()
+                whole = (state["residual"] * speaks).add_(part)
+                part.copy_(whole)
+                self._rows.append((state, whole, speaks, number))
+
+    def keep(
+        self,
+        sent: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        decay: float,
+    ) -> None:
+        """What is left of it after *sent*: e = a - decoded C(a)."""
+        if not self._rows:
+            return
+        finite = torch.stack([extremes(part) for part in results]).isfinite().all()
+        for state, whole, speaks, number in self._rows:
+            left, kept = whole.sub_(sent[number]), state["residual"]
+            if decay != 1.0:
+                left.mul_(decay)
+            torch.where(finite & speaks, left, kept, out=kept)
 
 
 def _is_lossy(like: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from typing import Any
 
-from paceline.compression import COMPRESSORS, RESIDUALS, Identity
+from paceline.compression import COMPRESSORS, shared_keys
 from paceline.compression.residuals import Residuals
 
 _HEAD = """# Compression
@@ -26,8 +26,9 @@ all of them. *Unbiased*: the expected result is the mean itself. *State*: what i
 _RESIDUALS = """
 ## Residuals
 
-`residuals=true` goes with every row but `none`: what a code leaves out of a gradient is added to the next one. It
-keeps as many elements again as the model has parameters, on every worker.
+`residuals=true` goes with every row that has that key: what a code leaves out of a gradient is added to the next one. It
+keeps as many elements again as the model has parameters, on every worker. `dense_steps=100` sends gradients as they are in the
+first 100 steps.
 
 """
 
@@ -41,8 +42,7 @@ def compression_page() -> str:
         keys = [
             f"`{f.name}={str(f.default).lower()}`" for f in dataclasses.fields(shape)
         ]
-        if cls is not Identity:
-            keys.append(f"`{RESIDUALS}=false`")
+        keys += [f"`{key}={text}`" for key, text in shared_keys(cls).items()]
         one = shape()
         cells = [
             f"`{name}`",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -28,16 +28,50 @@ class Gather:
     code: torch.Tensor
 
 
-Coding = Generator[Sum | Gather, torch.Tensor, None]
+@dataclass(frozen=True)
+class Exchange:
+    """Asks that row i of *code*, which has as many equal rows as there are workers, one
+    after the other, goes to rank i. What all have for this worker comes back: a tensor of
+    shape (workers, elements of a row), in the order of ranks."""
+
+    code: torch.Tensor
+
+
+Asked = Sum | Gather | Exchange
+
+Coding = Generator[Asked, torch.Tensor, None]
 """One bucket on its way: yields codes, is sent what became of them, and ends."""
 
+
+@dataclass(frozen=True)
+class Place:
+    """Who codes: which *rank* among how many *workers*."""
+
+    rank: int
+    workers: int
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One collective of a bucket's mean: *size* is the bytes of one worker's whole code."""
+
+    kind: Literal["sum", "gather", "exchange"]
+    size: float
+
+
+Shape = Sequence[int]
+"""A tensor's."""
+
 StateKind = Literal["none", "own", "common"]
-"""What a compressor keeps between steps: nothing, something of each worker's own, something
-equal on all workers."""
+"""What a compressor keeps between steps: nothing, something of each worker's own (and perhaps
+something common beside it), something equal on all workers."""
 
 State = dict[str, Any]
 """What is kept of one tensor: tensors on that tensor's device, numbers, texts, and dicts of
-those; empty where nothing is."""
+those; empty where nothing is. What is equal on all workers is under the key `COMMON`, at any
+depth. Example: ``{"residual": e, "code": {"common": {"steps": 3}}}``."""
+
+COMMON = "common"
 
 
 @runtime_checkable
@@ -50,7 +84,17 @@ class Compressor(Protocol):
     Laws (`paceline.testing.check_compressor` holds them): zeros stay zeros. A worker whose
     tensors are zero changes nobody's result. All workers end with the same bits. A number
     that is not finite on any worker is not finite in the result. Shapes and types stay.
+    Sizes of codes depend on shapes, types and common state, and never on numbers.
     """
+
+    residuals_by_default: ClassVar[bool] = False
+    """Whether it goes with `residuals` where nobody says otherwise."""
+
+    takes_residuals: ClassVar[bool] = True
+    """Not, where it has a memory of its own, or needs none."""
+
+    dense_steps_by_default: ClassVar[int] = 0
+    """In how many steps gradients are sent as they are, first, where nobody says otherwise."""
 
     @property
     def name(self) -> str:
@@ -70,8 +114,15 @@ class Compressor(Protocol):
 
     @property
     def rounds(self) -> int:
-        """How many collectives follow each other in one bucket."""
+        """How many collectives follow each other in one bucket, once `settled`: where all that
+        is in it is sent in one way, maybe fewer."""
         ...
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether one worker's code can be decoded by itself: `encode` and `decode` are
+        there, so that it may be pushed to a server."""
+        return False
 
     @property
     def state(self) -> StateKind: ...
@@ -79,8 +130,24 @@ class Compressor(Protocol):
     def passes(self, workers: int) -> tuple[float, float]:
         """What coding and decoding cost, among so many *workers*: the time until the first
         code is there, and the time of all that follows, over the time in which the tensors'
-        bytes are read or written once. Virtual time charges it."""
+        bytes are read or written once. Virtual time charges it where nobody has measured
+        it."""
         ...
+
+    def traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[Leg]:
+        """What a bucket of tensors of these *shapes* and this type takes, once `settled`: one
+        after the other. One whose codes take turns says their mean."""
+        ...
+
+    def settled(self) -> Compressor:
+        """The same long after its start: without first steps in which more is sent."""
+        return self
+
+    def suits(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise `UsageError` where its results are not for that *optimizer*."""
+        return
 
     def init(self, like: torch.Tensor, name: str, rank: int) -> State:
         """The state of one tensor, before its first mean. *name* is unique and the same on
@@ -91,14 +158,14 @@ class Compressor(Protocol):
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        workers: int,
+        place: Place,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
-        """Form the mean of one bucket's tensors.
+        """Form the mean of one bucket's tensors, among ``place.workers``.
 
         *parts*, all of one type and on one device, hold this worker's share of the mean
         (its gradient times its weight); once the generator has ended they hold the sum of
-        all *workers'* shares. *states* belong to *parts*, and change in place. *sent*:
+        all workers' shares. *states* belong to *parts*, and change in place. *sent*:
         tensors like *parts*, if anybody wants to know, that are to hold what this worker's
         own codes stand for: the sum of all workers' *sent* is the result.
 
@@ -112,3 +179,27 @@ class Compressor(Protocol):
         over what each of the now *workers* workers is to have of *former*: the states of
         this tensor on all former workers, in the order of ranks."""
         return
+
+
+@runtime_checkable
+class StandsAlone(Compressor, Protocol):
+    """A compressor whose codes mean the same to everybody: what a worker pushes to a server.
+
+    Codes are flat tensors of bytes, whose size depends on shapes and common state alone.
+    """
+
+    def encode(
+        self, parts: Sequence[torch.Tensor], states: Sequence[State]
+    ) -> torch.Tensor:
+        """One code of *parts*, which stay as they are; *states* change in place."""
+        ...
+
+    def decode(
+        self, code: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool = False
+    ) -> None:
+        """What *code* stands for, into *parts* (*add*: added to them), which have the shapes
+        and types of what was encoded.
+
+        Raises `UsageError` where it is no code of such parts: it may be from a network.
+        """
+        ...

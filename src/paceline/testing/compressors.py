@@ -9,6 +9,7 @@ A compressor of your own:
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 
 from paceline.compression import Residuals
-from paceline.errors import PacelineError
-from paceline.interfaces import Compressor, Sum
+from paceline.errors import PacelineError, UsageError
+from paceline.interfaces import COMMON, Compressor, StandsAlone, Sum
 from paceline.testing.lockstep import SHAPES, Workers, gradients
 from paceline.testing.trial import require
 
@@ -28,8 +29,9 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def rounds_and_linearity_are_as_declared(compressor: Compressor) -> None:
-    """As many collectives follow each other as it says, and sums alone where it is linear."""
-    mean = _workers(compressor).mean(gradients())
+    """As many collectives follow each other as it says, where tensors of all sizes meet, and
+    sums alone where it is linear."""
+    mean = _workers(compressor.settled()).mean(gradients())
     require(
         len(mean.codes) == compressor.rounds,
         f"declares {compressor.rounds} rounds, and takes {len(mean.codes)}",
@@ -38,6 +40,62 @@ def rounds_and_linearity_are_as_declared(compressor: Compressor) -> None:
         not compressor.linear or all(isinstance(one, Sum) for one in mean.codes),
         "declares to be linear, and gathers codes",
     )
+
+
+def traffic_is_as_declared(compressor: Compressor) -> None:
+    """What is sent is what it says, indices and scales included: stand-ins are priced by it."""
+    settled = compressor.settled()
+    for workers in (1, 2, 3):
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int32):
+            _require_traffic(settled, workers, dtype)
+
+
+def _require_traffic(settled: Compressor, workers: int, dtype: torch.dtype) -> None:
+    group, steps = _workers(settled, workers, dtype), 4
+    sent: Counter[str] = Counter()
+    for step in range(steps):
+        given = [[(9 * p).to(dtype) for p in own] for own in gradients(workers, step)]
+        for leg in group.mean(given).legs:
+            sent[leg.kind] += round(leg.size)
+    said: Counter[str] = Counter()
+    for leg in settled.traffic(SHAPES, dtype, workers):
+        said[leg.kind] += round(steps * leg.size)
+    require(
+        said == sent,
+        f"declares {dict(said)} bytes in {steps} means of {dtype} tensors among {workers} "
+        f"workers, and sends {dict(sent)}",
+    )
+
+
+def codes_stand_alone(compressor: Compressor) -> None:
+    """One worker's code is decoded without the others', adds up with theirs to the mean, and
+    is refused where it is cut, or too long."""
+    assert isinstance(compressor, StandsAlone)
+    workers, same = _workers(compressor), _workers(compressor)
+    for step in range(3):
+        given = gradients(seed=step)
+        total = [torch.zeros_like(part) for part in given[0]]
+        for own, states in zip(given, same.states, strict=True):
+            before = [part.clone() for part in own]
+            code = compressor.encode(own, states)
+            require(
+                all(torch.equal(a, b) for a, b in zip(before, own, strict=True)),
+                "encoding changes what it encodes",
+            )
+            compressor.decode(code, total, add=True)
+        mean = workers.mean(given)
+        _require_close(
+            mean.results[0],
+            total,
+            max(mean.rounding, 2**-6 * (compressor.rounds > 1)),
+            "codes do not add up to the mean",
+        )
+    for wrong in (code[:-1], torch.cat([code, code[:1]]), code[:0]):
+        try:
+            compressor.decode(wrong, total)
+        except UsageError:
+            continue
+        require(False, f"takes {wrong.numel()} bytes for a code of {code.numel()}")
 
 
 def zeros_stay_zeros(compressor: Compressor) -> None:
@@ -301,6 +359,8 @@ COMPRESSOR_CHECKS: dict[str, CompressorCheck] = {
         CompressorCheck(nothing_is_kept_elsewhere),
         CompressorCheck(the_number_of_workers_may_change),
         CompressorCheck(types_and_shapes_stay),
+        CompressorCheck(traffic_is_as_declared),
+        CompressorCheck(codes_stand_alone, lambda c: c.stands_alone),
         CompressorCheck(what_is_not_finite_shows),
         CompressorCheck(chance_is_its_own),
         CompressorCheck(nothing_is_lost, lambda c: isinstance(c, Residuals)),
@@ -325,8 +385,10 @@ def check_compressor(compressor: Compressor) -> None:
 # ---- what laws are told with ----
 
 
-def _workers(compressor: Compressor, workers: int = 3) -> Workers:
-    return Workers(compressor, gradients(1)[0], workers)
+def _workers(
+    compressor: Compressor, workers: int = 3, dtype: torch.dtype = torch.float32
+) -> Workers:
+    return Workers(compressor, [part.to(dtype) for part in gradients(1)[0]], workers)
 
 
 def _require_close(
@@ -346,9 +408,24 @@ def _require_states(workers: Workers) -> None:
     require(bool(kept) == (kind != "none"), f"declares state {kind!r}, keeps {kept}")
     for state in kept:
         _require_plain(state)
-    if kind == "common":
-        for other in others:
+    for other in others:
+        if kind == "common":
             require(_equal(first, other), "common state differs between workers")
+        require(
+            _equal(_common(first), _common(other)),
+            "what is under the key 'common' differs between workers",
+        )
+
+
+def _common(value: Any) -> Any:
+    """What is common in a state, as texts and tensors."""
+    if isinstance(value, list):
+        return [_common(one) for one in value]
+    return {
+        key: one if key == COMMON else _common(one)
+        for key, one in value.items()
+        if isinstance(one, dict)
+    }
 
 
 def _require_plain(value: object) -> None:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from paceline.interfaces import Coding, Compressor, Gather, State, Sum
+from paceline.interfaces import (
+    Asked,
+    Coding,
+    Compressor,
+    Exchange,
+    Gather,
+    Leg,
+    Place,
+    State,
+    Sum,
+)
 from paceline.testing.trial import require
 
-SHAPES = ((4, 3), (257,), (0,), (5,), ())
-"""Matrices, vectors, nothing, a number."""
+SHAPES = ((4, 3), (257,), (0,), (40, 30), (5,), (), (24, 5, 12))
+"""Small matrices and large ones, vectors, nothing, a number."""
 
 Gradients = Sequence[Sequence[torch.Tensor]]
 """Each worker's tensors."""
@@ -24,12 +35,20 @@ class Mean:
 
     results: list[list[torch.Tensor]]
     sent: list[list[torch.Tensor]]
-    codes: list[Sum | Gather]
+    codes: list[Asked]
 
     @property
     def bytes(self) -> int:
         """What one worker's codes are on the network."""
-        return sum(asked.code.numel() * asked.code.itemsize for asked in self.codes)
+        return sum(round(leg.size) for leg in self.legs)
+
+    @property
+    def legs(self) -> list[Leg]:
+        """What one worker's codes are, one after the other."""
+        return [
+            Leg(_KINDS[type(asked)], asked.code.numel() * asked.code.itemsize)
+            for asked in self.codes
+        ]
 
     @property
     def rounding(self) -> float:
@@ -40,6 +59,13 @@ class Mean:
             if isinstance(asked, Sum) and asked.code.is_floating_point():
                 coarsest = max(coarsest, torch.finfo(asked.code.dtype).eps)
         return 4 * len(self.results) * coarsest
+
+
+_KINDS: dict[type, Literal["sum", "gather", "exchange"]] = {
+    Sum: "sum",
+    Gather: "gather",
+    Exchange: "exchange",
+}
 
 
 class Workers:
@@ -62,10 +88,10 @@ class Workers:
         rows = zip(results, self.states, sent, strict=True)
         workers = len(results)
         codings = [
-            self.compressor.average(parts, states, workers, own)
-            for parts, states, own in rows
+            self.compressor.average(parts, states, Place(rank, workers), own)
+            for rank, (parts, states, own) in enumerate(rows)
         ]
-        codes: list[Sum | Gather] = []
+        codes: list[Asked] = []
         answers: list[torch.Tensor | None] = [None] * workers
         while True:
             asked = [_resume(c, a) for c, a in zip(codings, answers, strict=True)]
@@ -101,25 +127,28 @@ def gradients(
     ]
 
 
-def _resume(coding: Coding, answer: torch.Tensor | None) -> Sum | Gather | None:
+def _resume(coding: Coding, answer: torch.Tensor | None) -> Asked | None:
     try:
         return next(coding) if answer is None else coding.send(answer)
     except StopIteration:
         return None
 
 
-def _answers(asked: Sequence[Sum | Gather]) -> list[torch.Tensor]:
+def _answers(asked: Sequence[Asked]) -> list[torch.Tensor]:
     """What a collective gives back to each worker."""
     if isinstance(asked[0], Gather):
         together = torch.stack([one.code for one in asked])
         return [together.clone() for _ in asked]
+    if isinstance(asked[0], Exchange):
+        rows = [one.code.view(len(asked), -1) for one in asked]
+        return [torch.stack([row[to] for row in rows]) for to in range(len(asked))]
     total = asked[0].code.clone()
     for one in asked[1:]:
         total += one.code
     return [one.code.copy_(total) for one in asked]
 
 
-def _require_alike(asked: Sequence[Sum | Gather | None]) -> None:
+def _require_alike(asked: Sequence[Asked | None]) -> None:
     described = [_described(one) for one in asked]
     require(
         len(set(described)) == 1,
@@ -131,9 +160,15 @@ def _require_alike(asked: Sequence[Sum | Gather | None]) -> None:
             code.dim() == 1 and code.is_contiguous() and bool(code.numel()),
             f"a code is to be flat, contiguous and not empty, not {described[0]}",
         )
+    if isinstance(asked[0], Exchange):
+        require(
+            asked[0].code.numel() % len(asked) == 0,
+            f"an exchange among {len(asked)} workers is to have as many equal rows, not "
+            f"{described[0]}",
+        )
 
 
-def _described(one: Sum | Gather | None) -> str:
+def _described(one: Asked | None) -> str:
     if one is None:
         return "nothing more"
     kind = str(one.code.dtype).removeprefix("torch.")

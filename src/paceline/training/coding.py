@@ -10,13 +10,28 @@ the result is waited for: the works in between are instants.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Coding, Comm, Compressor, Gather, Pending, State, Sum
-from paceline.tensors import stand_in_for, wire_bytes
+from paceline.interfaces import (
+    COMMON,
+    Asked,
+    Coding,
+    Comm,
+    Compressor,
+    Exchange,
+    Gather,
+    Leg,
+    Pending,
+    Place,
+    State,
+    Sum,
+)
+from paceline.tensors import stand_in_for, stands_in, wire_bytes, wire_shape
 from paceline.training.presence import Presence
 
 
@@ -33,8 +48,8 @@ class Codes:
     ) -> None:
         self.compressor, self._presence, self._rank = compressor, presence, rank
         self._charge = charge
-        self._parts_of: dict[torch.dtype, list[float]] = {}
         self.states: dict[str, State] = {}
+        self._legs: dict[Any, Sequence[Leg]] = {}
         self.was_used = False
         """Whether anything was sent through it."""
 
@@ -52,9 +67,12 @@ class Codes:
         return self._begin(comm, buffer, parts, states)
 
     def try_out(self, comm: Comm, buffer: torch.Tensor) -> Pending | None:
-        """The same, of a *buffer* whose contents do not matter: it leaves no state."""
-        state = self.compressor.init(buffer, "", self._rank)
-        return self._begin(comm, buffer, [buffer], [state])
+        """The same, of a *buffer* whose contents do not matter, as of one large matrix: it
+        leaves no state, and what is different in first steps is left out."""
+        settled = self.compressor.settled()
+        parts = [buffer] if stands_in(buffer) else _as_matrix(buffer)
+        states = [settled.init(part, "", self._rank) for part in parts]
+        return self._begin(comm, buffer, parts, states, settled)
 
     def _begin(
         self,
@@ -62,24 +80,33 @@ class Codes:
         buffer: torch.Tensor,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
+        compressor: Compressor | None = None,
     ) -> Pending | None:
+        compressor = compressor or self.compressor
         size = wire_bytes(buffer)
-        stands_in = size != buffer.numel() * buffer.element_size()
-        sizes = [part * size for part in self._parts(buffer.dtype)] if stands_in else []
-        rounds = self.compressor.average(parts, states, comm.size)
-        before, after = self.compressor.passes(comm.size)
+        legs: Sequence[Leg] | None = None
+        if stands_in(buffer):
+            legs = self._traffic(buffer, parts, comm.size)
+            rounds = _summed_in(legs, buffer, comm.size)
+        else:
+            place = Place(comm.rank, comm.size)
+            rounds = compressor.average(parts, states, place)
+        before, after = compressor.passes(comm.size)
         self._charge(before * size)
-        pending = _Chain(rounds, comm, sizes).begin()
+        pending = _Chain(rounds, comm, legs).begin()
         return pending and _Decoded(pending, lambda: self._charge(after * size))
 
-    def _parts(self, dtype: torch.dtype) -> list[float]:
-        """How large each round's code of a large tensor is, over that tensor."""
-        if dtype not in self._parts_of:
-            tensor = torch.linspace(0, 1, _LARGE).to(dtype)
-            whole = tensor.numel() * tensor.element_size()
-            sizes = _sizes_of_codes(self.compressor, tensor, self._rank)
-            self._parts_of[dtype] = [size / whole for size in sizes]
-        return self._parts_of[dtype]
+    def _traffic(
+        self, buffer: torch.Tensor, parts: Sequence[torch.Tensor], workers: int
+    ) -> Sequence[Leg]:
+        """What the tensors take that *parts* stand for."""
+        if not all(map(stands_in, parts)):
+            parts = [buffer]
+        shapes = tuple(wire_shape(part) for part in parts)
+        key = shapes, parts[0].dtype, workers
+        if key not in self._legs:
+            self._legs[key] = self.compressor.settled().traffic(*key)
+        return self._legs[key]
 
     def _state(self, name: str, part: torch.Tensor) -> State:
         kind = self.compressor.state
@@ -91,47 +118,64 @@ class Codes:
                 "step to step, and this method sends parts of buckets, which change: take "
                 "one without state (bf16, fp16, int8:rounding=nearest), or bsp"
             )
-        if kind == "own" and not self._presence.active:
-            # A worker that only keeps company sends zeros, and nothing that it kept back.
-            return self.compressor.init(part, name, self._rank)
         if name not in self.states:
             self.states[name] = self.compressor.init(part, name, self._rank)
-        return self.states[name]
+        kept = self.states[name]
+        if kind == "own" and not self._presence.active:
+            # A worker that only keeps company sends zeros, and nothing that it kept back:
+            # sizes of codes are still those of everybody's common state.
+            fresh = self.compressor.init(part, name, self._rank)
+            _share_common(fresh, kept)
+            return fresh
+        return kept
 
 
-_LARGE = 4096
-"""Elements of which a code's fixed part is small."""
+def _share_common(fresh: State, kept: State) -> None:
+    """What is common in *fresh* becomes that in *kept*: the same object."""
+    for key, value in fresh.items():
+        if key == COMMON:
+            fresh[key] = kept[key]
+        elif isinstance(value, dict):
+            _share_common(value, kept[key])
 
 
-def _sizes_of_codes(
-    compressor: Compressor, tensor: torch.Tensor, rank: int
-) -> list[int]:
-    """Bytes of the code of each round, where one worker alone codes *tensor*."""
-    rounds = compressor.average([tensor], [compressor.init(tensor, "", rank)], 1)
-    sizes: list[int] = []
-    answer: torch.Tensor | None = None
-    while True:
-        try:
-            message = next(rounds) if answer is None else rounds.send(answer)
-        except StopIteration:
-            return sizes
-        code = message.code
-        sizes.append(code.numel() * code.element_size())
-        answer = code.unsqueeze(0) if isinstance(message, Gather) else code
+def _as_matrix(buffer: torch.Tensor) -> list[torch.Tensor]:
+    """The same memory as a square, and what is over."""
+    side = math.isqrt(buffer.numel())
+    square, rest = buffer[: side * side], buffer[side * side :]
+    return [square.view(side, side), *([rest] if rest.numel() else [])]
+
+
+def _summed_in(legs: Sequence[Leg], buffer: torch.Tensor, workers: int) -> Coding:
+    """*buffer*, which stands for a larger one, becomes its sum in collectives like these
+    *legs*."""
+    total: torch.Tensor | None = None
+    for leg in legs:
+        answer: torch.Tensor
+        if leg.kind == "sum":
+            answer = yield Sum(buffer.clone())
+        elif leg.kind == "gather":
+            answer = (yield Gather(buffer.clone())).sum(0)
+        else:
+            answer = (yield Exchange(buffer.repeat(workers))).sum(0)
+        total = answer if total is None else total
+    if total is not None:
+        buffer.copy_(total)
 
 
 class _Chain:
-    """One sum under way. *sizes*: what each round's code is to count as on the network,
-    where the gradient stands for a larger one."""
+    """One sum under way. *legs*: what its rounds are to count as on the network, where the
+    gradient stands for a larger one."""
 
-    def __init__(self, rounds: Coding, comm: Comm, sizes: Sequence[float]) -> None:
-        self._rounds, self._comm, self._sizes = rounds, comm, iter(sizes)
+    def __init__(self, rounds: Coding, comm: Comm, legs: Sequence[Leg] | None) -> None:
+        self._rounds, self._comm = rounds, comm
+        self._legs = None if legs is None else iter(legs)
         self._result: torch.Tensor | None = None
 
     def begin(self) -> Pending | None:
         return self._next(lambda: next(self._rounds))
 
-    def _next(self, go_on: Callable[[], Sum | Gather]) -> Pending | None:
+    def _next(self, go_on: Callable[[], Asked]) -> Pending | None:
         try:
             with torch.no_grad():
                 message = go_on()
@@ -144,19 +188,26 @@ class _Chain:
         assert result is not None
         return self._next(lambda: self._rounds.send(result))
 
-    def _send(self, message: Sum | Gather) -> Pending:
-        code, size = message.code, next(self._sizes, None)
-        if size is not None:
-            stand_in_for(round(size), code)
+    def _send(self, message: Asked) -> Pending:
+        code = self._counting_as(message.code)
         if isinstance(message, Sum):
             self._result = code
             return self._comm.all_reduce(code, "sum")
         workers = self._comm.size
-        everyone = code.new_empty(workers * code.numel())
-        if size is not None:
-            stand_in_for(workers * round(size), everyone)
+        gathers = isinstance(message, Gather)
+        everyone = code.new_empty(code.numel() * (workers if gathers else 1))
+        if stands_in(code):
+            size = wire_bytes(code) * (workers if gathers else 1)
+            stand_in_for(size, everyone)
         self._result = everyone.view(workers, -1)
-        return self._comm.all_gather(everyone, code)
+        if gathers:
+            return self._comm.all_gather(everyone, code)
+        return self._comm.all_to_all(everyone, code)
+
+    def _counting_as(self, code: torch.Tensor) -> torch.Tensor:
+        if self._legs is None:
+            return code
+        return stand_in_for(round(next(self._legs).size), code)
 
 
 class _Decoded:

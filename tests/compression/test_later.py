@@ -1,0 +1,60 @@
+"""Codes that begin after some steps in which gradients are sent as they are."""
+
+import torch
+
+from paceline.compression import Later, Residuals
+from paceline.testing.lockstep import Workers, gradients
+from tests.compression.toys import RankOne, TopK
+
+
+def test_first_steps_are_dense_and_then_the_code_begins_anew():
+    shape = gradients()[0]
+    late = Workers(Later(Residuals(TopK()), 2), shape, 3)
+    for step in range(2):
+        given = gradients(seed=step)
+        mean = late.mean(given)
+        for number, result in enumerate(mean.results[0]):
+            exact = given[0][number] + given[1][number] + given[2][number]
+            assert torch.equal(result, exact)
+    fresh = Workers(Residuals(TopK()), shape, 3)
+    for step in range(2, 5):
+        given = gradients(seed=step)
+        pairs = zip(
+            late.mean(given).results[0], fresh.mean(given).results[0], strict=True
+        )
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_bucket_may_hold_both_kinds_of_tensors():
+    """A new bucket may join tensors of which one has been summed more often."""
+    shape = gradients()[0]
+    workers = Workers(Later(RankOne(), 3), shape, 2)
+    for states in workers.states:
+        states[3]["common"]["sums"] = 3
+    given = gradients(2)
+    mean = workers.mean(given)
+    kinds = [leg.kind for leg in mean.legs]
+    assert kinds == ["sum", "sum", "sum"]
+    for number, result in enumerate(mean.results[0]):
+        exact = given[0][number] + given[1][number]
+        assert torch.equal(result, exact) == (number != 3)
+
+
+def test_a_job_of_another_size_does_not_begin_anew():
+    shape = gradients()[0]
+    three, two = (Workers(Later(TopK(), 2), shape, n) for n in (3, 2))
+    for _ in range(5):
+        three.mean(gradients(3))
+    two.inherit(three)
+    assert two.mean(gradients(2)).legs[0].kind == "gather"
+
+
+def test_a_decayed_residual_fades():
+    values = torch.linspace(-1, 1, 50)
+    kept = Workers(Residuals(TopK()), [values], 1)
+    fading = Workers(Residuals(TopK(), 0.5), [values], 1)
+    for workers in (kept, fading):
+        workers.mean([[values]])
+    one, half = (w.states[0][0]["residual"] for w in (kept, fading))
+    assert one.any()
+    assert torch.equal(half, 0.5 * one)
