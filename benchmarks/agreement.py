@@ -10,10 +10,11 @@ of a step; `paceline emulate` measures them, several times. Each cell is held ag
 bounds: 10 % of the median, and 10 % plus the spread (largest less smallest) of the
 measurements, since nobody can predict noise; how many keep each is counted.
 
-`--held-out`: cells that were written down before the model of the network was last changed,
-and run after; all others were there while it was made. `--averaging`: methods that average
+`--group held-out`: cells that were written down before the model of the network was last changed,
+and run after; all others were there while it was made. `--group averaging`: methods that average
 models, now and then or in groups, and collectives that know of racks; a step is then the mean
-over those from one round to the next.
+over those from one round to the next. `--group past-backward`: methods that wait for means in the
+next forward pass, with plans that are made while training.
 """
 
 import argparse
@@ -156,6 +157,26 @@ AVERAGING = [
         )
     ),
 ]
+PAST_BACKWARD = [
+    Cell(
+        f"past-8-{mbit}",
+        *("layers", ("--train-steps", "140"), equal(8, mbit)),
+        method=method,
+        steps=120,
+    )
+    for mbit in (200, 400)
+    for method in (
+        "bsp:fusion=optimal",
+        "dear:fusion=optimal",
+        "priority:fusion=optimal",
+    )
+]
+GROUPS = {
+    "main": CELLS,
+    "held-out": HELD_OUT,
+    "averaging": AVERAGING,
+    "past-backward": PAST_BACKWARD,
+}
 WAYS = {"layers": ("--train-steps", "40"), "digits": ("--epochs", "4")}
 
 
@@ -287,16 +308,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", help="cells whose name begins so")
     parser.add_argument("--method", help="methods that contain this")
-    parser.add_argument("--held-out", action="store_true", help="the held-out cells")
-    parser.add_argument(
-        "--averaging", action="store_true", help="the cells of methods that average"
-    )
+    parser.add_argument("--group", choices=GROUPS, default="main")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", help="keep probes and profiles here")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    cells = HELD_OUT if args.held_out else AVERAGING if args.averaging else CELLS
-    cells = [c for c in cells if c.name.startswith(args.only or "")]
+    cells = [c for c in GROUPS[args.group] if c.name.startswith(args.only or "")]
     cells = [c for c in cells if (args.method or "") in c.method]
     with tempfile.TemporaryDirectory() as scratch:
         rows = run(cells, args.repeats, args.folder or scratch)

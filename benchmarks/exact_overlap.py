@@ -13,7 +13,8 @@ limit is computing, or what a ring puts on each link, whichever is longer.
 
 `--emulated`: 8 MB, 0.1 s forward and 0.2 s backward, paced (`peers.py`); all sides live in one job
 and take turns in blocks of steps, and a block ends when all its means are in and applied.
-The prediction is the same script in virtual time.
+The prediction is the same script in virtual time, where `paceline probe` has said what a message
+costs this machine's processors.
 """
 
 import argparse
@@ -23,8 +24,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+import collectives
 import overhead
 import peers
 import torch
@@ -212,7 +215,8 @@ def measured(cluster, rounds):
 def emulated(links, rounds):
     for mbit in links:
         cluster = uniform_cluster(8, f"{mbit} Mbit/s", "50 us")
-        said, found = predicted(cluster), measured(cluster, rounds)
+        probed = replace(cluster, processor=collectives.probe(cluster))
+        said, found = predicted(probed), measured(cluster, rounds)
         sent = 2 * 7 / 8 * peers.BYTES / (mbit * 1e6 / 8)
         limit = max(statistics.median(found[ALONE]), sent)
         best = min((n for n in found if "DDP" in n), key=lambda n: sum(found[n]))
