@@ -214,7 +214,9 @@ class Steps:
         else:
             self.hooks.call("after_update")
         if self.uses is not None and self._presence.active:
-            self.uses.begin_anew()
+            # Watching costs a step some microseconds a tensor.
+            waited = self._waits_late and run.sending is None
+            self.uses.begin_anew(not waited or self._planner.listening)
         run.step += 1
 
     def _hold_round(self) -> None:

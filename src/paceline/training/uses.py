@@ -46,7 +46,7 @@ class Uses:
         self._told: set[int] = set()
         self._used: set[int] = set()
         self._unseen: set[int] = set()
-        self._tells = True
+        self._tells = self._watches = True
         self._awaits_step = False  # gradients were sent, and no update has followed
         self.some_since = True
         """Whether anything was used since the last backward pass."""
@@ -62,14 +62,16 @@ class Uses:
                 hook = Uncopied(self._hook(own))
                 self._handles.append(module.register_forward_pre_hook(hook))
 
-    def begin_anew(self) -> None:
+    def begin_anew(self, waits: bool = True) -> None:
         """What was told before counts no more: an update has changed the parameters, or is
-        about to."""
+        about to. *waits*: somebody wants to know of all uses; else modules' calls are told,
+        and no tensor is watched."""
         self._told.clear()
         self._used.clear()
         self._unseen.clear()
-        self._awaits_step = self.some_since = False
-        for parameter in self._parameters:
+        self._watches = waits
+        self._awaits_step, self.some_since = False, not waits
+        for parameter in self._parameters if waits else ():
             blind = id(parameter) in self._blind
             if blind or not watch(parameter, self._parameter_is_used):
                 self._parameter_is_used(parameter)
@@ -84,7 +86,7 @@ class Uses:
 
     def backward_begins(self) -> None:
         """Gradients are about to come: whatever nobody has used yet is told of now."""
-        if len(self._used) < len(self._parameters):
+        if self._watches and len(self._used) < len(self._parameters):
             self._unseen = {
                 index
                 for index, parameter in enumerate(self._parameters)
