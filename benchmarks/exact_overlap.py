@@ -27,12 +27,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import collectives
 import overhead
 import peers
 import torch
 import torch.distributed as dist
 
+import collectives
 import osp
 import paceline
 from paceline.network import Cluster, Rack, Workload, uniform_cluster
