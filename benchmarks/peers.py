@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py                  # 8 hosts at 100, 200, 400 and 1000 Mbit/s
     python benchmarks/peers.py --links 400 --rounds 3 --json
+    python benchmarks/peers.py --compression    # DDP's hooks, and ours
 
 The model is that of `examples/layers.py`, with square matrices, since PowerSGD sends vectors
 as they are: 16 of them, 8 MB of gradients, 0.1 s forward and 0.2 s backward, paced. All
@@ -90,16 +91,46 @@ def ddp(cap=None, hook=None):
     return wrap
 
 
-def ours(fusion):
+def ours(fusion, compression="none"):
     def wrap(model, optimizer):
-        return model, paceline.distribute(model, optimizer, fusion=fusion)
+        return model, paceline.distribute(
+            model, optimizer, fusion=fusion, compression=compression
+        )
 
     return wrap
 
 
-def make_sides():
+def alone(model, optimizer):
+    return model, optimizer
+
+
+CODES = (
+    *("bf16", "int8", "int4", "top-k:density=0.01"),
+    *("powersgd:rank=2,sides=one", "powersgd:rank=2,sides=both"),
+)
+
+
+def make_sides(compression):
+    if compression:
+        return [
+            Side("without synchronization", alone),
+            Side("DDP", ddp()),
+            Side("DDP, fp16 hook", ddp(hook="fp16")),
+            Side("DDP, PowerSGD of rank 2", ddp(25, hook="PowerSGD")),
+            Side("paceline bsp", ours("optimal"), overhead.SETTLING_STEPS),
+            *(
+                Side(
+                    f"paceline {code}",
+                    ours(
+                        "optimal", f"{code}{',' if ':' in code else ':'}dense_steps=0"
+                    ),
+                    overhead.SETTLING_STEPS,
+                )
+                for code in CODES
+            ),
+        ]
     return [
-        Side("without synchronization", lambda model, optimizer: (model, optimizer)),
+        Side("without synchronization", alone),
         Side("DDP", ddp()),
         *(Side(f"DDP, caps of {cap} MiB", ddp(cap)) for cap in CAPS),
         Side("DDP, fp16 hook", ddp(hook="fp16")),
@@ -129,7 +160,7 @@ def time_to_first_gradient():
 
 def work(arguments):
     paceline.init()
-    sides = make_sides()
+    sides = make_sides(arguments.compression)
     for side in sides:
         side.block(side.settling)
     times = {side.name: [] for side in sides}
@@ -146,7 +177,7 @@ def work(arguments):
             side.optimizer.finish()
 
 
-def measure(mbit, workers, rounds):
+def measure(mbit, workers, rounds, compression):
     from paceline.worlds.emulated.fabric import Fabric
     from paceline.worlds.emulated.job import EmulatedJob
 
@@ -154,6 +185,7 @@ def measure(mbit, workers, rounds):
     with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:
         output = Path(scratch) / "times.json"
         words = ["--work", "--output", str(output), "--rounds", str(rounds)]
+        words += ["--compression"] if compression else []
         if EmulatedJob(fabric, __file__, words, RunOptions()).run():
             sys.exit("the job failed")
         found = json.loads(output.read_text())
@@ -177,11 +209,26 @@ def measure(mbit, workers, rounds):
     return limit, rows
 
 
+def compare_codes(rows):
+    """What the peers' hooks are held against."""
+    of = {row["side"]: row["seconds"] for row in rows}
+    theirs, none = of["DDP, PowerSGD of rank 2"], of["without synchronization"]
+    for sides in ("one", "both"):
+        mine = of[f"paceline powersgd:rank=2,sides={sides}"]
+        print(
+            f"powersgd, sides={sides}: {mine / theirs:.3f} of PyTorch's hook, "
+            f"{mine / none:.3f} of no communication"
+        )
+    print(f"bf16: {of['paceline bf16'] / of['DDP, fp16 hook']:.3f} of DDP's fp16 hook")
+    print(f"int8: {of['paceline int8'] / of['paceline bf16']:.3f} of bf16")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--links", type=int, nargs="+", default=[100, 200, 400, 1000])
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--compression", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", help=argparse.SUPPRESS)
@@ -191,7 +238,9 @@ def main():
         return
     everything = []
     for mbit in arguments.links:
-        limit, rows = measure(mbit, arguments.workers, arguments.rounds)
+        limit, rows = measure(
+            mbit, arguments.workers, arguments.rounds, arguments.compression
+        )
         everything += rows
         if arguments.json:
             continue
@@ -204,6 +253,9 @@ def main():
                 f"{row['to_ddp']:.3f} | {row['to_limit']:.3f} |",
                 flush=True,
             )
+        if arguments.compression:
+            compare_codes(rows)
+            continue
         best = min(rows, key=lambda r: r["seconds"] if r["side"] in EXACT else 1e9)
         mine = next(r for r in rows if r["side"] == "paceline bsp")
         print(

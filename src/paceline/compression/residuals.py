@@ -113,13 +113,17 @@ class _Given:
     """*parts* (g) become what is to be sent (a = g + e)."""
 
     def __init__(self, parts: Sequence[torch.Tensor], states: Sequence[State]) -> None:
-        self._rows: list[tuple[State, torch.Tensor, torch.Tensor, int]] = []
+        self._rows: list[tuple[State, torch.Tensor, Truth, int]] = []
         for number, (part, state) in enumerate(zip(parts, states, strict=True)):
-            if "residual" in state:
-                speaks = extremes(part).any()
-                whole = (state["residual"] * speaks).add_(part)
-                part.copy_(whole)
-                self._rows.append((state, whole, speaks, number))
+            if "residual" not in state:
+                continue
+            speaks = _truth(extremes(part).any())
+            if speaks is False:
+                continue
+            residual = state["residual"]
+            whole = residual + part if speaks is True else residual * speaks + part
+            part.copy_(whole)
+            self._rows.append((state, whole, speaks, number))
 
     def keep(
         self,
@@ -130,12 +134,25 @@ class _Given:
         """What is left of it after *sent*: e = a - decoded C(a)."""
         if not self._rows:
             return
-        finite = torch.stack([extremes(part) for part in results]).isfinite().all()
+        every = torch.stack([extremes(part) for part in results])
+        finite = _truth(every.isfinite().all())
         for state, whole, speaks, number in self._rows:
-            left, kept = whole.sub_(sent[number]), state["residual"]
+            if finite is False:
+                return
+            left = whole.sub_(sent[number])
             if decay != 1.0:
                 left.mul_(decay)
-            torch.where(finite & speaks, left, kept, out=kept)
+            if finite is not True:
+                left = torch.where(finite & speaks, left, state["residual"])
+            state["residual"] = left
+
+
+Truth = bool | torch.Tensor
+
+
+def _truth(value: torch.Tensor) -> Truth:
+    """*value* for Python to decide by, where nobody waits for a device then."""
+    return bool(value) if value.device.type == "cpu" else value
 
 
 def _is_lossy(like: torch.Tensor) -> bool:
