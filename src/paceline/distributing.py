@@ -35,7 +35,7 @@ from paceline.optimizer import DistributedOptimizer
 from paceline.pieces import check_servers_can_hold
 from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
-from paceline.settings import ModuleBuffers, Settings, Sums
+from paceline.settings import UNSAID, ModuleBuffers, Settings, Sums
 from paceline.startup import check_same_everywhere, describe
 from paceline.tensors import wire_bytes
 from paceline.torch_private import is_compiled_whole
@@ -53,7 +53,7 @@ def distribute(
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
     collective: str = "native",
-    compression: str | Compressor = "none",
+    compression: str | Compressor | None = None,
     servers: str = "auto",
     sums: Sums = "rank",
     sampler: Sampler | None = None,
@@ -73,8 +73,9 @@ def distribute(
     with a GradScaler. *sampler*: weight gradients by the samples that it deals out, one
     backward pass a batch. *collective*: how averages are formed, ``"native"``,
     ``"parameter-server"``, ``"hierarchical"`` ... (see docs/collectives.md). *compression*: what is sent of gradients where workers form means
-    of them, a name (``"bf16"``), a spec (``"int8:rounding=nearest,residuals=true"``, see
-    docs/compression.md) or a compressor object; a worker alone sends nothing, and loses
+    of them, or of what parameters have moved where workers average these: a name (``"bf16"``), a spec
+    (``"int8:rounding=nearest,residuals=true"``, see docs/compression.md) or a compressor object. Unsaid, it is
+    ``"none"``, but for a method with a code of its own. A worker alone sends nothing, and loses
     nothing. *servers*: where servers are, ``"embedded"`` (one beside rank 0),
     ``"per-node"``, ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where
     there are any, else embedded) or ``"HOST:PORT+HOST:PORT"``.
@@ -96,7 +97,7 @@ def distribute(
         buffers=buffers,
         check_finite=check_finite,
         collective=collective,
-        compression=make(compression) if isinstance(compression, str) else compression,
+        compression=_made(compression),
         servers=servers,
         sums=sums,
         clip_norm=math.inf if clip_norm is None else clip_norm,
@@ -121,7 +122,8 @@ def distribute(
         _check_servers_update_all(chosen, optimizer, parameters)
     _check_not_yet_trained(model, world)
     comm = _comm(world, chosen)
-    full_spec = str(spec.spec_of(chosen.name, chosen, **settings.as_keys()))
+    own = own_compression(chosen)
+    full_spec = str(spec.spec_of(chosen.name, chosen, **settings.as_keys(own)))
     options = f"{full_spec} with {type(optimizer).__name__}"
     description = describe(model, options)
     device = parameters[0][1].device
@@ -163,7 +165,7 @@ def distribute(
     training = Training(
         world, model, parameters, chosen, settings, comm, sampler, remote, optimizer
     )
-    brief = spec.Spec(chosen.name, spec.changed(chosen) | settings.changed_keys())
+    brief = spec.Spec(chosen.name, spec.changed(chosen) | settings.changed_keys(own))
     world.journal.begin(full_spec, str(brief))
     wrapped = DistributedOptimizer._wrap(optimizer, training, world, endpoints)
     world.job.begin(model, wrapped, training, comm.close)
@@ -323,7 +325,7 @@ def _resolve(
     """The method object and the settings, the command line's before the script's."""
     override = world.job.options.method
     if override is None and method is not None and not isinstance(method, str):
-        return method, _with_collective_of(method, settings)
+        return _fitted(method, settings)
     text = override or method or "bsp"
     assert isinstance(text, str)
     if override is not None and method is not None and world.rank == 0:
@@ -341,9 +343,35 @@ def read_spec(text: str, settings: Settings | None = None) -> tuple[Method, Sett
     """
     chosen, rest = methods.make(spec.parse(text), set(spec.field_types(Settings)))
     settings = (settings or Settings()).changed_by(rest)
-    settings = _with_collective_of(chosen, settings)
+    chosen, settings = _fitted(chosen, settings)
     collectives.make(settings.collective)
     return chosen, settings
+
+
+def own_compression(method: Method) -> Compressor:
+    """What a method's means are compressed with where the user says nothing."""
+    own: str | None = getattr(method, "default_compression", None)
+    return UNSAID if own is None else make(own)
+
+
+def _made(compression: str | Compressor | None) -> Compressor:
+    if compression is None:
+        return UNSAID
+    return make(compression) if isinstance(compression, str) else compression
+
+
+def _fitted(method: Method, settings: Settings) -> tuple[Method, Settings]:
+    """The two, as they go together. Raises `UsageError` where a method sends what cannot be
+    compressed."""
+    settings = _with_collective_of(method, settings)
+    if settings.compression is UNSAID:
+        settings = replace(settings, compression=own_compression(method))
+    compressor = settings.compression
+    compressed_by = getattr(method, "compressed_by", None)
+    if compressor != Identity() and compressed_by is not None:
+        compressor.suits_differences()
+        method = compressed_by(compressor)
+    return method, settings
 
 
 def _with_collective_of(method: Method, settings: Settings) -> Settings:

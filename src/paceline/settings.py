@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from paceline import compression, spec
@@ -19,6 +19,10 @@ ModuleBuffers = Literal["rank0", "mean", "local"]
 Sums = Literal["rank", "arrival", "ring"]
 
 
+UNSAID = Identity()
+"""The compression of who names none: this one alone gives way to that which a method has by
+itself."""
+
 PLACES = ("auto", "embedded", "per-node", "dedicated")
 _ADDRESS = re.compile(r"[^:+\s]+:[0-9]+")
 
@@ -31,7 +35,7 @@ class Settings:
     when a gradient is not finite (not together with a GradScaler, which expects such
     gradients and skips the step). *collective*: how averages are formed: a
     row of `paceline.collectives`, which checks the name. *compression*: what is sent of them; its own
-    keys are ``compression.KEY``. *servers*: where servers are: beside rank 0
+    keys are ``compression.KEY``; `UNSAID` is what the method has by itself, mostly none. *servers*: where servers are: beside rank 0
     ("embedded"), one on each host ("per-node"), on hosts of their own ("dedicated"; "auto":
     where there are any, else embedded), or addresses HOST:PORT joined by "+". *sums*: whether a server adds up
     in the order of ranks, so that bits repeat ("rank"), as gradients come, which holds less
@@ -46,7 +50,7 @@ class Settings:
     servers: str = "auto"
     sums: Sums = "rank"
     clip_norm: float = math.inf
-    compression: Compressor = field(default_factory=Identity)
+    compression: Compressor = UNSAID
 
     def __post_init__(self) -> None:
         check_rule(self.fusion)
@@ -80,12 +84,16 @@ class Settings:
             return settings
         return replace(settings, compression=compression.make(chosen))
 
-    def as_keys(self) -> dict[str, str]:
-        """The keys of a full spec: the fusion rule, and what differs from the default."""
-        return {"fusion": self.fusion} | self.changed_keys()
+    def as_keys(self, own: Compressor = UNSAID) -> dict[str, str]:
+        """The keys of a full spec: the fusion rule, the compression, and what differs from
+        the default. *own*: the compression that the method has by itself."""
+        coded = compression.keys_of(self.compression)
+        return {"fusion": self.fusion} | self.changed_keys(own) | coded
 
-    def changed_keys(self) -> dict[str, str]:
+    def changed_keys(self, own: Compressor = UNSAID) -> dict[str, str]:
         """Those that differ from the default."""
         keys = spec.changed(self)
-        del keys["compression"]  # which has keys of its own
-        return keys | compression.keys_of(self.compression)
+        keys.pop("compression", None)  # which has keys of its own
+        if self.compression == own:
+            return keys
+        return keys | (compression.keys_of(self.compression) or {"compression": "none"})

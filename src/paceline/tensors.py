@@ -94,9 +94,11 @@ def stand_alike(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def stand_for_the_same(tensor: torch.Tensor, as_this: torch.Tensor) -> None:
-    """Make *tensor* count as what *as_this* counts as, where that stands in."""
+    """Make *tensor* count as what *as_this* counts as, where that stands in; in its own
+    type."""
     if stands_in(as_this):
-        stand_in_for(wire_bytes(as_this), tensor)
+        size = wire_bytes(as_this) * tensor.element_size()
+        stand_in_for(size // as_this.element_size(), tensor)
         shape = getattr(as_this, "stands_for_shape", None)
         if shape is not None:
             tensor.stands_for_shape = shape  # type: ignore[attr-defined]

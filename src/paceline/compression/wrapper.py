@@ -48,6 +48,9 @@ class Wrapper(Compressor):
     def suits(self, optimizer: torch.optim.Optimizer) -> None:
         self.code.suits(optimizer)
 
+    def suits_differences(self) -> None:
+        self.code.suits_differences()
+
     def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
         self.code.inherit(state["code"], [old["code"] for old in former], workers)
 

@@ -149,6 +149,11 @@ class Compressor(Protocol):
         """Raise `UsageError` where its results are not for that *optimizer*."""
         return
 
+    def suits_differences(self) -> None:
+        """Raise `UsageError` where its codes are of gradients alone, and not of what local
+        updates have moved."""
+        return
+
     def init(self, like: torch.Tensor, name: str, rank: int) -> State:
         """The state of one tensor, before its first mean. *name* is unique and the same on
         all workers; *rank* is this worker's, for what is to differ between workers."""

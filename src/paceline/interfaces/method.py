@@ -88,6 +88,11 @@ class Method(Protocol):
     compute speeds of all (None: unknown): as ``rhythm``, but for its ``every``. Rounds match by their number
     then, and `Run.step` is each worker's own.
 
+    A method that sends no gradients may define ``compressed_by(self, compressor)``: itself as it is
+    where what it sends is compressed, so that its means with a name are of differences, or an
+    `UsageError` that says why they cannot be, and what to use instead. With
+    ``default_compression = "SPEC"`` it says what that is where the user says nothing.
+
     An exception from a hook reaches the user's script out of ``forward``,
     ``backward()`` or ``step()``; the training cannot go on after it.
     """

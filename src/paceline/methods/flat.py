@@ -7,7 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from paceline.interfaces import Run
-from paceline.tensors import by_kind, stand_in_for, stands_in, wire_bytes
+from paceline.tensors import (
+    by_kind,
+    stand_for_the_same,
+    stand_in_for,
+    stands_in,
+    wire_bytes,
+)
 
 
 class Flat:
@@ -35,6 +41,8 @@ class Flat:
             part.view(tensor.shape)
             for part, tensor in zip(self.buffer.split(sizes), self.of, strict=True)
         ]
+        for view, tensor in zip(self.views, self.of, strict=True):
+            stand_for_the_same(view, tensor)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.interfaces import Method
 from paceline.methods import METHODS
+from paceline.spec import parse
 
 _HEAD = """# Methods
 
@@ -28,7 +29,7 @@ def methods_page() -> str:
         page = inspect.getdoc(sys.modules[cls.__module__]) or ""
         shape: Any = cls
         keys = ", ".join(
-            f"`{f.name}={str(f.default).lower()}`" for f in dataclasses.fields(shape)
+            [*map(_key, dataclasses.fields(shape)), *_own_compression(cls)]
         )
         words = [_sentence(page, word) for word in ("Waits for", "Sends", "Guarantees")]
         # A method whose properties depend on a key has a row for each of its forms.
@@ -45,6 +46,21 @@ def methods_page() -> str:
             ]
             rows.append("| " + " | ".join(cells) + " |")
     return _HEAD + "\n".join(rows) + "\n"
+
+
+def _key(field: dataclasses.Field[Any]) -> str:
+    return f"`{field.name}={str(field.default).lower()}`"
+
+
+def _own_compression(cls: type[Method]) -> list[str]:
+    """The settings that a method has by itself."""
+    own: str | None = getattr(cls, "default_compression", None)
+    if own is None:
+        return []
+    code = parse(own)
+    said = {"compression": code.name}
+    said |= {f"compression.{key}": value for key, value in code.values.items()}
+    return [f"`{key}={value}`" for key, value in said.items()]
 
 
 def _sentence(page: str, label: str) -> str:

@@ -59,11 +59,16 @@ class Codes:
         buffer: torch.Tensor,
         parts: Sequence[torch.Tensor],
         names: Sequence[str],
+        *,
+        counts: bool = False,
     ) -> Pending | None:
         """*buffer* (this worker's share) becomes its sum over *comm*; it consists of *parts*
-        with these *names*. Returns None where the compressor has nothing to send."""
+        with these *names*. *counts*: also that of a worker that is out of data, whose share
+        is zero where it has none. Returns None where the compressor has nothing to send."""
         self.was_used = True
-        states = [self._state(n, part) for n, part in zip(names, parts, strict=True)]
+        counts = counts or self._presence.takes_part
+        rows = zip(names, parts, strict=True)
+        states = [self._state(name, part, counts) for name, part in rows]
         return self._begin(comm, buffer, parts, states)
 
     def try_out(self, comm: Comm, buffer: torch.Tensor) -> Pending | None:
@@ -108,7 +113,7 @@ class Codes:
             self._legs[key] = self.compressor.settled().traffic(*key)
         return self._legs[key]
 
-    def _state(self, name: str, part: torch.Tensor) -> State:
+    def _state(self, name: str, part: torch.Tensor, counts: bool) -> State:
         kind = self.compressor.state
         if kind == "none":
             return {}
@@ -121,7 +126,7 @@ class Codes:
         if name not in self.states:
             self.states[name] = self.compressor.init(part, name, self._rank)
         kept = self.states[name]
-        if kind == "own" and not self._presence.active:
+        if kind == "own" and not counts:
             # A worker that only keeps company sends zeros, and nothing that it kept back:
             # sizes of codes are still those of everybody's common state.
             fresh = self.compressor.init(part, name, self._rank)

@@ -114,13 +114,14 @@ class Means:
             )
         comm = self._queue(among, channel)
         named = {name: tensor} if name else parts
+        always = self._rhythm.waits_for_nobody or among is not None
 
         def send() -> Pending:
             if named:
-                return self._code(comm, tensor, None, named)
+                return self._code(comm, tensor, None, named, counts=always)
             return comm.all_reduce(tensor, "sum")
 
-        if self._rhythm.waits_for_nobody or among is not None:
+        if always:
             tensor.mul_(1 / comm.size)
             return send()
         kept = None
@@ -183,14 +184,17 @@ class Means:
         buffer: torch.Tensor,
         bucket: Bucket | None,
         named: Mapping[str, torch.Tensor],
+        counts: bool = False,
     ) -> Pending:
-        """A sum of *buffer*, which is that of *bucket*, or consists of what is *named*."""
+        """A sum of *buffer*, which is that of *bucket*, or consists of what is *named*.
+        *counts*: this worker does, out of data or not."""
         if self._codes is None or comm.size == 1:
             return comm.all_reduce(buffer, "sum")
         if bucket is not None:
             named = dict(zip(bucket.names, bucket.views, strict=True))
         parts = list(named.values())
-        return self._codes.sum(comm, buffer, parts, list(named)) or Nothing()
+        codes = self._codes.sum(comm, buffer, parts, list(named), counts=counts)
+        return codes or Nothing()
 
     def try_out(self, buffer: torch.Tensor, *, in_halves: bool = False) -> Pending:
         """A sum of a gradient that nobody wants, as `mean` forms it, or `scatter_mean` and then

@@ -21,7 +21,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from paceline.interfaces import Clips, GradientSeen, Rhythm, Run, UpdatesOn
+from paceline.errors import UsageError
+from paceline.interfaces import (
+    Clips,
+    Compressor,
+    GradientSeen,
+    Rhythm,
+    Run,
+    UpdatesOn,
+)
 from paceline.methods.ds_sync.options import DSSyncOptions
 from paceline.methods.ds_sync.worker import GroupWorker
 from paceline.tensors import Bucket
@@ -38,6 +46,16 @@ class DSSync(DSSyncOptions):
     clips: ClassVar[Clips] = "own"
     consolidates_together: ClassVar[bool] = True
     averages_buffers: ClassVar[bool] = True
+
+    def compressed_by(self, compressor: Compressor) -> DSSync:
+        """None is: raises `UsageError`."""
+        raise UsageError(
+            f"compression {compressor.name!r} with method 'ds-sync': groups average their "
+            "parameters, and other groups in the next step, so that none are common to "
+            "the workers of one, from which a difference could be taken; parameters "
+            "themselves are never compressed. Use local-sgd or diloco, which compress what "
+            "has moved since the last mean of all"
+        )
 
     def init(self, run: Run) -> GroupWorker:
         return GroupWorker(self, run)

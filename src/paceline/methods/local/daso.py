@@ -41,6 +41,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Clips,
+    Compressor,
     GradientSeen,
     Pending,
     Rhythm,
@@ -160,6 +161,16 @@ class DASO:
 
     def _wrong(self, key: str, expected: str) -> UsageError:
         return UsageError(f"daso:{key}={getattr(self, key)}: expected {expected}")
+
+    def compressed_by(self, compressor: Compressor) -> DASO:
+        """None is: raises `UsageError`."""
+        raise UsageError(
+            f"compression {compressor.name!r} with method 'daso': nodes send each other "
+            "their parameters, and none are common to all of them while means are late, "
+            "from which a difference could be taken; parameters themselves are never "
+            "compressed. Use hierarchical-local-sgd, which compresses what has moved "
+            "between two means of all, or streaming-diloco, whose means are late, too"
+        )
 
     def init(self, run: Run) -> DASOState:
         nodes = Nodes(run, places_of(self, run))

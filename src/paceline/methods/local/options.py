@@ -34,6 +34,9 @@ class Options:
     (momentum, Adam's moments) stays each worker's own, or is averaged, too, every
     *state_every* rounds. *weigh*: workers count by the samples that they have trained on in
     a round, or equally. *uneven*: all do as many steps in a round, or as fits their speed.
+    *differences*: send what parameters have moved since the last mean of all, and not the
+    parameters: under compression they always are, and only the last round, which no other
+    one follows, goes without a code. It keeps one more copy of the model.
     """
 
     name: ClassVar[str] = "local-updates"
@@ -53,6 +56,7 @@ class Options:
     state_every: int = 1
     weigh: Weigh = "samples"
     uneven: Uneven = "equal"
+    differences: bool = False
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -64,7 +68,8 @@ class Options:
     def keeps_anchor(self) -> bool:
         """Whether workers keep the parameters with which a round has begun: else a round's
         result is the mean itself."""
-        return self.is_outer or self.mixing > 0 or self.delay > 0
+        late = self.mixing > 0 or self.delay > 0
+        return self.is_outer or late or self.differences
 
     @property
     def is_outer(self) -> bool:

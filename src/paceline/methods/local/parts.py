@@ -112,14 +112,15 @@ class Part:
 @dataclass
 class Flight:
     """A mean under way: of part number *part*, to be used after step *due*. *weights* becomes
-    the mean of what workers weigh, and of how many still train. *moments*: of the inner
-    optimizer's state, where that is averaged, too."""
+    the mean of what workers weigh, and of how many still train; *share* is what this one
+    weighs. *moments*: of the inner optimizer's state, where that is averaged, too."""
 
     part: int
     due: int
     weights: torch.Tensor
     pending: list[Pending] = field(default_factory=list)
     moments: list[Flat] = field(default_factory=list)
+    share: float = 0.0
 
     def wait(self) -> None:
         for pending in self.pending:
@@ -148,11 +149,32 @@ class LocalState:
 
         return undo
 
+    def show_anchors(self) -> Callable[[], None]:
+        """They become the model; returns what makes it again what it is now."""
+        undo = self.remember()
+        for part in self.parts:
+            part.put_anchor()
+        return undo
+
     def drop_flights(self) -> None:
         """What is under way is of another model."""
         for flight in self.flights:
             flight.wait()
         self.flights.clear()
+
+    def begin_anew(self, step: int) -> None:
+        """All parameters were replaced: a round begins with them before *step*. If they are
+        those of the anchor, as those of a checkpoint are that another number of workers goes
+        on from, all goes on."""
+        anchored = bool(self.parts[0].anchors)
+        if anchored and all(part.is_at_anchor() for part in self.parts):
+            return
+        self.drop_flights()
+        for part in self.parts:
+            if anchored:
+                part.take_anchor()
+            part.since.begin(step)
+        self.since_group.begin(step)
 
     def count(self, weight: float) -> None:
         """A step was done, on samples of so much weight."""

@@ -44,6 +44,7 @@ def send(
         number,
         run.step + options.delay,
         torch.tensor([share, run.active], dtype=torch.float64, device=device),
+        share=share,
     )
     channel = LATE if options.delay else ""
 
@@ -59,7 +60,7 @@ def send(
     for index, flat in enumerate(part.parameters):
         flat.take()
         if differences:
-            flat.buffer.neg_().add_(beginning(flat, part.anchors[index]))
+            _subtract(flat, part.anchors[index])
         _weigh(flat, share)
         rows = zip(flat.of, flat.views, strict=True)
         average(flat.buffer, {names[id(p)]: v for p, v in rows} if names else None)
@@ -77,6 +78,11 @@ def send(
         flight.pending.append(comm.all_reduce(flat.buffer, "max"))
     since.begin(run.step + 1)
     return flight
+
+
+def _subtract(flat: Flat, anchor: torch.Tensor) -> None:
+    """The buffer, where workers are, becomes what they have moved: D_i = x - x_i."""
+    flat.buffer.neg_().add_(beginning(flat, anchor))
 
 
 def names_of(run: Run) -> dict[int, str]:
@@ -114,6 +120,10 @@ def land(
     part.put_counters()
     if not total:
         return
+    # The last round, of what is left when all are out of data, is a plain mean.
+    plain = not active
+    if plain and options.differences and not in_group:
+        _send_without_code(part, run, flight.share)
     for flat in (*part.parameters, *part.statistics, *flight.moments):
         if total != 1:
             flat.buffer.div_(total)
@@ -125,8 +135,6 @@ def land(
         return
     for flat, last in zip(part.statistics, part.averaged, strict=True):
         last.copy_(flat.buffer)
-    # The last round, of what is left when all are out of data, is a plain mean.
-    plain = not active
     for index in range(len(part.parameters)):
         if plain:
             plain_step(part, index)
@@ -135,6 +143,19 @@ def land(
         flat = part.parameters[index]
         flat.buffer.copy_(part.anchors[index])
         _put(flat, 0.0 if plain else options.mixing)
+
+
+def _send_without_code(part: Part, run: Run, share: float) -> None:
+    """The last round once more: what a code has left out of it no other round would bring.
+    Nobody has trained since it was sent. Collective."""
+    pending = []
+    for flat, anchor in zip(part.parameters, part.anchors, strict=True):
+        flat.take()
+        _subtract(flat, anchor)
+        _weigh(flat, share)
+        pending.append(run.average(flat.buffer))
+    for one in pending:
+        one.wait()
 
 
 def plain_step(part: Part, index: int) -> None:

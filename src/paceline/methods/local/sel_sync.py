@@ -33,20 +33,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Clips, GradientSeen, Rhythm, Run, UpdatesOn
+from paceline.interfaces import (
+    Clips,
+    Compressor,
+    GradientSeen,
+    Rhythm,
+    Run,
+    UpdatesOn,
+)
 from paceline.methods.local.options import Options
-from paceline.methods.local.parts import LocalState, Since, make_parts
+from paceline.methods.local.parts import LocalState, make_parts
 from paceline.methods.local.rounds import land, send
+from paceline.methods.local.saved import load, redistributed, saved
 from paceline.methods.local.whole import mean_of_all, settle
 
-PLAIN = Options(every=1)
-"""What a mean is, where there is one: of the parameters, as they are."""
+PLAIN, ANCHORED = Options(every=1), Options(every=1, differences=True)
+"""What a mean is, where there is one: of the parameters, as they are, or of what they have
+moved."""
 
 
 @dataclass
@@ -63,20 +72,22 @@ class SelSyncState(LocalState):
 @dataclass(frozen=True, kw_only=True)
 class SelSync:
     """Average the parameters in steps in which some worker's gradient changes by *delta*. A
-    mean over *window* steps forgets a part *smoothing* in each."""
+    mean over *window* steps forgets a part *smoothing* in each. *differences*: send what
+    parameters have moved since the last mean, as always under compression; it keeps one more
+    copy of the model."""
 
     name: ClassVar[str] = "sel-sync"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
     clips: ClassVar[Clips] = "own"
     averages_buffers: ClassVar[bool] = True
-    consolidates_together: ClassVar[bool] = True
     rhythm: ClassVar[Rhythm] = Rhythm(agree_every=1)
     """Who trains is told beside, and nobody waits for it: the flag is what all wait for."""
 
     delta: float = 0.3
     window: int = 25
     smoothing: float = 0.01
+    differences: bool = False
 
     def __post_init__(self) -> None:
         if not self.delta >= 0:
@@ -91,8 +102,21 @@ class SelSync:
     def _wrong(self, key: str, expected: str) -> UsageError:
         return UsageError(f"sel-sync:{key}={getattr(self, key)}: expected {expected}")
 
+    @property
+    def consolidates_together(self) -> bool:
+        """Without an anchor the result is the mean of all models."""
+        return not self.differences
+
+    @property
+    def _means(self) -> Options:
+        return ANCHORED if self.differences else PLAIN
+
+    def compressed_by(self, compressor: Compressor) -> SelSync:
+        """With differences, which alone are compressed."""
+        return replace(self, differences=True)
+
     def init(self, run: Run) -> SelSyncState:
-        return SelSyncState(make_parts(PLAIN, run))
+        return SelSyncState(make_parts(self._means, run))
 
     # ---- steps ----
 
@@ -107,8 +131,8 @@ class SelSync:
         state.steps += 1
         if flag.item():
             state.means += 1
-            flight = send(PLAIN, state, run, 0, since=state.parts[0].since)
-            land(PLAIN, state, run, flight)
+            flight = send(self._means, state, run, 0, since=state.parts[0].since)
+            land(self._means, state, run, flight)
 
     def _raises(self, state: SelSyncState, norm: float) -> bool:
         """Whether this worker raises its flag after a gradient of this norm."""
@@ -136,7 +160,7 @@ class SelSync:
     @torch.no_grad()
     def finish(self, state: SelSyncState, run: Run) -> None:
         source = run.keep_company_to_the_end()
-        settle(PLAIN, state, run)
+        settle(self._means, state, run)
         if source is not None:
             run.take_model(source)
         if state.steps:
@@ -146,24 +170,26 @@ class SelSync:
 
     @torch.no_grad()
     def consolidate(self, state: SelSyncState, run: Run) -> Callable[[], None]:
+        if self.differences:
+            return state.show_anchors()
         return mean_of_all(PLAIN, state, run)
 
+    @torch.no_grad()
     def loaded(self, state: SelSyncState, run: Run) -> None:
-        state.parts[0].since.begin(run.step)
+        state.begin_anew(run.step)
 
     # ---- restarts ----
 
     def save_state(self, state: SelSyncState, run: Run) -> dict[str, Any]:
-        since = state.parts[0].since
-        return {
-            "since": [since.begins, since.weight],
+        return saved(state, run) | {
             "norms": state.norms,
             "changes": state.changes,
             "counts": [state.steps, state.means],
         }
 
+    @torch.no_grad()
     def load_state(self, state: SelSyncState, run: Run, saved: dict[str, Any]) -> None:
-        state.parts[0].since = Since(*saved["since"])
+        load(self._means, state, run, saved)
         state.norms, state.changes = list(saved["norms"]), list(saved["changes"])
         state.steps, state.means = saved["counts"]
 
@@ -172,9 +198,7 @@ class SelSync:
     ) -> dict[str, Any]:
         """The norms of the first one: workers' gradients are about as large. All go on from
         one model."""
-        saved = dict(next(iter(parts)))
-        saved["since"] = [saved["since"][0], 0.0]
-        return saved
+        return redistributed(parts)
 
 
 def norm_of(parameters: Iterable[torch.nn.Parameter]) -> float:

@@ -14,18 +14,29 @@ is equal on all workers: nobody has to agree on it.
 A worker that is out of data goes on through the rounds, and weighs in the next one what it
 has trained since the last. In the round in which nobody trains any more the mean is taken
 plainly, without outer momentum, and so is what is left when that is over (`finish`).
+
+Codes are of differences alone: parameters are as large as they are whatever has moved, so a code
+of them would be off by more than that. A code may leave much of them to a later round, so the
+round that none follows is formed once more without one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Clips, GradientSeen, Rhythm, Run, UpdatesOn
+from paceline.interfaces import (
+    Clips,
+    Compressor,
+    GradientSeen,
+    Rhythm,
+    Run,
+    UpdatesOn,
+)
 from paceline.methods.local.groups import own_group
 from paceline.methods.local.moments import require_moments
 from paceline.methods.local.options import Options
@@ -74,6 +85,10 @@ class LocalUpdates(Options):
     def consolidates_together(self) -> bool:
         """Without an anchor the result is the mean of all models."""
         return not self.keeps_anchor
+
+    def compressed_by(self, compressor: Compressor) -> Self:
+        """With differences, which alone are compressed."""
+        return replace(self, differences=True)
 
     def init(self, run: Run) -> LocalState:
         if self.state == "average":
@@ -129,23 +144,11 @@ class LocalUpdates(Options):
     def consolidate(self, state: LocalState, run: Run) -> Callable[[], None]:
         if not self.keeps_anchor:
             return mean_of_all(self, state, run)
-        undo = state.remember()
-        for part in state.parts:
-            part.put_anchor()
-        return undo
+        return state.show_anchors()
 
     @torch.no_grad()
     def loaded(self, state: LocalState, run: Run) -> None:
-        """Other parameters: a round begins with them. If they are those of the anchor, as
-        those of a checkpoint are that another number of workers goes on from, all goes on."""
-        if self.keeps_anchor and all(part.is_at_anchor() for part in state.parts):
-            return
-        state.drop_flights()
-        for part in state.parts:
-            if self.keeps_anchor:
-                part.take_anchor()
-            part.since.begin(run.step)
-        state.since_group.begin(run.step)
+        state.begin_anew(run.step)
 
     # ---- restarts ----
 
