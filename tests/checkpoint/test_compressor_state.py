@@ -90,3 +90,18 @@ def test_a_tensor_that_is_no_parameter_has_no_share():
     loader, _ = owner(Residuals(code=BF16()))
     with pytest.raises(UsageError, match="'momentum', which is no parameter of this"):
         loader.redistribute([saved], 2)
+
+
+def test_parts_of_a_parameter_have_their_shares():
+    """OSP sends pieces, which are named by the elements that they hold."""
+    parts = []
+    for rank in (0, 1):
+        saver, codes = owner(Residuals(code=BF16()), rank)
+        send(codes, torch.full((1, 3), 0.3), "weight[1:4]")
+        parts.append(saver.save())
+    loader, _ = owner(Residuals(code=BF16()))
+    given = loader.redistribute(iter(parts), 1)["weight[1:4]"]["residual"]
+    kept = [part["weight[1:4]"]["residual"] for part in parts]
+    assert given.shape == (1, 3)
+    assert given.any()
+    assert torch.equal(given, kept[0] + kept[1])

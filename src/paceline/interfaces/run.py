@@ -128,14 +128,16 @@ class Run(Protocol):
         of: Bucket | None = None,
         among: Comm | None = None,
         channel: str = "",
-        name: str = "",
+        parts: Mapping[str, torch.Tensor] | None = None,
     ) -> Pending:
         """Form the mean of *gradients*, in place, over the workers that train.
 
         The buffer holds this worker's share of the mean already (gradient times
         `weight`), as a bucket's does. *of*: the bucket that a tensor is a part of.
         *among*: a group instead of all workers. *channel*: a
-        queue of its own, for what may be late. *name*: what the state of a compressor is kept under, for a tensor that is no bucket.
+        queue of its own, for what may be late. *parts*: what a tensor that is no bucket consists of, by
+        the names under which a compressor keeps its state: a parameter's, or ``weight[0:4096]`` for
+        these elements of one.
 
         In a step's means workers learn who trains and what was used. So a mean is not
         waited for before the step's last bucket was delivered: `UsageError`. Where rounds

@@ -49,6 +49,7 @@ class Codes:
         self.compressor, self._presence, self._rank = compressor, presence, rank
         self._charge = charge
         self.states: dict[str, State] = {}
+        self._under_way: dict[str, Pending] = {}
         self._legs: dict[Any, Sequence[Leg]] = {}
         self.was_used = False
         """Whether anything was sent through it."""
@@ -66,10 +67,18 @@ class Codes:
         with these *names*. *counts*: also that of a worker that is out of data, whose share
         is zero where it has none. Returns None where the compressor has nothing to send."""
         self.was_used = True
+        for name in names:
+            # What its next code begins with is not there yet: a part of a step may be late,
+            # and that of the next one in time.
+            if name in self._under_way:
+                self._under_way[name].wait()
         counts = counts or self._presence.takes_part
         rows = zip(names, parts, strict=True)
         states = [self._state(name, part, counts) for name, part in rows]
-        return self._begin(comm, buffer, parts, states)
+        pending = self._begin(comm, buffer, parts, states)
+        if pending is not None and self.compressor.state != "none":
+            pending.settles(self._under_way, names)
+        return pending
 
     def try_out(self, comm: Comm, buffer: torch.Tensor) -> Pending | None:
         """The same, of a *buffer* whose contents do not matter, as of one large matrix: it
@@ -86,7 +95,7 @@ class Codes:
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
         compressor: Compressor | None = None,
-    ) -> Pending | None:
+    ) -> _Decoded | None:
         compressor = compressor or self.compressor
         size = wire_bytes(buffer)
         legs: Sequence[Leg] | None = None
@@ -99,7 +108,9 @@ class Codes:
         before, after = compressor.passes(comm.size)
         self._charge(before * size)
         pending = _Chain(rounds, comm, legs).begin()
-        return pending and _Decoded(pending, lambda: self._charge(after * size))
+        if pending is None:
+            return None
+        return _Decoded(pending, lambda: self._charge(after * size))
 
     def _traffic(
         self, buffer: torch.Tensor, parts: Sequence[torch.Tensor], workers: int
@@ -218,17 +229,27 @@ class _Chain:
 class _Decoded:
     """The `Pending` of a sum, which takes the time of decoding once it is in."""
 
-    __slots__ = ("_charge", "_pending")
+    __slots__ = ("_at_end", "_pending")
 
     def __init__(self, pending: Pending, charge: Callable[[], None]) -> None:
-        self._pending = pending
-        self._charge: Callable[[], None] | None = charge
+        self._pending, self._at_end = pending, [charge]
+
+    def settles(self, under_way: dict[str, Pending], names: Sequence[str]) -> None:
+        """What is *under_way* under these *names* is this one, until it has been waited for."""
+        under_way |= dict.fromkeys(names, self)
+
+        def settle() -> None:
+            for name in names:
+                if under_way.get(name) is self:
+                    del under_way[name]
+
+        self._at_end.append(settle)
 
     def wait(self) -> None:
         self._pending.wait()
-        if self._charge is not None:
-            charge, self._charge = self._charge, None
-            charge()
+        at_end, self._at_end = self._at_end, []
+        for work in at_end:
+            work()
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:
         return self._pending.then(work)

@@ -40,7 +40,7 @@ class Means:
         of: Bucket | None = None,
         among: Comm | None = None,
         channel: str = "",
-        name: str = "",
+        parts: Mapping[str, torch.Tensor] | None = None,
     ) -> Pending:
         """See `Run.mean`."""
         bucket, buffer = None, gradients
@@ -50,16 +50,17 @@ class Means:
         assert isinstance(buffer, torch.Tensor)
         if self._rhythm.lets_models_differ and not self._presence.active:
             buffer.zero_()  # of a step long ago, and it counted then
+        named = {"": buffer} if parts is None else parts
         comm = self._queue(among, channel)
         if among is not None:
             call = self._group_calls.of(comm, bucket)
-            pending = self._code(comm, buffer, bucket, {name: buffer})
+            pending = self._code(comm, buffer, bucket, named)
             self._group_calls.sent(call)
             return _GroupMean(call, pending, buffer)
         return self._sum(
             buffer,
             lambda: self._call.gradient_factor,
-            lambda: self._code(comm, buffer, bucket, {name: buffer}),
+            lambda: self._code(comm, buffer, bucket, named),
             carries=not channel and (of is None or of.last),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -84,17 +85,28 @@ class CompressorState:
         former = [_moved(part, self._device) for part in parts]
         states: dict[str, Any] = {}
         for name in dict.fromkeys(name for part in former for name in part):
-            if name not in self._parameters:
-                raise UsageError(
-                    f"the checkpoint holds {self.name} of {name!r}, which is no parameter "
-                    "of this model: load it with as many workers as saved it"
-                )
-            compressor = self._codes.compressor
-            like = torch.empty_like(self._parameters[name], requires_grad=False)
+            compressor, like = self._codes.compressor, self._like(name)
             states[name] = compressor.init(like, name, self._rank)
             there = [part[name] for part in former if name in part]
             compressor.inherit(states[name], there, workers)
         return states
+
+    def _like(self, name: str) -> torch.Tensor:
+        """A tensor such as what is kept under *name* belongs to: see `Run.mean`, *parts*."""
+        if name in self._parameters:
+            return torch.empty_like(self._parameters[name], requires_grad=False)
+        part = _PART.fullmatch(name)
+        if part is None or part[1] not in self._parameters:
+            raise UsageError(
+                f"the checkpoint holds {self.name} of {name!r}, which is no parameter "
+                "of this model: load it with as many workers as saved it"
+            )
+        owner = self._parameters[part[1]].detach()
+        row = owner.new_empty(owner.numel())[int(part[2]) : int(part[3])]
+        return row if owner.dim() < 2 else row.view(1, -1)
+
+
+_PART = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
 
 class LocalModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,6 +82,20 @@ class Layout:
         """The model's name of the parameter that a piece is of."""
         bucket, member, _ = self._members[number]
         return bucket.names[member]
+
+    def by_name(self, parts: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a compressor keeps of pieces is kept under these names: a whole parameter's has its
+        shape; a part of a matrix is a row."""
+        named = {}
+        for number, part in parts.items():
+            piece, owner = self.pieces[number], self._owner(number)
+            name = self.name_of(number)
+            if self._lengths[number] == owner.numel():
+                named[name] = part.view(owner.shape)
+            else:
+                row = part if owner.dim() < 2 else part.view(1, -1)
+                named[f"{name}[{piece.start}:{piece.stop}]"] = row
+        return named
 
     def unused(self) -> set[int]:
         """The pieces of parameters that took no part in the last backward pass."""

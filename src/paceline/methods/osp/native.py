@@ -83,7 +83,8 @@ class NativeWorker(Worker[UpdatingRun]):
         if bucket.last and not parts:  # what all learn in a step travels with it
             flat = bucket.buffer.new_zeros(1)
         if flat.numel():
-            self._pending.append(run.mean(flat, of=bucket))
+            named = self.layout.by_name(parts)
+            self._pending.append(run.mean(flat, of=bucket, parts=named))
 
     def backward_ended(self, run: UpdatingRun) -> None:
         super().backward_ended(run)
@@ -173,7 +174,8 @@ class NativeWorker(Worker[UpdatingRun]):
             if not run.active:
                 flat.zero_()  # to keep the others company
             means |= parts
-            self._pending.append(run.mean(flat, channel=SECOND))
+            named = self.layout.by_name(parts)
+            self._pending.append(run.mean(flat, channel=SECOND, parts=named))
         return means
 
     def _settle(self) -> None:
