@@ -13,6 +13,8 @@ from paceline.compression.casts import BF16, FP16
 from paceline.compression.identity import Identity
 from paceline.compression.int8 import Int8
 from paceline.compression.later import Later
+from paceline.compression.powersgd import PowerSGD
+from paceline.compression.random_block import RandomBlock
 from paceline.compression.residuals import Residuals
 from paceline.compression.wrapper import pure
 from paceline.errors import UsageError, unknown
@@ -20,13 +22,15 @@ from paceline.interfaces import Compressor
 from paceline.spec import Spec, changed, convert, convert_fields, field_types, parse
 
 __all__ = ["BF16", "COMPRESSORS", "FP16", "Identity", "Int8", "Later", "Residuals"]
-__all__ += ["keys_of", "make", "pure", "shared_keys"]
+__all__ += ["PowerSGD", "RandomBlock", "keys_of", "make", "pure", "shared_keys"]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     BF16.name: BF16,
     FP16.name: FP16,
     Identity.name: Identity,
     Int8.name: Int8,
+    PowerSGD.name: PowerSGD,
+    RandomBlock.name: RandomBlock,
 }
 
 RESIDUALS, DECAY, DENSE_STEPS = "residuals", "decay", "dense_steps"

@@ -50,6 +50,11 @@ class Residuals(Wrapper):
             raise UsageError(
                 f"decay: expected a part of a residual, 0 to 1, got {self.decay}"
             )
+        if not self.code.takes_residuals:
+            raise UsageError(
+                f"residuals: {self.code.name!r}, as it is here, takes none: it has a memory of "
+                "its own, or its codes are right in the mean; add residuals=false"
+            )
 
     @property
     def name(self) -> str:

@@ -90,11 +90,14 @@ class Compressor(Protocol):
     residuals_by_default: ClassVar[bool] = False
     """Whether it goes with `residuals` where nobody says otherwise."""
 
-    takes_residuals: ClassVar[bool] = True
-    """Not, where it has a memory of its own, or needs none."""
-
     dense_steps_by_default: ClassVar[int] = 0
     """In how many steps gradients are sent as they are, first, where nobody says otherwise."""
+
+    @property
+    def takes_residuals(self) -> bool:
+        """Not, where it has a memory of its own, or needs none. A class attribute, where that
+        is so of all compressors of a class."""
+        return True
 
     @property
     def name(self) -> str:
