@@ -73,9 +73,15 @@ class Run:
         return f"{self.case.name}, workers {self.workers}, fusion {self.rule}{uneven}"
 
 
+NOT_PORTABLE = ("compression=powersgd",)
+"""What is computed by matrix products has the bits of one kind of processor."""
+
+
 def runs() -> Iterator[Run]:
-    """All, row by row."""
+    """All, row by row, but for those that are not portable."""
     for case in CASES:
+        if any(text in case.name for text in NOT_PORTABLE):
+            continue
         for workers in (1, 2, 3):
             for rule in RULES:
                 yield Run(case, rule, workers)

