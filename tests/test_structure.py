@@ -32,12 +32,12 @@ LAYERS = [
         "when workers agree; what users choose; the optimizer, bucket by bucket",
     ),
     (
-        "planning sampler stand_ins",
-        "buckets found while training; data dealt out; models that stand for others",
+        "planning profiling sampler stand_ins",
+        "buckets found while training; times, measured; data dealt out; models that stand for others",
     ),
     (
-        "compression context fusion pieces profiling stopwatch",
-        "what is sent; whose world this is; in which pieces gradients travel; times, measured",
+        "compression context fusion pieces stopwatch",
+        "what is sent; whose world this is; in which pieces gradients travel; what times",
     ),
     ("interfaces", "the seams"),
     (

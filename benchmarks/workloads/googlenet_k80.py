@@ -43,7 +43,7 @@ def workload():
         batch=64.0,
         source="GoogLeNet on one K80, batch 64: backward times of B-Caffe's "
         "logdata/tmpcomm.log (Shi et al., 2019); forward assumed half of them, tensor by "
-        "tensor",
+        "tensor. Shapes are not known: to compressors a layer is a matrix as square as can be",
     )
 
 

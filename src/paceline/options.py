@@ -40,6 +40,8 @@ class RunOptions:
     optimizer steps. *seed*: seed every random generator at start. *json*: print the
     result object at the end, or with *result* write it to that file. *records*: a folder
     for per-step records. *profile*: measure compute times, and write them to that file.
+    *gradients*: a folder that worker 0 writes its own gradients to, while it is profiled, of
+    *gradient_steps* steps.
     *pace*: the workload whose times an emulated worker takes. *tells*: say so when *steps*
     end a script. *cluster*: a file that describes the network of a real job.
     """
@@ -51,6 +53,8 @@ class RunOptions:
     records: str | None = None
     result: str | None = None
     profile: str | None = None
+    gradients: str | None = None
+    gradient_steps: int = 1
     pace: str | None = None
     tells: bool = True
     cluster: str | None = None
@@ -69,6 +73,8 @@ class RunOptions:
             "PACELINE_RECORDS": self.records,
             "PACELINE_RESULT": self.result,
             "PACELINE_PROFILE": self.profile,
+            "PACELINE_GRADIENTS": self.gradients,
+            "PACELINE_GRADIENT_STEPS": self.gradient_steps if self.gradients else None,
             "PACELINE_PACE": self.pace,
             CLUSTER_VARIABLE: self.cluster,
         }
@@ -107,6 +113,8 @@ class RunOptions:
             records=environment.get("PACELINE_RECORDS") or None,
             result=environment.get("PACELINE_RESULT") or None,
             profile=environment.get("PACELINE_PROFILE") or None,
+            gradients=environment.get("PACELINE_GRADIENTS") or None,
+            gradient_steps=whole("PACELINE_GRADIENT_STEPS") or 1,
             pace=environment.get("PACELINE_PACE") or None,
             cluster=environment.get(CLUSTER_VARIABLE) or None,
         )

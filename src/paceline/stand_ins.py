@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from paceline.context import current_world
 from paceline.errors import UsageError
 from paceline.interfaces import World
 from paceline.network.workload import Workload
-from paceline.tensors import stand_alike
+from paceline.tensors import stand_in_for, stands_in, wire_bytes
 
 
 class StandIn(torch.nn.Module):
@@ -16,18 +18,19 @@ class StandIn(torch.nn.Module):
 
     Called with a batch, it returns a loss: half the squared distance of every parameter
     from the batch's mean. In the virtual world a tensor has few elements and is priced at
-    the workload's bytes; elsewhere it has them all. Either way a step is charged, or
-    takes, the workload's times.
+    the workload's bytes, and shapes; elsewhere it has them all. Either way a step is charged,
+    or takes, the workload's times.
     """
 
     def __init__(self, workload: Workload, world: World) -> None:
         super().__init__()
         self.workload = workload
         made = []
-        for name, size in zip(workload.names, workload.sizes, strict=True):
-            blank = world.blank(size, torch.device("cpu"))
-            parameter = torch.nn.Parameter(blank)
-            stand_alike(parameter, blank)
+        shapes = workload.shapes or (None,) * len(workload.names)
+        for name, size, shape in zip(
+            workload.names, workload.sizes, shapes, strict=True
+        ):
+            parameter = _tensor(world.blank(size, torch.device("cpu")), shape)
             try:
                 self._register(name, parameter)
             except KeyError as error:
@@ -63,6 +66,19 @@ class StandIn(torch.nn.Module):
             flat = parameter.flatten()
             loss = loss + (flat.dot(flat) / 2 - target * flat.sum())
         return loss
+
+
+def _tensor(blank: torch.Tensor, shape: tuple[int, ...] | None) -> torch.nn.Parameter:
+    """A parameter that is, or stands for, what *blank* is, as one of *shape*: where that has
+    as many bytes as one of *blank*'s type."""
+    elements = wire_bytes(blank) // blank.element_size()
+    if shape is not None and math.prod(shape) != elements:
+        shape = None
+    if stands_in(blank):
+        parameter = torch.nn.Parameter(blank)
+        stand_in_for(wire_bytes(blank), parameter, shape)
+        return parameter
+    return torch.nn.Parameter(blank if shape is None else blank.view(shape))
 
 
 def stand_in(workload: Workload | str) -> StandIn:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
+
+from paceline.interfaces import Stopwatch
 
 
 class HostStopwatch:
@@ -38,3 +41,10 @@ class CudaStopwatch:
         for mark in marks:  # they may be on several streams
             mark.synchronize()
         return [start.elapsed_time(mark) / 1e3 for mark in marks]
+
+
+def stopwatch_for(device: torch.device) -> Stopwatch:
+    """The one that tells what runs on *device*."""
+    if device.type == "cuda":
+        return CudaStopwatch(device)
+    return HostStopwatch(time.perf_counter)

@@ -53,9 +53,14 @@ def wire_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size() if stands_for is None else stands_for
 
 
-def stand_in_for(size: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Make *tensor* count as *size* bytes on the virtual network, however few it has."""
+def stand_in_for(
+    size: int, tensor: torch.Tensor, shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Make *tensor* count as *size* bytes on the virtual network, however few it has, and to
+    compressors as one of this *shape*, if that is known."""
     tensor.stands_for_bytes = size  # type: ignore[attr-defined]
+    if shape is not None:
+        tensor.stands_for_shape = tuple(shape)  # type: ignore[attr-defined]
     return tensor
 
 
@@ -97,11 +102,8 @@ def stand_for_the_same(tensor: torch.Tensor, as_this: torch.Tensor) -> None:
     """Make *tensor* count as what *as_this* counts as, where that stands in; in its own
     type."""
     if stands_in(as_this):
-        size = wire_bytes(as_this) * tensor.element_size()
-        stand_in_for(size // as_this.element_size(), tensor)
-        shape = getattr(as_this, "stands_for_shape", None)
-        if shape is not None:
-            tensor.stands_for_shape = shape  # type: ignore[attr-defined]
+        size = wire_bytes(as_this) * tensor.element_size() // as_this.element_size()
+        stand_in_for(size, tensor, getattr(as_this, "stands_for_shape", None))
 
 
 def make_buckets(

@@ -20,7 +20,7 @@ PARAMETERS = [
 
 def owner(compressor, rank=0, steps=0):
     """After some steps of a worker alone, whose gradients are of no round numbers."""
-    codes = Codes(compressor, Presence(1, 1.0), rank, lambda size: None)
+    codes = Codes(compressor, Presence(1, 1.0), rank, lambda *coded: None)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):
         for name, parameter in PARAMETERS:

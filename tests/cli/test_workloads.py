@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,45 @@ def test_a_file_that_is_no_profile_is_refused(paceline, tmp_path):
     assert f"{RESULT} is not a workload" in output.err
 
 
+def test_what_a_compressor_takes_is_measured_when_it_is_first_used(paceline, tmp_path):
+    """And nothing else is measured again."""
+    write(tmp_path, "train.py", TRAINS)
+    words = ("simulate", "train.py", "--workers", 2, "--json")
+    paceline(*words)
+    plain = Workload.load(RESULT)
+    assert plain.shapes == ((8, 6), (8,), (1, 8), (1,))
+    assert not plain.coding
+    code = ("--method", "bsp:compression=int8,compression.rounding=nearest")
+    output = paceline(*words, *code)
+    spec = "int8:rounding=nearest,seed=0,residuals=false"
+    assert f"profiling again: {RESULT}: it does not say what compression" in output.err
+    known = Workload.load(RESULT)
+    assert list(known.coding) == [spec]
+    assert known == replace(plain, coding=known.coding)
+    result = json.loads(output.out)
+    times = known.coding[spec]
+    assert result["step_seconds"] >= times.encode + times.after(2)
+    assert "a guess from bytes" not in str(result["notes"])
+    again = paceline(*words, *code)
+    assert again.out == output.out
+    assert "profiling again" not in again.err
+    paceline(*words, "--method", "bsp:compression=bf16")
+    assert set(Workload.load(RESULT).coding) == {spec, "bf16:residuals=false"}
+
+
+def test_a_workload_that_is_given_and_does_not_say_it_is_added_to_by_a_guess(
+    paceline, tmp_path
+):
+    write(tmp_path, "train.py", TRAINS)
+    paceline("simulate", "train.py", "--workers", 1)
+    Workload.load(RESULT).save("mine.json")
+    words = ("--workers", 2, "--json", "--workload", "mine.json")
+    code = ("--method", "bsp:compression=bf16")
+    output = paceline("simulate", "train.py", *words, *code)
+    (note,) = (n for n in json.loads(output.out)["notes"] if "a guess from bytes" in n)
+    assert "paceline profile SCRIPT --compression bf16:residuals=false" in note
+
+
 # ---- compare ----
 
 
@@ -300,6 +340,7 @@ def test_compare_in_the_real_world_refuses_a_workload(paceline, tmp_path):
 def test_profile_measures_every_tensor(workers, tmp_path):
     write(tmp_path, "train.py", SLEEPS)
     words = ["profile", *workers, "--steps", 8, "train.py", "--json"]
+    words += ["--compression", "bf16", "--compression", "fp16:residuals=true"]
     done = in_a_process(tmp_path, *words)
     assert json.loads(done.stdout) == json.loads((tmp_path / RESULT).read_text())
     workload = Workload.load(tmp_path / RESULT)
@@ -317,6 +358,12 @@ def test_profile_measures_every_tensor(workers, tmp_path):
     assert backward[1] < backward[0]
     count = 2 if workers else 1
     assert f"medians of 7 steps, {count} worker" in workload.source
+    assert workload.shapes == ((4, 4), (4,)) * 2
+    assert set(workload.coding) == {
+        "bf16:residuals=false",
+        "fp16:residuals=true,decay=1.0",
+    }
+    assert min(times.encode for times in workload.coding.values()) > 0
 
 
 @pytest.mark.slow
@@ -374,6 +421,7 @@ def test_a_profile_that_cannot_be_made_leaves_the_old_one(text, message, tmp_pat
         (["--workers", "0"], "--workers: expected 1 or more"),
         (["--workers", "2", "--nproc-per-node=2"], "give one of them"),
         (["--steps", "0"], "--steps: expected 1 or more"),
+        (["--compression", "bf61"], "unknown compression 'bf61'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -241,7 +241,7 @@ class OneWorker:
 
 def test_new_buckets_keep_each_tensors_state():
     """State belongs to a tensor's name: no residual is lost where plans change."""
-    codes = Codes(Residuals(Int8()), Presence(1, 1.0), 0, lambda size: None)
+    codes = Codes(Residuals(Int8()), Presence(1, 1.0), 0, lambda *coded: None)
     names, total = ["first", "second"], torch.zeros(2, 10)
     given = torch.stack([torch.linspace(-1, 1, 10), torch.linspace(0, 3, 10)])
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.network.workload import Workload, builtin_names
+from paceline.network.workload import CodingTimes, Workload, builtin_names
 
 GOOD: dict[str, Any] = {
     "names": ("a", "b", "c"),
@@ -40,18 +40,38 @@ def refusal(**changes: Any) -> str:
 def workloads(draw: st.DrawFn) -> Workload:
     names = draw(st.lists(st.text(), min_size=1, max_size=6, unique=True))
     n = len(names)
+    shapes = draw(
+        st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=n, max_size=n)
+    )
+    itemsizes = draw(
+        st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=n, max_size=n)
+    )
+    sizes = [
+        math.prod(shape) * size for shape, size in zip(shapes, itemsizes, strict=True)
+    ]
+    times = st.builds(
+        CodingTimes,
+        encode=st.floats(0, 1e6),
+        decode=st.floats(0, 1e6),
+        decode_per_worker=st.floats(0, 1e6),
+    )
+    known = draw(st.booleans())
     seconds = st.lists(st.floats(0, 1e6, allow_nan=False), min_size=n, max_size=n).map(
         tuple
     )
     return Workload(
         names=tuple(names),
-        sizes=tuple(draw(st.lists(st.integers(0, 2**53), min_size=n, max_size=n))),
+        sizes=tuple(sizes)
+        if known
+        else tuple(draw(st.lists(st.integers(0, 2**53), min_size=n, max_size=n))),
         forward=draw(seconds),
         backward=draw(seconds),
         order=tuple(draw(st.permutations(range(n)))),
         update=draw(st.floats(0, 1e6)),
         batch=draw(st.none() | st.floats(1e-3, 1e6)),
         source=draw(st.text()),
+        shapes=tuple(tuple(shape) for shape in shapes) if known else (),
+        coding=draw(st.dictionaries(st.text(), times, max_size=3)),
     )
 
 
@@ -148,6 +168,30 @@ def test_batch_is_more_than_zero(batch: float) -> None:
     )
 
 
+@pytest.mark.parametrize("shapes", [((1,),), ((1,),) * 4])
+def test_shapes_are_of_all_tensors_or_of_none(shapes) -> None:
+    message = refusal(shapes=shapes)
+    assert message == (
+        f"shapes: expected 3, one per tensor, or none at all, got {len(shapes)}"
+    )
+
+
+@pytest.mark.parametrize(
+    "shape", [(3,), (2, 3), (0,), (-2, -1), (16,)], ids=lambda shape: str(shape)
+)
+def test_shapes_are_those_of_the_bytes(shape) -> None:
+    """Of 8 bytes: 8, 4, 2 or 1 elements."""
+    message = refusal(shapes=((1,), shape, (4,)))
+    assert "shapes: tensor 'b' of 8 bytes cannot have shape" in message
+    assert "expected one with 1, 2, 4, 8 or 16 bytes an element" in message
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_times_of_coding_are_zero_or_more(value) -> None:
+    with pytest.raises(UsageError, match="coding: decode: expected zero or more"):
+        CodingTimes(encode=0.0, decode=value, decode_per_worker=0.0)
+
+
 # ---- another model's ----
 
 
@@ -210,6 +254,13 @@ def test_a_file_may_leave_out_what_has_a_default(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_not_known_is_not_in_the_file(tmp_path: Path) -> None:
+    """So files are what they were before anybody asked for shapes."""
+    make().save(tmp_path / "workload.json")
+    content = json.loads((tmp_path / "workload.json").read_text())
+    assert content["workload"].keys() == GOOD.keys()
+
+
 @pytest.mark.parametrize("key", ["names", "sizes", "forward", "backward"])
 def test_a_file_without_a_key_says_which(tmp_path: Path, key: str) -> None:
     message = refused_file(file_with(tmp_path, **{key: None}))
@@ -231,6 +282,9 @@ def test_a_file_without_a_key_says_which(tmp_path: Path, key: str) -> None:
         ("update", -1, "update: expected zero or more"),
         ("batch", 0, "batch: expected more than zero"),
         ("source", 3, "source"),
+        ("shapes", [[1], [3], [4]], "shapes: tensor 'b' of 8 bytes"),
+        ("shapes", [[1], [1.5], [4]], "shapes"),
+        ("coding", {"int8": {"encode": 1}}, "decode"),
     ],
 )
 def test_a_file_with_a_bad_value_says_where(

@@ -16,6 +16,7 @@ import typer
 from paceline.cli import (
     collectives,
     compare,
+    compress,
     compression,
     emulate,
     methods,
@@ -43,6 +44,7 @@ app.command(cls=LaunchCommand)(profile.profile)
 app.command(cls=Command)(emulate.emulate)
 app.command(cls=LaunchCommand)(probe.probe)
 app.command(cls=Command)(compare.compare)
+app.command(cls=Command)(compress.compress)
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(methods.methods)
 app.command(cls=Command)(compression.compression)

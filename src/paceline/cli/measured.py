@@ -10,10 +10,10 @@ from pathlib import Path
 
 from paceline.cli.options import SCRATCH, standard_output_for_result
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.network import Cluster
+from paceline.network import Cluster, Workload
 from paceline.options import RunOptions
 from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
-from paceline.worlds.virtual.compute import StaleProfileError
+from paceline.worlds.virtual.compute import StaleProfileError, UnmeasuredCodeError
 from paceline.worlds.virtual.kept import find_profile, keep_profile
 from paceline.worlds.virtual.profile import profile_script
 from paceline.worlds.virtual.script import run_script
@@ -68,9 +68,11 @@ def profiled_anew(
     *,
     why: str,
     scratch: Path,
+    known: Workload | None = None,
 ) -> ComputeModel:
     """*compute* with the script's own times, measured now; *why* they are measured again,
-    if they are. Its checkpoints go to *scratch*."""
+    if they are; of what is *known* only compressors' times are. Its checkpoints go to
+    *scratch*."""
     if why:
         print(f"compute: profiling again: {why}", file=sys.stderr)
     with standard_output_for_result(True), checkpoints_set_aside(scratch):
@@ -80,6 +82,8 @@ def profiled_anew(
     if profile is None:
         return replace(compute, workload=None, what="", kept=False, inputs=None)
     workload, what = profile.workload, "measured now"
+    if known is not None:
+        workload = replace(known, coding={**known.coding, **workload.coding})
     try:
         what = str(keep_profile(script, arguments, workload, profile.inputs).path)
         print(f"compute: profiled {script} once: {what}", file=sys.stderr)
@@ -103,9 +107,12 @@ def run_or_profile_anew(
     try:
         return _run(make(compute), script, arguments, scratch), compute
     except WorkerFailedError as error:
-        if not isinstance(error.__cause__, StaleProfileError):
+        cause = error.__cause__
+        if not isinstance(cause, StaleProfileError):
             raise
-        stale = str(error.__cause__)
+        stale = str(cause)
+        # What is known still holds where only a compressor's times are missing.
+        known = compute.workload if isinstance(cause, UnmeasuredCodeError) else None
     compute = profiled_anew(
         script,
         arguments,
@@ -115,6 +122,7 @@ def run_or_profile_anew(
         patience,
         why=stale,
         scratch=scratch,
+        known=known,
     )
     return _run(make(compute), script, arguments, scratch), compute
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,14 @@ def profile(
         typer.Option(help="Worker processes on this machine. \\[default: 1]"),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to run.")] = 20,
+    compression: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SPEC",
+            help="Time this compressor on the model's gradients, too; once or more. "
+            "\\[default: none]",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="The file to write. \\[default: SCRIPT.workload.json here]"),
@@ -40,10 +49,13 @@ def profile(
     """
     arguments = script_arguments or []
     o.check_job(script, None)
+    from paceline.compression import make
+    from paceline.profiling import KeptGradients, coding_times
     from paceline.report.tables import print_workload
     from paceline.worlds.launch import launch
     from paceline.worlds.virtual.kept import profile_name
 
+    compressors = [make(spec) for spec in compression or []]
     path = output or Path(profile_name(script))
     if path.is_dir():
         raise UsageError(f"--output: expected a file, got the folder {path}")
@@ -53,7 +65,12 @@ def profile(
         o.standard_output_for_result(json) as true_output,
     ):
         measured = Path(scratch) / "workload.json"
-        options = RunOptions(steps=steps, seed=seed, profile=str(measured))
+        options = RunOptions(
+            steps=steps,
+            seed=seed,
+            profile=str(measured),
+            gradients=scratch if compressors else None,
+        )
         status = launch(
             workers, torchrun_words(context), str(script), arguments, options
         )
@@ -65,6 +82,9 @@ def profile(
                 "paceline.distribute"
             )
         workload = Workload.load(measured)
+        if compressors:
+            coding = coding_times(compressors, KeptGradients(scratch))
+            workload = replace(workload, coding=coding)
         workload.save(path)
         if json:
             with open(true_output, "w", closefd=False) as stream:

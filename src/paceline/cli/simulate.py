@@ -101,6 +101,7 @@ def simulate(
             )
         result = result_of(outcome, described.workers)
         result.network = described.describe()
+        result.notes += sorted(outcome.guessed)
         if described.processor is None:
             result.notes.append(
                 "messages cost processors nothing here, as the cluster does not say what "

@@ -19,10 +19,19 @@ from paceline.compression.residuals import Residuals
 from paceline.compression.wrapper import pure
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Compressor
-from paceline.spec import Spec, changed, convert, convert_fields, field_types, parse
+from paceline.spec import (
+    Spec,
+    changed,
+    convert,
+    convert_fields,
+    field_types,
+    parse,
+    spec_of,
+)
 
 __all__ = ["BF16", "COMPRESSORS", "FP16", "Identity", "Int8", "Later", "Residuals"]
-__all__ += ["PowerSGD", "RandomBlock", "keys_of", "make", "pure", "shared_keys"]
+__all__ += ["PowerSGD", "RandomBlock", "full_spec", "keys_of", "make", "pure"]
+__all__ += ["shared_keys"]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     BF16.name: BF16,
@@ -92,15 +101,35 @@ def _with_residuals(code: Compressor, values: dict[str, str]) -> Compressor:
     return code
 
 
+def full_spec(compressor: Compressor) -> str:
+    """What `make` makes the same of, with every key: also those that are as by default. How
+    many steps come first is no part of it, as what it is long after its start."""
+    settled = compressor.settled()
+    code, said = pure(settled), _said(settled)
+    del said[DENSE_STEPS]
+    if said.get(RESIDUALS) == "false":
+        del said[DECAY]
+    return str(Spec(code.name, spec_of(code.name, code).values | said))
+
+
 def keys_of(compressor: Compressor) -> dict[str, str]:
     """The keys of a method's full spec that say which compressor this is, and what of it is
     not as by default; nothing for `Identity`."""
     if compressor == Identity():
         return {}
     code = pure(compressor)
+    shared, said = shared_keys(type(code)), _said(compressor)
     values = changed(code)
-    shared, said = shared_keys(type(code)), {DENSE_STEPS: "0"}
-    if RESIDUALS in shared:
+    values |= {key: text for key, text in said.items() if text != shared.get(key)}
+    nested = {f"compression.{key}": value for key, value in values.items()}
+    return {"compression": code.name} | nested
+
+
+def _said(compressor: Compressor) -> dict[str, str]:
+    """What its wrappers say, in the keys that compressors share."""
+    code = pure(compressor)
+    said = {DENSE_STEPS: "0"}
+    if RESIDUALS in shared_keys(type(code)):
         said |= {RESIDUALS: "false", DECAY: "1.0"}
     wrapped: Any = compressor
     while wrapped is not code:
@@ -109,6 +138,4 @@ def keys_of(compressor: Compressor) -> dict[str, str]:
         else:
             said |= {RESIDUALS: "true", DECAY: str(wrapped.decay)}
         wrapped = wrapped.code
-    values |= {key: text for key, text in said.items() if text != shared.get(key)}
-    nested = {f"compression.{key}": value for key, value in values.items()}
-    return {"compression": code.name} | nested
+    return said

@@ -87,7 +87,7 @@ from paceline.interfaces.server import (
     Work,
 )
 from paceline.interfaces.state import OwnState, refused, shares_of
-from paceline.interfaces.timing import Compute, Stopwatch
+from paceline.interfaces.timing import CodingStage, Compute, Stopwatch
 from paceline.interfaces.updates import Hyperparameters, Piece, Updater
 from paceline.interfaces.world import ServerJob, Service, ServiceJob, World
 
@@ -106,6 +106,7 @@ __all__ = [
     "Awaited",
     "Clips",
     "Coding",
+    "CodingStage",
     "Collective",
     "Comm",
     "Compressor",

@@ -7,7 +7,12 @@ with a `Stopwatch`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+from paceline.interfaces.compression import Compressor
+
+CodingStage = Literal["encode", "decode"]
+"""Until the first code of a bucket is there; and all that follows."""
 
 
 class Compute(Protocol):
@@ -33,8 +38,15 @@ class Compute(Protocol):
         """paceline's own work is done; backward goes on."""
         ...
 
-    def coded(self, size: float) -> None:
-        """A compressor has read or written so many bytes."""
+    def codes_with(self, compressor: Compressor) -> None:
+        """From now on this compressor may code what has the model's tensors."""
+        ...
+
+    def coded(
+        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
+    ) -> None:
+        """A compressor has coded, or decoded, so many bytes of the model's tensors, among so
+        many workers."""
         ...
 
     def update_begins(self) -> None:

@@ -94,6 +94,7 @@ def workload_from_module(
         source=source
         or f"FLOPs of {type(module).__name__} counted by torch, not measured, "
         f"at {flops_per_second:g} FLOP/s",
+        shapes=tuple(tuple(parameter.shape) for parameter in parameters.values()),
     )
 
 

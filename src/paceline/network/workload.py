@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,32 @@ if TYPE_CHECKING:
 
 FORMAT = "paceline workload 1"
 
+ELEMENT_BYTES = (1, 2, 4, 8, 16)
+"""What an element of a tensor can have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodingTimes:
+    """Seconds that a compressor takes for one gradient of all tensors, on one worker of speed 1:
+    *encode* until the first codes are there, and for all that follows *decode*, and
+    *decode_per_worker* times the number of workers."""
+
+    encode: float
+    decode: float
+    decode_per_worker: float
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise UsageError(
+                    f"coding: {entry.name}: expected zero or more seconds, got {value}"
+                )
+
+    def after(self, workers: int) -> float:
+        """Seconds of all that follows the first codes, among so many *workers*."""
+        return self.decode + workers * self.decode_per_worker
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -29,6 +55,8 @@ class Workload:
     positions in *names* as gradients become ready (default: last registered first).
     *update* is the seconds of the optimizer's step, *batch* the samples that a pass is
     given for (None: not known), *source* a line for people: where the figures are from.
+    *shapes* are the tensors' (none at all: not known). *coding*: what compressors take for
+    one gradient, by their full specs; where one is missing, a guess from bytes is charged.
     """
 
     names: tuple[str, ...]
@@ -39,6 +67,8 @@ class Workload:
     update: float = 0.0
     batch: float | None = None
     source: str = ""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    coding: Mapping[str, CodingTimes] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -74,6 +104,23 @@ class Workload:
             raise UsageError(
                 f"batch: expected more than zero samples, got {self.batch}"
             )
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        if self.shapes and len(self.shapes) != len(self.names):
+            raise UsageError(
+                f"shapes: expected {len(self.names)}, one per tensor, or none at all, got "
+                f"{len(self.shapes)}"
+            )
+        for name, size, shape in zip(self.names, self.sizes, self.shapes, strict=False):
+            elements = math.prod(shape)
+            bytes_an_element = [elements * n == size for n in ELEMENT_BYTES]
+            if min(shape, default=0) < 0 or not any(bytes_an_element):
+                raise UsageError(
+                    f"shapes: tensor {name!r} of {size} bytes cannot have shape "
+                    f"{tuple(shape)}, of {elements} elements: expected one with 1, 2, 4, 8 "
+                    "or 16 bytes an element"
+                )
 
     @property
     def forward_seconds(self) -> float:
@@ -157,7 +204,10 @@ class Workload:
     def save(self, path: str | Path, made: dict[str, Any] | None = None) -> None:
         """Write it as JSON, and what it was *made* with, for whoever reads that with
         `made_with`. Raises `UsageError` where that is impossible."""
-        content: dict[str, Any] = {"format": FORMAT, "workload": self}
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        # What is not known is left out, so that files stay as they were.
+        known = {k: v for k, v in known.items() if v or k not in ("shapes", "coding")}
+        content: dict[str, Any] = {"format": FORMAT, "workload": known}
         if made is not None:
             content["made"] = made
         text = msgspec.json.format(msgspec.json.encode(content), indent=1)

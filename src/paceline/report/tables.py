@@ -105,7 +105,7 @@ def print_results(rows: Sequence[tuple[str, Outcome]]) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in cells:
         table.add_row(*(Text(cell) for cell in row))
-    console = _console()
+    console = console_for_tables()
     console.print(table)
     for sentence in legend:
         console.print(Text(sentence))
@@ -152,9 +152,19 @@ def print_workload(workload: Workload, rows: int = 12) -> None:
         show_seconds(workload.backward_seconds),
         f"update {show_seconds(workload.update)}",
     )
-    _console().print(table)
+    console = console_for_tables()
+    console.print(table)
+    for name, times in workload.coding.items():
+        console.print(
+            Text(
+                f"compression {name}: encode {show_seconds(times.encode)}, decode "
+                f"{show_seconds(times.decode)} + {show_seconds(times.decode_per_worker)} "
+                "a worker"
+            )
+        )
 
 
-def _console() -> Console:
+def console_for_tables() -> Console:
+    """Standard output, wide enough where that is a file."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH_OF_FILES)

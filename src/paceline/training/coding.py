@@ -21,6 +21,7 @@ from paceline.interfaces import (
     COMMON,
     Asked,
     Coding,
+    CodingStage,
     Comm,
     Compressor,
     Exchange,
@@ -37,14 +38,14 @@ from paceline.training.presence import Presence
 
 class Codes:
     """*compressor*, with its state of each tensor, by name, on the worker of *rank*.
-    *charge* is told how many bytes were read or written for codes, if that takes time."""
+    *charge* is told what was coded and decoded, see `Compute.coded`."""
 
     def __init__(
         self,
         compressor: Compressor,
         presence: Presence,
         rank: int,
-        charge: Callable[[float], None],
+        charge: Callable[[Compressor, int, float, CodingStage], None],
     ) -> None:
         self.compressor, self._presence, self._rank = compressor, presence, rank
         self._charge = charge
@@ -105,12 +106,13 @@ class Codes:
         else:
             place = Place(comm.rank, comm.size)
             rounds = compressor.average(parts, states, place)
-        before, after = compressor.passes(comm.size)
-        self._charge(before * size)
+        self._charge(compressor, comm.size, size, "encode")
         pending = _Chain(rounds, comm, legs).begin()
         if pending is None:
             return None
-        return _Decoded(pending, lambda: self._charge(after * size))
+        return _Decoded(
+            pending, lambda: self._charge(compressor, comm.size, size, "decode")
+        )
 
     def _traffic(
         self, buffer: torch.Tensor, parts: Sequence[torch.Tensor], workers: int

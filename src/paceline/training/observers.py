@@ -8,7 +8,14 @@ from typing import Any
 EVENTS = (
     *("step_begins", "forward", "used", "usable"),
     *("gradient", "gradient_ready", "gradient_taken"),
-    *("coded", "bucket_leaves", "means_are_there", "update_begins", "step_ended"),
+    *(
+        "codes_with",
+        "coded",
+        "bucket_leaves",
+        "means_are_there",
+        "update_begins",
+        "step_ended",
+    ),
 )
 
 
@@ -22,8 +29,9 @@ class Observers:
     - ``gradient(index)``: autograd has made a gradient; our own work begins.
     - ``gradient_ready(index)``: the same, where it is to be sent.
     - ``gradient_taken()``: our own work is done; backward goes on.
-    - ``coded(size)``: a compressor has read or written so many bytes; any passes over a
-      tensor count.
+    - ``codes_with(compressor)``: from now on it may code what has the model's tensors.
+    - ``coded(compressor, workers, size, stage)``: it has coded or decoded so many bytes of
+      these.
     - ``bucket_leaves(bucket)``: it is about to be given to the method.
     - ``means_are_there()``: backward is over, and the means are waited for.
     - ``update_begins()`` and ``step_ended()``: around the optimizer's step.
@@ -44,6 +52,7 @@ class Observers:
     gradient: _Event
     gradient_ready: _Event
     gradient_taken: _Event
+    codes_with: _Event
     coded: _Event
     bucket_leaves: _Event
     means_are_there: _Event

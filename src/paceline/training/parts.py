@@ -15,7 +15,7 @@ from paceline.collectives.comm import TorchComm
 from paceline.compression import Identity
 from paceline.exchange import SharedBuffers, broadcast_tensors
 from paceline.hooks import Uncopied
-from paceline.interfaces import Message, Method, World
+from paceline.interfaces import CodingStage, Compressor, Message, Method, World
 from paceline.loading import Loading
 from paceline.planning import GoesPast, Planner
 from paceline.same_data import SameData
@@ -183,9 +183,10 @@ class Parts:
         steps.arrivals.make_buckets(planner.groups)
         return steps, means
 
-    def _charge(self, size: float) -> None:
-        """A compressor has read or written so many bytes."""
-        self.steps.observers.coded(size)
+    def _charge(
+        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
+    ) -> None:
+        self.steps.observers.coded(compressor, workers, size, stage)
 
     def _make_run(
         self, means: Means, optimizer: torch.optim.Optimizer | None
@@ -256,7 +257,10 @@ class Parts:
         )
         samples = None if self.sampler is None else self.sampler.mean_samples
         compute = self._world.compute(self._model, self.parameters, samples)
-        return Observers([compute, self._planner, same_data])
+        observers = Observers([compute, self._planner, same_data])
+        if self.codes is not None and self.comm.size > 1:
+            observers.codes_with(self._settings.compression)
+        return observers
 
     def _hook_into_model(self) -> None:
         method, steps = self._method, self.steps

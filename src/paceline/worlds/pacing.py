@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from paceline.interfaces import CodingStage, Compressor
 from paceline.network.workload import Workload
 
 
@@ -55,7 +56,12 @@ class PacedCompute:
     def gradient_taken(self) -> None:
         pass
 
-    def coded(self, size: float) -> None:
+    def codes_with(self, compressor: Compressor) -> None:
+        """It takes its own time."""
+
+    def coded(
+        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
+    ) -> None:
         """It takes its own time."""
 
     def update_begins(self) -> None:

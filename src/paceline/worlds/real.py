@@ -24,10 +24,10 @@ from paceline.job import Job
 from paceline.launchers import Place
 from paceline.network import Cluster, Workload
 from paceline.options import RunOptions
-from paceline.profiling import Profiler, times_of, with_times
+from paceline.profiling import KeptGradients, Profiler, times_of, with_times
 from paceline.report.files import WorkerRecords
 from paceline.report.result import Result, Summary, exchange_summaries
-from paceline.stopwatch import CudaStopwatch, HostStopwatch
+from paceline.stopwatch import stopwatch_for
 from paceline.torch_private import default_store, local_store
 from paceline.worlds import progress
 from paceline.worlds.described import find_cluster, load_of
@@ -154,9 +154,13 @@ class RealWorld:
         samples: float | None,
     ) -> Compute | None:
         if self.options.profile is not None:
-            profiler = Profiler(
-                model, parameters, self.stopwatch(parameters[0][1].device)
-            )
+            keep = None
+            if self.options.gradients is not None and self.rank == 0:
+                keep = KeptGradients(
+                    self.options.gradients, self.options.gradient_steps
+                )
+            watch = self.stopwatch(parameters[0][1].device)
+            profiler = Profiler(model, parameters, watch, keep)
             self._profilers.append(profiler)
             return profiler
         own = getattr(model, "workload", None)
@@ -165,9 +169,7 @@ class RealWorld:
         return None  # it takes the time it takes
 
     def stopwatch(self, device: torch.device) -> Stopwatch:
-        if device.type == "cuda":
-            return CudaStopwatch(device)
-        return HostStopwatch(time.perf_counter)
+        return stopwatch_for(device)
 
     def blank(self, size: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(-(-size // 4), device=device)

@@ -6,12 +6,15 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
+from paceline.compression import full_spec
 from paceline.errors import UsageError
 from paceline.hooks import Uncopied
+from paceline.interfaces import CodingStage, Compressor
 from paceline.network.workload import Workload
 from paceline.units import show_seconds
 from paceline.worlds.virtual.inputs import Shapes, shapes_of
@@ -21,6 +24,10 @@ class StaleProfileError(UsageError):
     """A profile that was kept is not of what is trained now; it can be made anew."""
 
 
+class UnmeasuredCodeError(StaleProfileError):
+    """A profile that was kept knows nothing of the compressor that is used now."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ComputeModel:
     """What a training step costs to compute on a worker of speed 1.
@@ -28,10 +35,12 @@ class ComputeModel:
     *workload* says it tensor by tensor. Without one, *forward* and *backward* are seconds
     a step, spread over the tensors by bytes. *jitter* is the relative standard deviation
     of a step's compute time (Gaussian, cut off at zero), drawn per worker and step from
-    *seed*. *memory*: bytes that a compressor reads or writes in a second. *what* names the workload to people. *instead_of_pace*: the workload holds also
-    what the script paces, and `paceline.pace` takes no time. *kept*: the workload is a profile
-    that can be made anew, so that `StaleProfileError` is raised where it does not fit;
-    *inputs*: the shapes of what the model was given then, if these are to be the same.
+    *seed*. *memory*: bytes that a compressor reads or writes in a second, where the workload
+    does not say what it takes. *what* names the workload to people. *instead_of_pace*: the
+    workload holds also what the script paces, and `paceline.pace` takes no time. *kept*: the
+    workload is a profile that can be made anew, so that `StaleProfileError` is raised where it
+    does not fit; *inputs*: the shapes of what the model was given then, if these are to be the
+    same.
     """
 
     forward: float = 0.01
@@ -105,6 +114,8 @@ class VirtualCompute:
         self.inside_forward = False
         """Whether a forward pass waits for a tensor: what it owes has not run yet."""
         self._models = 0
+        self.guessed: set[str] = set()
+        """Sentences on compressors of which nobody has measured what they take."""
         self.paced_by_script = False
         self.stand_in = False  # charged by the workload that the model stands for
 
@@ -226,6 +237,7 @@ class ModelCompute:
         self._workload = workload
         self._reference = samples if workload.batch is None else workload.batch
         self._scale = 1.0
+        self._bytes = max(1, sum(workload.sizes))
         self._begun = 0.0
         """Seconds of those tensors' forward that have been used, and not yet charged."""
 
@@ -251,14 +263,42 @@ class ModelCompute:
     def gradient_taken(self) -> None:
         pass
 
-    def coded(self, size: float) -> None:
-        self._worker.charge(size / self._worker.costs.memory, "coding")
+    def codes_with(self, compressor: Compressor) -> None:
+        costs, spec = self._worker.costs, _spec_of(compressor)
+        if spec in self._workload.coding:
+            return
+        if costs.kept and self._workload is costs.workload:
+            raise UnmeasuredCodeError(
+                f"{costs.what}: it does not say what compression {spec} takes"
+            )
+        self._worker.guessed.add(
+            f"what compression {spec} takes is a guess from bytes, as no workload says it: "
+            f"paceline profile SCRIPT --compression {spec} measures it"
+        )
+
+    def coded(
+        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
+    ) -> None:
+        times = self._workload.coding.get(_spec_of(compressor))
+        if times is None:
+            passes = compressor.passes(workers)
+            read = passes[0] if stage == "encode" else passes[1]
+            seconds = read * size / self._worker.costs.memory
+        else:
+            whole = times.encode if stage == "encode" else times.after(workers)
+            seconds = whole * size / self._bytes
+        # Also where the script says what it computes: it does not know of this.
+        self._worker.settle()
+        self._worker.spend(seconds, "coding")
 
     def update_begins(self) -> None:
         self._worker.charge(self._workload.update, "update")
 
     def step_ended(self) -> None:
         self._worker.step_ended()
+
+
+_spec_of: Callable[[Any], str] = cache(full_spec)
 
 
 def _shapes(shapes: Shapes) -> str:

@@ -1,7 +1,8 @@
 """A script's compute times, measured in the virtual world before it is simulated.
 
 Only one worker runs at a time there, with its own share of the batch and one thread, so
-the host's clock tells what that worker computes.
+the host's clock tells what that worker computes. Compressors that the script trains with are
+timed afterwards, on a gradient of that worker.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from paceline.network.cluster import Cluster
 from paceline.network.cluster_file import uniform_cluster
 from paceline.network.workload import Workload
 from paceline.options import RunOptions
+from paceline.profiling import KeptGradients, coding_times
 from paceline.worlds.virtual.inputs import Shapes
 from paceline.worlds.virtual.script import run_script
-from paceline.worlds.virtual.simulation import Simulation
+from paceline.worlds.virtual.simulation import Simulation, SimulationResult
 
 PROFILED_STEPS = 7
 MAX_WORKERS = 32
@@ -43,14 +46,23 @@ def profile_script(
     """Worker 0's medians over a few steps; None where the script says itself what it
     computes, trains a stand-in or more than one model, or never calls the model itself."""
     workers = min(cluster.workers, MAX_WORKERS)
-    simulation = Simulation(
-        uniform_cluster(workers, "1gbit", "50us"),
-        options=replace(options, steps=PROFILED_STEPS, tells=False),
-        profile=True,
-        patience=patience,
-        output="first",
-    )
-    outcome = run_script(simulation, script, arguments)
+    with TemporaryDirectory(prefix="paceline-") as folder:
+        kept = KeptGradients(folder, wanted=0)
+        simulation = Simulation(
+            uniform_cluster(workers, "1gbit", "50us"),
+            options=replace(options, steps=PROFILED_STEPS, tells=False),
+            profile=True,
+            keep=kept,
+            patience=patience,
+            output="first",
+        )
+        outcome = run_script(simulation, script, arguments)
+        return _profile(outcome, kept, script, workers)
+
+
+def _profile(
+    outcome: SimulationResult, kept: KeptGradients, script: str, workers: int
+) -> Profile | None:
     profilers = outcome.profilers
     if outcome.paced_by_script or len(profilers) != 1 or not profilers[0].forwards:
         return None
@@ -59,4 +71,6 @@ def profile_script(
         f"measured: medians of {len(profiler.forwards)} steps of worker 0 of {workers} "
         f"in {Path(script).name}, CPU, 1 thread"
     )
+    if len(kept):
+        workload = replace(workload, coding=coding_times(profiler.compressors, kept))
     return Profile(workload, outcome.inputs[0].shapes)

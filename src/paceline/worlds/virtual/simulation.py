@@ -19,7 +19,7 @@ from paceline.interfaces import ServiceJob
 from paceline.network.cluster import Cluster
 from paceline.network.links import Links
 from paceline.options import RunOptions
-from paceline.profiling import Profiler
+from paceline.profiling import KeptGradients, Profiler
 from paceline.torch_private import (
     GLOO_LANES,
     group_id_of,
@@ -56,7 +56,8 @@ class SimulationResult:
     """What a simulation gives back: each worker's journal, and how many times the baton
     changed hands. *kept*: each worker's records, and *spans*: those of collectives, where a
     trace was asked for. *profilers*: worker 0's, one per model, where asked for, and of
-    each what *inputs* it was given."""
+    each what *inputs* it was given. *guessed*: sentences on compressors that nobody has
+    measured."""
 
     journals: list[Journal] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
@@ -67,6 +68,7 @@ class SimulationResult:
     stand_in: bool = False
     profilers: list[Profiler] = field(default_factory=list)
     inputs: list[SeenInputs] = field(default_factory=list)
+    guessed: set[str] = field(default_factory=set)
 
 
 class Simulation:
@@ -74,7 +76,8 @@ class Simulation:
 
     *play*: play ring collectives message by message too, instead of pricing them.
     *lanes*: collectives that a communicator moves at a time. *trace*: keep spans.
-    *profile*: measure what worker 0 really computes, and charge nothing.
+    *profile*: measure what worker 0 really computes, and charge nothing; its first gradients
+    go into *keep*.
     *patience*: real seconds without any progress after which the process is given up.
     *look*: called now and then, on the calling thread, with the virtual time. *output*:
     whose prints are shown, see `output`; None: everybody's, as they are.
@@ -90,6 +93,7 @@ class Simulation:
         lanes: int = GLOO_LANES,
         trace: bool = False,
         profile: bool = False,
+        keep: KeptGradients | None = None,
         patience: float = 20.0,
         look: Callable[[float], None] = lambda seconds: None,
         output: Shown | None = None,
@@ -102,7 +106,7 @@ class Simulation:
         self._output = output
         self._lanes = lanes
         self.trace = trace
-        self.profile = profile
+        self.profile, self.keep = profile, keep
         self._watchdog = partial(Watchdog, patience=patience, look=look)
         self._random = RandomStates(self.options.seed or 0)
         self.mains = MainModules()
@@ -169,6 +173,7 @@ class Simulation:
             world.paced_by_script for world in self._worlds
         )
         self.result.stand_in = self._worlds[0].stand_in
+        self.result.guessed = self._worlds[0].guessed
         return self.result
 
     def init_process_group(self, init: Callable[..., None], **arguments: Any) -> None:

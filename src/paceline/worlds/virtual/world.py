@@ -102,7 +102,12 @@ class VirtualWorld:
             if self.rank:
                 return None
             # Only one worker runs at a time, so the host's clock tells what it computes.
-            profiler = Profiler(model, parameters, HostStopwatch(time.perf_counter))
+            profiler = Profiler(
+                model,
+                parameters,
+                HostStopwatch(time.perf_counter),
+                self._simulation.keep,
+            )
             self._simulation.result.profilers.append(profiler)
             self._simulation.result.inputs.append(SeenInputs(model))
             return profiler
@@ -121,6 +126,11 @@ class VirtualWorld:
     def paced_by_script(self) -> bool:
         """Whether the script has called `paceline.pace`."""
         return self._compute.paced_by_script
+
+    @property
+    def guessed(self) -> set[str]:
+        """What was charged for compressors that nobody has measured, in words."""
+        return self._compute.guessed
 
     @property
     def stand_in(self) -> bool:

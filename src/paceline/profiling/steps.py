@@ -11,9 +11,10 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.hooks import Uncopied
-from paceline.interfaces import Stopwatch
+from paceline.interfaces import CodingStage, Compressor, Stopwatch
 from paceline.network.workload import Workload
-from paceline.tensors import wire_bytes
+from paceline.profiling.gradients import KeptGradients
+from paceline.tensors import stands_in, wire_bytes
 
 WARM_UP_STEPS = 1
 
@@ -24,8 +25,9 @@ class Profiler:
     A module's part of the forward pass is the time from its own start to that of the next
     module with parameters, spread over its tensors by bytes. A tensor's part of the
     backward pass is the time from the hook before its own (first: from the end of the
-    forward pass, the loss included), without what paceline itself does in hooks. Of
-    several passes in one step the last counts.
+    forward pass, the loss included), without what paceline itself does in hooks. Of several
+    passes in one step the last counts. *keep* is given the gradients of the first steps after
+    the warm-up, as many as it wants.
     """
 
     def __init__(
@@ -33,10 +35,15 @@ class Profiler:
         model: torch.nn.Module,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         stopwatch: Stopwatch,
+        keep: KeptGradients | None = None,
     ) -> None:
         self._names = [name for name, _ in parameters]
         self._sizes = [wire_bytes(parameter) for _, parameter in parameters]
         self._stopwatch = stopwatch
+        self._parameters = [parameter for _, parameter in parameters]
+        self._keep = keep
+        self.compressors: list[Compressor] = []
+        """Those that training is going to code with."""
         index = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
         self._owned: list[list[int]] = []  # each module's own tensors, as indices
         for module in model.modules():
@@ -61,7 +68,9 @@ class Profiler:
     def forward(self, samples: int | None, training: bool) -> None:
         if not training:
             return
+        keeps = self._wants_gradient()
         self._forget_pass(self._stopwatch.mark())
+        self._keeps = keeps
         if samples is not None:
             self._batches.append(samples)
 
@@ -74,12 +83,23 @@ class Profiler:
     def gradient(self, index: int) -> None:
         if self._start is not None:
             self._gradients.append((index, self._stopwatch.mark()))
+            if self._keeps:
+                gradient = self._parameters[index].grad
+                if gradient is not None:
+                    self._own[index] = gradient.detach().clone()
 
     def gradient_taken(self) -> None:
         if self._start is not None:
             self._taken.append(self._stopwatch.mark())
 
-    def coded(self, size: float) -> None:
+    def codes_with(self, compressor: Compressor) -> None:
+        self.compressors.append(compressor)
+        if self._keep is not None:  # one gradient, to time it by
+            self._keep.wanted = max(1, self._keep.wanted)
+
+    def coded(
+        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
+    ) -> None:
         """It takes its own time."""
 
     def update_begins(self) -> None:
@@ -91,6 +111,7 @@ class Profiler:
             self._batches.clear()
         elif self._start is not None and self._end is not None and self._gradients:
             self._note_step(self._stopwatch.mark())
+            self._keep_gradient()
         self._update_start = None
         self._forget_pass(None)
 
@@ -99,6 +120,21 @@ class Profiler:
         self._modules: list[tuple[int, Any]] = []
         self._gradients: list[tuple[int, Any]] = []
         self._taken: list[Any] = []
+        self._keeps = False
+        self._own: dict[int, torch.Tensor] = {}
+
+    def _wants_gradient(self) -> bool:
+        keep = self._keep
+        return keep is not None and self._steps >= WARM_UP_STEPS and not keep.is_full
+
+    def _keep_gradient(self) -> None:
+        if self._keep is None or not self._own:
+            return
+        own = [
+            self._own[i] if i in self._own else torch.zeros_like(self._parameters[i])
+            for i in self.order
+        ]
+        self._keep.keep([self._names[i] for i in self.order], own)
 
     def _module_hook(self, number: int) -> Callable[..., None]:
         def starts(*_: Any) -> None:
@@ -164,7 +200,13 @@ class Profiler:
             update=statistics.median(self.updates),
             batch=statistics.median(self._batches) if self._batches else None,
             source=source,
+            shapes=self._shapes(),
         )
+
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        if any(stands_in(parameter) for parameter in self._parameters):
+            return ()
+        return tuple(tuple(parameter.shape) for parameter in self._parameters)
 
 
 def with_times(workload: Workload, times: Sequence[float]) -> Workload:
