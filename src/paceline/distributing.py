@@ -30,10 +30,11 @@ from paceline.interfaces import (
     World,
 )
 from paceline.job import Job
-from paceline.messages import Join
+from paceline.messages import Answers, Join
 from paceline.optimizer import DistributedOptimizer
 from paceline.pieces import check_servers_can_hold
 from paceline.sampler import Sampler
+from paceline.server.code_checks import check_answers, check_pushed, spec_of_code
 from paceline.server.remote import RemoteParameters
 from paceline.settings import UNSAID, ModuleBuffers, Settings, Sums
 from paceline.startup import check_same_everywhere, describe
@@ -58,6 +59,7 @@ def distribute(
     sums: Sums = "rank",
     sampler: Sampler | None = None,
     clip_norm: float | None = None,
+    answers: Answers = "dense",
 ) -> DistributedOptimizer:
     """Train *model* data-parallel; returns the optimizer to use from now on.
 
@@ -73,7 +75,8 @@ def distribute(
     with a GradScaler. *sampler*: weight gradients by the samples that it deals out, one
     backward pass a batch. *collective*: how averages are formed, ``"native"``,
     ``"parameter-server"``, ``"hierarchical"`` ... (see docs/collectives.md). *compression*: what is sent of gradients where workers form means
-    of them, or of what parameters have moved where workers average these: a name (``"bf16"``), a spec
+    of them, or of what parameters have moved where workers average these, or of what is
+    pushed to servers that update: a name (``"bf16"``), a spec
     (``"int8:rounding=nearest,residuals=true"``, see docs/compression.md) or a compressor object. Unsaid, it is
     ``"none"``, but for a method with a code of its own. A worker alone sends nothing, and loses
     nothing. *servers*: where servers are, ``"embedded"`` (one beside rank 0),
@@ -83,7 +86,9 @@ def distribute(
     (``"arrival"``), which holds less. *clip_norm*: scale gradients down to this norm before they are
     applied, as ``torch.nn.utils.clip_grad_norm_`` does: the mean gradient, or
     (``paceline methods`` says where) each worker's own before it is sent, and then all of it leaves
-    after backward. A spec given on the command line wins over all of these.
+    after backward. *answers*: where servers update and gradients are compressed, they answer
+    with parameters (``"dense"``), or with compressed ``"differences"`` from what each worker holds, of
+    which they keep a copy. A spec given on the command line wins over all of these.
 
     Every rank calls this with the same model, options and kind of optimizer, and all
     start from rank 0's parameters and buffers. Raises `UsageError` for what cannot work,
@@ -101,6 +106,7 @@ def distribute(
         servers=servers,
         sums=sums,
         clip_norm=math.inf if clip_norm is None else clip_norm,
+        answers=answers,
     )
     chosen, settings = _resolve(world, method, settings)
     check_declared(chosen)
@@ -194,15 +200,13 @@ def _check_compression(
 ) -> None:
     """Raise `UsageError` where nobody forms a mean of codes."""
     compressor = settings.compression
+    check_answers(method, compressor, settings.answers)
     if compressor == Identity():
         return
-    if method.updates_on == "server":
-        raise UsageError(
-            f"compression {compressor.name!r} with method {method.name!r}: its gradients go "
-            "to servers, which take them as they are; compress under a method whose "
-            "workers form means, such as bsp"
-        )
     compressor.suits(optimizer)
+    if method.updates_on == "server":
+        check_pushed(method, compressor, settings.answers)
+        return
     if collective.needs_servers and not compressor.linear:
         raise UsageError(
             f"compression {compressor.name!r} with collective={collective.name!r}: its codes "
@@ -247,12 +251,17 @@ def _servers(
     holds = cast(UpdatesOnServer, method) if method.updates_on == "server" else None
     if holds is not None:
         holds.server(world.size)  # may refuse: on every rank, before one is started
+    # One worker alone is not compressed, as where workers form means.
+    pushed = holds is not None and world.size > 1
+    compressed = pushed and settings.compression != Identity()
     job = ServerJob(
         method=holds,
         spec=str(spec.spec_of(method.name, method)) if holds is not None else "",
         place=settings.servers,
         sums=settings.sums,
         clip_norm=settings.clip_norm if method.clips == "mean" else math.inf,
+        compression=spec_of_code(settings.compression) if compressed else "",
+        answers=settings.answers if compressed else "dense",
     )
     if holds is None and not collective.needs_servers:
         return (), job

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Both ends must speak the same version."""
 
 DTYPES: dict[str, torch.dtype] = {
@@ -50,6 +50,11 @@ Hyperparameters = list[dict[str, Any]]
 # ---- requests ----
 
 
+Answers = Literal["dense", "differences"]
+"""What pushes are answered with: the parameters as they are; or, where gradients are compressed,
+a code of their difference from what the worker holds."""
+
+
 class Join(msgspec.Struct, tag="join", kw_only=True):
     """A worker asks to take part, and says what is trained.
 
@@ -58,7 +63,9 @@ class Join(msgspec.Struct, tag="join", kw_only=True):
     "rank", "arrival" or "ring". *shard*: the server's number. *units* and *dtypes*: what this
     server holds of each bucket. *optimizer*: a class of torch.optim, by name. *clip_norm*: the
     largest norm of a step's mean gradient, which so many *servers* hold parts of. *tensors*: a
-    line for each tensor of the model, trained or not. Answer: `Joined`, at once; to a worker
+    line for each tensor of the model, trained or not. *compression*: the spec of what gradients
+    are pushed as; empty where they are pushed as they are. *answers*: what a push is answered
+    with. Answer: `Joined`, at once; to a worker
     that nobody waits for, once no meeting is under way.
     """
 
@@ -73,6 +80,8 @@ class Join(msgspec.Struct, tag="join", kw_only=True):
     clip_norm: float = math.inf
     servers: int = 1
     tensors: list[str] = []
+    compression: str = ""
+    answers: Answers = "dense"
 
 
 Purpose = Literal["load", "pulled", "meet"]
@@ -113,7 +122,9 @@ class Push(msgspec.Struct, tag="push", kw_only=True):
     a push of [0, 2] is followed by a late one of [1]. *weight*: the gradient's part in the mean
     (1/n, or its part of the samples); *used*: per unit, whether it took part in the backward
     pass; *hyperparameters*: of this step; *report*: what the worker tells the discipline, in
-    the method's own bytes. Answer: `Parameters`, when the discipline allows it."""
+    the method's own bytes. Under compression the payload is the code, in bytes, of this worker's share of
+    the mean: of the gradient times the weight. Answer: `Parameters`, when the discipline allows
+    it."""
 
     step: int
     bucket: int
@@ -159,10 +170,12 @@ class Blend(msgspec.Struct, tag="blend", kw_only=True):
 
 class Pull(msgspec.Struct, tag="pull", kw_only=True):
     """A worker asks for *bucket*, to begin with *step*. Answer: `Parameters`, once all buckets
-    were loaded, and once the discipline allows it."""
+    were loaded, and once the discipline allows it. *looks*: what comes does not become what this
+    worker holds, so that its next difference is still from what it had before."""
 
     bucket: int
     step: int = 0
+    looks: bool = False
 
 
 class PullRest(msgspec.Struct, tag="pull-rest", kw_only=True):
@@ -275,7 +288,9 @@ class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
     or how many pushes, are in it. *step*: the one that the worker is to do next.
     *counted*: the workers that counted for the step that was pushed, where server 0 decides.
     *told*: what the discipline tells its workers of the bucket, in the method's own bytes;
-    empty in answers to late pushes. *load*: as in `Met`."""
+    empty in answers to late pushes. *load*: as in `Met`. Where answers are differences that to a
+    push carries the code of one, in bytes; *turn* then numbers what this life of the worker is
+    given of the bucket, and a difference is from what had the turn before."""
 
     bucket: int
     version: int
@@ -283,6 +298,7 @@ class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
     counted: list[int] = []
     told: bytes = b""
     load: int = 0
+    turn: int = 0
 
 
 class Rest(msgspec.Struct, tag="rest", kw_only=True):

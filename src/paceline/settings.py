@@ -14,6 +14,7 @@ from paceline.compression import Identity
 from paceline.errors import UsageError, unknown
 from paceline.fusion import check_rule
 from paceline.interfaces import Compressor
+from paceline.messages import Answers
 
 ModuleBuffers = Literal["rank0", "mean", "local"]
 Sums = Literal["rank", "arrival", "ring"]
@@ -41,7 +42,9 @@ class Settings:
     in the order of ranks, so that bits repeat ("rank"), as gradients come, which holds less
     ("arrival"), or as gloo's ring does, so that bits are those of a native average.
     *clip_norm*: the largest norm that a gradient may have; of which one, the method says
-    (`Method.clips`)."""
+    (`Method.clips`). *answers*: where servers update and gradients are compressed, whether a push is
+    answered with the parameters as they are ("dense"), or with a code of their difference from what the
+    worker holds ("differences"): then servers keep a copy of that for each worker."""
 
     fusion: str = "optimal"
     buffers: ModuleBuffers = "rank0"
@@ -50,6 +53,7 @@ class Settings:
     servers: str = "auto"
     sums: Sums = "rank"
     clip_norm: float = math.inf
+    answers: Answers = "dense"
     compression: Compressor = UNSAID
 
     def __post_init__(self) -> None:
@@ -58,6 +62,7 @@ class Settings:
         for key, choices in (
             ("buffers", ModuleBuffers),
             ("sums", Sums),
+            ("answers", Answers),
         ):
             value = str(getattr(self, key))
             if value not in get_args(choices):

@@ -302,7 +302,7 @@ def test_what_is_unknown_is_refused(text, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"method": "asp"}, "'bf16' with method 'asp': its gradients go to servers"),
+        ({"method": "osp"}, "'bf16' with method 'osp': it pushes parts of buckets"),
         (
             {"collective": "parameter-server", "compression": "int8"},
             "its codes are gathered, and a server only adds",

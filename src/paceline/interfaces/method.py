@@ -82,7 +82,9 @@ class Method(Protocol):
     Beside its hooks a method may declare ``waits_late = True``: then it need not wait in
     `backward_ended` for means that `Run.sending` plans beyond it, but in ``before_use``.
     With ``sends_halves = True`` it forms means in two halves (`Run.scatter_mean`), and what
-    cannot be halved is refused beforehand. It may declare ``averages_buffers = True``: then it averages
+    cannot be halved is refused beforehand. Where servers update, ``pushes_codes =
+    True`` says that it pushes whole buckets and waits for them by `Remote.wait`, so that they may
+    travel as codes. It may declare ``averages_buffers = True``: then it averages
     BatchNorm's statistics itself (`Run.own_buffers`), and training sends none. And it may
     define ``rhythm_at(self, speeds, rank)``, the rhythm of one worker, given the relative
     compute speeds of all (None: unknown): as ``rhythm``, but for its ``every``. Rounds match by their number

@@ -51,11 +51,12 @@ class Ask(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a transition cost a server's processor: bytes that it added up (or copied), and
-    bytes of parameters that an optimizer stepped."""
+    """What a transition cost a server's processor: bytes that it added up (or copied), bytes of
+    parameters that an optimizer stepped, and bytes that were read or written for codes."""
 
     added: int = 0
     stepped: int = 0
+    coded: float = 0
 
 
 class Server(Protocol):

@@ -18,6 +18,7 @@ from paceline.interfaces.communication import Endpoint, Runner
 from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.job import Job
+from paceline.messages import Answers
 from paceline.network import Cluster
 
 
@@ -59,13 +60,16 @@ class ServerJob:
     servers that only reduce. *place*: as `Service`
     has it. *sums*: the order of sums, "rank",
     "arrival" or "ring". *clip_norm*: the largest norm of a step's mean gradient,
-    where servers form it."""
+    where servers form it. *compression*: the spec of the code that gradients are pushed as, if
+    any, and *answers*: what servers answer with; see `Join`."""
 
     method: UpdatesOnServer | None
     spec: str
     place: str
     sums: Literal["rank", "arrival", "ring"]
     clip_norm: float = math.inf
+    compression: str = ""
+    answers: Answers = "dense"
 
     @property
     def services(self) -> ServiceJob:

@@ -37,6 +37,7 @@ class PushPull:
     rhythm: ClassVar[Rhythm] = ON_SERVERS
     updates_on: ClassVar[UpdatesOn] = "server"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
+    pushes_codes: ClassVar[bool] = True
 
     overlap: bool = True
 

@@ -15,6 +15,7 @@ def require_same(first: Join, join: Join, worker: int, restored: bool) -> None:
     snapshot holds."""
     for what in (
         *("options", "method", "sums", "clip_norm", "servers"),
+        *("compression", "answers"),
         *("optimizer", "tensors", "dtypes", "units"),
     ):
         ours, theirs = getattr(first, what), getattr(join, what)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from paceline.messages import Arrive, Join, Joined, Load, Met, Note, Parameters,
 from paceline.server.spread import HeldPart, Spread
 from paceline.server.states import States
 from paceline.server.untrained import Untrained
+from paceline.tensors import stand_alike
 
 
 class Joining:
@@ -154,9 +155,9 @@ class Joining:
 
     # ---- pulls ----
 
-    def ask_for(self, part: HeldPart, step: int) -> Reception:
-        """Pull a part of a bucket as of *step*, or later."""
-        pull = Pull(bucket=part.bucket, step=step)
+    def ask_for(self, part: HeldPart, step: int, looks: bool = False) -> Reception:
+        """Pull a part of a bucket as of *step*, or later. *looks*: see `Pull`."""
+        pull = Pull(bucket=part.bucket, step=step, looks=looks)
         into = self._spread.landing_of(part)
         return self._spread.endpoints[part.shard].request(pull, into=into)
 
@@ -164,6 +165,20 @@ class Joining:
         """The servers' parameters become the model's; those of *step*, or newer ones."""
         self._take(self._spread.shards, step)
         self._spread.put_all()
+
+    def look(self) -> None:
+        """The servers' parameters are put into the model, and what this worker holds, as servers
+        know it, stays."""
+        spread = self._spread
+        held = spread.landing
+        spread.landing = [stand_alike(torch.empty_like(h), h) for h in held]
+        try:
+            parts = spread.on(spread.shards)
+            for reception in [self.ask_for(part, 0, looks=True) for part in parts]:
+                reception.wait()
+            spread.put_all()
+        finally:
+            spread.landing = held
 
     def take_again(self) -> None:
         """Take all from the servers: what the script has written is not wanted."""
@@ -179,7 +194,10 @@ class Joining:
 
     def _take(self, shards: Collection[int], step: int = 0) -> None:
         """Pull what these servers hold, and do not put it in yet."""
-        parts = self._spread.on(shards)
+        self.take(self._spread.on(shards), step)
+
+    def take(self, parts: Sequence[HeldPart], step: int) -> None:
+        """Pull *parts*, as of *step* or later, and do not put them in yet."""
         waiting = [self.ask_for(part, step) for part in parts]
         answers = [reception.wait() for reception in waiting]
         for part, answer in zip(parts, answers, strict=True):

@@ -224,7 +224,7 @@ class ParameterServer:
 
     def take_work(self) -> Work:
         work = self.shard.take_work()
-        return Work(work.added + self._reductions.take_added(), work.stepped)
+        return work._replace(added=work.added + self._reductions.take_added())
 
     def _done(self) -> list[Answer]:
         """Something has happened: whether those who have arrived have met by now, and what
@@ -326,6 +326,7 @@ class ParameterServer:
         self._pushes.forget(worker)
         self._pulls.forget(worker)
         self._norms.forget(worker)
+        self.shard.forget(worker)
         self._leaves = [s for s in self._leaves if s.worker != worker]
         self.counts["workers lost"] += 1
         self._somebody_has_gone()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+import torch
+
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush, Sender
 from paceline.messages import (
@@ -43,8 +46,8 @@ class Pulls:
         self._rest = rest
         self._loads, self._may_pull = loads, may_pull
         self._rests: list[tuple[Sender, PullRest | PullBuffers]] = []
-        self._parameters: list[tuple[Sender, int, int]] = []
-        """With the bucket, and the step that their worker begins with."""
+        self._parameters: list[tuple[Sender, Pull]] = []
+        """Each with the step that its worker begins with."""
         self._states: list[tuple[Sender, PullState]] = []
 
     def ask_parameters(self, sender: Sender, pull: Pull) -> None:
@@ -52,7 +55,7 @@ class Pulls:
         self._shard.store.check_bucket(pull.bucket)
         self.go_on("pull", sender.worker, pull.step)
         step = max(pull.step, self._members[sender.worker].first_step)
-        self._parameters.append((sender, pull.bucket, step))
+        self._parameters.append((sender, msgspec.structs.replace(pull, step=step)))
         self.let_go()
 
     def go_on(self, what: str, worker: int, step: int) -> None:
@@ -86,7 +89,7 @@ class Pulls:
 
     def waits(self, worker: int) -> bool:
         """Whether a worker waits for parameters."""
-        return any(sender.worker == worker for sender, _, _ in self._parameters)
+        return any(sender.worker == worker for sender, _ in self._parameters)
 
     def forget(self, worker: int) -> None:
         self._rests = [pull for pull in self._rests if pull[0].worker != worker]
@@ -103,15 +106,26 @@ class Pulls:
         """Answer a push, for whose step the workers *counted*, unless it was refused
         meanwhile, or its worker is lost."""
         sender = self._pushes.answered(push)
-        if sender is not None:
-            told = b"" if push.late else self._told(push.bucket)
-            self._give_parameters(sender, push.bucket, push.units, counted, told)
+        if sender is None:
+            return
+        told = b"" if push.late else self._told(push.bucket)
+        coded, bucket = self._shard.coded, push.bucket
+        if coded is None or coded.shadows is None:
+            values, turn = self._shard.store.parameters(bucket, push.units), 0
+        else:
+            try:
+                values, turn = coded.difference(sender.worker, bucket)
+            except UsageError as error:
+                self._answers.refuse(sender, str(error))
+                return
+        self._give(sender, bucket, values, turn, counted, told)
 
-    def _give_parameters(
+    def _give(
         self,
         to: Sender,
         bucket: int,
-        units: Sequence[int] | None,
+        values: torch.Tensor,
+        turn: int,
         counted: Sequence[int],
         told: bytes,
     ) -> None:
@@ -122,8 +136,9 @@ class Pulls:
             counted=list(counted),
             told=told,
             load=self._loads(),
+            turn=turn,
         )
-        self._answers.send(to, message, self._shard.store.parameters(bucket, units))
+        self._answers.send(to, message, values)
 
     def _told(self, bucket: int) -> bytes:
         informed = self._shard.informed
@@ -131,16 +146,27 @@ class Pulls:
 
     def _let_parameters_go(self) -> None:
         waiting, self._parameters = self._parameters, []
-        for sender, bucket, step in waiting:
+        for sender, pull in waiting:
             member = self._members[sender.worker]
             # A worker that has left takes what there is: it does no step with it.
-            if member.leaving or self._may_have(sender.worker, step):
+            if member.leaving or self._may_have(sender.worker, pull.step):
                 member.settled = True
-                self._give_parameters(sender, bucket, None, (), self._told(bucket))
+                self._give_all(sender, pull, is_last=member.leaving)
             elif self._shard.fault:
                 self._answers.refuse(sender, self._shard.fault)
             else:
-                self._parameters.append((sender, bucket, step))
+                self._parameters.append((sender, pull))
+
+    def _give_all(self, to: Sender, pull: Pull, is_last: bool) -> None:
+        """All of a bucket, which becomes what the worker holds, unless it only looks, or needs
+        no more."""
+        values, turn = self._shard.store.parameters(pull.bucket), 0
+        coded = self._shard.coded
+        if coded is not None and is_last:
+            coded.forget(to.worker)
+        elif coded is not None and not pull.looks:
+            turn = coded.given(to.worker, pull.bucket, values)
+        self._give(to, pull.bucket, values, turn, (), self._told(pull.bucket))
 
     def _may_have(self, worker: int, step: int) -> bool:
         """Whether a worker that begins with *step* may have the model."""

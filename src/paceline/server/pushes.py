@@ -43,8 +43,7 @@ class Pushes:
         it does not fit, or does not come at its time."""
         if self._shard.fault:
             raise UsageError(self._shard.fault)
-        store = self._shard.store
-        gradient = store.fitting("push", push.bucket, payload, push.units)
+        gradient = self._shard.gradient(push, payload)
         self._check_sense(sender.worker, push)
         report = self._read_report(push.report)
         if push.late:

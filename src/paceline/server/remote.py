@@ -34,6 +34,7 @@ from paceline.messages import (
     Push,
 )
 from paceline.pieces import check_servers_can_hold
+from paceline.server.encoding import Charge, Encoding
 from paceline.server.joining import Joining
 from paceline.server.spread import HeldPart, Spread, cut
 from paceline.server.states import LATE_CHANNEL, States
@@ -62,7 +63,8 @@ class _Sent(NamedTuple):
 
 class RemoteParameters:
     """Buckets, spread over *endpoints*; *weight* gives this worker's part in the mean;
-    *most_bytes* is what a unit may have, where the method wants small ones.
+    *charge* is told of codes; *most_bytes* is what a unit may have, where the method wants small
+    ones.
 
     *tensors* are a line for each of the model's, as all workers must have them; *rest* those
     that nobody trains, which all begin with as rank 0 has them, where they *meet_here* and
@@ -84,13 +86,22 @@ class RemoteParameters:
         meet_here: bool,
         buckets: Sequence[Bucket],
         weight: Callable[[], float],
+        charge: Charge = lambda *_: None,
         most_bytes: int | None = None,
     ) -> None:
         check_servers_can_hold(optimizer)
         self._endpoints, self._weight = endpoints, weight
         self._job, self._options, self._tensors = job, options, list(tensors)
         self._coordinates = job.method is not None and job.method.coordinates
-        self._spread = spread = Spread(buckets, optimizer, endpoints, most_bytes)
+        # Whatever the device, sums of differences are the processor's, as on servers.
+        differs = job.answers == "differences"
+        self._spread = spread = Spread(
+            buckets, optimizer, endpoints, most_bytes, on_host=differs
+        )
+        self.encoding: Encoding | None = None
+        """Where gradients are compressed."""
+        if job.compression:
+            self.encoding = Encoding(job.compression, rank, spread, job.answers, charge)
         self._untrained = Untrained(endpoints[spread.shards[0]], rest, mixed)
         self._states = States(spread)
         self._joining = Joining(
@@ -122,6 +133,8 @@ class RemoteParameters:
             clip_norm=self._job.clip_norm,
             servers=len(spread.shards),
             tensors=self._tensors,
+            compression=self._job.compression,
+            answers=self._job.answers,
         )
 
     # ---- a step ----
@@ -143,7 +156,7 @@ class RemoteParameters:
             mine = part.own(chosen)
             if late and not mine:
                 continue
-            payload, landing = self._memory(bucket, part, mine, late)
+            payload, landing = self._memory(bucket, part, mine, late, weight)
             message = Push(
                 step=step,
                 bucket=bucket.index,
@@ -164,9 +177,16 @@ class RemoteParameters:
             under_way.append(_Sent(reception, part, mine, landing))
 
     def _memory(
-        self, bucket: Bucket, part: HeldPart, units: Sequence[int], late: bool
+        self,
+        bucket: Bucket,
+        part: HeldPart,
+        units: Sequence[int],
+        late: bool,
+        weight: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is sent of a part, and where its answer lands."""
+        if self.encoding is not None:
+            return self.encoding.pushed(bucket, part, weight), self.encoding.room(part)
         landing = self._spread.landing_of(part)
         if len(units) == len(part.units) and not late:
             return cut(bucket.buffer, part.start, part.stop), landing
@@ -186,16 +206,20 @@ class RemoteParameters:
 
     def wait(self) -> int:
         told = self._agree_on_norm() or self._pass_on_decision()
-        steps = [sent.answer().step for sent in self._main]
+        answers = [sent.answer() for sent in self._main]
         for reception in told:
             reception.wait()
+        if self.encoding is not None:
+            for sent, answer in zip(self._main, answers, strict=True):
+                self.encoding.arrived(sent.part, answer)
+        steps = [answer.step for answer in answers]
         step = max(steps)
         if step > self._pushed_step + 1:
             # This step came too late, and servers may have gone on to different ones.
             sent_steps = zip(self._main, steps, strict=True)
-            behind = [sent.part for sent, its in sent_steps if its < step]
-            for reception in [self._joining.ask_for(part, step) for part in behind]:
-                reception.wait()
+            self._joining.take(
+                [sent.part for sent, its in sent_steps if its < step], step
+            )
         self._untrained.arrived()
         for number in dict.fromkeys(sent.part.bucket for sent in self._main):
             self._spread.put(number)
@@ -293,7 +317,10 @@ class RemoteParameters:
     def consolidate(self) -> Callable[[], None]:
         buckets = self._spread.buckets
         before = [[p.detach().clone() for p in b.parameters] for b in buckets]
-        self._joining.pull()
+        if self._job.answers == "dense":
+            self._joining.pull()
+        else:
+            self._joining.look()
 
         def undo() -> None:
             with torch.no_grad():

@@ -21,13 +21,14 @@ from paceline.interfaces import (
     Timed,
     Work,
 )
-from paceline.messages import Join
+from paceline.messages import Join, Push
 from paceline.server.checks import (
     different_hyperparameters,
     different_units,
     total_weight,
 )
 from paceline.server.clipping import ClippedSteps, Update
+from paceline.server.coded import Coded
 from paceline.server.members import Members
 from paceline.server.store import Store
 
@@ -80,6 +81,8 @@ class HeldShard:
         self.fault = ""
         self._answer, self._stopped = answer, stopped
         self._store: Store | None = None
+        self.coded: Coded | None = None
+        """Where gradients are compressed."""
         self._limit, self._alone = math.inf, True
         self._unused: Discipline = discipline or OnlyReduces()
         self._begin(self._unused)
@@ -91,7 +94,9 @@ class HeldShard:
         Raises `UsageError`, with nothing changed, for what makes no sense."""
         check_clip_norm(join.clip_norm)
         if not isinstance(discipline, OnlyReduces):
-            self._store = Store(join)
+            store = Store(join)
+            self.coded = Coded(join, store) if join.compression else None
+            self._store = store
         self._limit, self._alone = join.clip_norm, join.servers == 1
         self._unused = copy.deepcopy(discipline)
         self._begin(discipline)
@@ -132,6 +137,17 @@ class HeldShard:
     @property
     def is_loaded(self) -> bool:
         return self._store is not None and all(self._store.loaded)
+
+    def gradient(self, push: Push, payload: torch.Tensor | None) -> torch.Tensor:
+        """What a push brings. Raises `UsageError` where it does not fit."""
+        if self.coded is not None:
+            return self.coded.gradient(push, payload)
+        return self.store.fitting("push", push.bucket, payload, push.units)
+
+    def forget(self, worker: int) -> None:
+        """This worker is lost."""
+        if self.coded is not None:
+            self.coded.forget(worker)
 
     def take_work(self) -> Work:
         """What was done since this was last called."""

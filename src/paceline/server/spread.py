@@ -48,7 +48,8 @@ class Spread:
     """Buckets, spread over *endpoints*; no unit has more than *most_bytes*, where the
     optimizer can be applied to less.
 
-    Answers land in memory of their own, and are then put into the model.
+    Answers land in memory of their own (*on_host*: of the processor), and are then put into the
+    model.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Spread:
         optimizer: torch.optim.Optimizer,
         endpoints: Sequence[Endpoint],
         most_bytes: int | None,
+        on_host: bool = False,
     ) -> None:
         self.buckets = list(buckets)
         self.optimizer = optimizer
@@ -79,11 +81,15 @@ class Spread:
         self.shards = sorted({part.shard for parts in self.parts for part in parts})
         """The servers that hold a part of the model; the first one holds what nobody
         trains."""
+        where = torch.device("cpu") if on_host else None
         self.landing = [
-            stand_alike(torch.empty_like(b.buffer), b.buffer) for b in buckets
+            stand_alike(torch.empty_like(b.buffer, device=where), b.buffer)
+            for b in buckets
         ]
         self._told: dict[tuple[int, int], bytes] = {}
         """By bucket and server."""
+        self._turns: dict[tuple[int, int], int] = {}
+        """The same, of what this worker holds."""
         self._versions: list[list[int]] = []
 
     def _held_parts(self, bucket: Bucket, parts: Sequence[Part]) -> list[HeldPart]:
@@ -138,8 +144,17 @@ class Spread:
     # ---- what servers tell ----
 
     def hear(self, part: HeldPart, answer: Parameters) -> None:
-        """A server has answered a main push, or a pull."""
+        """A server has answered a main push, or a pull, with its parameters."""
         self._told[part.bucket, part.shard] = answer.told
+        self.hear_turn(part, answer.turn)
+
+    def hear_turn(self, part: HeldPart, turn: int) -> None:
+        """What this worker holds of a part is of that turn now."""
+        self._turns[part.bucket, part.shard] = turn
+
+    def turn(self, part: HeldPart) -> int:
+        """See `Parameters.turn`."""
+        return self._turns.get((part.bucket, part.shard), 0)
 
     def told(self, bucket: int) -> list[Told]:
         return [

@@ -214,9 +214,12 @@ class Store:
 
     # ---- what it cost ----
 
-    def add_work(self, added: int = 0, stepped: int = 0) -> None:
-        """Bytes that were added up or copied, and bytes that were stepped."""
-        self._work = Work(self._work.added + added, self._work.stepped + stepped)
+    def add_work(self, added: int = 0, stepped: int = 0, coded: float = 0) -> None:
+        """Bytes that were added up or copied, stepped, and read or written for codes."""
+        work = self._work
+        self._work = Work(
+            work.added + added, work.stepped + stepped, work.coded + coded
+        )
 
     def take_work(self) -> Work:
         """What was done since this was last called."""

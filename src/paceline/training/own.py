@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Method, OwnState, refused
-from paceline.training.coding import Codes
+from paceline.interfaces import Compressor, Method, OwnState, State, refused
 from paceline.training.method_hooks import MethodHooks
+
+
+class Coding(Protocol):
+    """Who codes tensors, and keeps the *states* of that by their names."""
+
+    @property
+    def compressor(self) -> Compressor: ...
+
+    states: dict[str, State]
 
 
 def own_states(
     method: Method,
     hooks: MethodHooks,
-    codes: Codes | None,
+    codes: Coding | None,
+    coded: Sequence[tuple[str, torch.Tensor]],
     rank: int,
     parameters: Sequence[tuple[str, torch.nn.Parameter]],
     optimizer: torch.optim.Optimizer | None,
 ) -> list[OwnState]:
-    """Those of a training under *method*."""
+    """Those of a training under *method*; *coded*: what *codes* are of, by name."""
     states: list[OwnState] = []
     if hooks.has("save_state"):
         states.append(MethodState(method.name, hooks))
     if codes is not None and codes.compressor.state != "none":
-        states.append(CompressorState(codes, rank, parameters))
+        states.append(CompressorState(codes, rank, coded))
     if method.rhythm.lets_models_differ and optimizer is not None:
         states.append(LocalModel(parameters, optimizer))
     return states
@@ -63,14 +72,14 @@ class CompressorState:
 
     def __init__(
         self,
-        codes: Codes,
+        codes: Coding,
         rank: int,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        tensors: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
         self.name = f"compression.{codes.compressor.name}"
         self._codes, self._rank = codes, rank
-        self._parameters = dict(parameters)
-        self._device = parameters[0][1].device
+        self._tensors = dict(tensors)
+        self._device = tensors[0][1].device
 
     def save(self) -> dict[str, Any]:
         return dict(self._codes.states)
@@ -93,15 +102,15 @@ class CompressorState:
 
     def _like(self, name: str) -> torch.Tensor:
         """A tensor such as what is kept under *name* belongs to: see `Run.mean`, *parts*."""
-        if name in self._parameters:
-            return torch.empty_like(self._parameters[name], requires_grad=False)
+        if name in self._tensors:
+            return torch.empty_like(self._tensors[name], requires_grad=False)
         part = _PART.fullmatch(name)
-        if part is None or part[1] not in self._parameters:
+        if part is None or part[1] not in self._tensors:
             raise UsageError(
                 f"the checkpoint holds {self.name} of {name!r}, which is no parameter "
                 "of this model: load it with as many workers as saved it"
             )
-        owner = self._parameters[part[1]].detach()
+        owner = self._tensors[part[1]].detach()
         row = owner.new_empty(owner.numel())[int(part[2]) : int(part[3])]
         return row if owner.dim() < 2 else row.view(1, -1)
 

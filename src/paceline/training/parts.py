@@ -21,6 +21,7 @@ from paceline.planning import GoesPast, Planner
 from paceline.same_data import SameData
 from paceline.sampler import Sampler
 from paceline.sent import SentGradients
+from paceline.server.encoding import Charge
 from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
 from paceline.tensors import Bucket, kind_of, wire_bytes
@@ -42,8 +43,8 @@ from paceline.training.steps import Steps
 from paceline.training.uses import Uses
 from paceline.weights import Weights
 
-MakeRemote = Callable[[list[Bucket], Callable[[], float]], RemoteParameters]
-"""From buckets, and this worker's weight as of now."""
+MakeRemote = Callable[[list[Bucket], Callable[[], float], Charge], RemoteParameters]
+"""From buckets, this worker's weight as of now, and what is told of codes."""
 
 
 class Parts:
@@ -78,18 +79,27 @@ class Parts:
         own_buffers = () if by_others else tuple(model.buffers())
         self.shared = SharedBuffers(comm, own_buffers, settings.buffers)
         self.sent = SentGradients(self.say)
-        self.steps, means = self._make_steps()
+        self.steps, means = self._make_steps(on_servers=remote is not None)
         self.arrivals = self.steps.arrivals
         self.remote: RemoteParameters | None = None
         if remote is not None:
-            self.remote = remote(self.buckets, lambda: self.presence.weight)
+            self.remote = remote(
+                self.buckets, lambda: self.presence.weight, self._charge
+            )
         self.run = self.steps.run = self._make_run(means, optimizer)
         self.hooks = MethodHooks(method, self.run, self.faults.failed)
         self.steps.hooks = self.hooks
         self.loading = self.steps.loading = self._make_loading()
         self.hooks.begin()
+        encoding = None if self.remote is None else self.remote.encoding
         self.own_states = own_states(
-            method, self.hooks, self.codes, comm.rank, self.parameters, optimizer
+            method,
+            self.hooks,
+            encoding or self.codes,
+            encoding.tensors() if encoding else self.parameters,
+            comm.rank,
+            self.parameters,
+            optimizer,
         )
         self.steps.observers = self._make_observers()
         self._hook_into_model()
@@ -109,7 +119,7 @@ class Parts:
         """The gradient's pieces, in plan order."""
         return self.arrivals.buckets
 
-    def _make_steps(self) -> tuple[Steps, Means]:
+    def _make_steps(self, on_servers: bool) -> tuple[Steps, Means]:
         """What buckets go through, and what means are formed with."""
         comm, presence, method = self.comm, self.presence, self._method
         rhythm, settings = self.rhythm, self._settings
@@ -134,7 +144,7 @@ class Parts:
         if rhythm.agree_every is not None:
             agreement = Agreement(presence, control or comm, rhythm.agree_every)
         self.codes = None
-        if compressed:
+        if compressed and not on_servers:
             self.codes = Codes(settings.compression, presence, comm.rank, self._charge)
         group_calls = GroupCalls(
             presence, lambda: self.buckets, _where_control_is(comm, device)
@@ -258,7 +268,8 @@ class Parts:
         samples = None if self.sampler is None else self.sampler.mean_samples
         compute = self._world.compute(self._model, self.parameters, samples)
         observers = Observers([compute, self._planner, same_data])
-        if self.codes is not None and self.comm.size > 1:
+        encoding = None if self.remote is None else self.remote.encoding
+        if encoding is not None or (self.codes is not None and self.comm.size > 1):
             observers.codes_with(self._settings.compression)
         return observers
 

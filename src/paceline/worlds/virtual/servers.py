@@ -41,17 +41,20 @@ from paceline.worlds.virtual.clock import Clock, Completion
 
 @dataclass(frozen=True)
 class ServerRates:
-    """Bytes per second that a server's processor adds up, and that its optimizer steps."""
+    """Bytes per second that a server's processor adds up, that its optimizer steps, and that are
+    read or written for codes."""
 
     added: float = float("inf")
     stepped: float = float("inf")
+    coded: float = float("inf")
 
 
-def rates_of(workload: Workload | None) -> ServerRates:
-    """A server's optimizer is as fast as a worker's, where the workload tells that."""
+def rates_of(workload: Workload | None, memory: float) -> ServerRates:
+    """A server's optimizer is as fast as a worker's, where the workload tells that, and so are
+    its codes: *memory* is the bytes per second that these read or write."""
     if workload is None or not workload.update:
-        return ServerRates()
-    return ServerRates(stepped=sum(workload.sizes) / workload.update)
+        return ServerRates(coded=memory)
+    return ServerRates(stepped=sum(workload.sizes) / workload.update, coded=memory)
 
 
 class Receiver(Protocol):
@@ -139,8 +142,9 @@ class VirtualServer:
         self._busy = True
         answers = self._queue.popleft()(self.clock.now)
         self._set_alarm()
-        added, stepped = self.server.take_work()
-        seconds = added / self._rates.added + stepped / self._rates.stepped
+        work, rates = self.server.take_work(), self._rates
+        seconds = work.added / rates.added + work.stepped / rates.stepped
+        seconds += work.coded / rates.coded
         self.clock.at(self.clock.now + seconds, partial(self._done, answers))
 
     def _set_alarm(self) -> None:

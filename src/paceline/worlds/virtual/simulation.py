@@ -125,7 +125,9 @@ class Simulation:
         self._names: set[str] = set()
         self._store = local_store()
         self._services: list[list[VirtualServer]] = []
-        self.server_rates = rates_of(self.compute_model.workload)
+        self.server_rates = rates_of(
+            self.compute_model.workload, self.compute_model.memory
+        )
 
     def services_of(self, number: int, job: ServiceJob) -> list[VirtualServer]:
         """The services of job *number*: made when its first worker asks."""
