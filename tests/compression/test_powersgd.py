@@ -1,0 +1,433 @@
+"""What is particular about low-rank factors: the papers' identities, in float64."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import paceline
+from paceline.compression import PowerSGD, Residuals, make
+from paceline.compression import powersgd as module
+from paceline.compression.powersgd import orthonormal
+from paceline.errors import UsageError
+from paceline.testing.lockstep import Workers
+from tests.virtual.helpers import run
+
+SIDES = pytest.mark.parametrize("sides", ["one", "both"])
+SHAPES = (40, 30), (24, 5, 12), (7,), (40, 30)
+
+
+def drawn(workers, step=0, shapes=SHAPES):
+    """Each worker's gradients, in float64; workers differ."""
+    generator = torch.Generator().manual_seed(step)
+    return [
+        [
+            torch.randn(shape, generator=generator, dtype=torch.double) + rank
+            for shape in shapes
+        ]
+        for rank in range(workers)
+    ]
+
+
+def sums(given):
+    return [torch.stack(parts).sum(0) for parts in zip(*given, strict=True)]
+
+
+def residuals(workers):
+    return [[state["residual"] for state in own] for own in workers.states]
+
+
+def close(found, expected, allowed=1e-9):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=allowed)
+
+
+def largest(parts):
+    return max(part.abs().max().item() for part in parts)
+
+
+# ---- nothing lost, nothing kept ----
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_full_rank_is_the_sum(workers):
+    full = PowerSGD(rank=20, sides="both", min_rate=0, small=0)
+    less = PowerSGD(rank=19, sides="both", min_rate=0, small=0)
+    shapes = (20, 30), (50, 20), (20, 4, 5)
+    given = drawn(workers, shapes=shapes)
+    exact, cut = (Workers(code, given[0], workers) for code in (full, less))
+    for step in range(3):
+        given = drawn(workers, step, shapes)
+        mean = exact.mean(given)
+        assert [leg.kind for leg in mean.legs] == ["sum", "sum"]
+        close(mean.results[0], sums(given))
+        off = zip(cut.mean(given).results[0], sums(given), strict=True)
+        assert all(largest([one - other]) > 0.01 for one, other in off)
+
+
+def test_full_rank_on_one_side_is_the_sum_where_that_is_the_smaller_one():
+    code = PowerSGD(rank=20, sides="one", min_rate=0, small=0)
+    shapes = (50, 20), (20, 50)
+    workers = Workers(code, drawn(1, shapes=shapes)[0], 2)
+    for step in range(4):
+        given = drawn(2, step, shapes)
+        tall, wide = (
+            largest([one - other]) < 1e-9
+            for one, other in zip(
+                workers.mean(given).results[0], sums(given), strict=True
+            )
+        )
+        assert (tall, wide) == ((True, False) if step % 2 == 0 else (False, True))
+
+
+@SIDES
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_all_results_and_all_residuals_are_all_gradients(sides, workers):
+    group = Workers(Residuals(PowerSGD(sides=sides)), drawn(1)[0], workers)
+    owed = [torch.zeros(shape, dtype=torch.double) for shape in SHAPES]
+    for step in range(20):
+        given = drawn(workers, step)
+        results = group.mean(given).results[0]
+        for due, new, result in zip(owed, sums(given), results, strict=True):
+            due += new - result
+        close(sums(residuals(group)), owed)
+    assert largest(owed) > 0.1
+    assert not owed[2].any()  # a vector is sent as it is
+
+
+def test_one_column_space_leaves_nothing():
+    """Of matrices whose columns all lie in one space of *rank* dimensions."""
+    generator = torch.Generator().manual_seed(0)
+    space = torch.randn(40, 4, generator=generator, dtype=torch.double)
+
+    def given(columns):
+        return [
+            [
+                space[:, :columns]
+                @ torch.randn(columns, 30, generator=generator).double()
+            ]
+            for _ in range(3)
+        ]
+
+    for rank, left in ((4, False), (3, True)):
+        code = Residuals(PowerSGD(rank=rank, sides="both"))
+        workers = Workers(code, given(4)[0], 3)
+        workers.mean(given(4))
+        assert all((largest(own) > 1e-9) == left for own in residuals(workers))
+
+
+# ---- own and aggregated residuals ----
+
+
+def aggregated(sides, rank, first, steps, workers):
+    """Algorithm 2 of the paper: each worker's residual is what the *mean* leaves. Returns the
+    means of one matrix, and the residuals."""
+    left, right = (first[name].T.clone() for name in ("left", "right"))
+    errors = [torch.zeros(40, 30, dtype=torch.double) for _ in range(workers)]
+    means = []
+    for step in range(steps):
+        own = [
+            e + given[0] for e, given in zip(errors, drawn(workers, step), strict=True)
+        ]
+        whole = torch.stack(own).sum(0)
+        if sides == "both":
+            left = torch.linalg.qr(whole @ torch.linalg.qr(right)[0])[0]
+            right = whole.T @ left
+            mean = left @ right.T
+        elif step % 2 == 0:
+            basis = torch.linalg.qr(right)[0]
+            left = whole @ basis
+            mean = left @ basis.T
+        else:
+            basis = torch.linalg.qr(left)[0]
+            right = whole.T @ basis
+            mean = basis @ right.T
+        errors = [one - mean / workers for one in own]
+        means.append(mean)
+    return means, errors
+
+
+@SIDES
+def test_own_residuals_give_the_papers_results_and_stay_smaller(sides):
+    rank, steps, count = 3, 12, 3
+    workers = Workers(Residuals(PowerSGD(rank=rank, sides=sides)), drawn(1)[0], count)
+    first = {"left": torch.zeros(0, 0)} | workers.states[0][0]["code"]["common"]
+    means, errors = aggregated(sides, rank, first, steps, count)
+    for step, mean in enumerate(means):
+        close([workers.mean(drawn(count, step)).results[0][0]], [mean], 1e-7)
+    own = [parts[0] for parts in residuals(workers)]
+    close([sum(own)], [sum(errors)], 1e-7)
+    deviation = [torch.zeros(40, 30, dtype=torch.double) for _ in range(count)]
+    for step in range(steps):
+        given = [parts[0] for parts in drawn(count, step)]
+        for total, gradient in zip(deviation, given, strict=True):
+            total += gradient - sum(given) / count
+    for kept, expected in ((errors, True), (own, False)):
+        apart = [one - sum(kept) / count for one in kept]
+        off = largest([a - b for a, b in zip(apart, deviation, strict=True)])
+        assert (off < 1e-7) == expected
+    assert largest(own) < largest(errors)
+
+
+@SIDES
+def test_averaged_residuals_change_no_later_result(sides):
+    apart, alike = (
+        Workers(Residuals(PowerSGD(sides=sides)), drawn(1)[0], 3) for _ in "ab"
+    )
+    for step in range(5):
+        close(*(w.mean(drawn(3, step)).results[0] for w in (apart, alike)))
+    for number, total in enumerate(sums(residuals(alike))):
+        for own in alike.states:
+            own[number]["residual"] = total / 3
+    for step in range(5, 10):
+        close(*(w.mean(drawn(3, step)).results[0] for w in (apart, alike)))
+    for own in alike.states:
+        own[0]["residual"] = 2 * own[0]["residual"]
+    one, other = (w.mean(drawn(3, 10)).results[0] for w in (apart, alike))
+    assert largest([one[0] - other[0]]) > 0.1
+
+
+# ---- columns ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_rows_are_orthonormal_whatever_they_were(dtype, scale):
+    generator = torch.Generator().manual_seed(0)
+    ordinary = scale * torch.randn(4, 50, generator=generator, dtype=dtype)
+    repeated, zeros, some = (
+        ordinary.clone(),
+        torch.zeros_like(ordinary),
+        ordinary.clone(),
+    )
+    repeated[1:] = repeated[0]
+    some[2] = 0
+    square = scale * torch.randn(4, 4, generator=generator, dtype=dtype)
+    given = ordinary, repeated, square, zeros, some
+    for before, after in zip(given, orthonormal(given), strict=True):
+        close([after @ after.T], [torch.eye(4, dtype=dtype)], 1e-6)
+        spanned = before / scale @ after.T @ after
+        close([spanned], [before / scale], 1e-5)
+
+
+def unsent(sides, before):
+    """Norms of what is left, over the gradient's, in 40 steps with one gradient, after the
+    steps *before*."""
+    workers = Workers(Residuals(PowerSGD(sides=sides)), drawn(1)[0], 2)
+    for given in before:
+        workers.mean([[given, *own[1:]] for own in drawn(2)])
+    norms = []
+    for _ in range(40):
+        workers.mean(drawn(2, 2))
+        norms.append(sums(residuals(workers))[0].norm() / sums(drawn(2, 2))[0].norm())
+    return norms
+
+
+@SIDES
+def test_a_zero_tensor_stays_zero_and_loses_no_direction(sides, monkeypatch):
+    """Nobody used it for some steps; then it had a gradient of one direction only."""
+    workers = Workers(Residuals(PowerSGD(sides=sides)), drawn(1)[0], 2)
+    nothing = [[torch.zeros_like(part) for part in own] for own in drawn(2)]
+    for _ in range(3):
+        assert not any(part.any() for part in workers.mean(nothing).results[0])
+
+    before = [torch.zeros(40, 30).double()] * 3 + [torch.ones(40, 30).double()] * 4
+    norms = unsent(sides, before)
+    assert norms[-1] < 1.2 * norms[19]  # all directions are sent as fast as they come
+
+    def guarded(factors):
+        """Gram and Schmidt, who leave zeros where there is nothing to divide by."""
+        results = []
+        for factor in factors:
+            rows = []
+            for row in factor:
+                row = row - sum((other * (other @ row) for other in rows), 0 * row)
+                norm = row.norm()
+                rows.append(row / norm if norm > 1e-9 else 0 * row)
+            results.append(torch.stack(rows))
+        return results
+
+    monkeypatch.setattr(module, "orthonormal", guarded)
+    monkeypatch.setattr(module, "_keep", lambda factor, known: known.copy_(factor))
+    norms = unsent(sides, before)
+    assert norms[-1] > 1.8 * norms[19]
+
+
+@SIDES
+def test_matrices_of_one_shape_do_not_share_a_scale(sides, monkeypatch):
+    """Divided by one norm of all of them, those with small gradients would starve."""
+    scales, shapes = (1.0, 0.3, 0.1, 0.03), [(40, 30)] * 4
+
+    def left():
+        code = Residuals(PowerSGD(rank=1, sides=sides))
+        workers = Workers(code, drawn(1, shapes=shapes)[0], 1)
+        for step in range(60):
+            given = drawn(1, step, shapes)
+            workers.mean([[s * part for s, part in zip(scales, given[0], strict=True)]])
+        pairs = zip(scales, residuals(workers)[0], strict=True)
+        return [residual.norm().item() / scale for scale, residual in pairs]
+
+    sizes = left()
+    assert max(sizes) < 1.1 * min(sizes)
+
+    def jointly(factors):
+        """epfml's batched form at rank one."""
+        return list(torch.stack(factors) / torch.stack(factors).norm())
+
+    monkeypatch.setattr(module, "orthonormal", jointly)
+    sizes = left()
+    assert max(sizes) > 1.5 * min(sizes)
+
+
+@SIDES
+def test_a_power_of_two_changes_nothing_else(sides):
+    one, scaled = (
+        Workers(Residuals(PowerSGD(sides=sides)), drawn(1)[0], 2) for _ in "ab"
+    )
+    for step in range(4):
+        given = drawn(2, step)
+        large = [[part * 2.0**40 for part in own] for own in given]
+        pairs = zip(
+            one.mean(given).results[0], scaled.mean(large).results[0], strict=True
+        )
+        assert all(torch.equal(a * 2.0**40, b) for a, b in pairs)
+
+
+# ---- types ----
+
+
+def test_float16_rows_may_be_longer_than_its_range():
+    """64 elements of 30,000 are a row of length 240,000."""
+    given = [[torch.full((64, 64), 30000.0, dtype=torch.float16)]]
+    result = Workers(PowerSGD(sides="both"), given[0], 1).mean(given).results[0][0]
+    torch.testing.assert_close(result, given[0][0], rtol=2**-9, atol=0)
+
+
+@SIDES
+def test_bfloat16_factors_are_computed_in_float32(sides):
+    given = [[part.to(torch.bfloat16) for part in own] for own in drawn(1)]
+    wide = [[part.float() for part in own] for own in given]
+    code = PowerSGD(sides=sides)
+    half, single = (Workers(code, kind[0], 1).mean(kind) for kind in (given, wide))
+    assert 2 * half.bytes == single.bytes
+    for one, other in zip(half.results[0], single.results[0], strict=True):
+        off = (one.float() - other).norm() / other.norm()
+        assert off < 2**-7
+
+
+# ---- who is coded, and what is sent ----
+
+
+@pytest.mark.parametrize(
+    ("spec", "sent"),
+    [
+        ("powersgd:rank=4", [4 * (70 / 2 + 84 / 2 + 70 / 2) + 7]),
+        ("powersgd:rank=4,sides=both", [4 * (40 + 24 + 40) + 7, 4 * (30 + 60 + 30)]),
+        ("powersgd:rank=4,min_rate=9", [2 * 1200 + 1440 + 7]),
+        ("powersgd:rank=25,min_rate=0", [2 * 25 * 70 / 2 + 1440 + 7]),
+        ("powersgd:rank=31,min_rate=0", [2 * 1200 + 1440 + 7]),
+        ("powersgd:rank=4,small=1300", [4 * 84 / 2 + 2 * 1200 + 7]),
+        ("powersgd:rank=1,min_rate=0,small=0", [(3 * 70 - 70 + 84 + 8) / 2]),
+    ],
+)
+def test_bytes_of_factors(spec, sent):
+    code = make(spec)
+    said = [leg.size for leg in code.traffic(SHAPES, torch.double, 2)]
+    assert said == [8 * size for size in sent]
+    workers = Workers(code, drawn(1)[0], 2)
+    seen = [[leg.size for leg in workers.mean(drawn(2, n)).legs] for n in range(4)]
+    assert [sum(sizes) / 4 for sizes in zip(*seen, strict=True)] == said
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("powersgd:rank=0", "rank: expected 1 or more, got 0"),
+        ("powersgd:min_rate=-1", "min_rate: expected 0 or more, got -1.0"),
+        ("powersgd:min_rate=nan", "min_rate: expected 0 or more, got nan"),
+        ("powersgd:small=-1", "small: expected 0 or more"),
+        ("powersgd:sides=two", "unknown value for sides 'two'"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(spec, said):
+    with pytest.raises(UsageError) as caught:
+        make(spec)
+    assert said in str(caught.value)
+
+
+# ---- starts ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unshared(PowerSGD):
+    """Each worker begins with factors of its own."""
+
+    def init(self, like, name, rank):
+        return super().init(like, f"{name} {rank}", rank)
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_starts_are_shared_and_drawn_anew(warm_start):
+    """On both sides any start will do, since the first sum makes it one."""
+    for sides in ("one", "both"):
+        options = {"sides": sides, "warm_start": warm_start}
+        workers = Workers(PowerSGD(**options), drawn(1)[0], 2)
+        one, again = (workers.mean(drawn(2)).results for _ in range(2))
+        assert torch.equal(one[0][0], one[1][0])
+        assert largest([one[0][0] - again[0][0]]) > 0.1
+        broken = Workers(Unshared(**options), drawn(1)[0], 2).mean(drawn(2)).results
+        apart = largest([broken[0][0] - broken[1][0]])
+        assert (apart > 0.1) == (sides == "one")
+
+
+def test_factors_turn_towards_what_is_large():
+    """One gradient, again and again: a warm start ends with its best approximation."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (
+        torch.linalg.qr(torch.randn(n, n, generator=generator))[0] for n in (40, 30)
+    )
+    values = 0.7 ** torch.arange(30.0)
+    given = [[left[:, :30] @ torch.diag(values) @ right]]
+    best = values[4:].norm().item()
+    for warm, enough in ((True, 1.001), (False, 1.2)):
+        workers = Workers(PowerSGD(rank=4, warm_start=warm), given[0], 1)
+        for _ in range(60):
+            result = workers.mean(given).results[0][0]
+        off = (result - given[0][0]).norm().item() / best
+        assert (off < enough) == warm
+        assert off > 0.999
+
+
+# ---- a whole training ----
+
+
+def train(compression):
+    def body(rank):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
+        model.double()
+        optimizer = paceline.distribute(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), compression=compression
+        )
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(8):
+            optimizer.zero_grad()
+            inputs = torch.randn(16, 30, generator=generator, dtype=torch.double)
+            (model(inputs) - inputs).square().mean().backward()
+            optimizer.step()
+        optimizer.finish()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    return body
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_full_rank_trains_as_without_compression(workers):
+    plain = run(workers, train("none"))[0]
+    full = "powersgd:rank=30,sides=both,min_rate=0"
+    close(run(workers, train(full))[0][:2], plain[:2])
+    first, *others = run(workers, train("powersgd:rank=2"))
+    assert all(
+        torch.equal(a, b) for own in others for a, b in zip(first, own, strict=True)
+    )
+    assert largest([first[0] - plain[0]]) > (1e-4 if workers > 1 else -1)
