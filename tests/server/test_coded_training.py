@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 
 import paceline
-from paceline.compression import COMPRESSORS
+from paceline.compression import COMPRESSORS, make
+from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import Cluster, Rack, ServerHost
+from paceline.network.workload import Workload
 from paceline.optimizer import training_of
+from paceline.server.coded import code_bytes
+from paceline.server.wire import HEADER_BYTES
 from paceline.worlds.virtual import ComputeModel, Simulation
+from tests.compression.test_training import counted
+from tests.compression.test_training import step as do_step
+from tests.compression.toys import Halves
 from tests.server.test_coded import Largest
 
 SHAPES = ((40, 30), (300, 200), (50,), ())
 LR = 0.5
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wild(Largest):
+    """What its codes leave out is larger than what they are of."""
+
+    name: ClassVar[str] = "wild"
+    unbiased: ClassVar[bool] = True
+
+    def _decode(self, code, parts, dtype, add):
+        super()._decode(code, parts, dtype, add)
+        for part in parts:
+            part *= part.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown(Largest):
+    """Not registered."""
+
+    name: ClassVar[str] = "unknown"
+
+
 @pytest.fixture(autouse=True)
 def largest(monkeypatch):
-    monkeypatch.setitem(COMPRESSORS, Largest.name, Largest)
+    for toy in (Largest, Halves, Wild):
+        monkeypatch.setitem(COMPRESSORS, toy.name, toy)
 
 
 class Given(torch.nn.Module):
@@ -193,3 +224,299 @@ def test_one_worker_alone_loses_nothing():
     ((parameters, _, made),) = train(simulation(1), "asp", compression="largest")
     for parameter, total in zip(parameters, made, strict=True):
         torch.testing.assert_close(-parameter / LR, total)
+
+
+# ---- bytes, and time ----
+
+
+def seconds_of_a_step(answers, compression="largest", link=1e5, memory=1e15):
+    """Two workers that wait for each other, with nothing to compute."""
+    took = {}
+    compute = ComputeModel(forward=0.0, backward=0.0, memory=memory)
+    rack = Rack(workers=2, link=link, latency=0.0)
+    world = Simulation(Cluster((rack,), servers=(ServerHost(),)), compute=compute)
+
+    def body(rank):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        options = {"answers": answers} if compression != "none" else {}
+        optimizer = paceline.distribute(
+            model,
+            plain,
+            method="backup",
+            fusion="single",
+            compression=compression,
+            buffers="local",
+            **options,
+        )
+        for step in range(4):
+            if step == 1:
+                start = paceline.now()
+            optimizer.zero_grad()
+            model(gradients_of(rank, step)).backward()
+            optimizer.step()
+        took[rank] = (paceline.now() - start) / 3
+        optimizer.finish()
+
+    world.run(body)
+    return max(took.values())
+
+
+MODEL_BYTES = 8 * sum(torch.Size(shape).numel() for shape in SHAPES)
+
+
+def test_the_bytes_of_codes_count_both_ways():
+    code = code_bytes(make("largest"), SHAPES, torch.float64)
+    assert code == len(SHAPES) * 16
+    for answers, back in (("dense", MODEL_BYTES), ("differences", code)):
+        each = 2 * (code + HEADER_BYTES) + 2 * (back + HEADER_BYTES)
+        took = seconds_of_a_step(answers)
+        assert took == pytest.approx(each / 1e5, rel=1e-4)
+
+
+def test_coding_takes_virtual_time():
+    """A worker codes and its server decodes two; where answers are differences the server
+    codes and decodes two, and a worker decodes one."""
+    before, after = make("largest").passes(1)
+    for answers, passes in (
+        ("dense", before + 2 * after),
+        ("differences", before + 2 * after + 2 * (before + after + 6) + after),
+    ):
+        slow = seconds_of_a_step(answers, link=1e12, memory=1e6)
+        assert slow == pytest.approx(passes * MODEL_BYTES / 1e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("answers", ["dense", "differences"])
+def test_a_large_models_stand_in_is_priced_at_a_large_models_codes(answers, servers):
+    sizes = (400_000, 4_000_000, 40_000)
+    workload = Workload(
+        names=("a", "b", "c"),
+        sizes=sizes,
+        forward=(0.0,) * 3,
+        backward=(0.0,) * 3,
+        order=(2, 1, 0),
+        update=0.0,
+        batch=1,
+    )
+    rack = Rack(workers=2, link=1e7, latency=0.0)
+    cluster = Cluster((rack,), servers=(ServerHost(),) * servers)
+    compute = ComputeModel(forward=0.0, backward=0.0, memory=1e15)
+    took, sent = {}, [0]
+
+    def body(rank):
+        model = paceline.stand_in(workload)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(
+            model,
+            plain,
+            method="backup",
+            compression="halves",
+            answers=answers,
+            fusion="single",
+        )
+        for _ in range(3):
+            start = paceline.now()
+            sent[0] = counted(lambda: do_step(model, optimizer, torch.zeros(1)))
+        took[rank] = paceline.now() - start
+        optimizer.finish()
+
+    Simulation(cluster, compute=compute).run(body)
+    assert sent[0] == pytest.approx(sum(sizes) / 2 + servers * HEADER_BYTES, rel=1e-5)
+    if servers == 1:  # its link carries two codes, and what is answered to both
+        back = 1 if answers == "differences" else 2
+        each = (1 + back) * sum(sizes)
+        assert max(took.values()) == pytest.approx(each / 1e7, rel=1e-3)
+
+
+# ---- weights, and what is not finite ----
+
+
+def test_shares_of_samples_lose_nothing():
+    """Each step's gradient counts by its samples, and so does what is sent of it later."""
+    ends, steps, workers = {}, 6, 3
+
+    def body(rank):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        sampler = paceline.Sampler(range(61), batch_size=11, shuffle=False)
+        optimizer = paceline.distribute(
+            model,
+            plain,
+            method="asp",
+            sampler=sampler,
+            compression="largest:residuals=true",
+        )
+        made = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        for step, batch in zip(range(steps), _batches(sampler), strict=False):
+            given = gradients_of(rank, step)
+            optimizer.zero_grad()
+            model(given).backward()
+            weight = training_of(optimizer).run.weight
+            assert batch is not None
+            optimizer.step()
+            for total, gradient in zip(made, given, strict=True):
+                total += gradient * weight
+        left = {n: v.clone() for n, v in residuals_of(optimizer).items()}
+        optimizer.finish()
+        ends[rank] = [p.detach().clone() for p in model.parameters()], left, made
+
+    simulation(workers).run(body)
+    first = ends[0][0]
+    for number in range(len(SHAPES)):
+        left = sum(end[1][f"p{number}"] for end in ends.values())
+        made = sum(end[2][number] for end in ends.values())
+        torch.testing.assert_close(
+            -first[number] / LR + left, made, rtol=1e-9, atol=1e-9
+        )
+
+
+def _batches(sampler):
+    while True:
+        yield from sampler
+
+
+@pytest.mark.parametrize("answers", ["dense", "differences"])
+def test_a_gradient_that_is_not_finite_is_seen_by_all(answers):
+    ends = {}
+
+    def body(rank):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer = paceline.distribute(
+            model, plain, method="backup", compression="largest", answers=answers
+        )
+        for step in range(2):
+            given = gradients_of(rank, step)
+            if rank and step:
+                given[1][3, 4] = torch.nan
+            optimizer.zero_grad()
+            model(given).backward()
+            optimizer.step()
+        ends[rank] = [bool(p.isfinite().all()) for p in model.parameters()]
+        optimizer.finish()
+
+    simulation(2).run(body)
+    assert ends[0] == ends[1] == [True, False, True, True]
+
+
+# ---- checkpoints ----
+
+
+@pytest.mark.parametrize("answers", ["dense", "differences"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_checkpoint_in_the_middle_changes_nothing(servers, answers, tmp_path):
+    """Each worker's residuals are in its own part. (All hold the same when it is loaded: so
+    differences begin anew, and are those of a training that was straight only where they
+    left nothing out.)"""
+    options = {
+        "compression": "largest:residuals=true",
+        "answers": answers,
+    }
+    ends = {}
+
+    def one(rank, name, parts):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+        optimizer = paceline.distribute(model, plain, method="backup", **options)
+        for number, steps in enumerate(parts):
+            if number == 1:
+                paceline.load(tmp_path / name)
+            for step in steps:
+                optimizer.zero_grad()
+                model(gradients_of(rank, step)).backward()
+                optimizer.step()
+            if number == 0:
+                paceline.save(tmp_path / name)
+        kept = residuals_of(optimizer)
+        optimizer.finish()
+        ends.setdefault(name, {})[rank] = (
+            [p.detach().clone() for p in model.parameters()],
+            {key: value.clone() for key, value in kept.items()},
+        )
+
+    simulation(2, servers).run(lambda rank: one(rank, "straight", [range(6)]))
+    # Steps 3 to 8 of another training are forgotten when it loads.
+    simulation(2, servers).run(lambda rank: one(rank, "again", [range(3), range(3, 6)]))
+    for rank in range(2):
+        straight, again = ends["straight"][rank], ends["again"][rank]
+        for mine, theirs in zip(straight[0], again[0], strict=True):
+            assert torch.equal(mine, theirs)
+        assert straight[1].keys() == again[1].keys()
+        for name, value in straight[1].items():
+            assert torch.equal(value, again[1][name])
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"method": "asp", "compression": "powersgd"},
+            "means something only among those of all workers",
+        ),
+        (
+            {"method": "ssp", "compression": "random-block"},
+            "means something only among those of all workers",
+        ),
+        ({"method": "asp", "compression": "largest:dense_steps=5"}, "or begins later"),
+        ({"method": "osp", "compression": "largest"}, "it pushes parts of buckets"),
+        ({"method": "asp", "compression": Unknown()}, "finds another one, or none"),
+        (
+            {"method": "asp", "answers": "differences"},
+            "answers=differences without compression",
+        ),
+        (
+            {"method": "bsp", "compression": "bf16", "answers": "differences"},
+            "with method 'bsp': its workers update",
+        ),
+        (
+            {"method": "asp", "compression": "wild", "answers": "differences"},
+            "differences would grow",
+        ),
+        (
+            {"method": "asp", "compression": "largest", "answers": "some"},
+            "unknown value for answers 'some'",
+        ),
+        (
+            {
+                "method": "bsp",
+                "collective": "parameter-server",
+                "compression": "largest",
+            },
+            "a server only adds",
+        ),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_with_the_reason(options, said):
+    def body(rank):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        with pytest.raises(UsageError) as caught:
+            paceline.distribute(model, plain, **options)
+        assert said in str(caught.value)
+
+    simulation(2).run(body)
+
+
+def test_keys_of_a_spec_say_it_too():
+    spec = "ssp:staleness=1,compression=largest,answers=differences"
+    world = simulation(2)
+    train(world, spec)
+    (machine,) = machines(world)
+    assert machine.shard.coded is not None
+    assert machine.shard.coded.shadows == {}
+
+
+def test_workers_that_differ_are_refused_before_training():
+    def body(rank):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        compression = "largest:residuals=true" if rank else "largest"
+        paceline.distribute(model, plain, method="asp", compression=compression)
+
+    with pytest.raises(WorkerFailedError, match="residuals"):
+        simulation(2).run(body)

@@ -10,9 +10,9 @@ import torch
 from paceline.compression import make, pure
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import CodingStage, Compressor, State
-from paceline.messages import Answers, Parameters
+from paceline.messages import Answers, Parameters, Unit
 from paceline.server.code_checks import check_stands_alone
-from paceline.server.coded import code_bytes, shape_of, views
+from paceline.server.coded import code_bytes, views
 from paceline.server.spread import HeldPart, Spread, cut
 from paceline.tensors import (
     Bucket,
@@ -125,17 +125,11 @@ class Encoding:
         """The bytes of a code of what a part has, or stands for."""
         if part not in self._sizes:
             bucket = self._spread.buckets[part.bucket]
-            whole = bucket.buffer
-            elements = wire_bytes(whole) // whole.element_size()
-            shapes = []
-            for unit, slot in zip(part.units, part.slots, strict=True):
-                shape = shape_of(unit)
-                if unit.shape is not None:
-                    shape = wire_shape(bucket.views[slot])
-                elif stands_in(whole):
-                    shape = 1, math.ceil(unit.elements * elements / whole.numel())
-                shapes.append(shape)
-            self._sizes[part] = code_bytes(self._pure, shapes, whole.dtype)
+            shapes = [
+                _shape(unit, bucket.views[slot])
+                for unit, slot in zip(part.units, part.slots, strict=True)
+            ]
+            self._sizes[part] = code_bytes(self._pure, shapes, bucket.buffer.dtype)
         return self._sizes[part]
 
     # ---- what a checkpoint keeps ----
@@ -170,3 +164,11 @@ class Encoding:
                 )
             )
         ]
+
+
+def _shape(unit: Unit, gradient: torch.Tensor) -> tuple[int, ...]:
+    """What a code sees of a unit of *gradient*, or of what that stands for."""
+    shape = wire_shape(gradient)
+    if unit.shape is not None:
+        return shape
+    return 1, math.ceil(math.prod(shape) * unit.elements / gradient.numel())
