@@ -37,6 +37,10 @@ class Wrapper(Compressor):
     def stands_alone(self) -> bool:
         return self.code.stands_alone
 
+    @property
+    def speaks_without_data(self) -> bool:
+        return self.code.speaks_without_data
+
     def passes(self, workers: int) -> tuple[float, float]:
         return self.code.passes(workers)
 

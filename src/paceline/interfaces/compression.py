@@ -130,6 +130,12 @@ class Compressor(Protocol):
     @property
     def state(self) -> StateKind: ...
 
+    @property
+    def speaks_without_data(self) -> bool:
+        """Whether a worker that is out of data, and sends zeros, goes on with its own state: so
+        where results have a share of what it sent before. Else it sends nothing that it kept."""
+        return False
+
     def passes(self, workers: int) -> tuple[float, float]:
         """What coding and decoding cost, among so many *workers*: the time until the first
         code is there, and the time of all that follows, over the time in which the tensors'

@@ -139,7 +139,8 @@ class Codes:
         if name not in self.states:
             self.states[name] = self.compressor.init(part, name, self._rank)
         kept = self.states[name]
-        if kind == "own" and not counts:
+        speaks = counts or self.compressor.speaks_without_data
+        if kind == "own" and not speaks:
             # A worker that only keeps company sends zeros, and nothing that it kept back:
             # sizes of codes are still those of everybody's common state.
             fresh = self.compressor.init(part, name, self._rank)
