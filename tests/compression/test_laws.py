@@ -3,12 +3,20 @@ about it."""
 
 import pytest
 
-from paceline.compression import COMPRESSORS, Identity, Later, Residuals, make
+from paceline.compression import COMPRESSORS, Identity, Later, Residuals, make, pure
 from paceline.testing import COMPRESSOR_CHECKS, check_compressor
 from tests.compression.toys import Halves, RankOne, TopK
 
-PURE = [*map(make, COMPRESSORS), make("int8:rounding=nearest"), TopK(), RankOne()]
-PURE += [Halves(), Halves(small=0)]
+OTHERS = [
+    *("int8:rounding=nearest", "top-k:density=0.2,chunk=100,bits=2,small=0"),
+    *("dgc:nesterov=true,small=0", "dgc:momentum=0", "ef21:start=code,small=0"),
+    "gd-top-k:epoch_steps=2,speed=fastest,small=0",
+]
+TURNS = {"gd-top-k": "gd-top-k:epoch_steps=4"}
+"""Codes take turns; laws look at four steps."""
+
+PURE = [pure(make(TURNS.get(spec, spec))) for spec in [*COMPRESSORS, *OTHERS]]
+PURE += [TopK(), RankOne(), Halves(), Halves(small=0)]
 ALL = PURE + [
     Residuals(code) for code in PURE if code.takes_residuals and code != Identity()
 ]

@@ -10,12 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.compression.casts import BF16, FP16
+from paceline.compression.dgc import DGC
+from paceline.compression.ef21 import EF21
+from paceline.compression.gd_top_k import GDTopK
 from paceline.compression.identity import Identity
 from paceline.compression.int8 import Int8
 from paceline.compression.later import Later
 from paceline.compression.powersgd import PowerSGD
 from paceline.compression.random_block import RandomBlock
 from paceline.compression.residuals import Residuals
+from paceline.compression.top_k import TopK
 from paceline.compression.wrapper import pure
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Compressor
@@ -29,17 +33,21 @@ from paceline.spec import (
     spec_of,
 )
 
-__all__ = ["BF16", "COMPRESSORS", "FP16", "Identity", "Int8", "Later", "Residuals"]
-__all__ += ["PowerSGD", "RandomBlock", "full_spec", "keys_of", "make", "pure"]
-__all__ += ["shared_keys"]
+__all__ = ["BF16", "COMPRESSORS", "DGC", "EF21", "FP16", "GDTopK", "Identity", "Int8"]
+__all__ += ["Later", "PowerSGD", "RandomBlock", "Residuals", "TopK"]
+__all__ += ["full_spec", "keys_of", "make", "pure", "shared_keys"]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     BF16.name: BF16,
+    DGC.name: DGC,
+    EF21.name: EF21,
     FP16.name: FP16,
+    GDTopK.name: GDTopK,
     Identity.name: Identity,
     Int8.name: Int8,
     PowerSGD.name: PowerSGD,
     RandomBlock.name: RandomBlock,
+    TopK.name: TopK,
 }
 
 RESIDUALS, DECAY, DENSE_STEPS = "residuals", "decay", "dense_steps"

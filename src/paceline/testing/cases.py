@@ -24,9 +24,10 @@ class Case:
     alone takes, if it is not plain ``optimizer.step()``. *lossy*: how much of a tensor's
     largest gradient a mean may be off in each element, where a lossy code is sent; workers'
     gradients at the optimum are about 1, so that training ends as far from there.
-    *counts*: each gradient moves the parameters once, by the optimizer's step; not so under
-    an outer optimizer, which steps once more with what they have moved: laws that read from
-    parameters how many gradients are in them say nothing there.
+    *counts*: each gradient moves the parameters once, by the optimizer's step; not so where
+    a part of it waits for a later step, or under an outer optimizer, which steps once more
+    with what they have moved: laws that read from parameters how many gradients are in them
+    say nothing there.
     *state*: the optimizer needs one, so SGD gets a momentum too small to change anything.
     *racks*: where two workers or more are simulated they stand in two racks.
     """
@@ -110,6 +111,19 @@ def _outer(method: str, steps: int = 240) -> Case:
     return Case(method=method, learning_rate=0.3, steps=steps, counts=False)
 
 
+def _late(compression: str) -> Case:
+    """Elements of a gradient wait until they are sent, and then count at once: training ends
+    as far from the optimum as a step of such a size is long. The kit's tensors are small."""
+    return Case(
+        method=f"bsp:compression={compression},compression.small=0",
+        learning_rate=0.1,
+        steps=150,
+        lossy=0.1,
+        counts=False,
+    )
+
+
+_EF21 = "bsp:compression=ef21,compression.density=0.5,compression.small=0"
 _RESIDUALS = (
     "bsp:compression=int8,compression.rounding=nearest,compression.residuals=true"
 )
@@ -137,6 +151,10 @@ CASES: tuple[Case, ...] = (
     Case(method=_RESIDUALS, lossy=1 / 127),
     Case(method=_LOW_RANK, learning_rate=0.3, steps=150, lossy=0.5),
     Case(method=_RANDOM_BLOCK, learning_rate=0.3, steps=150, lossy=0.5),
+    Case(method=_EF21, learning_rate=0.3, steps=120),
+    _late("dgc,compression.density=0.5,compression.momentum=0"),
+    _late("gd-top-k,compression.epoch_steps=3"),
+    _late("top-k,compression.density=0.5"),
     Case(method="priority"),
     Case(method="dear"),
     Case(method="dear:collective=auto", racks=True),

@@ -1,0 +1,272 @@
+"""Deep gradient compression (DGC): top-k of a velocity, with momentum before it is sent.
+
+Lin et al., "Deep gradient compression" (ICLR 2018), algorithm 1, with corrections of sections
+3.2 and 3.3. Per tensor, with g this worker's share of the mean:
+
+    g is clipped;  u = m u + g;  v = v + u;  send top-k of v;  v = u = 0 where it was sent
+
+A small tensor, or one of one dimension, is summed as it is, and its momentum follows: u = m u + the
+sum, equal on all workers. So the optimizer has no momentum of its own; its weight decay is
+added to what has come in, and none of it is compressed.
+
+Differs from the paper and its published code in that:
+
+- of v what was sent is subtracted, so that what a value of 16 bits has lost by rounding is kept;
+- exactly k elements are sent, the largest; the code cuts at a sampled threshold, and what is too
+  much of that by place;
+- the norm of each tensor's gradient is clipped by itself, as in the code: other tensors are not
+  known yet;
+- a tensor whose gradient is zero in every element sends nothing and keeps u and v: it was not used
+  in this step, or its worker is out of data. Where a result is not finite they stay as they
+  were, too, on all workers, since a GradScaler skips that step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from paceline.compression.identity import summed
+from paceline.compression.packing import extremes, is_lossy, is_small
+from paceline.compression.selection import Cut, cut, pick, require_density
+from paceline.compression.sparse import (
+    Picked,
+    Row,
+    add_at,
+    add_everybodys,
+    all_finite,
+    rows_of,
+    traffic_of,
+)
+from paceline.errors import UsageError
+from paceline.interfaces import (
+    COMMON,
+    Coding,
+    Compressor,
+    Leg,
+    Place,
+    Shape,
+    State,
+    StateKind,
+)
+
+STAGES = 5
+"""Of the warm-up: the paper's epochs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGC(Compressor):
+    """The largest elements of each tensor's velocity, which is what its momentum adds up to. Small
+    tensors, those of one dimension, and whole numbers are summed as they are.
+
+    Have an optimizer without momentum: `momentum` is that of the code. It keeps two numbers an
+    element on each worker.
+
+    Sends: the part `density` of the elements in their own type, and 1 to 4 bytes for the place of
+    each, to every other worker; more in the first `warm_up_steps`. Loses: nothing for good; an
+    element that is not sent waits in the velocity.
+    """
+
+    density: float = 0.001
+    """The part of a tensor's elements that is sent, after the warm-up."""
+
+    warm_up_steps: int = 500
+    """Steps in which the density falls from its sixth root to itself, in five stages."""
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    masking: bool = True
+    """An element that was sent loses its momentum, which is that of old gradients by then. At
+    density 1 it is plain SGD with it, and SGD with momentum without."""
+
+    clip: float = 0.0
+    """The norm of a tensor's mean gradient above which it is clipped; each worker's own is at that
+    over the square root of the number of workers. 0: not at all."""
+
+    small: int = 1024
+    """Tensors with fewer elements, and those of one dimension, are summed as they are; 0 for
+    none."""
+
+    name: ClassVar[str] = "dgc"
+    linear: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
+    state: ClassVar[StateKind] = "own"
+    takes_residuals: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require_density(self.density)
+        if not 0 <= self.momentum < 1:
+            raise UsageError(
+                f"momentum: expected 0 or more and below 1, got {self.momentum}"
+            )
+        if self.warm_up_steps < 0:
+            raise UsageError(
+                f"warm_up_steps: expected 0 or more, got {self.warm_up_steps}"
+            )
+        if self.clip < 0:
+            raise UsageError(f"clip: expected a norm, 0 or more, got {self.clip}")
+
+    @property
+    def rounds(self) -> int:
+        """One for codes, and one for what is sent as it is."""
+        return 2 if self.small else 1
+
+    def passes(self, workers: int) -> tuple[float, float]:
+        return 20.0, 8.0 + 0.5 * workers
+
+    def settled(self) -> DGC:
+        return replace(self, warm_up_steps=0)
+
+    def suits(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.momentum:
+            return
+        for group in optimizer.param_groups:
+            own = group.get("momentum", 0.0) or group.get("betas", (0.0,))[0]
+            if own:
+                raise UsageError(
+                    f"compression 'dgc' with momentum={self.momentum}, and a "
+                    f"{type(optimizer).__name__} with a momentum of {float(own)}: gradients "
+                    "would have it twice. Take an optimizer without momentum, as "
+                    "SGD(momentum=0), or compression.momentum=0"
+                )
+
+    def traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[Leg]:
+        return traffic_of(shapes, dtype, self.small, self.density)
+
+    def init(self, like: torch.Tensor, name: str, rank: int) -> State:
+        real = torch.view_as_real(like) if like.is_complex() else like
+        if not is_lossy(real.dtype) or not real.numel():
+            return {}
+        wide = torch.promote_types(real.dtype, torch.float32)
+        empty = torch.zeros(real.numel(), dtype=wide, device=real.device)
+        if is_small(real.shape, self.small):
+            return {COMMON: {"momentum": empty}} if self.momentum else {}
+        own: State = {"velocity": empty}
+        if self.momentum:
+            own["momentum"] = torch.zeros_like(empty)
+        return {COMMON: {"steps": 0}} | own
+
+    def average(
+        self,
+        parts: Sequence[torch.Tensor],
+        states: Sequence[State],
+        place: Place,
+        sent: Sequence[torch.Tensor] | None = None,
+    ) -> Coding:
+        plain: list[Row] = []
+        large: list[Row] = []
+        for row in rows_of(parts, states, sent):
+            (large if "velocity" in row.state else plain).append(row)
+        if plain:
+            yield from self._dense(plain, place)
+        if large:
+            yield from self._sparse(large, place)
+
+    def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
+        """The sums of all momenta and velocities stay what they were: each worker has an equal
+        part. What is common goes on."""
+        for key, kept in state.get(COMMON, {}).items():
+            old = former[0][COMMON][key]
+            state[COMMON][key] = old.to(kept) if isinstance(old, torch.Tensor) else old
+        for key in ("velocity", "momentum"):
+            for old in former if key in state else ():
+                state[key].add_(old[key].to(state[key]) / workers)
+
+    def _density(self, steps: int) -> float:
+        """After so many steps: the paper's exponential warm-up."""
+        if steps >= self.warm_up_steps:
+            return self.density
+        stage = steps * STAGES // self.warm_up_steps
+        return math.pow(self.density, (stage + 1) / (STAGES + 1))
+
+    def _dense(self, rows: Sequence[Row], place: Place) -> Coding:
+        """A sum of whole tensors, and then their momentum."""
+        parts = [part for part, _, _ in rows]
+        owns = [own for _, _, own in rows if own is not None]
+        yield from summed(parts, owns or None)
+        ahead = self.momentum if self.nesterov else 0.0
+        for part, state, own in rows:
+            if COMMON not in state:  # no momentum
+                continue
+            common = state[COMMON]
+            old, total = common["momentum"], part.reshape(-1).to(common["momentum"])
+            new = (old + ahead * total).mul_(self.momentum)  # u = m (u + g)
+            if not self.nesterov:
+                new.add_(total)  # u = m u + g
+            result = new + total if self.nesterov else new
+            bounds = extremes(part)
+            speaks = bounds.any()
+            if own is not None:
+                shared = (result - total * (1 + ahead)) * (speaks / place.workers)
+                own.mul_(1 + ahead).add_(shared.view(own.shape))
+            part.copy_((result * speaks).view(part.shape))
+            common["momentum"] = torch.where(speaks & bounds.isfinite().all(), new, old)
+
+    def _sparse(self, rows: Sequence[Row], place: Place) -> Coding:
+        """Everybody's largest elements of v, added up."""
+        cuts, tries = [], []
+        for part, state, _ in rows:
+            steps = state[COMMON]["steps"]
+            state[COMMON]["steps"] = steps + 1
+            cuts.append(cut(part.numel(), self._density(steps)))
+            tries.append(_Step(self, part, state, place))
+        dtype = rows[0][0].dtype
+        picked = [one.take(of, dtype) for one, of in zip(tries, cuts, strict=True)]
+        for (_, _, own), (places, values) in zip(rows, picked, strict=True):
+            if own is not None:
+                add_at(own, places, values, add=False)
+        totals = [torch.zeros_like(one.velocity) for one in tries]
+        yield from add_everybodys(picked, cuts, totals)
+        finite = all_finite(totals)
+        for (part, _, _), total, one in zip(rows, totals, tries, strict=True):
+            part.copy_(total.view(part.shape))
+            one.keep(finite)
+
+
+class _Step:
+    """What momentum and velocity of one tensor become, if the step counts."""
+
+    def __init__(
+        self, method: DGC, part: torch.Tensor, state: State, place: Place
+    ) -> None:
+        self._state, self._masking = state, method.masking
+        share = part.reshape(-1).to(state["velocity"])
+        self._speaks = extremes(part).any()
+        if method.clip:
+            # The norm of the gradient itself, of which *part* is one worker's share.
+            limit = method.clip / math.sqrt(place.workers) / place.workers
+            share = share * (limit / share.norm()).clamp_(max=1)
+        m, self.momentum = method.momentum, None
+        if not m:
+            self.velocity = state["velocity"] + share
+            return
+        if method.nesterov:  # u = m (u + g);  v = v + u + g
+            self.momentum = (state["momentum"] + share).mul_(m)
+            self.velocity = (state["velocity"] + self.momentum).add_(share)
+        else:  # u = m u + g;  v = v + u
+            self.momentum = (state["momentum"] * m).add_(share)
+            self.velocity = state["velocity"] + self.momentum
+
+    def take(self, of: Cut, dtype: torch.dtype) -> Picked:
+        """Places and values that are sent, which are nought where the tensor is silent."""
+        places = pick(self.velocity, of)
+        values = (self.velocity[places] * self._speaks).to(dtype)
+        self.velocity[places] -= values.to(self.velocity.dtype)
+        if self._masking and self.momentum is not None:
+            self.momentum[places] = 0
+        return places, values
+
+    def keep(self, finite: torch.Tensor) -> None:
+        """Go on with them, where all that was sent is *finite*."""
+        counts = finite & self._speaks
+        for key, new in (("velocity", self.velocity), ("momentum", self.momentum)):
+            if new is not None:
+                kept = self._state[key]
+                torch.where(counts, new, kept, out=kept)

@@ -1,0 +1,193 @@
+"""Which elements are the largest, and how their places travel."""
+
+import pytest
+import torch
+
+from paceline.compression.bins import decode_values, encode_values, size_of_values
+from paceline.compression.packing import Reader
+from paceline.compression.selection import cut, largest, pick
+from paceline.compression.sparse import add_at, coded, opened, size_of
+from paceline.errors import UsageError
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def draw(seed, size, dtype=torch.float32):
+    """Some of many sizes, with ties: multiples of 1/8, of which many are zero."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(size, generator=generator, dtype=torch.float64)
+    return ((8 * coarse).round() / 8 * (coarse > -0.5)).to(dtype)
+
+
+def slowly(values, count):
+    """The same by sorting in Python."""
+    order = sorted(range(len(values)), key=lambda i: (-abs(values[i].item()), i))
+    return sorted(order[:count])
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 100, 5000])
+def test_the_largest_and_of_equal_ones_the_first(dtype, size):
+    for count in {1, max(1, size // 100), max(1, size // 3), size}:
+        values = draw(size + count, size, dtype)
+        assert largest(values, count).tolist() == slowly(values, count)
+
+
+@pytest.mark.parametrize("size", [30_000, 200_000, 70_001])
+@pytest.mark.parametrize("density", [0.0001, 0.001, 0.01, 0.1])
+def test_a_sampled_threshold_finds_the_same(size, density):
+    """Normal and heavy-tailed numbers, and numbers of which almost all are equal."""
+    generator = torch.Generator().manual_seed(size)
+    normal = torch.randn(size, generator=generator, dtype=torch.float64)
+    count = max(1, round(size * density))
+    step = (normal > 2).double()
+    rows = torch.arange(size) % 64 == 0  # what a stride of 64 would see, or not at all
+    for values in (normal, normal**5, step, torch.zeros(size), normal * rows):
+        expected = values.abs().sort(descending=True, stable=True).indices[:count]
+        assert torch.equal(largest(values, count), expected.sort().values)
+
+
+def test_what_is_not_finite_comes_first():
+    values = torch.linspace(-3, 3, 40_000)
+    values[[17, 30_000]] = torch.tensor([torch.nan, -torch.inf])
+    assert largest(values, 2).tolist() == [17, 30_000]
+    assert largest(values, 1).tolist() == [17]
+
+
+@pytest.mark.parametrize(("elements", "chunk"), [(60, 20), (70, 20), (19, 20), (41, 1)])
+def test_chunks_are_tensors_by_themselves(elements, chunk):
+    of = cut(elements, 0.25, chunk)
+    values = draw(elements, elements)
+    apart = [
+        start + place
+        for start in range(0, elements, chunk)
+        for own in [values[start : start + chunk]]
+        for place in slowly(own, max(1, round(len(own) * 0.25)))
+    ]
+    assert pick(values, of).tolist() == apart
+    assert len(apart) == of.count
+
+
+def test_many_chunks():
+    values = draw(1, 300_000)
+    of = cut(300_000, 1 / 64, 4096)
+    apart = [
+        largest(own, 64 if len(own) == 4096 else round(len(own) / 64)) + 4096 * number
+        for number, own in enumerate(values.split(4096))
+    ]
+    assert torch.equal(pick(values, of), torch.cat(apart))
+
+
+@pytest.mark.parametrize(
+    ("elements", "chunk", "width"),
+    [
+        (2, 0, 1),
+        (256, 0, 1),
+        (257, 0, 2),
+        (2**16, 0, 2),
+        (2**16 + 1, 0, 3),
+        (2**24, 0, 3),
+        (2**24 + 1, 0, 4),
+        (2**32, 0, 4),
+        (2**24, 4096, 2),
+        (2**24, 256, 1),
+    ],
+)
+def test_places_take_as_few_bytes_as_they_can(elements, chunk, width):
+    of = cut(elements, 1e-3 if elements > 300 else 0.5, chunk)
+    assert of.width == width
+    assert size_of([of], torch.float32) == of.count * (4 + width)
+
+
+def test_all_that_is_sent_needs_no_places():
+    assert cut(100, 1.0).width == cut(1, 0.01).width == 0
+
+
+@pytest.mark.parametrize("chunk", [0, 100])
+@pytest.mark.parametrize("bits", [32, 16, 4, 2])
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_a_code_is_what_it_was(dtype, bits, chunk):
+    """Places always, values up to their bits; of the size that was said."""
+    cuts = [cut(size, 0.1, chunk) for size in (7, 300, 70_000)]
+    tensors = [draw(of.elements, of.elements, dtype) for of in cuts]
+    places = [pick(values, of) for values, of in zip(tensors, cuts, strict=True)]
+    picked = [(at, values[at]) for at, values in zip(places, tensors, strict=True)]
+    code = coded(picked, cuts, bits)
+    assert code.numel() == size_of(cuts, dtype, bits)
+    worst = {32: 0, 16: 2**-8, 4: 0.15, 2: 0.5}[bits]
+    for (at, values), (there, arrived) in zip(
+        picked, opened(code, cuts, dtype, bits), strict=True
+    ):
+        assert torch.equal(at, there)
+        off = (arrived.double() - values.double()).norm()
+        assert off <= worst * values.double().norm()
+
+
+def test_a_place_outside_is_refused():
+    for chunk in (0, 100):
+        of = cut(250, 0.1, chunk)
+        values = torch.rand(250)
+        places = pick(values, of)
+        good = coded([(places, values[places])], [of])
+        assert opened(good, [of], torch.float32)
+        for bad in (250 if not chunk else 100, 255):
+            broken = good.clone()
+            broken[-1] = bad
+            with pytest.raises(
+                UsageError, match="a place outside of its tensor of 250"
+            ):
+                opened(broken, [of], torch.float32)
+    last = cut(250, 0.1, 100)  # in the last chunk, of 50
+    code = coded([(pick(values, last), values[: last.count])], [last])
+    code[-1] = 50
+    with pytest.raises(UsageError, match="outside"):
+        opened(code, [last], torch.float32)
+
+
+def test_values_are_added_where_they_belong():
+    part = torch.ones(3, 4).T  # not contiguous
+    places = torch.tensor([1, 5])
+    add_at(part, places, torch.tensor([2.0, 3.0]))
+    assert part.reshape(-1)[[0, 1, 5]].tolist() == [1, 3, 4]
+    add_at(part, places, torch.tensor([2.0, 3.0]), add=False)
+    assert part.reshape(-1)[[0, 1, 5]].tolist() == [0, 2, 3]
+
+
+# ---- bins ----
+
+
+def binned(values, bits):
+    code = torch.cat(encode_values(values, bits))
+    assert code.numel() == size_of_values(len(values), values.dtype, bits)
+    return decode_values(Reader(code), len(values), values.dtype, bits)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_bin_is_its_own_mean(bits):
+    """So less is left of it than there was, whatever the values."""
+    for seed in range(20):
+        values = draw(seed, 1 + 7 * seed).double() ** 3
+        there = binned(values, bits)
+        assert len(there.unique()) <= 2**bits
+        for level in there.unique():
+            own = values[there == level]
+            assert own.mean().item() == pytest.approx(level.item(), abs=1e-9)
+        assert (values - there).norm() <= values.norm() + 1e-12
+
+
+def test_more_bits_lose_less():
+    values = draw(0, 1000).double()
+    lost = [(binned(values, bits) - values).norm() for bits in (2, 4, 16, 32)]
+    assert lost == sorted(lost, reverse=True)
+    assert lost[0] > 2 * lost[1] > 0
+    assert lost[-1] == 0
+
+
+def test_equal_values_are_exact():
+    for value in (0.0, -2.5, 1e-40):
+        assert (binned(torch.full((9,), value), 2) == value).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows_in_bins(bad):
+    assert not binned(torch.tensor([1.0, bad, 2.0, 3.0]), 2).isfinite().any()
