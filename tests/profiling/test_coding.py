@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -159,6 +160,32 @@ def test_what_changes_nothing_does_not_suit(tmp_path):
     rows = list(price(["none", "bf16"], kept(folder, gradient()), 8))
     assert [type(row) for row in rows] == [Unsuited, Price]
     assert rows[0].reason.startswith("sends every tensor of this model as it is")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithMomentum(Half):
+    """Has one of its own."""
+
+    name = "with-momentum"
+
+    def suits(self, optimizer):
+        if optimizer.param_groups[0]["momentum"]:
+            raise UsageError(f"{type(optimizer).__name__} has a momentum, too")
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_does_not_suit_the_optimizer_is_said(momentum, monkeypatch, tmp_path):
+    monkeypatch.setitem(COMPRESSORS, WithMomentum.name, WithMomentum)
+    steps = kept(tmp_path, gradient())
+    assert steps.optimizer() is None
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    steps.keep_optimizer(torch.optim.SGD([parameter], momentum=momentum))
+    (row,) = price(["with-momentum"], steps, 2)
+    if momentum:
+        assert isinstance(row, Unsuited)
+        assert row.reason == "SGD has a momentum, too"
+    else:
+        assert isinstance(row, Price)
 
 
 def test_gradients_that_are_not_finite_are_left_out(toys, tmp_path):

@@ -206,10 +206,14 @@ def _answers(asked: Sequence[Asked], workers: int) -> list[torch.Tensor]:
     """What a collective gives back to each who codes; *workers* are those and others, who
     have sent what rank 0 has."""
     codes = [message.code for message in asked]
-    everyone = codes + codes[:1] * (workers - len(codes))
+    others = workers - len(codes)
     if isinstance(asked[0], Sum):
-        total = torch.stack(everyone).sum(0, dtype=codes[0].dtype)
+        total = codes[0].clone()
+        for code in codes[1:]:
+            total.add_(code)
+        total.add_(codes[0], alpha=others)
         return [code.copy_(total) for code in codes]
+    everyone = codes + codes[:1] * others
     if isinstance(asked[0], Gather):
         return [torch.stack(everyone) for _ in codes]
     rows = [code.view(workers, -1) for code in everyone]

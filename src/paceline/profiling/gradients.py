@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,3 +52,33 @@ class KeptGradients:
         content = torch.load(self._folder / f"{step}.pt", weights_only=True)
         named = list(zip(content["names"], content["gradients"], strict=True))
         return named, int(content["threads"])
+
+    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Write down what is trained with: its class's name and its groups' options."""
+        groups = [
+            {key: value for key, value in group.items() if _is_plain(value)}
+            for group in optimizer.param_groups
+        ]
+        content = {"name": type(optimizer).__name__, "groups": groups}
+        (self._folder / _OPTIMIZER).write_text(json.dumps(content))
+
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """One of that name, with these options and no parameters of the model's; None where
+        nobody has said which."""
+        file = self._folder / _OPTIMIZER
+        if not file.exists():
+            return None
+        content = json.loads(file.read_text())
+        cls: Any = type(content["name"], (torch.optim.Optimizer,), {})
+        groups = [{"params": [torch.zeros(1)], **group} for group in content["groups"]]
+        made: torch.optim.Optimizer = cls(groups, {})
+        return made
+
+
+_OPTIMIZER = "optimizer.json"
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):  # betas
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -95,10 +95,13 @@ def price(
             f"none of the {len(kept)} gradients that were seen is finite: expected some "
             "that are, to code them; with a GradScaler, start at a smaller scale"
         )
+    optimizer = kept.optimizer()
     with threads_set(kept.read(steps[0])[1]):
         for text, compressor in made:
             begins(text)
             try:
+                if optimizer is not None:
+                    compressor.suits(optimizer)
                 yield _price(text, compressor, kept, steps, workers)
             except UsageError as error:
                 yield Unsuited(compression=text, reason=str(error))

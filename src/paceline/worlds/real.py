@@ -273,6 +273,10 @@ class RealWorld:
             workload = with_times(workload, own.tolist())
         if self.rank == 0:
             workload.save(path)
+            if self.options.gradients is not None:
+                optimizer = self.job.trainings[0].optimizer
+                inner = getattr(optimizer, "unwrapped", optimizer)
+                KeptGradients(self.options.gradients).keep_optimizer(inner)
 
     def _source(self) -> str:
         threads = torch.get_num_threads()
