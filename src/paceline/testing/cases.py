@@ -129,7 +129,7 @@ _RESIDUALS = (
 )
 _LOW_RANK = (
     "bsp:compression=powersgd,compression.rank=1,compression.min_rate=0,"
-    "compression.small=0"
+    "compression.small=0,compression.dense_steps=0"
 )
 _RANDOM_BLOCK = (
     "bsp:compression=random-block,compression.density=0.8,compression.small=0,"
