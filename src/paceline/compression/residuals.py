@@ -123,11 +123,12 @@ class _Given:
             if "residual" not in state:
                 continue
             speaks = _truth(extremes(part).any())
-            if speaks is False:
-                continue
-            residual = state["residual"]
-            whole = residual + part if speaks is True else residual * speaks + part
-            part.copy_(whole)
+            whole = state["residual"]
+            if speaks is not False:
+                whole = whole + part
+                part.copy_(whole)
+            if not isinstance(speaks, bool):
+                part.mul_(speaks)
             self._rows.append((state, whole, speaks, number))
 
     def keep(
@@ -136,19 +137,25 @@ class _Given:
         results: Sequence[torch.Tensor],
         decay: float,
     ) -> None:
-        """What is left of it after *sent*: e = a - decoded C(a)."""
+        """What is left of it after *sent*: e = a - decoded C(a). Of what nothing was to be sent
+        (a = e) there may have been something all the same: an owner's rounding."""
         if not self._rows:
             return
         every = torch.stack([extremes(part) for part in results])
         finite = _truth(every.isfinite().all())
+        if finite is False:
+            return
         for state, whole, speaks, number in self._rows:
-            if finite is False:
-                return
-            left = whole.sub_(sent[number])
-            if decay != 1.0:
-                left.mul_(decay)
+            if speaks is False:
+                left = whole - sent[number]
+            else:
+                left = whole.sub_(sent[number])
+                if decay != 1.0:
+                    left.mul_(
+                        decay if speaks is True else torch.where(speaks, decay, 1)
+                    )
             if finite is not True:
-                left = torch.where(finite & speaks, left, state["residual"])
+                left = torch.where(finite, left, state["residual"])
             state["residual"] = left
 
 

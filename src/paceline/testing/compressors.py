@@ -83,13 +83,12 @@ def codes_stand_alone(compressor: Compressor) -> None:
                 "encoding changes what it encodes",
             )
             compressor.decode(code, total, add=True)
-        mean = workers.mean(given)
-        _require_close(
-            mean.results[0],
-            total,
-            max(mean.rounding, 2**-6 * (compressor.rounds > 1)),
-            "codes do not add up to the mean",
-        )
+        mean, otherwise = workers.mean(given), "codes do not add up to the mean"
+        if not mean.is_coded_twice:
+            _require_close(mean.results[0], total, mean.rounding, otherwise)
+            continue
+        for result, part in zip(mean.results[0], total, strict=True):
+            require(bool((result - part).norm() <= part.norm() / 2), otherwise)
     for wrong in (code[:-1], torch.cat([code, code[:1]]), code[:0]):
         try:
             compressor.decode(wrong, total)
@@ -123,10 +122,14 @@ def a_worker_without_data_changes_nothing(compressor: Compressor) -> None:
     for step in range(3):
         given = [*gradients(2, seed=step), gradients(1, scale=0.0)[0]]
         with_it, without = three.mean(given), two.mean(given[:2])
+        allowed = with_it.rounding
+        if step and with_it.is_coded_twice and isinstance(compressor, Residuals):
+            # Who owns what differs, and so in whose residual the second rounding is.
+            allowed = 2**-3
         _require_close(
             with_it.results[0],
             without.results[0],
-            with_it.rounding,
+            allowed,
             "a worker whose tensors are zero changes the others' result",
         )
 

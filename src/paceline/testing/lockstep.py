@@ -51,6 +51,11 @@ class Mean:
         ]
 
     @property
+    def is_coded_twice(self) -> bool:
+        """Whether owners have coded sums once more."""
+        return any(isinstance(asked, Exchange) for asked in self.codes)
+
+    @property
     def rounding(self) -> float:
         """How far apart two ways to add the same numbers may end, relative to the
         largest."""
