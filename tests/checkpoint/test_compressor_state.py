@@ -41,6 +41,8 @@ class OneWorker:
         everyone.copy_(own)
         return Nothing()
 
+    all_to_all = all_gather
+
 
 def send(codes, part, name):
     """One tensor to itself, through a code; returns what arrives."""

@@ -77,9 +77,6 @@ class RoundsDown(Int8):
 
     unbiased: ClassVar[bool] = True
 
-    def __post_init__(self):
-        object.__setattr__(self, "rounding", "nearest")
-
 
 @dataclass(frozen=True, kw_only=True)
 class LeavesMore(FP16):
@@ -210,7 +207,7 @@ class TakesAnything(Halves):
         (LeavesMore(), r"of a gradient of norm [\d.]+ [\d.]+ is left out"),
         (KeepsItsOwn(), "workers end with different results"),
         (HidesState(), "something is kept elsewhere"),
-        (OwnButCommon(), "common state differs between workers"),
+        (OwnButCommon(rounding="stochastic"), "common state differs between workers"),
         (KeepsAGenerator(), "a state holds a Generator"),
         (ForgetsTheType(), "a sum of torch.int64 numbers is not exact"),
         (HidesOverflow(), "inf is hidden: the result is finite"),

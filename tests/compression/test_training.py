@@ -7,7 +7,7 @@ import torch
 
 import paceline
 from paceline.collectives.schedule import Ring
-from paceline.compression import BF16, Identity, Int8, Residuals, make
+from paceline.compression import BF16, Identity, Int4, Int8, Residuals, make
 from paceline.distributing import read_spec
 from paceline.errors import UsageError
 from paceline.network.workload import Workload
@@ -66,18 +66,31 @@ def step(model, optimizer, *inputs):
 # ---- bytes and times ----
 
 
+def ring(workers, size, **options):
+    """What each worker sends of *size* bytes in a ring."""
+    schedule = Ring(workers, size, **options)
+    return [schedule.bytes_sent(rank) for rank in range(workers)]
+
+
+def exchanged(workers, code):
+    """What each worker sends of a code that goes to its owners, and comes back."""
+    return [2 * (workers - 1) * code // workers] * workers
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize(
-    ("compression", "code", "gathers"),
+    ("compression", "sent_of"),
     [
-        ("bf16", 2 * 250, False),
-        ("fp16:residuals=true", 2 * 250, False),
-        ("int8", 250 + 2 * 4, True),
-        (Residuals(Int8(rounding="nearest")), 250 + 2 * 4, True),
+        ("bf16", lambda n: ring(n, 2 * 250)),
+        ("fp16:residuals=true", lambda n: ring(n, 2 * 250)),
+        ("int8", lambda n: exchanged(n, {2: 10, 3: 9}[n] * (4 + 32))),  # padded
+        (Residuals(Int4()), lambda n: exchanged(n, 6 * (4 + 32))),
+        ("qsgd", lambda n: ring(n, n * 9 * (4 + 32), rounds=1)),
+        ("ef-sign", lambda n: ring(n, n * (2 * 4 + 25 + 7), rounds=1)),
     ],
     ids=str,
 )
-def test_what_is_sent_is_the_codes_bytes(compression, code, gathers, workers):
+def test_what_is_sent_is_the_codes_bytes(compression, sent_of, workers):
     def body(rank):
         model, optimizer = begin(compression)
         step(model, optimizer, torch.tensor(1.0))  # the planner learns an order
@@ -90,11 +103,8 @@ def test_what_is_sent_is_the_codes_bytes(compression, code, gathers, workers):
         optimizer.finish()
         return sent
 
-    size = workers * code if gathers else code
-    ring = Ring(workers, size, rounds=1) if gathers else Ring(workers, code)
-    for rank, sent in enumerate(run(workers, body)):
-        flag = Ring(workers, FLAG).bytes_sent(rank)
-        assert sent == 3 * (ring.bytes_sent(rank) + flag)
+    expected = zip(sent_of(workers), ring(workers, FLAG), strict=True)
+    assert run(workers, body) == [3 * (code + flag) for code, flag in expected]
 
 
 def test_one_worker_sends_and_loses_nothing():
@@ -109,7 +119,8 @@ def test_one_worker_sends_and_loses_nothing():
 
 
 @pytest.mark.parametrize(
-    ("compression", "part"), [("none", 1), ("bf16", 1 / 2), ("int8", 1 / 4)]
+    ("compression", "part"),
+    [("none", 1), ("bf16", 1 / 2), ("int8", 1 / 4), ("int4", 1 / 8)],
 )
 def test_a_large_models_stand_in_sends_a_large_models_codes(compression, part):
     sizes = (400_000, 4_000_000, 40_000)
@@ -135,7 +146,7 @@ def test_a_large_models_stand_in_sends_a_large_models_codes(compression, part):
         return sent
 
     dense = Ring(2, sum(sizes)).bytes_sent(0)
-    assert run(2, body) == pytest.approx([part * dense] * 2, rel=0.01)
+    assert run(2, body) == pytest.approx([part * dense] * 2, rel=0.04)  # scales
 
 
 def duration(compression, memory):
@@ -183,7 +194,13 @@ def test_the_planner_measures_compressed_means():
 
 @pytest.mark.parametrize(
     "compression",
-    ["bf16", "int8", "int8:residuals=true", "int8:residuals=true,dense_steps=6"],
+    [
+        "bf16",
+        "int8",
+        "int8:residuals=true",
+        "int8:residuals=true,dense_steps=6",
+        "qsgd",
+    ],
 )
 def test_uneven_data(compression):
     """Whoever is out of data changes nothing, and all end with one model."""
@@ -238,6 +255,8 @@ class OneWorker:
         everyone.copy_(own)
         return Nothing()
 
+    all_to_all = all_gather
+
 
 def test_new_buckets_keep_each_tensors_state():
     """State belongs to a tensor's name: no residual is lost where plans change."""
@@ -262,9 +281,9 @@ def test_new_buckets_keep_each_tensors_state():
 
 
 def test_keys_of_a_spec():
-    text = "bsp:fusion=ddp,compression=int8,compression.rounding=nearest"
+    text = "bsp:fusion=ddp,compression=int8,compression.rounding=stochastic"
     _, settings = read_spec(text)
-    assert settings.compression == Int8(rounding="nearest")
+    assert settings.compression == Int8(rounding="stochastic")
     assert settings.fusion == "ddp"
     keys = settings.as_keys()
     assert keys["compression"] == "int8"
@@ -282,7 +301,7 @@ def test_keys_of_a_spec():
         ("bsp:compression=int9", "unknown compression 'int9'. Did you mean 'int8'?"),
         (
             "bsp:compression=int8,compression.bits=4",
-            "compression 'int8': unknown key 'bits'. Known: decay, dense_steps, residuals, ",
+            "compression 'int8': unknown key 'bits'. Known: block, decay, dense_steps, residuals",
         ),
         ("bsp:compression.seed=4", "without 'compression'"),
         (

@@ -147,3 +147,24 @@ class RankOne(Compressor):
 
     def inherit(self, state, former, workers):
         state[COMMON]["q"].copy_(former[0][COMMON]["q"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignAlone(Compressor):
+    """signSGD: the signs of all workers, added up. It loses where workers' data differ."""
+
+    name: ClassVar[str] = "sign-alone"
+    linear: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = False
+    rounds: ClassVar[int] = 1
+    state: ClassVar[str] = "none"
+
+    def passes(self, workers):
+        return 1.0, 1.0
+
+    def traffic(self, shapes, dtype, workers):
+        kept, kind = real_type(shapes, dtype)
+        return dense(kept, kind)
+
+    def average(self, parts, states, place, sent=None):
+        put((yield Sum(flat(reals(parts)).sign())), reals(parts))

@@ -12,11 +12,13 @@ from typing import Any
 from paceline.compression.casts import BF16, FP16
 from paceline.compression.dgc import DGC
 from paceline.compression.ef21 import EF21
+from paceline.compression.ef_sign import EFSign
 from paceline.compression.gd_top_k import GDTopK
 from paceline.compression.identity import Identity
-from paceline.compression.int8 import Int8
+from paceline.compression.int8 import Int4, Int8
 from paceline.compression.later import Later
 from paceline.compression.powersgd import PowerSGD
+from paceline.compression.qsgd import QSGD
 from paceline.compression.random_block import RandomBlock
 from paceline.compression.residuals import Residuals
 from paceline.compression.top_k import TopK
@@ -33,19 +35,23 @@ from paceline.spec import (
     spec_of,
 )
 
-__all__ = ["BF16", "COMPRESSORS", "DGC", "EF21", "FP16", "GDTopK", "Identity", "Int8"]
-__all__ += ["Later", "PowerSGD", "RandomBlock", "Residuals", "TopK"]
+__all__ = ["BF16", "COMPRESSORS", "DGC", "EF21", "FP16", "QSGD", "EFSign", "GDTopK"]
+__all__ += ["Identity", "Int4", "Int8", "Later", "PowerSGD", "RandomBlock", "Residuals"]
+__all__ += ["TopK"]
 __all__ += ["full_spec", "keys_of", "make", "pure", "shared_keys"]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     BF16.name: BF16,
     DGC.name: DGC,
     EF21.name: EF21,
+    EFSign.name: EFSign,
     FP16.name: FP16,
     GDTopK.name: GDTopK,
     Identity.name: Identity,
+    Int4.name: Int4,
     Int8.name: Int8,
     PowerSGD.name: PowerSGD,
+    QSGD.name: QSGD,
     RandomBlock.name: RandomBlock,
     TopK.name: TopK,
 }
@@ -64,7 +70,7 @@ def shared_keys(cls: Any) -> dict[str, str]:
 
 
 def make(spec: str | Spec) -> Compressor:
-    """The compressor that a spec such as ``"int8:rounding=nearest,residuals=true"`` names.
+    """The compressor that a spec such as ``"int8:residuals=true"`` names.
 
     Raises `UsageError` for an unknown name, an unknown key, or a value of the wrong type or
     out of its range.

@@ -4,6 +4,9 @@ What PyTorch's `bf16_compress_hook` and `fp16_compress_hook` do (torch.distribut
 communication hooks), with two differences. A gradient is divided before it is cast: it is
 this worker's share of the mean already, so that a sum of many cannot overflow where the
 mean does not. And every backend may be used: PyTorch's bf16 hook wants NCCL.
+
+Means are summed in 16 bits on the way. What is pushed is decoded by itself, and added up in
+whatever type it is added to.
 """
 
 from __future__ import annotations
@@ -14,42 +17,41 @@ from typing import ClassVar
 
 import torch
 
+from paceline.compression.alone import Alone
 from paceline.compression.identity import summed
-from paceline.compression.packing import dense, flat, put, real_type, reals
-from paceline.interfaces import (
-    Coding,
-    Compressor,
-    Leg,
-    Place,
-    Shape,
-    State,
-    StateKind,
-    Sum,
+from paceline.compression.packing import (
+    Reader,
+    dense,
+    elements,
+    flat,
+    places,
+    put,
+    real_type,
+    reals,
+    to_bytes,
 )
+from paceline.interfaces import Coding, Leg, Place, Shape, State, StateKind, Sum
 
 
-@dataclass(frozen=True, kw_only=True)
-class BF16(Compressor):
-    """Tensors are cast to bfloat16, and summed in it. Those of 16 bits or fewer, and whole
-    numbers, are summed as they are.
+class Cast(Alone):
+    """Subclasses say to which type."""
 
-    Sends: 2 bytes an element. Loses: all but 8 significant bits of an element, and again at
-    each addition.
-    """
+    to: ClassVar[torch.dtype]
 
-    name: ClassVar[str] = "bf16"
     linear: ClassVar[bool] = True
     unbiased: ClassVar[bool] = False
-    rounds: ClassVar[int] = 1
     state: ClassVar[StateKind] = "none"
 
     def passes(self, workers: int) -> tuple[float, float]:
-        return _PASSES
+        # Of a float32 gradient's bytes: 1 is read and 0.5 written for a code, 0.5 read and 1
+        # written for a result.
+        return 1.5, 1.5
 
     def traffic(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
-        return _traffic(shapes, dtype)
+        kept, kind = real_type(shapes, dtype)
+        return dense(kept, self._type(kind))
 
     def average(
         self,
@@ -58,11 +60,66 @@ class BF16(Compressor):
         place: Place,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
-        yield from _summed_as(torch.bfloat16, parts, sent)
+        parts = reals(parts)
+        sent = None if sent is None else reals(sent)
+        if not parts or self._type(parts[0].dtype) == parts[0].dtype:
+            yield from summed(parts, sent)
+            return
+        code = flat(parts).to(self.to)
+        if sent is not None:
+            put(code, sent)
+        total = yield Sum(code)
+        put(total, parts)
+
+    def _type(self, dtype: torch.dtype) -> torch.dtype:
+        """In which tensors of type *dtype* are sent."""
+        is_cast = dtype.is_floating_point and dtype.itemsize > self.to.itemsize
+        return self.to if is_cast else dtype
+
+    # ---- one worker's code ----
+
+    def _size(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
+        return elements(shapes) * self._type(dtype).itemsize
+
+    def _encode(
+        self, parts: Sequence[torch.Tensor], states: Sequence[State]
+    ) -> torch.Tensor:
+        whole = flat(parts)
+        return to_bytes(whole.to(self._type(whole.dtype), copy=True))
+
+    def _decode(
+        self,
+        code: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        add: bool,
+    ) -> None:
+        reader = Reader(code)
+        count = elements([part.shape for part in parts])
+        whole = reader.take(self._type(dtype), count)
+        reader.end()
+        if not add:
+            put(whole, parts)
+            return
+        for part, value in zip(parts, places(whole, parts), strict=True):
+            part.add_(value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FP16(Compressor):
+class BF16(Cast):
+    """Tensors are cast to bfloat16, and summed in it. Those of 16 bits or fewer, and whole
+    numbers, are summed as they are.
+
+    Sends: 2 bytes an element. Loses: all but 8 significant bits of an element, and again at
+    each addition.
+    """
+
+    name: ClassVar[str] = "bf16"
+    to: ClassVar[torch.dtype] = torch.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP16(Cast):
     """Tensors are cast to float16, and summed in it. Those of 16 bits or fewer, and whole
     numbers, are summed as they are.
 
@@ -75,56 +132,4 @@ class FP16(Compressor):
     """
 
     name: ClassVar[str] = "fp16"
-    linear: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
-    rounds: ClassVar[int] = 1
-    state: ClassVar[StateKind] = "none"
-
-    def passes(self, workers: int) -> tuple[float, float]:
-        return _PASSES
-
-    def traffic(
-        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
-    ) -> Sequence[Leg]:
-        return _traffic(shapes, dtype)
-
-    def average(
-        self,
-        parts: Sequence[torch.Tensor],
-        states: Sequence[State],
-        place: Place,
-        sent: Sequence[torch.Tensor] | None = None,
-    ) -> Coding:
-        yield from _summed_as(torch.float16, parts, sent)
-
-
-_PASSES = 1.5, 1.5
-"""Of a float32 gradient's bytes: 1 is read and 0.5 written for a code, 0.5 read and 1 written
-for a result."""
-
-
-def _is_cast(kind: torch.dtype) -> bool:
-    return kind.is_floating_point and kind.itemsize > 2
-
-
-def _traffic(shapes: Sequence[Shape], dtype: torch.dtype) -> Sequence[Leg]:
-    kept, kind = real_type(shapes, dtype)
-    return dense(kept, torch.float16 if _is_cast(kind) else kind)
-
-
-def _summed_as(
-    dtype: torch.dtype,
-    parts: Sequence[torch.Tensor],
-    sent: Sequence[torch.Tensor] | None,
-) -> Coding:
-    parts = reals(parts)
-    sent = None if sent is None else reals(sent)
-    kind = parts[0].dtype if parts else dtype
-    if not _is_cast(kind):
-        yield from summed(parts, sent)
-        return
-    code = flat(parts).to(dtype)
-    if sent is not None:
-        put(code, sent)
-    total = yield Sum(code)
-    put(total, parts)
+    to: ClassVar[torch.dtype] = torch.float16

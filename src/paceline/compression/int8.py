@@ -1,38 +1,38 @@
-"""int8: each tensor as whole numbers from -127 to 127 times a scale of its own.
+"""int8 and int4: blocks of elements as whole numbers times a scale, added up by their owners.
 
-Per tensor, with s = max|a| / 127: send round(a / s) and s. With stochastic rounding this is
-QSGD's quantizer (Alistarh et al., NeurIPS 2017, section 3.1) with the maximum for the norm,
-as the paper's section 4 does in practice.
+Per block, with s = max|a| / 127 (int4: 7): send round(a / s), and s. Block by block as in
+ZeRO++ (Wang et al., 2023), whose qgZ is the same collective: codes do not add up, so workers
+add up what they stand for, each its own part of a bucket. An all-to-all takes everybody's
+codes of a part to the part's owner, who decodes them, adds them up in float32 (float64, where
+gradients are), and codes the sum; these codes are gathered. Among n workers each sends
+2 (n - 1) / n codes of a bucket, as a ring does.
 
-Differs from the paper in that scales are per tensor, and not per 512 elements, and whole
-numbers travel in 8 bits each, without Elias coding. Codes have different scales, so they are
-gathered, and every worker adds up all of them: a worker receives n - 1 codes. Fewer bytes
-than a float32 ring's go on the network up to 7 workers, than bf16's up to 3.
+All workers, owners too, end with what the second codes stand for, so with the same bits. What
+an owner's second rounding has lost counts as not sent by the owner: residuals hold it.
+
+With stochastic rounding this is QSGD's quantizer (Alistarh et al., NeurIPS 2017, section 3.1)
+with the maximum for the norm, as the paper's section 4 does in practice; without Elias coding.
+
+Differs from qgZ in that numbers are rounded to the nearest, that there is one exchange and not
+one in a host and one between hosts, and that tensors of all shapes are coded.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
+from paceline.compression import chance
+from paceline.compression.alone import Alone
+from paceline.compression.blocks import Blocks, Grain, blocks_of, check_block
 from paceline.compression.identity import summed
-from paceline.compression.packing import (
-    blocks,
-    dense,
-    elements,
-    extremes,
-    is_lossy,
-    places,
-    real_type,
-    reals,
-)
+from paceline.compression.packing import dense, is_lossy, real_type
 from paceline.interfaces import (
     Coding,
-    Compressor,
+    Exchange,
     Gather,
     Leg,
     Place,
@@ -41,45 +41,53 @@ from paceline.interfaces import (
     StateKind,
 )
 
-LEVELS = 127
-
 
 @dataclass(frozen=True, kw_only=True)
-class Int8(Compressor):
-    """Tensors become 8-bit whole numbers times a scale. Tensors of 8 bits or fewer, and whole
-    numbers, are summed as they are.
+class Int8(Alone):
+    """Blocks of elements become 8-bit whole numbers times a scale, and are added up by their
+    owners. Tensors of 8 bits or fewer, and whole numbers, are summed as they are.
 
-    A tensor with a number that is not finite is not a number at all in the result.
+    A block with a number that is not finite is not a number at all in the result.
 
-    Sends: 1 byte an element and 4 a tensor (8 where it is float64), to every other worker.
-    Loses: up to 1/127 of a tensor's largest element, in each element (half of that where
-    rounding is to the nearest).
+    Sends: 1 byte an element and 4 a block, to the owners and from them. Loses: up to 1/254 of a
+    block's largest element, in each element, and as much again of the sum's (twice that where
+    rounding is stochastic).
     """
 
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
-    """Up or down by chance, so that the expected result is exact; or to the nearest, which
-    sends elements below 1/254 of the largest as zero in every step: then have residuals."""
+    block: int = 256
+    """Elements with one scale, at most: a power of two."""
+
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """To the nearest, which sends elements below 1/254 of a block's largest (int4: 1/14) as
+    zero in every step, unless there are residuals; or up or down by chance, so that the
+    expected result is exact."""
 
     seed: int = 0
     """Of the numbers that stochastic rounding draws; nothing else draws from them."""
 
     name: ClassVar[str] = "int8"
-    linear: ClassVar[bool] = False
-    rounds: ClassVar[int] = 1
+    grain: ClassVar[Grain] = Grain(levels=127, bits=8, norm="largest")
+    decoding: ClassVar[float] = 5.5
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
 
     @property
     def unbiased(self) -> bool:
         return self.rounding == "stochastic"
 
     @property
+    def rounds(self) -> int:
+        return 2
+
+    @property
     def state(self) -> StateKind:
         return "own" if self.rounding == "stochastic" else "none"
 
     def passes(self, workers: int) -> tuple[float, float]:
-        # Measured on one core of a CPU, beside a copy of a tensor (2 passes). Drawing is
-        # dear: torch's generator takes 2 ns an element.
-        coding = 39.0 if self.rounding == "stochastic" else 9.0
-        return coding, 4.0 * workers
+        # Measured on one core of a CPU, beside a copy of a tensor (2 passes).
+        first, second = (5.0, 3.0) if self.rounding == "nearest" else (16.0, 11.0)
+        return first, self.decoding + second / workers
 
     def traffic(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
@@ -87,16 +95,20 @@ class Int8(Compressor):
         kept, kind = real_type(shapes, dtype)
         if not is_lossy(kind):
             return dense(kept, kind)
-        scale = torch.promote_types(kind, torch.float32).itemsize
-        size = elements(kept) + scale * len(kept)
-        return (Leg("gather", size),) if kept else ()
+        if not kept:
+            return ()
+        row = blocks_of(kept, workers, self.block, self.grain).row
+        return Leg("exchange", workers * row), Leg("gather", row)
 
     def init(self, like: torch.Tensor, name: str, rank: int) -> State:
         if self.rounding == "nearest":
             return {}
-        text = f"{self.seed} {name} {rank}".encode()
-        digest = hashlib.blake2b(text, digest_size=4).digest()
-        return {"stream": int.from_bytes(digest, "big"), "draws": 0}
+        return chance.stream(self.seed, name, rank)
+
+    def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
+        """Numbers that were drawn are not drawn again."""
+        if state:
+            chance.go_on(state, former)
 
     def average(
         self,
@@ -105,92 +117,63 @@ class Int8(Compressor):
         place: Place,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
-        states = [s for part, s in zip(parts, states, strict=True) if part.numel()]
-        parts = reals(parts)
-        sent = None if sent is None else reals(sent)
-        if not parts or not is_lossy(parts[0].dtype):
-            yield from summed(parts, sent)
-            return
-        wide = torch.promote_types(parts[0].dtype, torch.float32)
-        scales = torch.stack([extremes(part).abs().max() for part in parts])
-        scales = scales.to(wide) / LEVELS
-        code, values = _room(scales, parts)
-        for part, scale, value, state in zip(
-            parts, scales, values, states, strict=True
-        ):
-            self._round(part, scale, value, state)
+        exact, coded, own = self._sorted(parts, states)
+        exact_sent, coded_sent = None, None
         if sent is not None:
-            for own, value, scale in zip(sent, values, scales, strict=True):
-                own.copy_(value.to(wide) * scale)
+            exact_sent, coded_sent, _ = self._sorted(sent, states)
+        yield from summed(exact, exact_sent)
+        if not coded:
+            return
+        blocks = self._blocks(coded, place.workers)
+        mine, shared = chance.draw(own) if own[0] else (None, None)
+        code = blocks.encode(coded, mine)
 
-        everyone = yield Gather(code)
+        theirs = yield Exchange(code)
 
-        rows = [_opened(code, scales.dtype, parts) for code in everyone]
-        for number, part in enumerate(parts):
-            theirs = [(scales[number], values[number]) for scales, values in rows]
-            _add_up(theirs, part)
+        total, lost = blocks.add_up(
+            theirs, coded[0].dtype, place.rank, shared, keep=coded_sent is not None
+        )
+        everyone = yield Gather(total)
 
-    def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
-        """Numbers that were drawn are not drawn again."""
-        if "draws" in state:
-            state["draws"] = max(old["draws"] for old in former)
+        blocks.decode(everyone.view(-1), coded)
+        if coded_sent is not None:
+            blocks.decode(code, coded_sent)
+            blocks.add(lost, place.rank, coded_sent)
 
-    def _round(
+    def _blocks(self, parts: Sequence[torch.Tensor], workers: int) -> Blocks:
+        shapes = [part.shape for part in parts]
+        return blocks_of(shapes, workers, self.block, self.grain, parts[0].device.type)
+
+    # ---- one worker's code ----
+
+    def _encode(
+        self, parts: Sequence[torch.Tensor], states: Sequence[State]
+    ) -> torch.Tensor:
+        mine = chance.draw(states)[0] if states[0] else None
+        return self._blocks(parts, 1).encode(parts, mine)
+
+    def _decode(
         self,
-        part: torch.Tensor,
-        scale: torch.Tensor,
-        value: torch.Tensor,
-        state: State,
+        code: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        add: bool,
     ) -> None:
-        """*value* becomes *part* over *scale*, in whole numbers: zeros where *scale* is too
-        small to divide by."""
-        divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
-        generator = torch.Generator(part.device)
-        if self.rounding == "stochastic":
-            # A seed for each draw, and no generator that lives on: the state stays two
-            # numbers.
-            seed = (state["stream"] + state["draws"] * 0x9E3779B9) % 2**32
-            generator.manual_seed(seed)
-            state["draws"] += 1
-        for given, whole in blocks(part.contiguous(), value):
-            levels = given / divisor
-            if self.rounding == "nearest":
-                levels.round_()
-            else:
-                chance = torch.empty_like(levels).uniform_(generator=generator)
-                levels.add_(chance).floor_()
-            whole.copy_(levels.clamp_(-LEVELS, LEVELS))
+        self._blocks(parts, 1).decode(code, parts, add)
+
+    def _size(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
+        return blocks_of(shapes, 1, self.block, self.grain).row
 
 
-def _add_up(
-    codes: Sequence[tuple[torch.Tensor, torch.Tensor]], part: torch.Tensor
-) -> None:
-    """*part* becomes the sum of all workers' scales times their numbers, in rank order."""
-    result = part if part.is_contiguous() else torch.empty_like(part).contiguous()
-    for target, *values in blocks(result, *(values for _, values in codes)):
-        total = torch.zeros_like(target, dtype=codes[0][0].dtype)
-        for (scale, _), value in zip(codes, values, strict=True):
-            total.add_(value.to(total.dtype).mul_(scale))
-        target.copy_(total)
-    if result is not part:
-        part.copy_(result)
+@dataclass(frozen=True, kw_only=True)
+class Int4(Int8):
+    """As int8, in 4 bits: whole numbers from -7 to 7, two in a byte.
 
+    Sends: half a byte an element and 4 a block, to the owners and from them. Loses: up to 1/14 of
+    a block's largest element, in each element, and as much again of the sum's (twice that where
+    rounding is stochastic).
+    """
 
-def _room(
-    scales: torch.Tensor, parts: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A code that begins with *scales*, and its places for the numbers of *parts*."""
-    head = scales.view(torch.int8)
-    size = sum(part.numel() for part in parts)
-    code = torch.empty(head.numel() + size, dtype=torch.int8, device=head.device)
-    code[: head.numel()] = head
-    return code, places(code[head.numel() :], parts)
-
-
-def _opened(
-    code: torch.Tensor, wide: torch.dtype, parts: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A code's scales and numbers."""
-    head = len(parts) * wide.itemsize
-    scales = code[:head].clone().view(wide)  # a copy: bytes in a code are not aligned
-    return scales, places(code[head:], parts)
+    name: ClassVar[str] = "int4"
+    grain: ClassVar[Grain] = Grain(levels=7, bits=4, norm="largest")
+    decoding: ClassVar[float] = 8.5

@@ -12,7 +12,7 @@ from paceline.compression.residuals import Residuals
 _HEAD = """# Compression
 
 Made by `paceline compression` from the registry; do not edit. What is sent of a mean of gradients:
-`distribute(compression="int8:rounding=nearest")`, or `--method bsp:compression=int8,compression.rounding=nearest`.
+`distribute(compression="int8:residuals=true")`, or `--method bsp:compression=int8,compression.residuals=true`.
 A gradient is divided by the number of workers (or weighted by its samples) before it is coded.
 
 *Linear*: sums of codes are codes of sums, so codes are all-reduced; others are gathered, and every worker adds up

@@ -124,9 +124,6 @@ def _late(compression: str) -> Case:
 
 
 _EF21 = "bsp:compression=ef21,compression.density=0.5,compression.small=0"
-_RESIDUALS = (
-    "bsp:compression=int8,compression.rounding=nearest,compression.residuals=true"
-)
 _LOW_RANK = (
     "bsp:compression=powersgd,compression.rank=1,compression.min_rate=0,"
     "compression.small=0,compression.dense_steps=0"
@@ -148,7 +145,9 @@ CASES: tuple[Case, ...] = (
     Case(method="bsp:collective=auto", racks=True),
     Case(method="bsp:compression=bf16", lossy=2**-8),
     Case(method="bsp:compression=int8", lossy=1 / 127),
-    Case(method=_RESIDUALS, lossy=1 / 127),
+    Case(method="bsp:compression=int4,compression.residuals=true", lossy=1 / 7),
+    Case(method="bsp:compression=qsgd", lossy=1 / 30),
+    Case(method="bsp:compression=ef-sign", learning_rate=0.1, steps=200, lossy=0.5),
     Case(method=_LOW_RANK, learning_rate=0.3, steps=150, lossy=0.5),
     Case(method=_RANDOM_BLOCK, learning_rate=0.3, steps=150, lossy=0.5),
     Case(method=_EF21, learning_rate=0.3, steps=120),

@@ -134,7 +134,7 @@ class Codes:
             raise UsageError(
                 f"compression {self.compressor.name!r} keeps something of each tensor from "
                 "step to step, and this method sends parts of buckets, which change: take "
-                "one without state (bf16, fp16, int8:rounding=nearest), or bsp"
+                "one without state (bf16, fp16, int8), or bsp"
             )
         if name not in self.states:
             self.states[name] = self.compressor.init(part, name, self._rank)

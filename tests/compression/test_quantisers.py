@@ -1,0 +1,314 @@
+"""Quantisers against what their papers say of them, in float64."""
+
+import math
+
+import pytest
+import torch
+
+import paceline
+from paceline.compression import QSGD, EFSign, Int4, Int8, Residuals
+from paceline.compression.blocks import Blocks
+from paceline.compression.chance import Chance
+from paceline.optimizer import training_of
+from paceline.testing.lockstep import Workers
+from tests.compression.test_blocks import STOCHASTIC, mean_of, random, through
+from tests.compression.toys import SignAlone
+from tests.virtual.helpers import run
+
+RESIDUALS = [Residuals(code) for code in (Int8(), Int4(), STOCHASTIC, EFSign())]
+
+
+# ---- residuals: what is sent late is not lost ----
+
+
+def owed(compressor, workers):
+    """The largest element that is neither applied nor in a residual, over 30 steps in which
+    gradients differ, and some are zero."""
+    shapes = ((40, 30), (7,), (300,))
+    like = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
+    group = Workers(compressor, like, workers)
+    due = [part.clone() for part in like]
+    worst = 0.0
+    for step in range(30):
+        given = [
+            [
+                random(*shape, seed=97 * step + rank, dtype=torch.float64)
+                for shape in shapes
+            ]
+            for rank in range(workers)
+        ]
+        given[step % workers][step % 3].zero_()
+        results = group.mean(given).results
+        assert all(
+            torch.equal(one, other)
+            for own in results
+            for one, other in zip(own, results[0], strict=True)
+        )
+        for number, part in enumerate(due):
+            part += sum(own[number] for own in given) - results[0][number]
+            kept = sum(states[number]["residual"] for states in group.states)
+            worst = max(worst, float((part - kept).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("compressor", RESIDUALS, ids=str)
+def test_what_was_applied_and_what_is_kept_are_all_gradients(compressor, workers):
+    """At every step: also where an owner's own gradient is zero."""
+    assert owed(compressor, workers) < 1e-10
+
+
+def test_where_owners_forget_gradients_are_lost(monkeypatch):
+    """The control of the above."""
+    monkeypatch.setattr(Blocks, "add", lambda *ignored: None)
+    assert owed(Residuals(Int8()), 3) > 1e-3
+
+
+# ---- chance ----
+
+DRAWS = 10_000
+
+
+def draws_of(code):
+    """Of one block, many draws at once."""
+    values = random(1, code.block, dtype=torch.float64)
+    return values[0], through(code, values.expand(DRAWS, -1).contiguous())
+
+
+def is_right_in_the_mean(values, drawn):
+    error = (drawn.mean(0) - values).abs()
+    return bool(
+        (error <= 5 * drawn.std(0) / DRAWS**0.5 + 1e-5 * values.abs().max()).all()
+    )
+
+
+UNBIASED = [QSGD(), QSGD(levels=1, block=16), STOCHASTIC, Int4(rounding="stochastic")]
+
+
+@pytest.mark.parametrize("code", UNBIASED, ids=str)
+def test_codes_are_right_in_the_mean(code):
+    assert is_right_in_the_mean(*draws_of(code))
+
+
+@pytest.mark.parametrize("code", [Int8(), Int4()], ids=str)
+def test_codes_to_the_nearest_are_not(code):
+    """The control of the above."""
+    assert not is_right_in_the_mean(*draws_of(code))
+
+
+@pytest.mark.parametrize("levels", [1, 4, 127])
+@pytest.mark.parametrize("block", [16, 128])
+def test_qsgd_errs_as_the_paper_says(levels, block):
+    """Lemma 3.1: by min(B / s^2, sqrt(B) / s) of |v|^2 at most."""
+    values, drawn = draws_of(QSGD(levels=levels, block=block))
+    error = (drawn - values).square().sum(1).mean()
+    bound = min(block / levels**2, math.sqrt(block) / levels)
+    assert bound / 20 < error / values.square().sum() <= bound
+
+
+def test_qsgd_keeps_two_numbers_and_a_count():
+    """However large the tensor: whoever receives its codes keeps nothing."""
+    state = QSGD().init(torch.zeros(10**6), "x", 0)
+    assert state.keys() == {"stream", "common"}
+    assert state["common"].keys() == {"stream", "draws"}
+
+
+@pytest.mark.parametrize("code", [QSGD(), STOCHASTIC], ids=str)
+def test_it_is_drawn_anew_each_time_and_on_each_worker(code):
+    workers = Workers(code, [torch.zeros(200)], 2)
+    values = torch.linspace(-1, 1, 200)
+    first, second = (workers.mean([[values], [values]]).sent for _ in range(2))
+    drawn = [sent[0] for sent in (*first, *second)]
+    for number, one in enumerate(drawn):
+        assert all(not torch.equal(one, other) for other in drawn[:number])
+
+
+@pytest.mark.parametrize(
+    "kind", [QSGD, lambda seed: Int8(rounding="stochastic", seed=seed)]
+)
+def test_another_seed_draws_other_numbers(kind):
+    values = torch.linspace(-1, 1, 200)
+    one, same, other = (mean_of(kind(seed=n), values).results[0][0] for n in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def numbers(key, count=2**16, begin=0):
+    values = torch.zeros(count, dtype=torch.float64)
+    Chance(key).add_to(values, begin)
+    return values
+
+
+def test_numbers_are_spread_evenly():
+    """Between 0 and 1 without either; in each of 64 parts about as many, whatever the key; and
+    neighbours, and keys that are, have nothing to do with each other."""
+    for key in (0, 1, -1, 2**62 + 12345):
+        drawn = numbers(key)
+        assert 0 < drawn.min() < 2**-14
+        assert 1 - 2**-14 < drawn.max() < 1
+        counts = torch.bincount((64 * drawn).long(), minlength=64).double()
+        chi_square = ((counts - 1024) ** 2 / 1024).sum()
+        assert 63 - 5 * 126**0.5 < chi_square < 63 + 5 * 126**0.5
+        centred = drawn - 0.5
+        for other in (numbers(key + 1), drawn.roll(1), drawn.roll(4), drawn.roll(256)):
+            assert abs((centred * (other - 0.5)).mean()) < 5 / 12 / 256
+
+
+def test_numbers_are_those_of_their_places():
+    assert torch.equal(numbers(7, 256)[64:], numbers(7, 192, begin=64))
+
+
+# ---- signs ----
+
+
+def shares(values):
+    """|a|_1 over the root of N times |a|_2."""
+    return values.abs().sum() / values.norm() / values.numel() ** 0.5
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 1000, 2**16 + 3])
+def test_ef_sign_leaves_out_what_the_paper_says(size):
+    values = random(size, dtype=torch.float64) ** 3
+    values[size // 2] = 0.0
+    if size == 1:
+        values += 1
+    left = (values - through(EFSign(), values)).square().sum() / values.square().sum()
+    assert left == pytest.approx(float(1 - shares(values) ** 2), abs=1e-6)
+    assert left < 1
+
+
+def test_another_scale_leaves_out_more():
+    """The control of the above: the root of the mean square, where few elements are large."""
+    values = torch.full((1000,), 1e-3, dtype=torch.float64)
+    values[0] = 1.0
+    signs = values.square().mean().sqrt() * values.sign()
+    left = (values - signs).square().sum() / values.square().sum()
+    assert left == pytest.approx(float(2 - 2 * shares(values)))
+    assert left > 1
+
+
+@pytest.mark.parametrize("factor", [2.0**40, 2.0**-40])
+def test_signs_scale_with_their_tensor(factor):
+    values = random(500)
+    assert torch.equal(
+        through(EFSign(), values * factor), through(EFSign(), values) * factor
+    )
+
+
+def test_an_element_without_gradient_stays_near_zero():
+    """Its bit says something; its residual takes that back."""
+    values = random(100, dtype=torch.float64)
+    values[50:] = 0.0
+    workers, pure = (
+        Workers(code, [values], 1) for code in (Residuals(EFSign()), EFSign())
+    )
+    total, drift = torch.zeros(2, 100, dtype=torch.float64)
+    for _ in range(50):
+        total += workers.mean([[values]]).results[0][0]
+        drift += pure.mean([[values]]).results[0][0]
+    scale = values.abs().mean()
+    assert total[50:].abs().max() < 5 * scale
+    assert drift[50:].min() > 49 * scale
+
+
+def test_a_tensor_with_an_overflow_leaves_the_others_alone():
+    for bad in (torch.nan, torch.inf):
+        given = [
+            [torch.ones(3), torch.tensor([1.0, bad])],
+            [torch.ones(3), torch.ones(2)],
+        ]
+        for one, other in Workers(EFSign(), given[0], 2).mean(given).results:
+            assert one.tolist() == [2, 2, 2]
+            assert not other.isfinite().any()
+
+
+# ---- where data differ ----
+
+
+def distance(compressor, steps=400, rate=0.02):
+    """From the optimum of a quadratic whose workers pull to places far apart."""
+    centers = 10 * random(4, 50, dtype=torch.float64)
+    x = torch.zeros(50, dtype=torch.float64)
+    workers = Workers(compressor, [x], 4)
+    for step in range(steps):
+        if step > steps // 2:
+            rate *= 0.98
+        gradients = [[(x - center) / 4] for center in centers]
+        x = x - rate * workers.mean(gradients).results[0][0]
+    return float((x - centers.mean(0)).norm() / centers.norm())
+
+
+@pytest.mark.parametrize(
+    "compressor", [Int8(), Residuals(Int4()), Residuals(EFSign())], ids=str
+)
+def test_codes_end_at_the_optimum(compressor):
+    assert distance(compressor, rate=0.1) < 0.01
+
+
+def test_signs_alone_end_at_a_distance():
+    """The control of the above: no scale, no residual."""
+    assert distance(SignAlone(), rate=0.1) > 0.05
+
+
+# ---- in a training ----
+
+
+class Given(torch.nn.Module):
+    """Its gradients are what it is called with, whatever its parameters are."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in SHAPES.items():
+            value = torch.zeros(shape, dtype=torch.float64)
+            self.register_parameter(name, torch.nn.Parameter(value))
+
+    def forward(self, gradients):
+        pairs = zip(self.parameters(), gradients, strict=True)
+        return sum((parameter * own).sum() for parameter, own in pairs)
+
+
+SHAPES = {"matrix": (40, 30), "vector": (7,), "other": (300,)}
+STEPS = 6
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize(
+    "code", ["int8:residuals=true", "int4:residuals=true", "ef-sign"]
+)
+def test_a_training_applies_all_gradients_but_what_is_kept(code, workers):
+    """With a learning rate of 1 parameters are minus the sum of all means that were formed."""
+    own = [
+        [
+            [
+                random(*shape, seed=97 * step + rank, dtype=torch.float64)
+                for shape in SHAPES.values()
+            ]
+            for step in range(STEPS)
+        ]
+        for rank in range(workers)
+    ]
+
+    def body(rank):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = paceline.distribute(model, plain, compression=code, fusion="2+1")
+        for gradients in own[rank]:
+            optimizer.zero_grad()
+            model(gradients).backward()
+            optimizer.step()
+        (kept,) = [
+            state.save()
+            for state in training_of(optimizer).own_states
+            if state.name.startswith("compression.")
+        ]
+        optimizer.finish()
+        return model, kept
+
+    ends = run(workers, body)
+    for number, name in enumerate(SHAPES):
+        applied = [-getattr(model, name).detach() for model, _ in ends]
+        assert all(torch.equal(one, applied[0]) for one in applied)
+        means = sum(one[number] for gradients in own for one in gradients) / workers
+        left = sum(kept[name]["residual"] for _, kept in ends)
+        assert left.any()
+        assert (applied[0] + left - means).abs().max() < 1e-12
