@@ -19,10 +19,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    quantization_hooks as quantization,
+)
 
 from paceline.compression import make
-from paceline.interfaces import Gather, Place
+from paceline.compression.packing import flat
+from paceline.interfaces import Place, Sum
 
 sys.path.insert(0, str(Path(__file__).parent / "workloads"))
 from models import ResNet50
@@ -70,7 +75,7 @@ def mean_of(spec: str, gradient: Gradient) -> Callable[[], None]:
             except StopIteration:
                 return
             answer = asked.code
-            if isinstance(asked, Gather):
+            if not isinstance(asked, Sum):
                 answer = answer.unsqueeze(0)
 
     return run
@@ -120,7 +125,94 @@ def torch_hook(gradient: Gradient, rank: int, feedback: bool) -> Callable[[], No
     return run
 
 
-SECTIONS: dict[str, Callable[[Gradient], Iterator[Row]]] = {"powersgd": powersgd}
+# ---- codes of every element: a copy, and torch's hooks ----
+
+BUCKET = 25 * 2**20
+"""Bytes, as DDP's. A bucket's code has gone when the next one's is made."""
+DENSE = ("bf16", "fp16", "int8", "int4", "int8:rounding=stochastic", "qsgd")
+
+
+def quantisers(gradient: Gradient) -> Iterator[Row]:
+    """Codes, beside a copy of the gradient to memory that is there; whole means; and what
+    torch's hooks do before they send."""
+    copied = torch.empty_like(gradient.values)
+    for spec in (*DENSE, "ef-sign:residuals=false"):
+        run = code_of(spec, gradient)
+        yield Row(
+            f"{spec} (a code)", run, "a copy", lambda: copied.copy_(gradient.buffer)
+        )
+    for spec in ("bf16", "int8", "int4", "int8:residuals=true"):
+        run = mean_of(spec, gradient)
+        yield Row(
+            f"{spec} (a mean)", run, "a copy", lambda: copied.copy_(gradient.buffer)
+        )
+    cast, per_block = code_of("bf16", gradient), code_of("int8", gradient)
+    yield Row(
+        "bf16 (a code)", cast, "bf16_compress_hook's", lambda: torch_cast(gradient)
+    )
+    yield Row(
+        "int8 (a code)",
+        per_block,
+        "per-tensor hook's",
+        lambda: torch_int8(gradient, False),
+    )
+    yield Row(
+        "int8 (a code)",
+        per_block,
+        "per-channel hook's",
+        lambda: torch_int8(gradient, True),
+    )
+
+
+def code_of(spec: str, gradient: Gradient) -> Callable[[], object]:
+    """Encode *gradient* as pushes of buckets, with the compressor that *spec* names."""
+    compressor = make(spec)
+    names = enumerate(gradient.parts)
+    states = [compressor.init(part, str(number), 0) for number, part in names]
+    places = buckets(gradient)
+
+    def run() -> None:
+        for place in places:
+            compressor.encode(gradient.parts[place], states[place])
+
+    return run
+
+
+def buckets(gradient: Gradient) -> list[slice]:
+    """Which tensors are in which."""
+    first, size, found = 0, 0, []
+    for number, part in enumerate(gradient.parts):
+        size += part.numel() * part.element_size()
+        if size >= BUCKET or number == len(gradient.parts) - 1:
+            found.append(slice(first, number + 1))
+            first, size = number + 1, 0
+    return found
+
+
+def torch_cast(gradient: Gradient) -> None:
+    for place in buckets(gradient):
+        flat(gradient.parts[place]).to(torch.bfloat16).div_(8)
+
+
+def torch_int8(gradient: Gradient, per_channel: bool) -> None:
+    """What `quantization_hooks` do with their own observers; 512 elements are a channel."""
+    for place in buckets(gradient):
+        given = flat(gradient.parts[place])
+        if per_channel:
+            given = torch.nn.functional.pad(given, (0, 512 - given.numel() % 512))
+            given, observer = given.view(-1, 512), PerChannelMinMaxObserver()
+            quantise = quantization._quantize_per_channel_backend
+        else:
+            observer = MinMaxObserver()
+            quantise = quantization._quantize_per_tensor_backend
+        observer(given)
+        quantise(given, *observer.calculate_qparams())
+
+
+SECTIONS: dict[str, Callable[[Gradient], Iterator[Row]]] = {
+    "powersgd": powersgd,
+    "quantisers": quantisers,
+}
 
 
 def timed(run: Callable[[], object], gradient: Gradient) -> float:
