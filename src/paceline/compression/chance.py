@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -78,12 +78,19 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-@lru_cache(maxsize=8)
 def _steps(words: int, device: torch.device) -> torch.Tensor:
     """Multiples of the golden ratio."""
+    if device.type == "cpu" and words <= _MANY:
+        return _many_steps()[:words]
     return torch.arange(words, dtype=torch.int64, device=device).mul_(_GOLDEN)
 
 
+@cache
+def _many_steps() -> torch.Tensor:
+    return torch.arange(_MANY, dtype=torch.int64).mul_(_GOLDEN)
+
+
+_MANY = 2**16
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)

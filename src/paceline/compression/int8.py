@@ -27,7 +27,8 @@ import torch
 
 from paceline.compression import chance
 from paceline.compression.alone import Alone
-from paceline.compression.blocks import Blocks, Grain, blocks_of, check_block
+from paceline.compression.blocks import Blocks, blocks_of, check_block
+from paceline.compression.grains import Grain
 from paceline.compression.identity import summed
 from paceline.compression.packing import dense, is_lossy, real_type
 from paceline.interfaces import (

@@ -21,7 +21,8 @@ import torch
 
 from paceline.compression import chance
 from paceline.compression.alone import Alone
-from paceline.compression.blocks import Blocks, Grain, blocks_of, check_block
+from paceline.compression.blocks import Blocks, blocks_of, check_block
+from paceline.compression.grains import Grain
 from paceline.errors import UsageError
 from paceline.interfaces import Shape, State, StateKind
 
