@@ -1,6 +1,6 @@
 """Accuracy against bsp, seed by seed: what benchmarks of it share.
 
-`osp_accuracy`, `ds_sync_accuracy` and `local_accuracy` are its users; nothing is run from here.
+`osp_accuracy`, `ds_sync_accuracy`, `local_accuracy` and `compression_accuracy` are its users; nothing is run from here.
 
 Of each seed all methods have the same initial model, the same batches and as many steps. A
 training is of virtual workers: how fast a network is changes nothing in what methods compute
@@ -30,11 +30,12 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_tasks import TASKS
+from accuracy_tasks import TASKS, Task
 from torch import nn
 
 import paceline
@@ -64,11 +65,11 @@ class Training:
     seed: int
 
 
-def train(training: Training) -> dict[str, float]:
-    """The figures of the model that it ends with; *sent*: bytes, a mean over workers;
+def train(training: Training, task: Task | None = None) -> dict[str, float]:
+    """The figures of the model that it ends with, of another *task* where one is given; *sent*: bytes, a mean over workers;
     *apart*: how far workers are from their mean in the middle of it, just before a round of local
     updates, as a part of the mean's length."""
-    task = TASKS[training.task]
+    task = task or TASKS[training.task]
     workers = training.workers
     middle = task.steps // 2 - 1
     models: dict[int, torch.Tensor] = {}
@@ -109,11 +110,13 @@ def train(training: Training) -> dict[str, float]:
     return figures | {"sent": statistics.fmean(sent), "apart": apart.item()}
 
 
-def _in_process(training: Training) -> tuple[Training, dict[str, float] | str]:
+def _in_process(
+    work: Callable[[Training], dict[str, float]], training: Training
+) -> tuple[Training, dict[str, float] | str]:
     """Its figures, or why there are none."""
     torch.set_num_threads(1)
     try:
-        return training, train(training)
+        return training, work(training)
     except Exception as error:  # one row's mistake is not to end all others
         return training, f"{type(error).__name__}: {error}"
 
@@ -141,20 +144,28 @@ class Results:
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def train(self, wanted: Iterable[Training], processes: int) -> None:
-        """All of *wanted* that are not there. One that fails is named, and left out."""
+    def train(
+        self,
+        wanted: Iterable[Training],
+        processes: int,
+        work: Callable[[Training], dict[str, float]] = train,
+        done: Callable[[Training], None] = lambda training: None,
+    ) -> None:
+        """All of *wanted* that are not there. One that fails is named, and left out. *work*
+        does one, and *done* is told of each."""
         missing = [one for one in dict.fromkeys(wanted) if one not in self._found]
         if not missing:
             return
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("spawn")
         with context.Pool(processes, maxtasksperchild=FOR_A_PROCESS) as pool:
-            done = pool.imap_unordered(_in_process, missing)
-            for number, (training, figures) in enumerate(done, start=1):
+            found = pool.imap_unordered(partial(_in_process, work), missing)
+            for number, (training, figures) in enumerate(found, start=1):
                 if isinstance(figures, dict):
                     self.add(training, figures)
                 said = figures if isinstance(figures, str) else ""
                 print(f"{number}/{len(missing)} {training} {said}", file=sys.stderr)
+                done(training)
 
 
 # ---- tables ----

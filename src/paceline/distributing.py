@@ -108,7 +108,8 @@ def distribute(
         clip_norm=math.inf if clip_norm is None else clip_norm,
         answers=answers,
     )
-    chosen, settings = _resolve(world, method, settings)
+    named, settings = _resolve(world, method, settings)
+    chosen = _compressed(named, settings)
     check_declared(chosen)
     check_hooks(chosen)
     settings = _without_averages(world, chosen, settings)
@@ -128,8 +129,8 @@ def distribute(
         _check_servers_update_all(chosen, optimizer, parameters)
     _check_not_yet_trained(model, world)
     comm = _comm(world, chosen)
-    own = own_compression(chosen)
-    full_spec = str(spec.spec_of(chosen.name, chosen, **settings.as_keys(own)))
+    own = own_compression(named)
+    full_spec = str(spec.spec_of(named.name, named, **settings.as_keys(own)))
     options = f"{full_spec} with {type(optimizer).__name__}"
     description = describe(model, options)
     device = parameters[0][1].device
@@ -171,7 +172,7 @@ def distribute(
     training = Training(
         world, model, parameters, chosen, settings, comm, sampler, remote, optimizer
     )
-    brief = spec.Spec(chosen.name, spec.changed(chosen) | settings.changed_keys(own))
+    brief = spec.Spec(named.name, spec.changed(named) | settings.changed_keys(own))
     world.journal.begin(full_spec, str(brief))
     wrapped = DistributedOptimizer._wrap(optimizer, training, world, endpoints)
     world.job.begin(model, wrapped, training, comm.close)
@@ -370,17 +371,23 @@ def _made(compression: str | Compressor | None) -> Compressor:
 
 
 def _fitted(method: Method, settings: Settings) -> tuple[Method, Settings]:
-    """The two, as they go together. Raises `UsageError` where a method sends what cannot be
-    compressed."""
+    """The two, as they go together. Raises `UsageError` where they do not."""
     settings = _with_collective_of(method, settings)
     if settings.compression is UNSAID:
         settings = replace(settings, compression=own_compression(method))
-    compressor = settings.compression
-    compressed_by = getattr(method, "compressed_by", None)
-    if compressor != Identity() and compressed_by is not None:
-        compressor.suits_differences()
-        method = compressed_by(compressor)
+    _compressed(method, settings)
     return method, settings
+
+
+def _compressed(method: Method, settings: Settings) -> Method:
+    """The method as it is under the settings' compression. Raises `UsageError` where what it
+    sends cannot be compressed."""
+    compressor = settings.compression
+    if compressor == Identity() or not hasattr(method, "compressed_by"):
+        return method
+    compressor.suits_differences()
+    compressed: Method = method.compressed_by(compressor)
+    return compressed
 
 
 def _with_collective_of(method: Method, settings: Settings) -> Settings:

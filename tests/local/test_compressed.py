@@ -18,6 +18,7 @@ from tests.local.test_laws import CLOSE, apart
 from tests.osp.helpers import flat
 
 RESIDUALS = "int8:residuals=true"
+SPARSE = "top-k:density=0.1,residuals=true"
 PLAIN = "outer_learning_rate=1,outer_momentum=0,nesterov=false"
 
 METHODS = [
@@ -28,6 +29,7 @@ METHODS = [
     "post-local-sgd:every=4,each_until=3",
     "hierarchical-local-sgd:every=4,group=2,group_every=2",
     "sel-sync:delta=0.01,window=3",
+    "sparse-loco:every=4",
 ]
 
 
@@ -200,7 +202,7 @@ class Seen:
     ("steps", "decay"), [((12, 12, 12), 1.0), ((12, 12, 12), 0.9), ((8, 9, 9), 1.0)]
 )
 @pytest.mark.parametrize("method", [f"diloco:every=3,{PLAIN}", "local-sgd:every=3"])
-@pytest.mark.parametrize("code", [RESIDUALS])
+@pytest.mark.parametrize("code", [SPARSE, RESIDUALS, "int4:residuals=true"])
 def test_what_was_applied_and_what_is_kept_back_is_all_that_was_moved(
     code: str, method: str, steps: tuple[int, ...], decay: float
 ) -> None:
@@ -225,7 +227,7 @@ def test_what_was_applied_and_what_is_kept_back_is_all_that_was_moved(
 @pytest.mark.parametrize("method", ["diloco:every=4", "local-sgd:every=4"])
 def test_a_last_round_that_is_not_full_goes_without_a_code(method: str) -> None:
     """What that would leave out of it no other round would bring."""
-    first, second = train(method, 2, 7, **WIDE, compression=RESIDUALS)
+    first, second = train(method, 2, 7, **WIDE, compression=SPARSE)
     plain = (first.steps[-1] + second.steps[-1]) / 2
     assert apart([first.end, second.end], [plain, plain]) < CLOSE
 
@@ -256,9 +258,10 @@ def test_residuals_go_on_in_other_buckets_and_among_other_workers(
 @pytest.mark.parametrize(
     ("method", "code"),
     [
-        ("diloco:every=4", "int8"),
-        ("streaming-diloco:every=6,fragments=2,delay=2", RESIDUALS),
+        ("diloco:every=4", "int4"),
+        ("streaming-diloco:every=6,fragments=2,delay=2", "int4:residuals=true"),
         ("sel-sync:delta=0.01,window=2", RESIDUALS),
+        ("sparse-loco:every=4", None),
     ],
 )
 def test_a_restart_anywhere_in_a_round_changes_no_bit(
@@ -298,7 +301,7 @@ def restarted(
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("code", ["int8", "bf16"])
+@pytest.mark.parametrize("code", ["int8", "int4", "top-k:density=0.1", "bf16"])
 def test_a_round_costs_what_the_code_says(code: str, workers: int) -> None:
     """Each of a bucket's legs, and what says who weighs what."""
     parameters = list(wide().parameters())

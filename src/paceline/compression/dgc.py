@@ -135,6 +135,14 @@ class DGC(Compressor):
                     "SGD(momentum=0), or compression.momentum=0"
                 )
 
+    def suits_differences(self) -> None:
+        if self.momentum:
+            raise UsageError(
+                f"compression 'dgc' with momentum={self.momentum}, and what local updates "
+                "have moved: its momentum is one of gradients, and each worker's optimizer "
+                "has that already. Take top-k, or compression.momentum=0"
+            )
+
     def traffic(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:

@@ -20,6 +20,7 @@ from paceline.methods.local import (
     PostLocalSGD,
     SelSync,
     SlowMo,
+    SparseLoCo,
     StreamingDiLoCo,
 )
 from paceline.methods.osp import OSP
@@ -45,6 +46,7 @@ METHODS: dict[str, type[Method]] = {
     R2SP.name: R2SP,
     SelSync.name: SelSync,
     SlowMo.name: SlowMo,
+    SparseLoCo.name: SparseLoCo,
     SSP.name: SSP,
     SyncSwitch.name: SyncSwitch,
     StreamingDiLoCo.name: StreamingDiLoCo,

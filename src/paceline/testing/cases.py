@@ -123,6 +123,13 @@ def _late(compression: str) -> Case:
     )
 
 
+_SPARSE_LOCO = Case(
+    method="sparse-loco:every=2,compression=top-k,compression.density=0.5,compression.small=0",
+    learning_rate=0.1,
+    steps=150,
+    lossy=0.25,
+    counts=False,
+)
 _EF21 = "bsp:compression=ef21,compression.density=0.5,compression.small=0"
 _LOW_RANK = (
     "bsp:compression=powersgd,compression.rank=1,compression.min_rate=0,"
@@ -181,8 +188,11 @@ CASES: tuple[Case, ...] = (
     replace(_local("hierarchical-local-sgd:every=2,collective=auto"), racks=True),
     _outer("slowmo:every=2"),
     _outer("diloco:every=2"),
+    replace(_outer("diloco:every=2,compression=int8"), lossy=1 / 127),
+    replace(_outer("diloco:every=2,compression=int4"), lossy=1 / 7),
     _outer("streaming-diloco:every=3,fragments=3,delay=0"),
     _outer("streaming-diloco:every=8,fragments=2,delay=3", steps=400),
+    _SPARSE_LOCO,
     replace(_local("daso:every=3,delay=2,group=rack"), counts=False, racks=True),
     _local("daso:every=1,delay=0,group=2"),
     _local("daso:every=4,delay=0,group=2,warm_up=3,cool_down=50"),

@@ -298,7 +298,7 @@ class Training:
         self._hooks.call("finish")
         self._shared.put()  # a last round may have sent some
         codes = self._parts.codes
-        if codes is not None and not codes.was_used:
+        if codes is not None and not codes.was_used and self.comm.size > 1:
             self._parts.say(
                 f"compression={codes.compressor.name} was never used: method "
                 f"{self._method.name!r} sends no gradients, and no averages with a name"

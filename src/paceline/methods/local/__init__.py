@@ -16,6 +16,7 @@ from paceline.methods.local.options import Options
 from paceline.methods.local.post_local_sgd import PostLocalSGD
 from paceline.methods.local.sel_sync import SelSync
 from paceline.methods.local.slowmo import SlowMo
+from paceline.methods.local.sparse_loco import SparseLoCo
 from paceline.methods.local.streaming_diloco import StreamingDiLoCo
 from paceline.methods.local.updates import LocalUpdates
 
@@ -29,5 +30,6 @@ __all__ = [
     "PostLocalSGD",
     "SelSync",
     "SlowMo",
+    "SparseLoCo",
     "StreamingDiLoCo",
 ]
