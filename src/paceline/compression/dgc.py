@@ -39,6 +39,7 @@ from paceline.compression.sparse import (
     add_at,
     add_everybodys,
     all_finite,
+    passes_to_add_up,
     rows_of,
     traffic_of,
 )
@@ -61,7 +62,8 @@ STAGES = 5
 @dataclass(frozen=True, kw_only=True)
 class DGC(Compressor):
     """The largest elements of each tensor's velocity, which is what its momentum adds up to. Small
-    tensors, those of one dimension, and whole numbers are summed as they are.
+    tensors, those of one dimension, and whole numbers are summed as they are. One worker by
+    itself keeps nothing back.
 
     Have an optimizer without momentum: `momentum` is that of the code. It keeps two numbers an
     element on each worker.
@@ -116,8 +118,12 @@ class DGC(Compressor):
         """One for codes, and one for what is sent as it is."""
         return 2 if self.small else 1
 
+    @property
+    def changes_steps(self) -> bool:
+        return self.momentum > 0
+
     def passes(self, workers: int) -> tuple[float, float]:
-        return 20.0, 8.0 + 0.5 * workers
+        return 28.0, 8.0 + passes_to_add_up(self.density, workers)
 
     def settled(self) -> DGC:
         return replace(self, warm_up_steps=0)
@@ -146,7 +152,8 @@ class DGC(Compressor):
     def traffic(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
-        return traffic_of(shapes, dtype, self.small, self.density)
+        density = self.density if workers > 1 else 1.0
+        return traffic_of(shapes, dtype, self.small, density)
 
     def init(self, like: torch.Tensor, name: str, rank: int) -> State:
         real = torch.view_as_real(like) if like.is_complex() else like
@@ -205,10 +212,11 @@ class DGC(Compressor):
                 continue
             common = state[COMMON]
             old, total = common["momentum"], part.reshape(-1).to(common["momentum"])
-            new = (old + ahead * total).mul_(self.momentum)  # u = m (u + g)
-            if not self.nesterov:
-                new.add_(total)  # u = m u + g
-            result = new + total if self.nesterov else new
+            if self.nesterov:  # u = m (u + g)
+                new = (old + total).mul_(self.momentum)
+                result = new + total
+            else:  # u = m u + g
+                new = result = (old * self.momentum).add_(total)
             bounds = extremes(part)
             speaks = bounds.any()
             if own is not None:
@@ -223,7 +231,8 @@ class DGC(Compressor):
         for part, state, _ in rows:
             steps = state[COMMON]["steps"]
             state[COMMON]["steps"] = steps + 1
-            cuts.append(cut(part.numel(), self._density(steps)))
+            density = self._density(steps) if place.workers > 1 else 1.0
+            cuts.append(cut(part.numel(), density))
             tries.append(_Step(self, part, state, place))
         dtype = rows[0][0].dtype
         picked = [one.take(of, dtype) for one, of in zip(tries, cuts, strict=True)]
@@ -244,7 +253,8 @@ class _Step:
     def __init__(
         self, method: DGC, part: torch.Tensor, state: State, place: Place
     ) -> None:
-        self._state, self._masking = state, method.masking
+        self._state = state
+        self._masking = method.masking and place.workers > 1
         share = part.reshape(-1).to(state["velocity"])
         self._speaks = extremes(part).any()
         if method.clip:

@@ -41,6 +41,10 @@ class Wrapper(Compressor):
     def speaks_without_data(self) -> bool:
         return self.code.speaks_without_data
 
+    @property
+    def changes_steps(self) -> bool:
+        return self.code.changes_steps
+
     def passes(self, workers: int) -> tuple[float, float]:
         return self.code.passes(workers)
 

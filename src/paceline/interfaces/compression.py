@@ -136,6 +136,12 @@ class Compressor(Protocol):
         where results have a share of what it sent before. Else it sends nothing that it kept."""
         return False
 
+    @property
+    def changes_steps(self) -> bool:
+        """Whether it does more to gradients than to send less of them, such as momentum: so one
+        worker by itself uses it, too."""
+        return False
+
     def passes(self, workers: int) -> tuple[float, float]:
         """What coding and decoding cost, among so many *workers*: the time until the first
         code is there, and the time of all that follows, over the time in which the tensors'

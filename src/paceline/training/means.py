@@ -189,13 +189,14 @@ class Means:
     ) -> Pending:
         """A sum of *buffer*, which is that of *bucket*, or consists of what is *named*.
         *counts*: this worker does, out of data or not."""
-        if self._codes is None or comm.size == 1:
+        codes = self._codes
+        if codes is None or (comm.size == 1 and not codes.compressor.changes_steps):
             return comm.all_reduce(buffer, "sum")
         if bucket is not None:
             named = dict(zip(bucket.names, bucket.views, strict=True))
         parts = list(named.values())
-        codes = self._codes.sum(comm, buffer, parts, list(named), counts=counts)
-        return codes or Nothing()
+        pending = codes.sum(comm, buffer, parts, list(named), counts=counts)
+        return pending or Nothing()
 
     def try_out(self, buffer: torch.Tensor, *, in_halves: bool = False) -> Pending:
         """A sum of a gradient that nobody wants, as `mean` forms it, or `scatter_mean` and then
