@@ -209,9 +209,30 @@ def torch_int8(gradient: Gradient, per_channel: bool) -> None:
         quantise(given, *observer.calculate_qparams())
 
 
+# ---- top-k: torch.topk of each tensor ----
+
+
+def top_k(gradient: Gradient) -> Iterator[Row]:
+    """First codes alone, and then whole means with what is kept from step to step."""
+    chunks = "top-k:chunk=4096,density=0.015625,residuals=false"
+    for spec in ("top-k:residuals=false", chunks, f"{chunks},bits=2"):
+        run = code_of(spec, gradient)
+        yield Row(f"{spec} (a code)", run, "torch.topk, 1 %", torch_topk(gradient))
+    for spec in ("top-k", "gd-top-k", "dgc:density=0.01", "ef21"):
+        run = mean_of(spec, gradient)
+        yield Row(f"{spec} (a mean)", run, "torch.topk, 1 %", torch_topk(gradient))
+
+
+def torch_topk(gradient: Gradient) -> Callable[[], object]:
+    """Of each matrix's magnitudes; vectors are sent as they are."""
+    matrices = [part.view(-1) for part in gradient.parts if part.dim() > 1]
+    return lambda: [row.abs().topk(round(row.numel() * 0.01)) for row in matrices]
+
+
 SECTIONS: dict[str, Callable[[Gradient], Iterator[Row]]] = {
     "powersgd": powersgd,
     "quantisers": quantisers,
+    "top-k": top_k,
 }
 
 

@@ -31,6 +31,7 @@ from paceline.compression.sparse import (
     add_at,
     add_everybodys,
     all_finite,
+    passes_to_add_up,
     rows_of,
     traffic_of,
 )
@@ -88,7 +89,7 @@ class EF21(Compressor):
         return True
 
     def passes(self, workers: int) -> tuple[float, float]:
-        return 14.0, 8.0 + 0.5 * workers
+        return 26.0, 8.0 + passes_to_add_up(self.density, workers)
 
     def settled(self) -> EF21:
         return replace(self, start="code")

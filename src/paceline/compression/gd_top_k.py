@@ -40,7 +40,15 @@ from paceline.compression.packing import (
     real_type,
 )
 from paceline.compression.selection import Cut, cut, pick
-from paceline.compression.sparse import Row, add_at, coded, opened, rows_of, size_of
+from paceline.compression.sparse import (
+    Row,
+    add_at,
+    coded,
+    opened,
+    passes_to_add_up,
+    rows_of,
+    size_of,
+)
 from paceline.errors import UsageError
 from paceline.interfaces import (
     COMMON,
@@ -109,7 +117,7 @@ class GDTopK(Alone):
             raise UsageError(f"epoch_steps: expected 1 or more, got {self.epoch_steps}")
 
     def passes(self, workers: int) -> tuple[float, float]:
-        return 8.0, 2.0 + 0.5 * workers
+        return 14.0, passes_to_add_up(self._ratios[-1], workers)
 
     def settled(self) -> GDTopK:
         return replace(self, warm_up=False)

@@ -22,7 +22,13 @@ import torch
 from paceline.compression.alone import Alone
 from paceline.compression.bins import require_bits
 from paceline.compression.selection import Cut, cut, pick, require_density
-from paceline.compression.sparse import add_at, coded, opened, size_of
+from paceline.compression.sparse import (
+    add_at,
+    coded,
+    opened,
+    passes_to_add_up,
+    size_of,
+)
 from paceline.errors import UsageError
 from paceline.interfaces import Shape, State, StateKind
 
@@ -66,7 +72,7 @@ class TopK(Alone):
             raise UsageError(f"chunk: expected 0 or more elements, got {self.chunk}")
 
     def passes(self, workers: int) -> tuple[float, float]:
-        return 8.0, 2.0 + 0.5 * workers
+        return 27.0 if self.chunk else 14.0, passes_to_add_up(self.density, workers)
 
     def _cuts(self, shapes: Sequence[Shape]) -> list[Cut]:
         return [cut(math.prod(shape), self.density, self.chunk) for shape in shapes]
