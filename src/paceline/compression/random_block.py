@@ -1,7 +1,8 @@
 """Random blocks: of each tensor one run of elements, the same on all workers.
 
-"Random block" of Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019), appendix G. Per tensor
-of N elements, with k = density * N:
+The random block of Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient
+compression for distributed optimization" (NeurIPS 2019), one of the codes that they compare
+with. Per tensor of N elements, with k = density * N:
 
     start = random(seed, name, step) mod N;  send a[start : start + k], which wraps round
 
@@ -11,12 +12,16 @@ is, which makes this the cheapest code of all. With residuals nothing is scaled:
 in this step's run is sent when a later one comes by.
 
 Without residuals the rest is lost. Then only ``scaled=true`` is right in the mean: an element
-is in the run in k of N steps, and counts N / k then, which makes the noise of a gradient N / k
-times its square. Unscaled it is the gradient at a learning rate of k / N.
+is in the run in k of N steps, and counts N / k then, for which its mean square is N / k
+times what it was. Unscaled it is the gradient at a learning rate of k / N.
 
 Differs from the paper in that numbers are drawn from a generator of its own, which has a
 counter for each tensor and no other state: nobody else's chance changes, and what was saved
-goes on as if it had not been. Accuracy falls at densities far below 2 % (the paper's table 4).
+goes on as if it had not been.
+
+It is cheap, and weak: what is left out comes back about N / k steps later, which trainings at
+their largest learning rate do not bear. Those of examples/digits end at 65 to 98 % at density
+0.1, and at 98.4 % without it.
 """
 
 from __future__ import annotations
