@@ -14,7 +14,8 @@ measurements, since nobody can predict noise; how many keep each is counted.
 and run after; all others were there while it was made. `--group averaging`: methods that average
 models, now and then or in groups, and collectives that know of racks; a step is then the mean
 over those from one round to the next. `--group past-backward`: methods that wait for means in the
-next forward pass, with plans that are made while training.
+next forward pass, with plans that are made while training. `--group compression`: codes of square
+matrices.
 """
 
 import argparse
@@ -171,11 +172,24 @@ PAST_BACKWARD = [
         "priority:fusion=optimal",
     )
 ]
+COMPRESSION = [
+    Cell(
+        f"codes-8-{mbit}",
+        *("layers", ("--square",), equal(8, mbit)),
+        method=f"bsp:fusion=ddp,compression={code}",
+    )
+    for mbit in (100, 400)
+    for code in (
+        *("bf16", "int8", "top-k,compression.density=0.01"),
+        "powersgd,compression.rank=2,compression.dense_steps=0",
+    )
+]
 GROUPS = {
     "main": CELLS,
     "held-out": HELD_OUT,
     "averaging": AVERAGING,
     "past-backward": PAST_BACKWARD,
+    "compression": COMPRESSION,
 }
 WAYS = {"layers": ("--train-steps", "40"), "digits": ("--epochs", "4")}
 

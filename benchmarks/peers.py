@@ -40,11 +40,8 @@ EXACT = ("DDP", *(f"DDP, caps of {cap} MiB" for cap in CAPS))
 
 
 def make_model():
-    model = overhead.example("layers").Layers(LAYERS, BYTES / 1e6, FORWARD, BACKWARD)
-    model.weights = torch.nn.ParameterList(
-        weight.detach().reshape(SIDE, SIDE) for weight in model.weights
-    )
-    return model
+    layers = overhead.example("layers")
+    return layers.Layers(LAYERS, BYTES / 1e6, FORWARD, BACKWARD, square=True)
 
 
 class Side:

@@ -4,6 +4,7 @@ paceline simulate examples/layers.py --workers 8 --link 200mbit -- --layers 16
 """
 
 import argparse
+import math
 
 import torch
 
@@ -26,13 +27,16 @@ class PacedLayer(torch.autograd.Function):
 
 
 class Layers(torch.nn.Module):
-    def __init__(self, layers, megabytes, forward_seconds, backward_seconds):
+    def __init__(
+        self, layers, megabytes, forward_seconds, backward_seconds, square=False
+    ):
         super().__init__()
-        elements = [round(megabytes * 1e6 / 4)]
-        share, extra = divmod(elements[0], layers)
-        self.weights = torch.nn.ParameterList(
-            torch.zeros(share + (i < extra)) for i in range(layers)
-        )
+        share, extra = divmod(round(megabytes * 1e6 / 4), layers)
+        side = math.isqrt(share)
+        shapes = [
+            (side, side) if square else share + (i < extra) for i in range(layers)
+        ]
+        self.weights = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
         self.seconds = forward_seconds / layers, backward_seconds / layers
 
     def forward(self, x):
@@ -47,11 +51,13 @@ def main():
     parser.add_argument("--megabytes", type=float, default=8.0, help="of gradients")
     parser.add_argument("--forward", type=float, default=0.1, help="seconds a step")
     parser.add_argument("--backward", type=float, default=0.2, help="seconds a step")
+    parser.add_argument("--square", action="store_true", help="matrices, not vectors")
     parser.add_argument("--train-steps", type=int, default=24)
     args = parser.parse_args()
 
     paceline.init()
-    model = Layers(args.layers, args.megabytes, args.forward, args.backward)
+    times = args.forward, args.backward
+    model = Layers(args.layers, args.megabytes, *times, args.square)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     optimizer = paceline.distribute(model, optimizer)
     for _ in range(args.train_steps):
