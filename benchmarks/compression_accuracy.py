@@ -128,12 +128,7 @@ def rows(task: Task) -> dict[str, str]:
             if code.startswith("dgc"):
                 codes[name] = f"{code},momentum=0"
     codes |= CONTROLS
-    known = {
-        name: under_bsp(code)
-        for name, code in codes.items()
-        if code.partition(":")[0] in COMPRESSORS
-    }
-    return known | OF_DIFFERENCES
+    return {name: under_bsp(code) for name, code in codes.items()} | OF_DIFFERENCES
 
 
 def task_of(training: Training) -> Task:
