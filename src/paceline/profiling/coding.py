@@ -8,7 +8,6 @@ after its start.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,9 +34,9 @@ from paceline.tensors import kind_of, wire_bytes
 
 SETTLES = 2
 """Gradients that are coded before times are taken: memory is touched for the first time, and
-factors of a low rank become those of gradients. Even, as codes may alternate."""
-REPEATS = 6
-"""At most; even, too, so that a median is of both kinds."""
+factors of a low rank become those of gradients. Even, as codes may take turns."""
+REPEATS = 8
+"""Pairs of gradients at most, as codes may take turns."""
 SECONDS = 2.0
 """Repeat for as long as this."""
 WORKERS = (2, 8)
@@ -46,12 +45,23 @@ WORKERS = (2, 8)
 
 @dataclass
 class Coded:
-    """The coding of one gradient: rank 0's seconds until first codes, and after; and what it
-    sent."""
+    """The coding of one gradient: rank 0's seconds until the *first* codes, until the last ones
+    (*between*), and until the end (*last*); and what it sent."""
 
-    encode: float = 0.0
-    after: float = 0.0
+    first: float = 0.0
+    between: float = 0.0
+    last: float = 0.0
     legs: list[Leg] = field(default_factory=list)
+
+    @property
+    def after(self) -> float:
+        """Seconds of all that follows the first codes."""
+        return self.between + self.last
+
+    @property
+    def seconds(self) -> float:
+        """Of all."""
+        return self.first + self.after
 
 
 class Coder:
@@ -119,9 +129,11 @@ class Coders:
                 end = self._stopwatch.mark()
                 (seconds,) = self._stopwatch.seconds(begin, [end])
                 if answers[0] is None:
-                    coded.encode += seconds
+                    coded.first += seconds
+                elif asked[0] is None:
+                    coded.last += seconds
                 else:
-                    coded.after += seconds
+                    coded.between += seconds
                 others = zip(rounds[1:], answers[1:], strict=True)
                 asked += [_resume(coding, answer) for coding, answer in others]
                 messages = [message for message in asked if message is not None]
@@ -143,7 +155,7 @@ def measure_coding(
     )
     per_worker = max(0.0, (many.after - few.after) / (WORKERS[1] - WORKERS[0]))
     return CodingTimes(
-        encode=(few.encode + many.encode) / 2,
+        encode=(few.first + many.first) / 2,
         decode=max(0.0, many.after - WORKERS[1] * per_worker),
         decode_per_worker=per_worker,
     )
@@ -175,22 +187,24 @@ def threads_set(number: int) -> Iterator[None]:
 
 
 def repeat(coders: Coders, gradient: Sequence[torch.Tensor]) -> Coded:
-    """Code the same gradient several times: medians of seconds, and the mean gradient's
-    codes, by kind."""
+    """Code the same gradient several times: seconds of the quickest two after each other, as
+    other work on the machine is no part of them, and the mean gradient's codes, by kind."""
     for _ in range(SETTLES):
         coders.mean(gradient)
-    runs: list[Coded] = []
-    while len(runs) < REPEATS:
-        runs += [coders.mean(gradient), coders.mean(gradient)]
-        if sum(run.encode + run.after for run in runs) > SECONDS:
-            break
+    pairs: list[tuple[Coded, Coded]] = []
+    spent = 0.0
+    while len(pairs) < REPEATS and spent < SECONDS:
+        pair = coders.mean(gradient), coders.mean(gradient)
+        spent += sum(run.seconds for run in pair)
+        pairs.append(pair)
     sent: dict[str, float] = {}
-    for run in runs:
-        for leg in run.legs:
-            sent[leg.kind] = sent.get(leg.kind, 0.0) + leg.size / len(runs)
+    for leg in (leg for pair in pairs for run in pair for leg in run.legs):
+        sent[leg.kind] = sent.get(leg.kind, 0.0) + leg.size / (2 * len(pairs))
+    one, two = min(pairs, key=lambda pair: sum(run.seconds for run in pair))
     return Coded(
-        encode=statistics.median(run.encode for run in runs),
-        after=statistics.median(run.after for run in runs),
+        first=(one.first + two.first) / 2,
+        between=(one.between + two.between) / 2,
+        last=(one.last + two.last) / 2,
         legs=[Leg(kind, size) for kind, size in sent.items()],  # type: ignore[arg-type]
     )
 

@@ -32,6 +32,7 @@ from paceline.tensors import wire_bytes
 class Price:
     """One compressor's row. *code_bytes*: a worker's own codes of a gradient of *dense_bytes*;
     *traffic_bytes*: what a worker sends for them, where dense it sends *dense_traffic_bytes*.
+    *encode_seconds*: until the last code is sent, *decode_seconds*: of all after that.
     *error*: the norm of what a mean is beside the gradient, over the gradient's, in the first
     step; *error_of_sum*: the same of the sums of means and of gradients over *steps* steps,
     with what the compressor keeps in between. *pays_below*: bytes a second; None: nowhere."""
@@ -146,12 +147,12 @@ def _price(
         dense_traffic_bytes=would_be,
         code_bytes=math.fsum(leg.size for leg in coded.legs),
         traffic_bytes=sent,
-        encode_seconds=coded.encode,
-        decode_seconds=coded.after,
+        encode_seconds=coded.first + coded.between,
+        decode_seconds=coded.last,
         error=first,
         error_of_sum=all_of_them,
         steps=len(steps),
-        pays_below=pays_below(would_be, sent, coded.encode + coded.after),
+        pays_below=pays_below(would_be, sent, coded.seconds),
     )
 
 

@@ -155,13 +155,12 @@ def print_workload(workload: Workload, rows: int = 12) -> None:
     console = console_for_tables()
     console.print(table)
     for name, times in workload.coding.items():
-        console.print(
-            Text(
-                f"compression {name}: encode {show_seconds(times.encode)}, decode "
-                f"{show_seconds(times.decode)} + {show_seconds(times.decode_per_worker)} "
-                "a worker"
-            )
+        sentence = (
+            f"compression {name}: {show_seconds(times.encode)} until the first codes, "
+            f"{show_seconds(times.decode)} + {show_seconds(times.decode_per_worker)} a "
+            "worker after them"
         )
+        console.print(Text(sentence))
 
 
 def console_for_tables() -> Console:
