@@ -139,9 +139,9 @@ class Kept:
             print(json.dumps({"key": key, "value": value}), file=file, flush=True)
 
 
-def fill(kept, models, workers, links, compressors, everything):
+def fill(kept, models, workers, links, compressors, prices, everything):
     """Measure what is missing, the cheapest first."""
-    for model in models:
+    for model in models if "core" in prices else ():
         workload = workload_of(model)
         for text in compressors:
             key = ("coding", model, full_spec(make(text)))
@@ -150,7 +150,7 @@ def fill(kept, models, workers, links, compressors, everything):
                 kept.add(key, asdict(coding_times(workload, text)))
                 tell(*key, took=time.perf_counter() - start)
     for count in workers:
-        for price in ("free", "core"):
+        for price in prices:
             for model in models:
                 if price == "core" and count > 8 and model in LARGE and not everything:
                     continue
@@ -276,6 +276,8 @@ def main():
     # fp16 sends, and takes, what bf16 does.
     names = [name for name in COMPRESSORS if name not in ("none", "fp16")]
     parser.add_argument("--compressors", nargs="+", metavar="SPEC", default=names)
+    prices = ("free", "core")
+    parser.add_argument("--coding", nargs="+", choices=prices, default=prices)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--tables", action="store_true", help="run nothing")
     parser.add_argument("--all", action="store_true", help="also what takes long")
@@ -289,7 +291,7 @@ def main():
         ["none", *arguments.compressors],
     )
     if not arguments.tables:
-        fill(kept, *what, arguments.all)
+        fill(kept, *what, arguments.coding, arguments.all)
         if "top-k" in COMPRESSORS and "layers" in arguments.models:
             sparse(kept)
     if arguments.json:

@@ -25,6 +25,8 @@ class HandClock:
 
 
 CLOCK = HandClock()
+SETTLED = {"gd-top-k": "gd-top-k:epoch_steps=1000000000"}
+"""Whose codes are those of a mean step: one that ends an epoch is another."""
 ENCODE, DECODE, PER_WORKER = 3.0, 2.0, 0.5
 
 
