@@ -22,14 +22,14 @@ RESIDUALS = [Residuals(code) for code in (Int8(), Int4(), STOCHASTIC, EFSign())]
 
 
 def owed(compressor, workers):
-    """The largest element that is neither applied nor in a residual, over 30 steps in which
+    """The largest element that is neither applied nor in a residual, over 12 steps in which
     gradients differ, and some are zero."""
     shapes = ((40, 30), (7,), (300,))
     like = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     group = Workers(compressor, like, workers)
     due = [part.clone() for part in like]
     worst = 0.0
-    for step in range(30):
+    for step in range(12):
         given = [
             [
                 random(*shape, seed=97 * step + rank, dtype=torch.float64)
@@ -225,14 +225,14 @@ def test_a_tensor_with_an_overflow_leaves_the_others_alone():
 # ---- where data differ ----
 
 
-def distance(compressor, steps=400, rate=0.02):
+def distance(compressor, steps=120, rate=0.1):
     """From the optimum of a quadratic whose workers pull to places far apart."""
     centers = 10 * random(4, 50, dtype=torch.float64)
     x = torch.zeros(50, dtype=torch.float64)
     workers = Workers(compressor, [x], 4)
     for step in range(steps):
         if step > steps // 2:
-            rate *= 0.98
+            rate *= 0.92
         gradients = [[(x - center) / 4] for center in centers]
         x = x - rate * workers.mean(gradients).results[0][0]
     return float((x - centers.mean(0)).norm() / centers.norm())
@@ -242,12 +242,13 @@ def distance(compressor, steps=400, rate=0.02):
     "compressor", [Int8(), Residuals(Int4()), Residuals(EFSign())], ids=str
 )
 def test_codes_end_at_the_optimum(compressor):
-    assert distance(compressor, rate=0.1) < 0.01
+    assert distance(compressor) < 0.02
 
 
-def test_signs_alone_end_at_a_distance():
-    """The control of the above: no scale, no residual."""
-    assert distance(SignAlone(), rate=0.1) > 0.05
+@pytest.mark.parametrize("compressor", [SignAlone(), EFSign()], ids=str)
+def test_signs_alone_end_at_a_distance(compressor):
+    """The control of the above: no scale and no residual, or no residual."""
+    assert distance(compressor) > 0.1
 
 
 # ---- in a training ----
