@@ -477,6 +477,14 @@ def test_a_checkpoint_in_the_middle_changes_nothing(servers, answers, tmp_path):
             "differences would grow",
         ),
         (
+            {"method": "asp", "compression": "gd-top-k", "answers": "differences"},
+            "changes from step to step",
+        ),
+        (
+            {"method": "asp", "compression": "ef21"},
+            "means something only among those of all workers",
+        ),
+        (
             {"method": "asp", "compression": "largest", "answers": "some"},
             "unknown value for answers 'some'",
         ),

@@ -8,7 +8,7 @@ import torch
 
 from paceline.compression import COMPRESSORS, Identity, keys_of, make, pure
 from paceline.errors import UsageError
-from paceline.interfaces import Compressor, Method, StandsAlone
+from paceline.interfaces import COMMON, Compressor, Method, StandsAlone
 from paceline.messages import Answers
 from paceline.spec import nested
 
@@ -88,8 +88,15 @@ def check_brings_nearer(compressor: Compressor) -> None:
         )
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(_PROBE, generator=generator)
+    state = code.init(tensor, "probe", 0)
+    if COMMON in state:
+        raise UsageError(
+            f"answers=differences with compression {compressor.name!r}: what it sends changes "
+            "from step to step, and the answers to a worker are no steps of its own; take "
+            "answers=dense, or a code that is always the same, such as top-k"
+        )
     decoded = torch.empty_like(tensor)
-    code.decode(code.encode([tensor], [code.init(tensor, "probe", 0)]), [decoded])
+    code.decode(code.encode([tensor], [state]), [decoded])
     left = float((tensor - decoded).norm() / tensor.norm())
     if left >= 1:
         raise UsageError(
