@@ -20,7 +20,7 @@ from paceline.worlds.virtual import ComputeModel, Simulation
 from tests.compression.test_training import counted
 from tests.compression.test_training import step as do_step
 from tests.compression.toys import Halves
-from tests.server.test_coded import Largest
+from tests.server.test_coded import Largest, alone
 
 SHAPES = ((40, 30), (300, 200), (50,), ())
 LR = 0.5
@@ -528,3 +528,33 @@ def test_workers_that_differ_are_refused_before_training():
 
     with pytest.raises(WorkerFailedError, match="residuals"):
         simulation(2).run(body)
+
+
+# ---- each code ----
+
+
+@pytest.mark.parametrize("name", alone())
+def test_each_code_that_stands_alone_goes_both_ways(name):
+    world, answers = simulation(2), "differences"
+    if name == "gd-top-k":  # refused: see above
+        answers = "dense"
+
+    def look(rank, step, model, optimizer):
+        spread = training_of(optimizer).remote._spread
+        for part in spread.on(spread.shards) if answers != "dense" else ():
+            shadows = machines(world)[0].shard.coded.shadows
+            held = shadows[rank, part.bucket].values
+            assert torch.equal(held, spread.landing_of(part))
+
+    (one, _, made), (other, _, more) = train(
+        world,
+        "ssp:staleness=1",
+        after=look,
+        dtype=torch.float32,
+        compression=name,
+        answers=answers,
+    )
+    for mine, theirs, a, b in zip(one, other, made, more, strict=True):
+        assert torch.equal(mine, theirs)
+        applied, whole = -mine.double().flatten() / LR, (a + b).flatten()
+        assert applied.dot(whole) > 0.1 * whole.dot(whole)

@@ -72,6 +72,15 @@ class Alone(Compressor):
     def _size(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
         """The bytes of a code."""
 
+    def code_bytes(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
+        """See `StandsAlone.code_bytes`."""
+        kept, kind = real_type(shapes, dtype)
+        lossy = is_lossy(kind)
+        large = [s for s in kept if lossy and not is_small(s, self.small)]
+        plain = [s for s in kept if not lossy or is_small(s, self.small)]
+        code = self._size(large, kind) if large else 0
+        return elements(plain) * kind.itemsize + code
+
     def traffic(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:

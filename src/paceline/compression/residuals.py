@@ -31,7 +31,7 @@ import torch
 from paceline.compression.packing import extremes
 from paceline.compression.wrapper import Wrapper
 from paceline.errors import UsageError
-from paceline.interfaces import Coding, Place, StandsAlone, State, StateKind
+from paceline.interfaces import Coding, Place, Shape, StandsAlone, State, StateKind
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,10 @@ class Residuals(Wrapper):
         codes = [state["code"] for state in states]
         yield from self.code.average(parts, codes, place, sent)  # C(a)
         given.keep(sent, parts, self.decay)
+
+    def code_bytes(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
+        """See `StandsAlone.code_bytes`."""
+        return cast(StandsAlone, self.code).code_bytes(shapes, dtype)
 
     def encode(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]

@@ -208,6 +208,10 @@ class StandsAlone(Compressor, Protocol):
     Codes are flat tensors of bytes, whose size depends on shapes and common state alone.
     """
 
+    def code_bytes(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
+        """The bytes of one code of tensors of these *shapes* and this type, once `settled`."""
+        ...
+
     def encode(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]
     ) -> torch.Tensor:

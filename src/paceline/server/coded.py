@@ -60,10 +60,8 @@ def views(flat: torch.Tensor, units: Sequence[Unit]) -> list[torch.Tensor]:
 def code_bytes(
     compressor: Compressor, shapes: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> int:
-    """What one code of tensors of these *shapes* is."""
-    return round(
-        sum(leg.size for leg in compressor.settled().traffic(shapes, dtype, 1))
-    )
+    """What one code of tensors of these *shapes* is, once all first steps are over."""
+    return check_stands_alone(compressor.settled()).code_bytes(shapes, dtype)
 
 
 class Coded:
