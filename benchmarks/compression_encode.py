@@ -60,14 +60,15 @@ class Row:
     yardstick: Callable[[], object]
 
 
-def mean_of(spec: str, gradient: Gradient) -> Callable[[], None]:
-    """Form the mean of *gradient* as a worker alone, with the compressor that *spec* names."""
+def mean_of(spec: str, gradient: Gradient, workers: int = 1) -> Callable[[], None]:
+    """Form the mean of *gradient* with the compressor that *spec* names, as a worker alone; or
+    as one of some *workers* whose codes are equal."""
     compressor = make(spec).settled()
     names = enumerate(gradient.parts)
     states = [compressor.init(part, str(number), 0) for number, part in names]
 
     def run() -> None:
-        coding = compressor.average(gradient.parts, states, Place(0, 1))
+        coding = compressor.average(gradient.parts, states, Place(0, workers))
         answer = None
         while True:
             try:
@@ -76,7 +77,7 @@ def mean_of(spec: str, gradient: Gradient) -> Callable[[], None]:
                 return
             answer = asked.code
             if not isinstance(asked, Sum):
-                answer = answer.unsqueeze(0)
+                answer = answer.view(1, -1).expand(workers, -1)
 
     return run
 
@@ -219,7 +220,7 @@ def top_k(gradient: Gradient) -> Iterator[Row]:
         run = code_of(spec, gradient)
         yield Row(f"{spec} (a code)", run, "torch.topk, 1 %", torch_topk(gradient))
     for spec in ("top-k", "gd-top-k", "dgc:density=0.01", "ef21"):
-        run = mean_of(spec, gradient)
+        run = mean_of(spec, gradient, workers=2)
         yield Row(f"{spec} (a mean)", run, "torch.topk, 1 %", torch_topk(gradient))
 
 

@@ -39,6 +39,7 @@ from paceline.compression.sparse import (
     add_at,
     add_everybodys,
     all_finite,
+    keep_where,
     passes_to_add_up,
     rows_of,
     traffic_of,
@@ -234,16 +235,18 @@ class DGC(Compressor):
             density = self._density(steps) if place.workers > 1 else 1.0
             cuts.append(cut(part.numel(), density))
             tries.append(_Step(self, part, state, place))
-        dtype = rows[0][0].dtype
+        dtype, wide = rows[0].part.dtype, tries[0].velocity.dtype
         picked = [one.take(of, dtype) for one, of in zip(tries, cuts, strict=True)]
         for (_, _, own), (places, values) in zip(rows, picked, strict=True):
             if own is not None:
                 add_at(own, places, values, add=False)
-        totals = [torch.zeros_like(one.velocity) for one in tries]
+        parts = [part for part, _, _ in rows]
+        totals = [part.zero_().to(wide) for part in parts]  # itself, where it is wide
         yield from add_everybodys(picked, cuts, totals)
-        finite = all_finite(totals)
-        for (part, _, _), total, one in zip(rows, totals, tries, strict=True):
-            part.copy_(total.view(part.shape))
+        for part, total in zip(parts, totals, strict=True):
+            part.copy_(total)
+        finite = all_finite(parts)
+        for one in tries:
             one.keep(finite)
 
 
@@ -284,7 +287,6 @@ class _Step:
     def keep(self, finite: torch.Tensor) -> None:
         """Go on with them, where all that was sent is *finite*."""
         counts = finite & self._speaks
-        for key, new in (("velocity", self.velocity), ("momentum", self.momentum)):
-            if new is not None:
-                kept = self._state[key]
-                torch.where(counts, new, kept, out=kept)
+        keep_where(counts, self._state, "velocity", self.velocity)
+        if self.momentum is not None:
+            keep_where(counts, self._state, "momentum", self.momentum)

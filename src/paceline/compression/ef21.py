@@ -31,6 +31,7 @@ from paceline.compression.sparse import (
     add_at,
     add_everybodys,
     all_finite,
+    keep_where,
     passes_to_add_up,
     rows_of,
     traffic_of,
@@ -152,13 +153,14 @@ class EF21(Compressor):
                 add_at(own, *picked[-1])
         totals = [state[COMMON]["sum"].clone() for _, state, _ in rows]
         yield from add_everybodys(picked, cuts, totals)
-        finite = all_finite(totals)
-        for (part, state, _), total, one in zip(rows, totals, picked, strict=True):
+        for (part, _, _), total in zip(rows, totals, strict=True):
             part.copy_(total.view(part.shape))
-            places, values = one
+        finite = all_finite([part for part, _, _ in rows])
+        for (_, state, _), total, (places, values) in zip(
+            rows, totals, picked, strict=True
+        ):
             add_at(state["estimate"], places, torch.where(finite, values, 0))
-            common = state[COMMON]
-            torch.where(finite, total, common["sum"], out=common["sum"])
+            keep_where(finite, state[COMMON], "sum", total)
 
 
 def _begin(rows: Sequence[Row]) -> Coding:

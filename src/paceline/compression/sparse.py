@@ -153,6 +153,15 @@ def passes_to_add_up(density: float, workers: int) -> float:
     return 1.0 + 180.0 * density * workers
 
 
+def keep_where(counts: torch.Tensor, state: State, key: str, new: torch.Tensor) -> None:
+    """What *state* has under *key* becomes *new*, if that *counts* (a truth value). On a CPU,
+    where it costs nothing to look, nothing is copied."""
+    if counts.device.type != "cpu":
+        torch.where(counts, new, state[key], out=state[key])
+    elif counts:
+        state[key] = new
+
+
 def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Whether every number in *tensors* is finite: a tensor of one truth value."""
     return torch.stack([extremes(tensor) for tensor in tensors]).isfinite().all()
