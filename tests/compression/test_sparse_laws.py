@@ -1,12 +1,14 @@
 """Identities of papers on sparse codes, in float64, beside controls that must fail."""
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from paceline.compression import make, pure
+from paceline.errors import UsageError
 from paceline.testing.lockstep import Workers, gradients
 
 SHAPES = ((6, 5), (40, 30), (7,), (2, 9, 70))
@@ -389,3 +391,35 @@ def test_the_table_of_ratios(options, ratios):
         sizes = [1 + round(ratio * 10_000) * 6] * 2 + [40_000]
         assert [legs[0].size for legs in kinds] == sizes
         assert [legs[0].kind for legs in kinds] == ["gather", "gather", "sum"]
+
+
+def test_whoever_decodes_need_not_know_the_class():
+    """A server has groups of all of them; codes of an epoch's end, and broken ones, too."""
+    given = doubles(1)[0]
+    server = pure(make("gd-top-k:speed=fastest"))
+    for speed in ("fastest", "middle", "slowest"):
+        worker = pure(make(f"gd-top-k:speed={speed},epoch_steps=2"))
+        states = [worker.init(part, "", 0) for part in given]
+        for step in range(4):
+            code, decoded = worker.encode(given, states), doubles(1, 1)[0]
+            server.decode(code, decoded)
+            assert (apart(decoded, given) == 0) == (step % 2 == 1)
+            assert apart(decoded, given) < max(part.abs().max() for part in given)
+    dense_bytes = 8 * (6 * 5 + 7)
+    code[dense_bytes] = 200
+    with pytest.raises(UsageError, match="with ratio number 200: expected one below"):
+        server.decode(code, decoded)
+
+
+def test_a_group_may_change_its_class_on_the_way():
+    """Nothing of it is in the states: epochs and residuals go on."""
+    code, due = group("gd-top-k:epoch_steps=3"), None
+    for step in range(12):
+        if step == 5:
+            faster = replace(pure(code.compressor), speed="fastest")
+            code.compressor = replace(code.compressor, code=faster)
+        given = doubles(3, step)
+        pairs = list(zip(code.mean(given).results[0], sums(given), strict=True))
+        new = [exact - result for result, exact in pairs]
+        due = new if due is None else [a + b for a, b in zip(due, new, strict=True)]
+        assert apart(due, kept(code, "residual")) <= 1e-11
