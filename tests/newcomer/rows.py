@@ -1,4 +1,4 @@
-"""The newcomers: toys, each one file of at most 60 lines and one row here.
+"""The newcomers: toys, each one file of at most 75 lines and one row here.
 
 A toy file imports what a method (a compressor, a collective) may import. Nothing else of
 paceline knows of it.

@@ -10,8 +10,17 @@ from typing import ClassVar
 import torch
 
 from paceline.compression.identity import summed
-from paceline.compression.packing import flat, put, reals
-from paceline.interfaces import Coding, Compressor, State, StateKind, Sum
+from paceline.compression.packing import dense, elements, flat, put, real_type, reals
+from paceline.interfaces import (
+    Coding,
+    Compressor,
+    Leg,
+    Place,
+    Shape,
+    State,
+    StateKind,
+    Sum,
+)
 
 LEVELS = 32767
 
@@ -29,11 +38,19 @@ class CommonScale(Compressor):
     def passes(self, workers: int) -> tuple[float, float]:
         return 2.0, 8.0
 
+    def traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[Leg]:
+        kept, kind = real_type(shapes, dtype)
+        if not kept or not kind.is_floating_point:
+            return dense(kept, kind)
+        return Leg("sum", 8), Leg("sum", 4 * elements(kept))
+
     def average(
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        workers: int,
+        place: Place,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
         parts, sent = reals(parts), None if sent is None else reals(sent)

@@ -11,14 +11,20 @@ from typing import ClassVar
 import torch
 
 from paceline.compression.identity import summed
-from paceline.compression.packing import flat, put, reals
-from paceline.interfaces import Coding, Compressor, State, StateKind, Sum
+from paceline.compression.packing import dense, flat, put, real_type, reals
+from paceline.interfaces import (
+    Coding,
+    Compressor,
+    Leg,
+    Place,
+    Shape,
+    State,
+    StateKind,
+    Sum,
+)
 
 STEP = 2.0**-20
-MOST = (
-    2**40
-)  # steps; what is not finite travels as a number far beyond all sums of these
-NOT_FINITE = 2**60
+MOST, NOT_FINITE = 2**40, 2**60  # steps; the one is far beyond all sums of the other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +40,17 @@ class Grid(Compressor):
     def passes(self, workers: int) -> tuple[float, float]:
         return 4.0, 4.0
 
+    def traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[Leg]:
+        kept, kind = real_type(shapes, dtype)
+        return dense(kept, torch.int64 if kind.is_floating_point else kind)
+
     def average(
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        workers: int,
+        place: Place,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
         parts, sent = reals(parts), None if sent is None else reals(sent)
@@ -48,10 +60,10 @@ class Grid(Compressor):
         whole = flat(parts)
         steps = torch.nan_to_num(whole.double() / STEP, nan=0.0).clamp(-MOST, MOST)
         code = steps.round().to(torch.int64)
-        code[~whole.isfinite()] = NOT_FINITE // workers
+        code[~whole.isfinite()] = NOT_FINITE // place.workers
         if sent is not None:
             put(code * STEP, sent)
         total = yield Sum(code)
         result = total * STEP
-        result[total.abs() > NOT_FINITE // (2 * workers)] = torch.nan
+        result[total.abs() > NOT_FINITE // (2 * place.workers)] = torch.nan
         put(result, parts)

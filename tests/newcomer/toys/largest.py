@@ -10,8 +10,17 @@ from typing import ClassVar
 import torch
 
 from paceline.compression.identity import summed
-from paceline.compression.packing import flat, put, reals
-from paceline.interfaces import Coding, Compressor, Gather, State, StateKind
+from paceline.compression.packing import dense, elements, flat, put, real_type, reals
+from paceline.interfaces import (
+    Coding,
+    Compressor,
+    Gather,
+    Leg,
+    Place,
+    Shape,
+    State,
+    StateKind,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +36,14 @@ class Largest(Compressor):
     def passes(self, workers: int) -> tuple[float, float]:
         return 20.0, 2.0 * workers
 
+    def traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[Leg]:
+        kept, kind = real_type(shapes, dtype)
+        if not kept or not kind.is_floating_point:
+            return dense(kept, kind)
+        return (Leg("gather", 16 * -(-elements(kept) // 2)),)
+
     def init(self, like: torch.Tensor, name: str, rank: int) -> State:
         return {"residual": torch.zeros_like(like)}
 
@@ -34,7 +51,7 @@ class Largest(Compressor):
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        workers: int,
+        place: Place,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Coding:
         kept = reals([state["residual"] for state in states])
