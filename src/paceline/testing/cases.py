@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -130,6 +131,15 @@ _SPARSE_LOCO = Case(
     lossy=0.25,
     counts=False,
 )
+
+
+def _pushed(method: str, **others: Any) -> Case:
+    """The same where codes are pushed to servers."""
+    return replace(_asynchronous(method), **others)
+
+
+_SENT_LATE: dict[str, Any] = {"learning_rate": 0.1, "lossy": 0.1, "counts": False}
+_TOP_K = "compression=top-k,compression.density=0.5,compression.small=0"
 _EF21 = "bsp:compression=ef21,compression.density=0.5,compression.small=0"
 _LOW_RANK = (
     "bsp:compression=powersgd,compression.rank=1,compression.min_rate=0,"
@@ -177,6 +187,10 @@ CASES: tuple[Case, ...] = (
     _deferring("osp:defer=most,budget=constant,most=1,chunk=16", _ROUNDED),
     _asynchronous("asp"),
     _asynchronous("ssp"),
+    _pushed("asp:compression=qsgd", lossy=1 / 30),
+    _pushed("ssp:compression=qsgd,answers=differences", lossy=1 / 30),
+    _pushed(f"asp:{_TOP_K},answers=differences", **_SENT_LATE),
+    _pushed(f"ssp:{_TOP_K}", **_SENT_LATE),
     _asynchronous("r2sp"),
     _asynchronous("r2sp:warm_up=2,overlap=false"),
     Case(method="ssp:staleness=0"),
