@@ -12,9 +12,12 @@ from torch import nn
 
 import paceline
 from paceline.compression import Identity, make
+from paceline.methods.local import SparseLoCo
 from paceline.optimizer import training_of
+from paceline.tensors import stand_in_for
+from paceline.testing.task import Counting
 from tests.local.helpers import double, momentum, sgd, simulate, train
-from tests.local.test_laws import CLOSE, apart
+from tests.local.test_laws import CLOSE, apart, count
 from tests.osp.helpers import flat
 
 RESIDUALS = "int8:residuals=true"
@@ -324,3 +327,18 @@ def leg_bytes(leg: Any, workers: int) -> float:
         "gather": others * size,
         "exchange": others / workers * size,
     }[leg.kind]
+
+
+def test_what_stands_for_a_large_tensor_costs_what_that_ones_code_does() -> None:
+    large = (1000, 500)
+
+    def make_model() -> nn.Module:
+        model = Counting()
+        stand_in_for(4 * 1000 * 500, model.matrix, large)
+        return model
+
+    keys: dict[str, Any] = {"make": make_model, "loss": count, "optimizer": sgd}
+    one, *_ = train("sparse-loco:every=2", 2, 2, **keys)
+    (leg,) = make(SparseLoCo.default_compression).traffic([large], torch.float32, 2)
+    assert leg_bytes(leg, 2) <= one.sent[1] <= leg_bytes(leg, 2) + 100
+    assert leg.size < 4 * 1000 * 500 / 100
