@@ -447,6 +447,26 @@ def test_a_checkpoint_in_the_middle_changes_nothing(servers, answers, tmp_path):
             assert torch.equal(value, again[1][name])
 
 
+def test_residuals_of_other_parts_are_refused_in_words():
+    """Servers that hold other parts of tensors than those of the job that has saved."""
+    kept = {}
+
+    def save(rank, step, model, optimizer):
+        (own,) = training_of(optimizer).own_states
+        kept[rank] = dict(own.save())
+
+    def load(rank, step, model, optimizer):
+        (own,) = training_of(optimizer).own_states
+        with pytest.raises(UsageError, match=r"of 'p\d\[.*with as many servers"):
+            own.load(kept[rank])
+        with pytest.raises(UsageError, match="which is no parameter"):
+            own.redistribute([kept[0], kept[1]], 2)
+
+    options = {"compression": "largest:residuals=true"}
+    train(simulation(2, servers=3), "backup", steps=1, after=save, **options)
+    train(simulation(2, servers=2), "backup", steps=1, after=load, **options)
+
+
 # ---- refusals ----
 
 
