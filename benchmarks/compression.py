@@ -16,25 +16,29 @@ The large models' own computing is that of the built-in workloads (10 TFLOP/s, 3
 worker), so *core* is their worst case. `layers` is what benchmarks/peers.py trains; `digits` and
 `bytes_lm` are the examples, profiled on one core of this machine.
 
-Both sides take DDP's buckets (fusion=ddp), and the second step counts, as it is like every
-later one: planning (fusion=optimal) needs twenty steps of each cell, minutes where 64
-workers have a large model. Virtual time repeats exactly, so nothing is run twice. Every cell
-is kept as soon as it is there; the next run goes on with what is missing. For the large
-models 64 workers are run with free coding alone, unless --all is given.
+Both sides take DDP's buckets (fusion=ddp), and the second step counts, as it is like every later
+one: planning (fusion=optimal) needs twenty steps of each cell. Since buckets are known, each is one
+tensor of the simulated model, sent in what the compressor declares for its tensors' shapes: so
+64 workers cost seconds. Virtual time repeats exactly, so nothing is run twice. Every cell is
+kept as soon as it is there; the next run goes on with what is missing.
 """
 
 import argparse
+import itertools
 import json
 import math
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 import paceline
+from paceline import fusion
 from paceline.compression import COMPRESSORS, full_spec, make
+from paceline.interfaces import Compressor, Leg
 from paceline.network import Cluster, Rack, Workload
 from paceline.network.workload import CodingTimes
 from paceline.profiling import measure_coding
@@ -85,20 +89,71 @@ def coding_times(workload, text):
     return measure_coding(make(text), named, HostStopwatch(time.thread_time))
 
 
-def seconds(workload, workers, link, compression, memory):
+@dataclass(frozen=True, kw_only=True)
+class Declared(Compressor):
+    """What the compressor *of* declares for a bucket of so many elements."""
+
+    of: str
+    legs: tuple[tuple[int, tuple[Leg, ...]], ...] = ()
+
+    name: ClassVar[str] = "declared"
+    linear: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
+    rounds: ClassVar[int] = 2
+    state: ClassVar[str] = "none"
+
+    def passes(self, workers):
+        return 0.0, 0.0
+
+    def traffic(self, shapes, dtype, workers):
+        return dict(self.legs)[sum(math.prod(shape) for shape in shapes)]
+
+
+def in_buckets(workload, text, workers):
+    """A tensor for each of DDP's buckets, and what is sent of it."""
+    compressor = make(text).settled()
+    edges = [0, *itertools.accumulate(fusion.plan("ddp", workload.gradient_bytes))]
+    buckets = [workload.order[i:j] for i, j in itertools.pairwise(edges)]
+
+    def total(values, bucket):
+        return sum(values[i] for i in bucket)
+
+    legs = {}
+    for bucket in buckets:
+        shapes = [workload.shapes[i] for i in bucket]
+        sent = tuple(compressor.traffic(shapes, torch.float32, workers))
+        elements = sum(math.prod(shape) for shape in shapes)
+        assert legs.setdefault(elements, sent) == sent, "two buckets of one size"
+    buckets = buckets[::-1]  # the last registered is ready first
+    merged = Workload(
+        names=tuple(f"bucket{i}" for i in range(len(buckets))),
+        sizes=tuple(total(workload.sizes, bucket) for bucket in buckets),
+        forward=tuple(total(workload.forward, bucket) for bucket in buckets),
+        backward=tuple(total(workload.backward, bucket) for bucket in buckets),
+        update=workload.update,
+        batch=workload.batch,
+        shapes=tuple((total(workload.sizes, bucket) // 4,) for bucket in buckets),
+    )
+    return merged, Declared(of=text, legs=tuple(legs.items()))
+
+
+def seconds(workload, workers, link, text, times):
     """Of a step of bsp, in virtual time."""
+    merged, declared = in_buckets(workload, text, workers)
+    free = CodingTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
+    merged = replace(merged, coding={full_spec(declared): times or free})
     ends = []
 
     def train(rank):
         paceline.init()
-        model = paceline.stand_in(workload)
+        model = paceline.stand_in(merged)
         optimizer = paceline.distribute(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            fusion="ddp",
-            compression=compression,
+            fusion="wfbp",
+            compression="none" if text == "none" else declared,
         )
-        x = torch.ones(int(workload.batch or 1))
+        x = torch.ones(int(merged.batch or 1))
         for _ in range(2):
             optimizer.zero_grad()
             model(x).backward()
@@ -108,8 +163,7 @@ def seconds(workload, workers, link, compression, memory):
         optimizer.finish()
 
     rack = Rack(workers=workers, link=link * 1e9 / 8, latency=LATENCY)
-    compute = ComputeModel(workload=workload, memory=memory)
-    Simulation(Cluster((rack,)), compute=compute).run(train)
+    Simulation(Cluster((rack,)), compute=ComputeModel(workload=merged)).run(train)
     first, second = ends
     return second - first
 
@@ -139,7 +193,7 @@ class Kept:
             print(json.dumps({"key": key, "value": value}), file=file, flush=True)
 
 
-def fill(kept, models, workers, links, compressors, prices, everything):
+def fill(kept, models, workers, links, compressors, prices):
     """Measure what is missing, the cheapest first."""
     for model in models if "core" in prices else ():
         workload = workload_of(model)
@@ -152,8 +206,6 @@ def fill(kept, models, workers, links, compressors, prices, everything):
     for count in workers:
         for price in prices:
             for model in models:
-                if price == "core" and count > 8 and model in LARGE and not everything:
-                    continue
                 for link in links:
                     for text in compressors:
                         cell(kept, model, count, link, text, price)
@@ -165,13 +217,11 @@ def cell(kept, model, workers, link, text, price):
     key = ("seconds", model, workers, link, text, price)
     if key in kept:
         return
-    workload = workload_of(model)
+    times = None
     if price == "core":
-        spec = full_spec(make(text))
-        times = CodingTimes(**kept.get("coding", model, spec))
-        workload = replace(workload, coding={spec: times})
+        times = CodingTimes(**kept.get("coding", model, full_spec(make(text))))
     start = time.perf_counter()
-    kept.add(key, seconds(workload, workers, link, text, math.inf))
+    kept.add(key, seconds(workload_of(model), workers, link, text, times))
     tell(*key, took=time.perf_counter() - start)
 
 
@@ -196,34 +246,48 @@ def tables(kept, models, workers, links, compressors):
         size = sum(workload.sizes) / 1e6
         compute = workload.forward_seconds + workload.backward_seconds
         print(f"\n{model}: {size:.3g} MB of gradients, {compute:.3g} s of computing\n")
-        cells = [(n, link) for n in workers for link in links]
-        print("| compression | coding, 8 workers |", end="")
-        print("".join(f" {n} x {link:g} Gbit/s |" for n, link in cells))
-        print(f"|---|{'---|' * (len(cells) + 1)}")
-        dense = [kept.get("seconds", model, *c, "none", "free") for c in cells]
-        row = " | ".join("-" if s is None else f"{s:.3g} s" for s in dense)
-        print(f"| none | - | {row} |")
+        columns = [
+            Column(kept, model, n, link, compressors) for n in workers for link in links
+        ]
+        columns = [column for column in columns if column.dense is not None]
+        heads = [column.head for column in columns]
+        print(f"| compression | coding, 8 workers | {' | '.join(heads)} |")
+        print(f"|---|{'---|' * (len(columns) + 1)}")
+        print(f"| none | - | {' | '.join(f'{c.dense:.3g} s' for c in columns)} |")
         for text in compressors:
             if text == "none":
                 continue
             times = kept.get("coding", model, full_spec(make(text)))
             takes = "-"
             if times is not None:
-                both = times["encode"] + CodingTimes(**times).after(8)
-                takes = f"{both:.3g} s"
-            row = []
-            for found, (n, link) in zip(dense, cells, strict=True):
-                gains = [
-                    kept.get("seconds", model, n, link, text, price)
-                    for price in ("core", "free")
-                ]
-                row.append(
-                    " / ".join(
-                        "-" if s is None or found is None else f"{found / s:.2f}"
-                        for s in gains
-                    )
-                )
-            print(f"| {text} | {takes} | {' | '.join(row)} |")
+                found = CodingTimes(**times)
+                takes = f"{found.encode + found.after(8):.2g} s"
+            cells = [column.cell(text) for column in columns]
+            print(f"| {text} | {takes} | {' | '.join(cells)} |")
+
+
+class Column:
+    """Gains of one network: core / free, or free alone, where that is all there is."""
+
+    def __init__(self, kept, model, workers, link, compressors):
+        def gains(price):
+            found = {
+                text: kept.get("seconds", model, workers, link, text, price)
+                for text in compressors
+            }
+            return {text: value for text, value in found.items() if value is not None}
+
+        self._free, self._core = gains("free"), gains("core")
+        self.dense = self._free.get("none")
+        self.head = f"{workers} x {link:g} Gbit/s"
+        self.head += "" if self._core else ", free"
+
+    def cell(self, text):
+        both = [self._gain(side, text) for side in (self._core, self._free)]
+        return " / ".join(both) if self._core else both[1]
+
+    def _gain(self, side, text):
+        return f"{self.dense / side[text]:.2f}" if text in side else "-"
 
 
 def sparse_table(kept):
@@ -280,7 +344,6 @@ def main():
     parser.add_argument("--coding", nargs="+", choices=prices, default=prices)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--tables", action="store_true", help="run nothing")
-    parser.add_argument("--all", action="store_true", help="also what takes long")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     kept = Kept(arguments.results)
@@ -291,7 +354,7 @@ def main():
         ["none", *arguments.compressors],
     )
     if not arguments.tables:
-        fill(kept, *what, arguments.coding, arguments.all)
+        fill(kept, *what, arguments.coding)
         if "top-k" in COMPRESSORS and "layers" in arguments.models:
             sparse(kept)
     if arguments.json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def compression() -> None:
-    """Print the page on all compressors (docs/compression.md is made by this)."""
+    """Print the page on all compressors (docs/compressors.md is made by this)."""
     from paceline.compression.table import compression_page
 
     print(compression_page(), end="")

@@ -9,9 +9,10 @@ from typing import Any
 from paceline.compression import COMPRESSORS, shared_keys
 from paceline.compression.residuals import Residuals
 
-_HEAD = """# Compression
+_HEAD = """# Compressors
 
-Made by `paceline compression` from the registry; do not edit. What is sent of a mean of gradients:
+Made by `paceline compression` from the registry; do not edit. What each costs and gains is in
+[compression.md](compression.md). What is sent of a mean of gradients:
 `distribute(compression="int8:residuals=true")`, or `--method bsp:compression=int8,compression.residuals=true`.
 A gradient is divided by the number of workers (or weighted by its samples) before it is coded.
 
