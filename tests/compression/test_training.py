@@ -88,7 +88,7 @@ def exchanged(workers, code):
         ("qsgd", lambda n: ring(n, n * 9 * (4 + 32), rounds=1)),
         ("ef-sign", lambda n: ring(n, n * (2 * 4 + 25 + 7), rounds=1)),
     ],
-    ids=str,
+    ids=lambda value: "legs" if callable(value) else str(value),
 )
 def test_what_is_sent_is_the_codes_bytes(compression, sent_of, workers):
     def body(rank):
