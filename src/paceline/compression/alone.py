@@ -103,14 +103,14 @@ class Alone(Compressor):
         plain_sent, large_sent = (None, None)
         if sent is not None:
             plain_sent, large_sent, _ = self._sorted(sent, states)
-        yield from summed(plain, plain_sent)
-        if not large:
-            return
-        code = self._encode(large, own)
-        if large_sent is not None:
+        # Coding comes before the first wait, beside the backward pass.
+        code = self._encode(large, own) if large else None
+        if code is not None and large_sent is not None:
             self._decode(code, large_sent, large[0].dtype, add=False)
-        everyone = yield Gather(code)
-        self._add_up(everyone, large)
+        yield from summed(plain, plain_sent)
+        if code is not None:
+            everyone = yield Gather(code)
+            self._add_up(everyone, large)
 
     def encode(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]

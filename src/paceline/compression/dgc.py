@@ -180,10 +180,10 @@ class DGC(Compressor):
         large: list[Row] = []
         for row in rows_of(parts, states, sent):
             (large if "velocity" in row.state else plain).append(row)
+        if large:  # first: it is coded beside the backward pass then
+            yield from self._sparse(large, place)
         if plain:
             yield from self._dense(plain, place)
-        if large:
-            yield from self._sparse(large, place)
 
     def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
         """The sums of all momenta and velocities stay what they were: each worker has an equal

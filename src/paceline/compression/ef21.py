@@ -127,10 +127,10 @@ class EF21(Compressor):
         for row in rows_of(parts, states, sent):
             has_begun = row.state and row.state[COMMON]["begun"]
             (begun if has_begun else whole).append(row)
+        if begun:  # first: it is coded beside the backward pass then
+            yield from self._go_on(begun)
         if whole:
             yield from _begin(whole)
-        if begun:
-            yield from self._go_on(begun)
 
     def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
         """H goes on, and each worker's h is an equal part of it."""
