@@ -5,7 +5,7 @@
     python benchmarks/compression_accuracy.py --no-training
 
 Each compressor with its own settings under bsp, and with settings that send about a tenth of that;
-or the least, where none go so far: casts, int8 and signs have none. Start, batches, steps and learning rates are bsp's. First steps that are sent densely are
+or the least, where none go so far: casts, whole numbers and signs have none. Then some that send more. Start, batches, steps and learning rates are bsp's. First steps that are sent densely are
 few here, as trainings are short: `dgc` warms up in a tenth of them.
 `dgc` does the momentum itself, so on digits its SGD has none; on bytes_lm its own is 0.
 
@@ -97,7 +97,12 @@ TENTHS = {
     "ef21, a tenth": "ef21:density=0.001",
     "random-block, a tenth": "random-block:density=0.001",
     "powersgd, a quarter (rank 1)": "powersgd:rank=1",
-    "qsgd, half (7 levels)": "qsgd:levels=7",
+}
+MORE = {
+    "int4 with residuals": "int4:residuals=true",
+    "top-k, ten times": "top-k:density=0.1",
+    "random-block, ten times": "random-block:density=0.1",
+    "powersgd, four times (rank 16)": "powersgd:rank=16",
 }
 CONTROLS = {
     "signs without a scale (control)": "signs",
@@ -122,7 +127,7 @@ def under_bsp(code: str) -> str:
 
 def rows(task: Task) -> dict[str, str]:
     """The spec of each row."""
-    codes = DEFAULTS | TENTHS
+    codes = DEFAULTS | TENTHS | MORE
     if task.name == "bytes_lm":
         for name, code in codes.items():
             if code.startswith("dgc"):
@@ -150,12 +155,12 @@ def figures_of(training: Training) -> dict[str, float]:
 # ---- the table ----
 
 
-def line(name: str, found: dict[str, Any]) -> str:
-    """A row: the mean paired difference to bsp, and two standard errors."""
+def differs(found: dict[str, Any]) -> tuple[str, str]:
+    """A row's mean paired difference to bsp with two standard errors, and what it is held to
+    be."""
     task, judged = TASKS[found["task"]], found["judged"]
-    unit = " %" if task.relative else " points"
-    if name == BASE:
-        return f"| {name} | 100.0% | {found[judged]:.3f} {judged} | |"
+    if found["method"] == BASE:
+        return f"{found[judged]:.3f} {judged}", ""
     off, two = found[f"{judged}, difference"], 2 * found[f"{judged}, standard error"]
     worse = off if task.relative else -off
     verdict = "inside"
@@ -164,8 +169,28 @@ def line(name: str, found: dict[str, Any]) -> str:
     elif worse > two:
         verdict = "worse, within the bound"
     seeds = "" if found["seeds"] == SEEDS else f" ({found['seeds']} seeds)"
-    sent = f"{found['sent']:.1%}"
-    return f"| {name} | {sent} | {off:+.2f} ± {two:.2f}{unit}{seeds} | {verdict} |"
+    unit = " %" if task.relative else " points"
+    return f"{off:+.2f} ± {two:.2f}{unit}{seeds}", verdict
+
+
+MARKS = {"outside": "**", "worse, within the bound": "*"}
+
+
+def show(tables: Sequence[Table], results: Results, seeds: int) -> None:
+    """All of them as one: **outside**, *worse, within the bound*."""
+    found = [{row["method"]: row for row in t.found(results, seeds)} for t in tables]
+    titles = [f"{table.task}, {table.workers} workers" for table in tables]
+    print(f"| {' | '.join(['compression', 'sends', *titles])} |")
+    print("|---" * (len(titles) + 2) + "|")
+    for name in dict.fromkeys(name for rows in found for name in rows):
+        mine = [rows.get(name) for rows in found]
+        sent = next(row["sent"] for row in mine if row)
+        cells = []
+        for row in mine:
+            text, verdict = differs(row) if row else ("", "")
+            mark = MARKS.get(verdict, "")
+            cells.append(f"{mark}{text}{mark}")
+        print(f"| {' | '.join([name, f'{sent:.1%}', *cells])} |")
 
 
 class Page:
@@ -194,7 +219,9 @@ class Page:
             name = row["method"]
             if row["seeds"] >= least and name not in self._shown:
                 self._shown.add(name)
-                print(line(name, row), flush=True)
+                text, verdict = differs(row)
+                cells = [name, f"{row['sent']:.1%}", text, verdict]
+                print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
@@ -205,22 +232,27 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows with this in their name")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--no-training", action="store_true", help="show what is there")
+    parser.add_argument(
+        "--no-training", action="store_true", help="one table of what is there"
+    )
     given = parser.parse_args()
     if given.seeds < 2:
         parser.error("--seeds: a standard error needs 2 or more")
     results = Results(given.results)
-    for task in (TASKS[given.task],) if given.task else TASKS.values():
-        table = Table(task=task.name, workers=given.workers, rows=rows(task))
+    tasks = (TASKS[given.task],) if given.task else TASKS.values()
+    tables = [Table(task=t.name, workers=given.workers, rows=rows(t)) for t in tasks]
+    if given.no_training:
+        show(tables, results, given.seeds)
+        return
+    for table in tables:
         page = Page(table, results, given.seeds)
-        if not given.no_training:
-            wanted = [
-                table.training(spec, seed)
-                for name, spec in {BASE: BASE, **table.rows}.items()
-                if name == BASE or given.only in name
-                for seed in range(given.seeds)
-            ]
-            results.train(wanted, given.processes, figures_of, page.show)
+        wanted = [
+            table.training(spec, seed)
+            for name, spec in {BASE: BASE, **table.rows}.items()
+            if name == BASE or given.only in name
+            for seed in range(given.seeds)
+        ]
+        results.train(wanted, given.processes, figures_of, page.show)
         page.end()
 
 
