@@ -38,6 +38,7 @@ def test_who_saves_its_state_keeps_all_laws(trial):
     simulation.run(lambda rank: trial.run())
 
 
+@pytest.mark.slow
 def test_who_saves_its_state_keeps_all_laws_on_real_processes():
     first, *_ = forked.run_together(2, ["-m", "tests.checkpoint.toys"])
     lines = [f"{trial.name}: ok" for trial in kept_trials(2)]

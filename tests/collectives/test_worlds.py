@@ -24,6 +24,7 @@ def test_law_in_virtual_time(name, play):
     run(3, lambda rank: run_case(name), play=play)
 
 
+@pytest.mark.slow
 def test_every_law_on_three_processes():
     ends = run_together(3, ["-m", "tests.collectives.all_cases"], folder=ROOT)
     for rank, end in enumerate(ends):

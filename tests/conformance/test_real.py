@@ -27,7 +27,7 @@ from tests.conformance.table import FAST_REAL, SLOW_REAL
     [
         pytest.param(1, SLOW_REAL, marks=pytest.mark.slow),
         pytest.param(2, FAST_REAL, marks=pytest.mark.slow),
-        (3, FAST_REAL),
+        (3, 3 * FAST_REAL),
         pytest.param(3, SLOW_REAL, marks=pytest.mark.slow),
     ],
 )

@@ -31,6 +31,7 @@ def train(folder, method, workers, numbers, load, save):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "overlap"),
     each_once([f"shuffle=digits,{SWA}", "shuffle=random", "state=average"]),

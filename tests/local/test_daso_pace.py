@@ -125,6 +125,7 @@ def seldom(rank: int, step: int) -> float | None:
     return None if step % 4 else uneven(rank, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("losses", [uneven, seldom])
 @pytest.mark.parametrize("saved", [7, 9, 11])
 def test_a_restart_changes_no_bit_wherever_it_is_between_judgements(

@@ -129,6 +129,7 @@ def test_a_worker_catches_the_error_that_puts_it_out_of_step(tmp_path):
     assert "rank 0 trained" in survives.stdout
 
 
+@pytest.mark.slow
 def test_a_worker_fails_under_torchrun(start):
     """Plain torchrun's report shows the worker's own error."""
     job, folder = start(torchrun, "raise")
@@ -176,6 +177,7 @@ def test_the_launcher_is_told_to_end(start, number):
     assert not somebody_listens(port)
 
 
+@pytest.mark.slow
 def test_the_launcher_is_killed(start):
     """Nobody is left to end the workers; they end all the same."""
     job, folder = start(run, "wait")

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [0, 1], ids=["alone", "beside one that goes on"])
 def test_what_trainings_hold_goes_when_they_have_ended(beside, tmp_path):
     """Between the fifth and the twentieth there is less than one thing more for each; and those

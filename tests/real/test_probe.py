@@ -19,6 +19,7 @@ def probe(folder, *words):
     return forked.run(words, folder=folder, seconds=120, environment=told)
 
 
+@pytest.mark.slow
 def test_two_processes_of_one_machine(tmp_path):
     done = probe(tmp_path, "--workers", "2", "--seconds", "0.02", "--json")
     assert done.returncode == 0, done.stderr

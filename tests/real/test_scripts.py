@@ -37,6 +37,7 @@ def test_ddp_idioms_give_the_same_metric_everywhere(tmp_path):
     assert beginning(done, "epoch", "accuracy") == real
 
 
+@pytest.mark.slow
 def test_no_thread_of_a_process_group_outlives_a_good_end(tmp_path):
     """The interpreter may abort while it is taken down, now and then, if one does."""
     job = run(1, "threads.py", folder=tmp_path / "job").wait().check_ended_well()
@@ -156,6 +157,7 @@ def test_a_script_that_starts_workers_itself_is_refused(launcher, tmp_path):
     job.check_nothing_left()
 
 
+@pytest.mark.slow
 def test_two_machines(tmp_path):
     """The same command on each machine; here both are this one. The second is told its
     place by variables, as Kubeflow's trainer does."""

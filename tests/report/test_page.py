@@ -209,6 +209,7 @@ def compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_compare_writes_the_page_and_names_it(tmp_path: Path) -> None:
     done = compare(tmp_path)
     assert done.returncode == 0, done.stderr

@@ -662,7 +662,7 @@ def check_same_as_backup(case: StagedCase, choices: bytes) -> None:
             assert torch.equal(carried, theirs_carried)
 
 
-@pytest.mark.parametrize("defer", METHODS)
+@pytest.mark.parametrize("defer", list(METHODS)[:2])
 def test_laws_of_two_stages(defer: str) -> None:
     QUICK(given(cases(METHODS[defer]), SCHEDULES)(check_laws))()
 
@@ -671,6 +671,7 @@ def test_one_worker_is_plain_sgd() -> None:
     QUICK(given(cases(METHODS["importance"], 1), SCHEDULES)(check_plain))()
 
 
+@pytest.mark.slow
 def test_with_nothing_deferred_it_is_backup() -> None:
     QUICK(given(cases(METHODS["nothing"]), SCHEDULES)(check_same_as_backup))()
 

@@ -48,6 +48,7 @@ def expected(rank, hosts):
     ]
 
 
+@pytest.mark.slow
 def test_two_levels_in_real_processes(tmp_path):
     ports = check(["run"], tmp_path / "job", ("0", "0"))
     assert len(set(ports)) == len(ports)

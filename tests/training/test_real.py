@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests import forked
 
 from .cases import CASES
@@ -9,6 +11,7 @@ from .cases import CASES
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_every_case_on_three_processes(tmp_path):
     ends = forked.run_together(
         3,

@@ -282,6 +282,7 @@ def barrier_by_the_rule(where: Cluster, arrivals: list[float]) -> list[float]:
     return [max(pair) for pair in zip(known, sent, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_barrier_keeps_its_rule_whatever_the_latencies() -> None:
     chance = random.Random(0)
     for _ in range(60):
@@ -325,6 +326,7 @@ def test_collectives_of_nothing_and_of_one() -> None:
     assert outcome.virtual_seconds == pytest.approx(4 * 50e-6)
 
 
+@pytest.mark.slow
 def test_scatter_of_nothing_to_many() -> None:
     def body(rank: int) -> None:
         parts = list(torch.zeros(400, 0)) if rank == 0 else None

@@ -56,6 +56,7 @@ class Model(torch.nn.Module):
         return (self.weight - x).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
