@@ -28,22 +28,29 @@ def agreement():
 def test_the_documents_count_what_their_table_holds(agreement):
     page = (HOUSE / "docs" / "agreement.md").read_text().split("# Beside the peers")[0]
     page, _, averaging_page = page.partition("## Methods that average")
+    averaging_page, _, past_page = averaging_page.partition("## What goes past")
     everything, held_out = map(ROW.findall, page.split("Held out, that is"))
     averaging = ROW.findall(averaging_page)
     assert len(everything) == len(agreement.CELLS)
     assert len(held_out) == len(agreement.HELD_OUT)
     assert len(averaging) == len(agreement.AVERAGING)
+    past = ROW.findall(past_page)
+    assert len(past) == sum(c.name == "past-8-200" for c in agreement.PAST_BACKWARD)
     counts = []
-    for rows in (everything, held_out, averaging):
+    for rows in (everything, held_out, averaging, past):
         found = [(float(off) / 100, float(spread) / 100) for spread, off, _ in rows]
         judged = [agreement.judge(off, spread) for off, spread in found]
         assert judged == [mark for _, _, mark in rows]
         counts.append((judged.count(""), len(judged) - judged.count("off")))
     middle = statistics.median(abs(float(off)) for _, off, _ in everything)
     readme = (HOUSE / "README.md").read_text()
-    (near, near_enough), (held_near, held_enough), of_averaging = counts
-    text = "{} of 10 within 10 %, {} within 10 % plus the spread"
-    assert text.format(*of_averaging) in averaging_page
+    (near, near_enough), (held_near, held_enough), of_averaging, of_past = counts
+    text = "{} of {} within 10 %, {} within 10 % plus the spread"
+    for (within, enough), rows, said in (
+        (of_averaging, averaging, averaging_page),
+        (of_past, past, past_page),
+    ):
+        assert text.format(within, len(rows), enough) in said
     assert (
         f"{near} of {len(everything)} within 10 %, {near_enough} within 10 %" in readme
     )
