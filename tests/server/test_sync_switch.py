@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 import paceline
 from paceline.distributing import read_spec
 from paceline.errors import UsageError
+from paceline.interfaces import HeldPush
 from paceline.methods.sync_switch import BSPThenASP
 from paceline.network import uniform_cluster
 from paceline.server.protocol import ParameterServer
@@ -195,3 +197,35 @@ def test_fewer_steps_than_none_are_refused() -> None:
 def test_a_report_that_is_no_number_of_steps_is_refused(words: bytes) -> None:
     with pytest.raises(UsageError, match="expected a number of steps"):
         BSPThenASP(3, zeroes=True).read_report(ParameterServer(2).shard, words)
+
+
+class OneBucket:
+    """As much of a shard as the discipline needs."""
+
+    buckets = (0,)
+
+    def __init__(self) -> None:
+        self.applied: list[int] = []
+        self.answered: list[int] = []
+
+    def fastest(self) -> int:
+        return 5
+
+    def expected(self, step: int) -> list[int]:
+        return [0]
+
+    def apply(self, push: HeldPush) -> None:
+        self.applied.append(push.step)
+
+    def answer(self, push: HeldPush) -> None:
+        self.answered.append(push.step)
+
+
+def test_a_gradient_of_a_step_that_has_ended_without_it_is_applied_alone() -> None:
+    """After a load servers may have forgotten that this job had switched before; a worker that
+    came back meanwhile is a step behind."""
+    discipline, shard = BSPThenASP(9, zeroes=True), OneBucket()
+    discipline.resume(cast(Any, shard), 4)
+    late = HeldPush(1, 3, 0, 1.0, [True], [], torch.ones(1), 7)
+    discipline.pushed(cast(Any, shard), late)
+    assert shard.applied == shard.answered == [3]

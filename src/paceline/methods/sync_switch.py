@@ -155,7 +155,8 @@ class BSPThenASP:
             while self._ended[bucket] < last and self._form_mean(shard, bucket):
                 pass
         for step, bucket in sorted(self._rounds):
-            if step >= self._switch:
+            # A load, at which nobody knew of steps before, may have ended this one for others.
+            if step >= self._switch or step < self._ended[bucket]:
                 for push in self._taken(step, bucket):
                     shard.apply(push)
                     shard.answer(push)
