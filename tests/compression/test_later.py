@@ -2,9 +2,13 @@
 
 import torch
 
+import paceline
 from paceline.compression import Later, Residuals
 from paceline.testing.lockstep import Workers, gradients
+from paceline.worlds.join import join_world
+from paceline.worlds.virtual import ComputeModel
 from tests.compression.toys import RankOne, TopK
+from tests.virtual.helpers import run
 
 
 def test_first_steps_are_dense_and_then_the_code_begins_anew():
@@ -58,3 +62,30 @@ def test_a_decayed_residual_fades():
     one, half = (w.states[0][0]["residual"] for w in (kept, fading))
     assert one.any()
     assert torch.equal(half, 0.5 * one)
+
+
+def test_plans_are_made_for_what_follows_first_steps():
+    """A trial in steps without a code would say nothing of those with one."""
+
+    def body(rank):
+        notes = []
+        for first in (0, 9):
+            model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
+            optimizer = paceline.distribute(
+                model,
+                torch.optim.SGD(model.parameters(), lr=1e-3),
+                fusion="optimal",
+                compression=f"bf16:dense_steps={first}",
+            )
+            for _ in range(60):
+                optimizer.zero_grad()
+                model(torch.full((1, 200), 1.0 + rank)).sum().backward()
+                optimizer.step()
+            optimizer.finish()
+            notes.append(list(join_world().journal.notes))
+        return notes
+
+    compute = ComputeModel(forward=0.002, backward=0.004)
+    for at_once, later in run(2, body, compute=compute):
+        assert len(at_once) == 1
+        assert set(later) == set(at_once), "the second training's is another one"

@@ -34,6 +34,10 @@ class Later(Wrapper):
         """A push is a code from the first step on."""
         return False
 
+    @property
+    def first_steps(self) -> int:
+        return self.steps
+
     def settled(self) -> Compressor:
         return self.code.settled()
 

@@ -122,6 +122,11 @@ class Compressor(Protocol):
         ...
 
     @property
+    def first_steps(self) -> int:
+        """In how many steps of a training gradients are sent as they are, first."""
+        return 0
+
+    @property
     def stands_alone(self) -> bool:
         """Whether one worker's code can be decoded by itself: `encode` and `decode` are
         there, so that it may be pushed to a server."""

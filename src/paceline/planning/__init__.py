@@ -64,7 +64,7 @@ class Planner:
     `fusion.RULES` or lengths. *blank* makes buffers to measure with; *planned* is told the
     number of buckets and whether measuring is over, *say* what people should know. *mean*
     forms one as training does, to be timed. *goes_past*: what the method makes of the time
-    after backward.
+    after backward. It measures when *starts_after* steps have passed that are unlike those that follow.
     Without *lock_step* ranks never meet:
     buckets are those of the rule, or of DDP's where *rule* measures, for parameters in the
     reverse of their order, and stay so.
@@ -84,8 +84,9 @@ class Planner:
         mean: Callable[[torch.Tensor], Pending],
         lock_step: bool = True,
         goes_past: GoesPast = "no",
+        starts_after: int = 0,
     ) -> None:
-        self._comm = comm
+        self._comm, self._starts_after = comm, starts_after
         self._rule = fusion.check_rule(rule)
         self._lock_step = lock_step
         together = comm.size > 1 and lock_step
@@ -139,6 +140,9 @@ class Planner:
 
     def _run(self) -> Iterator[bool]:
         changed = self._learn_order()
+        for _ in range(self._starts_after if self._measures else 0):
+            yield changed
+            changed = False
         while self._measures:
             yield changed
             changed = yield from self._plan()

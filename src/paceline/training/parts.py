@@ -163,6 +163,7 @@ class Parts:
             partial(means.try_out, in_halves=getattr(method, "sends_halves", False)),
             lock_step=rhythm.is_every_step,
             goes_past=self._goes_past(waits_late),
+            starts_after=settings.compression.first_steps if compressed else 0,
         )
         self.clips_own = method.clips == "own" and settings.clip_norm < math.inf
         steps = Steps(
