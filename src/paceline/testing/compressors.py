@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from paceline.compression import Residuals
 from paceline.errors import PacelineError, UsageError
-from paceline.interfaces import COMMON, Compressor, StandsAlone, Sum
+from paceline.interfaces import Compressor, StandsAlone, Sum
+from paceline.testing.compared import require_close, require_states, workers_of
 from paceline.testing.lockstep import SHAPES, Workers, gradients
 from paceline.testing.trial import require
 
@@ -31,7 +31,7 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def rounds_and_linearity_are_as_declared(compressor: Compressor) -> None:
     """As many collectives follow each other as it says, where tensors of all sizes meet, and
     sums alone where it is linear."""
-    mean = _workers(compressor.settled()).mean(gradients())
+    mean = workers_of(compressor.settled()).mean(gradients())
     require(
         len(mean.codes) == compressor.rounds,
         f"declares {compressor.rounds} rounds, and takes {len(mean.codes)}",
@@ -51,7 +51,7 @@ def traffic_is_as_declared(compressor: Compressor) -> None:
 
 
 def _require_traffic(settled: Compressor, workers: int, dtype: torch.dtype) -> None:
-    group, steps = _workers(settled, workers, dtype), 4
+    group, steps = workers_of(settled, workers, dtype), 4
     sent: Counter[str] = Counter()
     for step in range(steps):
         given = [[(9 * p).to(dtype) for p in own] for own in gradients(workers, step)]
@@ -71,7 +71,7 @@ def codes_stand_alone(compressor: Compressor) -> None:
     """One worker's code is decoded without the others', adds up with theirs to the mean, and
     is refused where it is cut, or too long."""
     assert isinstance(compressor, StandsAlone)
-    workers, same = _workers(compressor), _workers(compressor)
+    workers, same = workers_of(compressor), workers_of(compressor)
     for step in range(3):
         given = gradients(seed=step)
         total = [torch.zeros_like(part) for part in given[0]]
@@ -85,7 +85,7 @@ def codes_stand_alone(compressor: Compressor) -> None:
             compressor.decode(code, total, add=True)
         mean, otherwise = workers.mean(given), "codes do not add up to the mean"
         if not mean.is_coded_twice:
-            _require_close(mean.results[0], total, mean.rounding, otherwise)
+            require_close(mean.results[0], total, mean.rounding, otherwise)
             continue
         for result, part in zip(mean.results[0], total, strict=True):
             require(bool((result - part).norm() <= part.norm() / 2), otherwise)
@@ -99,7 +99,7 @@ def codes_stand_alone(compressor: Compressor) -> None:
 
 def zeros_stay_zeros(compressor: Compressor) -> None:
     """Where no worker has anything nothing results."""
-    workers = _workers(compressor)
+    workers = workers_of(compressor)
     for _ in range(2):
         for results in workers.mean(gradients(scale=0.0)).results:
             require(
@@ -118,7 +118,7 @@ def nothing_is_sent_of_nothing(compressor: Compressor) -> None:
 
 def a_worker_without_data_changes_nothing(compressor: Compressor) -> None:
     """The others' result is what it would be without the worker whose tensors are zero."""
-    three, two = _workers(compressor, 3), _workers(compressor, 2)
+    three, two = workers_of(compressor, 3), workers_of(compressor, 2)
     for step in range(3):
         given = [*gradients(2, seed=step), gradients(1, scale=0.0)[0]]
         with_it, without = three.mean(given), two.mean(given[:2])
@@ -126,7 +126,7 @@ def a_worker_without_data_changes_nothing(compressor: Compressor) -> None:
         if step and with_it.is_coded_twice and isinstance(compressor, Residuals):
             # Who owns what differs, and so in whose residual the second rounding is.
             allowed = 2**-3
-        _require_close(
+        require_close(
             with_it.results[0],
             without.results[0],
             allowed,
@@ -139,9 +139,9 @@ def sums_of_codes_are_codes_of_sums(compressor: Compressor) -> None:
     given = [[part.mul(4).round() for part in own] for own in gradients()]
     total = [torch.stack(parts).sum(0) for parts in zip(*given, strict=True)]
     nothing = gradients(2, scale=0.0)
-    apart = _workers(compressor).mean(given).results[0]
-    together = _workers(compressor).mean([total, *nothing]).results[0]
-    _require_close(  # whole buckets: they may share a scale, and so what is rounded
+    apart = workers_of(compressor).mean(given).results[0]
+    together = workers_of(compressor).mean([total, *nothing]).results[0]
+    require_close(  # whole buckets: they may share a scale, and so what is rounded
         [torch.cat([part.reshape(-1) for part in apart])],
         [torch.cat([part.reshape(-1) for part in together])],
         1e-4,
@@ -151,11 +151,11 @@ def sums_of_codes_are_codes_of_sums(compressor: Compressor) -> None:
 
 def results_are_sums_of_what_was_sent(compressor: Compressor) -> None:
     """Each worker knows what the result has got from it; residuals rest on that."""
-    workers = _workers(compressor)
+    workers = workers_of(compressor)
     for step in range(3):
         mean = workers.mean(gradients(seed=step))
         total = [torch.stack(parts).sum(0) for parts in zip(*mean.sent, strict=True)]
-        _require_close(
+        require_close(
             mean.results[0],
             total,
             mean.rounding,
@@ -165,7 +165,7 @@ def results_are_sums_of_what_was_sent(compressor: Compressor) -> None:
 
 def codes_are_unbiased(compressor: Compressor) -> None:
     """The mean of many results is the sum, within 5 standard errors."""
-    workers, given = _workers(compressor, 2), gradients(2)
+    workers, given = workers_of(compressor, 2), gradients(2)
     draws = [workers.mean(given).results[0] for _ in range(DRAWS)]
     for number, drawn in enumerate(zip(*draws, strict=True)):
         every = torch.stack(drawn).double()
@@ -183,7 +183,7 @@ def codes_are_unbiased(compressor: Compressor) -> None:
 def less_is_left_than_was_given(compressor: Compressor) -> None:
     """What a code leaves out of a worker's tensors is smaller than they are: residuals end.
     So it is after a step in which nobody had anything, too."""
-    workers, given = _workers(compressor), gradients()
+    workers, given = workers_of(compressor), gradients()
     workers.mean(gradients(scale=0.0))
     mean = workers.mean(given)
     for own, sent in zip(given, mean.sent, strict=True):
@@ -197,7 +197,7 @@ def less_is_left_than_was_given(compressor: Compressor) -> None:
 
 def all_workers_end_with_the_same_bits(compressor: Compressor) -> None:
     """Models stay equal without ever being compared."""
-    workers = _workers(compressor)
+    workers = workers_of(compressor)
     for step in range(3):
         first, *others = workers.mean(gradients(seed=step)).results
         for other in others:
@@ -210,16 +210,16 @@ def all_workers_end_with_the_same_bits(compressor: Compressor) -> None:
 def states_are_as_declared(compressor: Compressor) -> None:
     """State that is called none is none, common state is equal on all workers, and all of
     it is plain."""
-    workers = _workers(compressor)
+    workers = workers_of(compressor)
     for step in range(3):
         workers.mean(gradients(seed=step))
-    _require_states(workers)
+    require_states(workers)
 
 
 def nothing_is_kept_elsewhere(compressor: Compressor) -> None:
     """A compressor that has seen nothing goes on from copies of another one's states as that
     one does."""
-    again, straight = _workers(copy.deepcopy(compressor)), _workers(compressor)
+    again, straight = workers_of(copy.deepcopy(compressor)), workers_of(compressor)
     for step in range(3):
         straight.mean(gradients(seed=step))
     again.states = copy.deepcopy(straight.states)
@@ -236,9 +236,9 @@ def nothing_is_kept_elsewhere(compressor: Compressor) -> None:
 
 def the_number_of_workers_may_change(compressor: Compressor) -> None:
     """Two workers go on from what three have left, and four from theirs."""
-    former = _workers(compressor)
+    former = workers_of(compressor)
     for step, count in enumerate((3, 2, 4)):
-        workers = _workers(compressor, count)
+        workers = workers_of(compressor, count)
         if step:
             workers.inherit(former)
         for _ in range(2):
@@ -247,7 +247,7 @@ def the_number_of_workers_may_change(compressor: Compressor) -> None:
                 all(bool(part.isfinite().all()) for part in results[0]),
                 f"among {count} workers, after some others, results are not finite",
             )
-        _require_states(workers)
+        require_states(workers)
         former = workers
 
 
@@ -280,7 +280,7 @@ def types_and_shapes_stay(compressor: Compressor) -> None:
 def what_is_not_finite_shows(compressor: Compressor) -> None:
     """An overflow on one worker is seen by all, in this step and not in the next."""
     for bad in (torch.inf, -torch.inf, torch.nan):
-        workers, given = _workers(compressor), gradients()
+        workers, given = workers_of(compressor), gradients()
         given[1][1][100] = bad
         for results in workers.mean(given).results:
             require(
@@ -297,7 +297,7 @@ def what_is_not_finite_shows(compressor: Compressor) -> None:
 def chance_is_its_own(compressor: Compressor) -> None:
     """Nobody else's random numbers change: dropout is the script's."""
     before = torch.get_rng_state()
-    _workers(compressor).mean(gradients())
+    workers_of(compressor).mean(gradients())
     require(
         torch.equal(before, torch.get_rng_state()),
         "draws from torch's global generator",
@@ -306,7 +306,7 @@ def chance_is_its_own(compressor: Compressor) -> None:
 
 def nothing_is_lost(compressor: Compressor) -> None:
     """At every step all results plus all residuals are all gradients."""
-    workers = _workers(compressor)
+    workers = workers_of(compressor)
     owed = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     allowed = 0.0
     for step in range(20):
@@ -321,7 +321,7 @@ def nothing_is_lost(compressor: Compressor) -> None:
             sum(own[number]["residual"].double() for own in workers.states)
             for number in range(len(SHAPES))
         ]
-        _require_close(left, owed, allowed, "gradients are neither sent nor residual")
+        require_close(left, owed, allowed, "gradients are neither sent nor residual")
 
 
 # ---- which law says something about which compressor ----
@@ -383,71 +383,3 @@ def check_compressor(compressor: Compressor) -> None:
             except PacelineError as error:
                 error.add_note(f"conformance: {check.name}")
                 raise
-
-
-# ---- what laws are told with ----
-
-
-def _workers(
-    compressor: Compressor, workers: int = 3, dtype: torch.dtype = torch.float32
-) -> Workers:
-    return Workers(compressor, [part.to(dtype) for part in gradients(1)[0]], workers)
-
-
-def _require_close(
-    found: Sequence[Any], expected: Sequence[Any], rounding: float, otherwise: str
-) -> None:
-    for a, b in zip(found, expected, strict=True):
-        if b.numel():
-            difference = (a - b).abs().max().item()
-            allowed = rounding * (1.0 + b.abs().max().item())
-            require(difference <= allowed, f"{otherwise}: by {difference:.2g}")
-
-
-def _require_states(workers: Workers) -> None:
-    kind = workers.compressor.state
-    first, *others = workers.states
-    kept = [state for state in first if state]  # perhaps of matrices alone
-    require(bool(kept) == (kind != "none"), f"declares state {kind!r}, keeps {kept}")
-    for state in kept:
-        _require_plain(state)
-    for other in others:
-        if kind == "common":
-            require(_equal(first, other), "common state differs between workers")
-        require(
-            _equal(_common(first), _common(other)),
-            "what is under the key 'common' differs between workers",
-        )
-
-
-def _common(value: Any) -> Any:
-    """What is common in a state, as texts and tensors."""
-    if isinstance(value, list):
-        return [_common(one) for one in value]
-    return {
-        key: one if key == COMMON else _common(one)
-        for key, one in value.items()
-        if isinstance(one, dict)
-    }
-
-
-def _require_plain(value: object) -> None:
-    if isinstance(value, dict):
-        for inner in value.values():
-            _require_plain(inner)
-        return
-    require(
-        isinstance(value, (torch.Tensor, int, float, str)),
-        f"a state holds a {type(value).__name__}: expected tensors, numbers, texts, and "
-        "dicts of those",
-    )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, list):
-        return all(_equal(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)
