@@ -9,6 +9,7 @@ Files are split by who implements a seam and who uses it. Low to high:
   follow it. A `Collective` says how averages are formed. An `Endpoint` is a worker's end of
   a server.
 - `discipline`: what a server does with gradients, in a method's words.
+- `groups`: servers that hold the whole model each, for a group of workers.
 - `server`: a server, or another service, as a state machine, and what it sends.
 - `remote`: a model's parameters on their servers, as one worker's method sees them.
 - `compression`: a `Compressor` says what is sent of a mean's tensors.
@@ -64,6 +65,7 @@ from paceline.interfaces.discipline import (
     Sparing,
     Timed,
 )
+from paceline.interfaces.groups import Groups, Meshed, Parcel, SpeedClass
 from paceline.interfaces.method import (
     HOOKS,
     Clips,
@@ -117,6 +119,7 @@ __all__ = [
     "Exchange",
     "Gather",
     "GradientSeen",
+    "Groups",
     "Half",
     "HeldPush",
     "Hyperparameters",
@@ -124,9 +127,11 @@ __all__ = [
     "Informed",
     "Led",
     "Leg",
+    "Meshed",
     "Message",
     "Method",
     "OwnState",
+    "Parcel",
     "Pending",
     "Piece",
     "Place",
@@ -149,6 +154,7 @@ __all__ = [
     "Shard",
     "Signal",
     "Sparing",
+    "SpeedClass",
     "StandsAlone",
     "State",
     "StateKind",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from paceline.interfaces.discipline import Discipline
+from paceline.interfaces.groups import Groups
 from paceline.interfaces.rhythm import Rhythm
 
 UpdatesOn = Literal["worker", "method", "server"]
@@ -137,7 +138,13 @@ class UpdatesOnServer(Method, Protocol):
         buckets."""
         ...
 
+    def groups(self, workers: int) -> Groups | None:
+        """The first groups, where each group of workers has a server that holds the whole
+        model; None where servers share it out among themselves, each for all workers.
+        Raises `UsageError` as `server` does."""
+        ...
+
     def server(self, workers: int) -> Discipline:
-        """What one server does, for a job of so many workers. Raises `UsageError` where the
-        hyperparameters do not fit that number."""
+        """What one server does, for a job of so many workers: a `Meshed` discipline where there
+        are `groups`. Raises `UsageError` where the hyperparameters do not fit that number."""
         ...

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from paceline.interfaces.groups import SpeedClass
 from paceline.interfaces.updates import Piece, Updater
 from paceline.tensors import Bucket
 
@@ -82,6 +83,22 @@ class Remote(Protocol):
 
     def consolidate(self) -> Callable[[], None]:
         """Put the servers' present parameters into the model; returns what undoes it."""
+        ...
+
+    # ---- groups ----
+
+    @property
+    def group(self) -> int:
+        """The number of the server that this worker pushes to, where there are `Groups`."""
+        ...
+
+    def move(self, group: int, step: int) -> None:
+        """Between two steps: from *step* on this worker pushes to that group's server, whose
+        parameters the model now holds."""
+        ...
+
+    def has_speed(self, speed: SpeedClass) -> None:
+        """This worker's group is of that class: for codes that depend on it."""
         ...
 
     # ---- units ----

@@ -12,6 +12,7 @@ from paceline.interfaces import (
     ON_SERVERS,
     Clips,
     GradientSeen,
+    Groups,
     HeldPush,
     Rhythm,
     ServerRun,
@@ -53,6 +54,10 @@ class PushPull:
 
     def piece_bytes(self, total: int) -> int | None:
         """Whole buckets travel, so units need not be small."""
+        return None
+
+    def groups(self, workers: int) -> Groups | None:
+        """All servers share one model."""
         return None
 
     def init(self, run: ServerRun) -> PushPullState:

@@ -1,0 +1,94 @@
+"""Group servers: each holds the whole model for the workers of its group, and they pass on to
+each other what they have applied.
+
+A method whose servers are so says its `Groups` (`UpdatesOnServer.groups`), and its discipline is
+`Meshed`: it says what is to be passed on, and applies what comes. `paceline.server.mesh` carries
+it: each parcel arrives once at each server, whatever connections do meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from paceline.interfaces.discipline import Discipline, Shard
+from paceline.interfaces.updates import Hyperparameters
+
+SpeedClass = Literal["fastest", "middle", "slowest"]
+
+
+class Groups(NamedTuple):
+    """Who is in which group. A later *version* replaces an earlier one.
+
+    *of*: by rank, the number of the worker's group, which is the number of its server. A server
+    may have no workers. *servers*: how many servers there are. *speeds*: by group, its class;
+    empty while nobody knows.
+    """
+
+    of: tuple[int, ...]
+    servers: int
+    version: int = 0
+    speeds: tuple[SpeedClass, ...] = ()
+
+    def members(self, group: int) -> list[int]:
+        """The workers of a group, in rank order."""
+        return [rank for rank, its in enumerate(self.of) if its == group]
+
+
+class Parcel(NamedTuple):
+    """What one server has applied to a bucket, and the others have not yet.
+
+    *values*: flat, of all the bucket's units: the mean of *gradients* gradients, by weight, whose
+    weights add up to *weight*; or, where *is_model*, the sender's parameters. *used*: per unit,
+    whether any of them has it. *hyperparameters*: of the last of them. *version*: how many
+    gradients the sender had applied to the bucket, from whomever.
+    """
+
+    bucket: int
+    gradients: int
+    weight: float
+    used: Sequence[bool]
+    hyperparameters: Hyperparameters
+    values: torch.Tensor
+    version: int = 0
+    is_model: bool = False
+
+
+@runtime_checkable
+class Meshed(Discipline, Protocol):
+    """A discipline whose server is one of several that hold the whole model each."""
+
+    @property
+    def groups(self) -> Groups:
+        """As this server knows them."""
+        ...
+
+    def is_server(self, number: int) -> None:
+        """This is the server of group *number*. Called before anything else."""
+        ...
+
+    def outgoing(self, shard: Shard) -> list[Parcel]:
+        """What is to be passed on by now. Called after each event; what was returned is not
+        owed any more."""
+        ...
+
+    def owed(self, shard: Shard) -> list[Parcel]:
+        """Everything that was not passed on yet, whether it is time or not: all meet, or this
+        group has no workers any more."""
+        ...
+
+    def incoming(self, shard: Shard, source: int, parcel: Parcel) -> None:
+        """Server *source* has passed this on: it comes once, and in the order of its sending."""
+        ...
+
+    def words(self, shard: Shard) -> bytes:
+        """What the other servers are to know beside, in the method's own bytes; empty while
+        there is nothing new. Called after each event."""
+        ...
+
+    def heard(self, shard: Shard, source: int, words: bytes) -> None:
+        """Server *source* has said this. Raises `UsageError` for what makes no sense: then
+        nothing has changed."""
+        ...
