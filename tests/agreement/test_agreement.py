@@ -34,22 +34,22 @@ def test_the_documents_count_what_their_table_holds(agreement):
     assert len(everything) == len(agreement.CELLS)
     assert len(held_out) == len(agreement.HELD_OUT)
     assert len(averaging) == len(agreement.AVERAGING)
-    past = ROW.findall(past_page)
+    past_page, _, codes_page = past_page.partition("## Codes")
+    past, codes = ROW.findall(past_page), ROW.findall(codes_page)
+    assert len(codes) == len(agreement.COMPRESSION)
     assert len(past) == sum(c.name == "past-8-200" for c in agreement.PAST_BACKWARD)
     counts = []
-    for rows in (everything, held_out, averaging, past):
+    for rows in (everything, held_out, averaging, past, codes):
         found = [(float(off) / 100, float(spread) / 100) for spread, off, _ in rows]
         judged = [agreement.judge(off, spread) for off, spread in found]
         assert judged == [mark for _, _, mark in rows]
         counts.append((judged.count(""), len(judged) - judged.count("off")))
     middle = statistics.median(abs(float(off)) for _, off, _ in everything)
     readme = (HOUSE / "README.md").read_text()
-    (near, near_enough), (held_near, held_enough), of_averaging, of_past = counts
+    (near, near_enough), (held_near, held_enough), *others = counts
     text = "{} of {} within 10 %, {} within 10 % plus the spread"
-    for (within, enough), rows, said in (
-        (of_averaging, averaging, averaging_page),
-        (of_past, past, past_page),
-    ):
+    pages = ((averaging, averaging_page), (past, past_page), (codes, codes_page))
+    for (within, enough), (rows, said) in zip(others, pages, strict=True):
         assert text.format(within, len(rows), enough) in said
     assert (
         f"{near} of {len(everything)} within 10 %, {near_enough} within 10 %" in readme
