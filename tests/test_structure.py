@@ -26,6 +26,7 @@ LAYERS = [
         "results; equal starts; mistakes that would be silent",
     ),
     ("collectives loading", "schedules as data; the `Comm`s; loads"),
+    ("aggregator", "sums formed beside a switch: state machines, sockets"),
     ("server", "the parameter server: state machine, parts, transport"),
     (
         "methods settings updater weights",

@@ -1,0 +1,195 @@
+"""Datagrams between workers and an aggregator: one header, then int32 values.
+
+Layout (little-endian, `HEADER`)
+--------------------------------
+====== ======== ===== ==================================================================
+offset field    bytes what
+====== ======== ===== ==================================================================
+0      tag      8     keyed BLAKE2b of all that follows: see `Seal`
+8      magic    4     `MAGIC`: this protocol and its version
+12     kind     1     see `Kind`
+13     flags    1     see `Flag`
+14     elements 2     how many values follow: none is a contribution of zeros
+16     job      4     the aggregator's number of the job
+20     slot     4     of the job's lease
+24     round    4     how often the slot was used before by this job
+28     exponent 2     of a block that comes one batch later: see `fixed_point`
+30     worker   2     who sends this, or is to have it; `NOBODY`: no worker
+32     bitmap   8     bit w: worker w's contribution is in it
+40     values   4 k   int32
+====== ======== ===== ==================================================================
+
+A datagram has exactly as many bytes as its header says. What is shorter, longer, foreign,
+forged or of an unknown kind is dropped and counted, and never answered.
+
+A batch is an array of `packet_type(k)`: rows of one length, of which a datagram is the first
+part. So headers are columns, and values a matrix.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections import Counter
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import UsageError
+
+Array = npt.NDArray[Any]
+
+MAGIC = 0x314C4350
+"""``PCL1``."""
+HEADER = np.dtype(
+    [
+        *(("tag", "<u8"), ("magic", "<u4"), ("kind", "u1"), ("flags", "u1")),
+        *(("elements", "<u2"), ("job", "<u4"), ("slot", "<u4"), ("round", "<u4")),
+        *(("exponent", "<i2"), ("worker", "<u2"), ("bitmap", "<u8")),
+    ]
+)
+HEADER_BYTES = HEADER.itemsize
+TAG_BYTES = 8
+NOBODY = 0xFFFF
+MOST_WORKERS = 64
+"""Bits of the bitmap."""
+IP_BYTES, IP6_BYTES, UDP_BYTES = 20, 40, 8
+LARGEST_DATAGRAM = 65507
+FEWEST_ELEMENTS = 16
+"""A datagram with fewer would be mostly headers."""
+
+
+class Kind(enum.IntEnum):
+    """What a datagram is."""
+
+    CONTRIBUTION = 1
+    """To the aggregator: a worker's values; or, to a server, those of several."""
+    RESULT = 2
+    """From it: the sum."""
+    FREED = 3
+    """From it: the sum has reached the next agent, the slot may be used again."""
+    RECEIVED = 4
+    """To it, from the next agent: the sum is here."""
+    WANTED = 5
+    """To it: send the sum again."""
+    PARAMETERS = 6
+    """To it, from a server behind it: the sum, for all workers or for one."""
+    PROBE = 7
+    """To it, and back to the same worker: whether datagrams of this size get through."""
+
+
+_KINDS = np.array([kind.value for kind in Kind], np.uint8)
+
+
+class Flag(enum.IntFlag):
+    """How a datagram is to be dealt with."""
+
+    FORWARD = 1
+    """The sum is for the next agent, not for the workers."""
+    REPEATED = 2
+    """It was sent before, and may have been lost."""
+    COLLIDED = 4
+    """Its slot was another's, so it was not added up."""
+
+
+@lru_cache(maxsize=64)
+def packet_type(elements: int) -> np.dtype[Any]:
+    """Rows of a header and of *elements* values."""
+    return np.dtype([("header", HEADER), ("values", "<i4", (elements,))])
+
+
+def blank(count: int, elements: int) -> Array:
+    """*count* rows whose headers are zeros but for what each needs; values are undefined."""
+    rows = np.empty(count, packet_type(elements))
+    rows["header"] = np.zeros((), HEADER)
+    rows["header"]["magic"] = MAGIC
+    rows["header"]["worker"] = NOBODY
+    return rows
+
+
+def sizes(packets: Array) -> Array:
+    """Bytes of each datagram."""
+    return np.asarray(HEADER_BYTES + 4 * packets["header"]["elements"].astype(np.int64))
+
+
+def elements_for(mtu: int, *, ip_bytes: int = IP_BYTES) -> int:
+    """How many values a datagram may have where packets have at most *mtu* bytes.
+
+    Even, so that headers of a batch lie on multiples of 8. Raises `UsageError` where there
+    is room for too few.
+    """
+    room = min(mtu - ip_bytes - UDP_BYTES, LARGEST_DATAGRAM) - HEADER_BYTES
+    elements = room // 8 * 2
+    if elements < FEWEST_ELEMENTS:
+        least = ip_bytes + UDP_BYTES + HEADER_BYTES + 4 * FEWEST_ELEMENTS
+        raise UsageError(
+            f"MTU {mtu}: expected {least} bytes or more, so that a packet holds "
+            f"{FEWEST_ELEMENTS} values behind its headers; Ethernet has 1500"
+        )
+    return elements
+
+
+def mtu_for(elements: int, *, ip_bytes: int = IP_BYTES) -> int:
+    """The smallest MTU that lets a datagram of *elements* values pass unfragmented."""
+    return ip_bytes + UDP_BYTES + HEADER_BYTES + 4 * elements
+
+
+def well_formed(packets: Array, lengths: Array, dropped: Counter[str]) -> Array:
+    """Which rows are datagrams of this protocol, by what they say of themselves; the others
+    are counted in *dropped*. *lengths*: how many bytes came, or -1 where more came than a row
+    can hold. Reads of each row no more than came."""
+    header = packets["header"]
+    whole = lengths >= HEADER_BYTES
+    ours = whole & (header["magic"] == MAGIC)
+    known = ours & np.isin(header["kind"], _KINDS)
+    fits: Array = known & (sizes(packets) == lengths)
+    for word, passed, left in (
+        ("truncated", np.ones_like(whole), whole),
+        ("foreign", whole, ours),
+        ("of an unknown kind", ours, known),
+        ("truncated", known, fits),
+    ):
+        count = int(np.count_nonzero(passed & ~left))
+        if count:
+            dropped[word] += count
+    return fits
+
+
+class Seal:
+    """What makes a job's datagrams known as genuine: a tag that only who has its key can make.
+
+    64 bits of keyed BLAKE2b over header and values. Replays are no matter of the tag: a datagram
+    that comes again, at any time, is one that the protocol deals with by its round. It hides
+    nothing: sums are formed of what the aggregator can read.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        """*key*: 16 to 64 bytes."""
+        if not 16 <= len(key) <= 64:
+            raise ValueError(f"expected a key of 16 to 64 bytes, got {len(key)}")
+        self._key = key
+
+    def sign(self, packets: Array) -> None:
+        """Write the tags of *packets*, whose rows follow each other in memory."""
+        packets["header"]["tag"] = self._tags(packets)
+
+    def genuine(self, packets: Array) -> Array:
+        """Which of *packets*, all `well_formed`, have the right tag."""
+        return np.asarray(packets["header"]["tag"] == self._tags(packets))
+
+    def _tags(self, packets: Array) -> Array:
+        if not len(packets):
+            return np.empty(0, "<u8")
+        data, key = packets.view(np.uint8).reshape(-1).data, self._key
+        starts = range(TAG_BYTES, len(data), packets.dtype.itemsize)
+        lengths = (sizes(packets) - TAG_BYTES).tolist()
+        blake2b = hashlib.blake2b
+        tags = [
+            blake2b(
+                data[start : start + length], key=key, digest_size=TAG_BYTES
+            ).digest()
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+        return np.frombuffer(b"".join(tags), "<u8")

@@ -1,0 +1,147 @@
+"""A worker's side of its job's slots, as a state machine: no I/O, and time is told.
+
+Theory of operation
+-------------------
+Operations follow each other in one stream of chunks, numbered on and on: chunk j in slot j mod s,
+round j div s (see `protocol`). At the start s chunks are sent; each sum that comes back lets
+the next chunk of its slot go. So results clock what is sent, and s is the window.
+
+========== ========================= ===================================== ===============
+slot       event                     what changes                          sends
+========== ========================= ===================================== ===============
+idle       its next chunk is ready   under way, a timer runs               the chunk
+under way  the sum of its chunk      idle; the operation takes the sum     -
+under way  freed (FORWARD)           idle                                  -
+under way  its timer                 the timer runs twice as long          the chunk again
+any        the sum of another chunk  -                                     -
+========== ========================= ===================================== ===============
+
+A sum is taken once: what comes again, late or twice is of a chunk that is no longer under way,
+and is counted. Whoever keeps a chunk waiting, the others send theirs again now and then; the
+aggregator drops these without harm. A worker gives up when nothing came of all it has sent for
+`Stream.silent_seconds`; how long is too long its owner says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from paceline.aggregator.operations import Operation
+from paceline.aggregator.packets import Array, Flag, Kind, blank
+from paceline.aggregator.timers import LONGEST, RoundTrip
+
+_IDLE = -1
+
+
+class Stream:
+    """One worker's stream through a lease of *slots*, of datagrams of *elements*."""
+
+    def __init__(
+        self, *, slots: int, elements: int, worker: int, number: int = 0
+    ) -> None:
+        """*number*: the aggregator's of the job."""
+        self.slots, self.elements = slots, elements
+        self._worker, self._number = worker, number
+        self._operation: Operation | None = None
+        self._flags = 0
+        self._first = self._end = 0
+        """The operation's chunks, counted over the stream."""
+        self._next = np.arange(slots)
+        """Per slot: the next chunk of it."""
+        self._chunk = np.full(slots, _IDLE)
+        """Per slot: what is under way in it."""
+        self._sent_at = np.zeros(slots)
+        self._due_at = np.full(slots, np.inf)
+        self._times = np.zeros(slots, np.int64)
+        self._left = 0
+        self._heard_at = 0.0
+        self.round_trip = RoundTrip()
+        self.counts: Counter[str] = Counter()
+
+    def begin(self, operation: Operation, now: float, *, forward: bool = False) -> None:
+        """The next operation, once the last one is `finished`. With *forward* its sums leave
+        the rack: nothing is taken, and a chunk is done when its slot is freed."""
+        assert self.finished, "an operation is under way"
+        self._operation = operation
+        self._flags = int(Flag.FORWARD) if forward else 0
+        self._first, self._end = self._end, self._end + operation.chunks
+        self._left = operation.chunks
+        self._heard_at = now
+
+    @property
+    def finished(self) -> bool:
+        """Whether all sums of the operation are here."""
+        return self._left == 0
+
+    @property
+    def deadline(self) -> float:
+        """When something is to be sent again; never, where nothing is under way."""
+        return float(self._due_at.min())
+
+    def silent_seconds(self, now: float) -> float:
+        """For how long nothing has come of what is under way."""
+        return 0.0 if self.finished else now - self._heard_at
+
+    def due(self, now: float) -> Array:
+        """What is to be sent now, without tag: the next chunks of slots that are idle, and
+        what nothing was heard of in time."""
+        if self._operation is None or self.finished:
+            return blank(0, self.elements)
+        new = np.flatnonzero((self._chunk == _IDLE) & (self._next < self._end))
+        if len(new):
+            new = new[self._operation.ready(self._next[new] - self._first)]
+            self._chunk[new] = self._next[new]
+            self._next[new] += self.slots
+            self._sent_at[new] = now
+            self._times[new] = 0
+        again = np.flatnonzero(self._due_at <= now)
+        self.counts["chunks"] += len(new)
+        self.counts["repeats"] += len(again)
+        slots = np.concatenate((new, again))
+        packets = self._packets(slots)
+        packets["header"]["flags"][len(new) :] |= np.uint8(Flag.REPEATED)
+        self._times[slots] += 1
+        doublings = np.minimum(self._times[slots] - 1, 16)
+        waits = np.minimum(self.round_trip.timeout * np.exp2(doublings), LONGEST)
+        self._due_at[slots] = now + waits
+        return packets
+
+    def _packets(self, slots: Array) -> Array:
+        packets = blank(len(slots), self.elements)
+        if self._operation is None or not len(slots):
+            return packets
+        chunks, header = self._chunk[slots], packets["header"]
+        header["kind"] = Kind.CONTRIBUTION
+        header["flags"] = self._flags
+        header["job"] = self._number
+        header["slot"] = slots
+        header["round"] = chunks // self.slots
+        header["worker"] = self._worker
+        header["bitmap"] = 1 << self._worker
+        self._operation.bring(chunks - self._first, packets)
+        return packets
+
+    def take(self, packets: Array, now: float) -> None:
+        """Deal with a batch of genuine datagrams of this job."""
+        header = packets["header"]
+        done = Kind.FREED if self._flags & Flag.FORWARD else Kind.RESULT
+        slot = header["slot"].astype(np.int64)
+        chunk = header["round"].astype(np.int64) * self.slots + slot
+        rows = np.flatnonzero((header["kind"] == done) & (slot < self.slots))
+        rows = rows[self._chunk[slot[rows]] == chunk[rows]]
+        _, firsts = np.unique(slot[rows], return_index=True)
+        rows = rows[firsts]
+        self.counts["dropped"] += len(packets) - len(rows)
+        if not len(rows) or self._operation is None:
+            return
+        self._heard_at = now
+        slot, chunk = slot[rows], chunk[rows]
+        once = self._times[slot] == 1
+        self.round_trip.observe(now - self._sent_at[slot[once]])
+        self._chunk[slot] = _IDLE
+        self._due_at[slot] = np.inf
+        self._left -= len(rows)
+        if done == Kind.RESULT:
+            self._operation.take(chunk - self._first, packets[rows])
