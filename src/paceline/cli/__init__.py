@@ -14,6 +14,7 @@ from types import TracebackType
 import typer
 
 from paceline.cli import (
+    aggregate,
     collectives,
     compare,
     compress,
@@ -46,6 +47,7 @@ app.command(cls=LaunchCommand)(probe.probe)
 app.command(cls=Command)(compare.compare)
 app.command(cls=Command)(compress.compress)
 app.command(cls=Command)(serve.serve)
+app.command(cls=Command)(aggregate.aggregate)
 app.command(cls=Command)(methods.methods)
 app.command(cls=Command)(compression.compression)
 app.command(cls=Command)(collectives.collectives)

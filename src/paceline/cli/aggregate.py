@@ -1,0 +1,115 @@
+"""``paceline aggregate``: sums formed on a host beside a switch."""
+
+from __future__ import annotations
+
+import json as plain_json
+import os
+import secrets
+import signal
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli import options as o
+from paceline.errors import UsageError
+
+_TOLD_SECONDS = 1.0
+
+
+def aggregate(
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT, for TCP and UDP; port 0: a free one.")
+    ] = "127.0.0.1:29700",
+    slots: Annotated[
+        int, typer.Option(help="Sums under way at a time, of all jobs together.")
+    ] = 1024,
+    best_effort: Annotated[
+        int,
+        typer.Option(help="Places that jobs without slots of their own compete for."),
+    ] = 1024,
+    mtu: Annotated[
+        int, typer.Option(help="Bytes of the largest packet on the way to workers.")
+    ] = 1500,
+    json: o.Json = False,
+) -> None:
+    """Add up what workers send, datagram by datagram, until Ctrl-C.
+
+    Without PACELINE_SECRET or PACELINE_SERVERS_TOKEN it prints a line that exports its token:
+    run that where workers are started. Datagrams are signed, not encrypted: beyond
+    loopback say PACELINE_TRUSTED_NETWORK=1, where everybody on the network may read the
+    training.
+    """
+    from paceline.aggregator.udp import UserSpaceAggregator
+    from paceline.server.security import TOKEN, dedicated_token
+
+    host, port = _host_and_port(listen)
+    token = dedicated_token()
+    made = token is None
+    token = token or secrets.token_hex(16)
+    aggregator = UserSpaceAggregator(
+        host, port, token=token, slots=slots, places=best_effort, mtu=mtu
+    )
+    stop, stopper = os.pipe()
+    before = {
+        number: signal.signal(number, lambda *_: os.write(stopper, b"."))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        print(f"paceline: aggregating at {host}:{aggregator.port}", file=sys.stderr)
+        if made:
+            print(
+                f"export {TOKEN}={token}",
+                file=sys.stderr if json else sys.stdout,
+                flush=True,
+            )
+        if sys.stderr.isatty():
+            aggregator.run(stop, _TOLD_SECONDS, _Progress(aggregator))
+            print(file=sys.stderr)
+        else:
+            aggregator.run(stop)
+        if json:
+            print(plain_json.dumps(aggregator.summary()))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(stop)
+        os.close(stopper)
+        aggregator.close()
+
+
+class _Progress:
+    """One line, written over: what came and went since the last one."""
+
+    def __init__(self, aggregator: Any) -> None:
+        self._aggregator = aggregator
+        self._told_at = time.monotonic()
+        self._before = (0, 0)
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        seconds = now - self._told_at
+        if seconds < _TOLD_SECONDS:
+            return
+        jobs, counts = self._aggregator.jobs, self._aggregator.counts
+        datagrams, data = counts["datagrams in"], counts["bytes in"]
+        rate = (datagrams - self._before[0]) / seconds
+        bits = 8 * (data - self._before[1]) / seconds
+        self._told_at, self._before = now, (datagrams, data)
+        print(
+            f"\r{len(list(jobs))} jobs, {jobs.free_slots} slots free, {rate:,.0f} packets/s "
+            f"({bits / 1e9:.3f} Gbit/s) in, {sum(jobs.all_dropped().values())} dropped \033[K",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _host_and_port(listen: str) -> tuple[str, int]:
+    host, colon, port = listen.rpartition(":")
+    if not (colon and host and port.isdigit() and int(port) <= 65535):
+        raise UsageError(
+            f"--listen {listen}: expected HOST:PORT, such as 10.0.0.9:29700 or [::1]:29700"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)

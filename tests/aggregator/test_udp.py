@@ -1,0 +1,367 @@
+"""The aggregator over real sockets: several jobs, faults, strangers, and who dies."""
+
+import contextlib
+import os
+import random
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from paceline.aggregator import datagrams as moving
+from paceline.aggregator.client import AggregatorClient
+from paceline.aggregator.control import Challenge, Registration, line_of
+from paceline.aggregator.packets import Kind, Seal, blank, sizes
+from paceline.aggregator.udp import UserSpaceAggregator
+from paceline.errors import PeerLostError, UsageError
+from paceline.server.security import TRUSTED
+from tests import forked
+from tests.real.helpers import wait_until
+
+TOKEN = "a token of tests"
+WORKERS = 4
+
+
+@contextlib.contextmanager
+def running(**options):
+    stop, stopper = os.pipe()
+    aggregator = UserSpaceAggregator("127.0.0.1", 0, token=TOKEN, **options)
+    thread = threading.Thread(target=aggregator.run, args=(stop,))
+    thread.start()
+    try:
+        yield aggregator
+    finally:
+        os.write(stopper, b".")
+        thread.join(10)
+        aggregator.close()
+        os.close(stop)
+        os.close(stopper)
+
+
+def joining(aggregator, worker, job="job", workers=WORKERS, **options):
+    return AggregatorClient(
+        "127.0.0.1",
+        aggregator.port,
+        job=job,
+        worker=worker,
+        workers=workers,
+        token=options.pop("token", TOKEN),
+        **options,
+    )
+
+
+def lossy(seed, part):
+    chance = np.random.default_rng(seed)
+    return lambda count: chance.random(count) >= part
+
+
+def together(workers, work):
+    """*work* of each worker, in a thread each; their results, or the first error."""
+    results, errors = [None] * workers, []
+
+    def run(worker):
+        try:
+            results[worker] = work(worker)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(w,)) for w in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.mark.parametrize("way", [moving.Single, moving.Batched])
+def test_sums_are_exact_though_one_datagram_in_a_hundred_is_lost(way, monkeypatch):
+    monkeypatch.setattr("paceline.aggregator.udp.datagrams", way)
+    monkeypatch.setattr("paceline.aggregator.client.datagrams", way)
+    random_ = np.random.default_rng(0)
+    sizes_ = (100_003, 1, 5000)
+    made = [
+        random_.integers(-(2**31), 2**31, (WORKERS, size)).astype(np.int32)
+        for size in sizes_
+    ]
+    totals = [values.sum(axis=0, dtype=np.int64).astype(np.int32) for values in made]
+    numbers = random_.standard_normal((WORKERS, 10_001)).astype(np.float32)
+    exact = numbers.sum(axis=0, dtype=np.float64)
+    with running() as aggregator:
+
+        def work(worker):
+            client = joining(aggregator, worker, lossy=lossy(worker, 0.01), slots=16)
+            for values in made:
+                client.sum_integers(values[worker])
+            error = client.sum_numbers(numbers[worker])
+            repeats = client.counts["repeats"]
+            client.close()
+            return error, repeats
+
+        ends = together(WORKERS, work)
+        wait_until(lambda: not list(aggregator.jobs), 20, "the aggregator")
+        assert aggregator.jobs.free_slots == 1024
+    for values, total in zip(made, totals, strict=True):
+        assert (values == total).all()
+    assert (numbers == numbers[0]).all()
+    error = ends[0][0]
+    assert (np.abs(numbers[0] - exact) <= error + np.abs(exact) * 2.0**-24).all()
+    assert sum(repeats for _, repeats in ends) > 0
+
+
+def test_numbers_that_are_not_finite_are_so_for_all_and_the_others_are_sums():
+    with running() as aggregator:
+        numbers = np.ones((2, 1000), np.float32)
+        numbers[1, 3] = np.inf
+
+        def work(worker):
+            client = joining(aggregator, worker, workers=2)
+            client.sum_numbers(numbers[worker])
+            client.close()
+
+        together(2, work)
+    assert np.isnan(numbers[:, :358]).all()
+    assert (numbers[:, 358:] == 2).all()
+
+
+def test_two_jobs_share_an_aggregator_and_one_is_killed(tmp_path, capfd):
+    """The killed one's worker is a process that ends without a goodbye, in mid-sum."""
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import sys, numpy as np\n"
+        "from paceline.aggregator.client import AggregatorClient\n"
+        "client = AggregatorClient('127.0.0.1', int(sys.argv[1]), job='killed',\n"
+        f"    worker=0, workers=2, slots=50, token={TOKEN!r})\n"
+        "print('here', flush=True)\n"
+        "client.sum_integers(np.ones(1 << 20, np.int32))\n"
+    )
+    with running(slots=100) as aggregator:
+        process = forked.Forked([script, aggregator.port])
+        other = joining(aggregator, 1, "killed", workers=2, slots=50)
+        values = np.ones((2, 50_000), np.int32)
+        rounds = threading.Event()
+
+        def work(worker):
+            client = joining(aggregator, worker, "lives", workers=2, slots=50)
+            totals = []
+            for _ in range(3):
+                mine = values[worker].copy()
+                client.sum_integers(mine)
+                totals.append(mine)
+            rounds.wait(30)
+            mine = values[worker].copy()
+            client.sum_integers(mine)
+            client.close()
+            return [*totals, mine]
+
+        def dies():
+            wait_until(lambda: process.stdout == "here\n", 20, "the aggregator")
+            killer = threading.Thread(target=process.kill)
+            killer.start()
+            with pytest.raises(PeerLostError, match="worker 0 died"):
+                other.sum_integers(np.ones(1 << 20, np.int32))
+            killer.join()
+            wait_until(lambda: len(list(aggregator.jobs)) == 1, 20, "the aggregator")
+            rounds.set()
+
+        try:
+            dying = threading.Thread(target=dies)
+            dying.start()
+            totals = together(2, work)
+            dying.join(30)
+            assert rounds.is_set()
+        finally:
+            process.kill()
+            other.close(well=False)
+        for mine in totals:
+            for total in mine:
+                assert (total == 2).all()
+        wait_until(lambda: aggregator.jobs.free_slots == 100, 20, "the aggregator")
+        assert aggregator.counts["jobs lost"] == 1
+    assert "job killed: worker 0 died" in capfd.readouterr().err
+
+
+def test_an_aggregator_that_is_lost_ends_its_jobs_in_words():
+    with running() as aggregator:
+        client = joining(aggregator, 0, workers=2)
+    with pytest.raises(PeerLostError, match=r"the aggregator at 127.0.0.1.*died"):
+        client.sum_integers(np.ones(9, np.int32))
+    client.close(well=False)
+
+
+def test_a_silent_aggregator_is_given_up():
+    with running() as aggregator:
+        client = joining(aggregator, 0, workers=2, silent_seconds=0.2)
+        with pytest.raises(PeerLostError, match="answered nothing for 0 s"):
+            client.sum_integers(np.ones(9, np.int32))
+        client.close(well=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"token": "another token"}, "another token than the worker's"),
+        ({"slots": 200, "fewest": 101}, "there are 100 for it"),
+        ({"workers": 65}, "65 workers at one aggregator"),
+        ({"mtu": 1600}, "larger --mtu"),
+        ({"mtu": 100}, "MTU 100: expected"),
+        ({"worker": 4}, "worker 4 of 4"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(options, words):
+    with running(slots=100) as aggregator:
+        worker = options.pop("worker", 0)
+        with pytest.raises(UsageError, match=words):
+            joining(aggregator, worker, **options)
+        assert aggregator.jobs.free_slots == 100
+
+
+def test_datagrams_that_do_not_come_back_are_noticed_before_the_first_sum(monkeypatch):
+    monkeypatch.setattr("paceline.aggregator.client.PROBE_SECONDS", 0.2)
+    with running() as aggregator:
+        with pytest.raises(UsageError, match="of 1500 bytes do not come back"):
+            joining(aggregator, 0, lossy=lambda count: np.zeros(count, np.bool_))
+        assert aggregator.counts["jobs"] == 1
+        wait_until(
+            lambda: aggregator.counts["jobs lost"] == 1, 20, "the end of the job"
+        )
+
+
+def test_strangers_and_fuzzed_datagrams_change_nothing():
+    chance = random.Random(1)
+    with (
+        running() as aggregator,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger,
+    ):
+        clients = [joining(aggregator, worker, workers=2) for worker in range(2)]
+        number = clients[0].number
+        ours = blank(1, 8)
+        header = ours["header"]
+        header["kind"], header["job"], header["elements"] = Kind.CONTRIBUTION, number, 8
+        header["worker"], header["bitmap"] = 1, 2
+        Seal(b"a key, but another").sign(ours)
+        original = ours.tobytes()[: int(sizes(ours)[0])]
+
+        def fuzz(count):
+            for _ in range(count):
+                data = bytearray(original)
+                for _ in range(chance.choice((0, 1, 3))):
+                    data[chance.randrange(len(data))] = chance.randrange(256)
+                if chance.random() < 0.3:
+                    del data[chance.randrange(len(data)) :]
+                if chance.random() < 0.2:
+                    data += bytes(chance.choice((1, 2000)))
+                stranger.sendto(data, ("127.0.0.1", aggregator.port))
+            with socket.create_connection(("127.0.0.1", aggregator.port)) as control:
+                control.sendall(bytes(chance.randbytes(300)) + b"\n{}\n")
+
+        for _ in range(5):
+            fuzz(200)
+            values = np.ones((2, 5000), np.int32)
+            together(2, lambda w, values=values: clients[w].sum_integers(values[w]))
+            assert (values == 2).all()
+        for client in clients:
+            client.close()
+        dropped = aggregator.jobs.all_dropped()
+        assert {"truncated", "foreign", "forged", "of an unknown job"} <= set(dropped)
+        wait_until(
+            lambda: aggregator.counts["refused: undecodable"] >= 5, 20, "the aggregator"
+        )
+
+
+def test_a_false_aggregator_does_not_pass_for_one():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def lie():
+            peer, _ = listener.accept()
+            with peer:
+                peer.sendall(line_of(Challenge(version=1, nonce="x")))
+                peer.recv(4096)
+                peer.sendall(b'{"type":"granted","number":1,"slots":1,"capacity":9}\n')
+
+        liar = threading.Thread(target=lie)
+        liar.start()
+        with pytest.raises(UsageError, match="has not shown that it has the token"):
+            AggregatorClient(
+                "127.0.0.1", port, job="x", worker=0, workers=1, token=TOKEN
+            )
+        liar.join()
+
+
+def test_nobody_there_is_a_lost_peer():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PeerLostError, match="cannot be reached"):
+        Registration("127.0.0.1", port, TOKEN)
+
+
+def test_sums_leave_the_rack_toward_the_next_agent():
+    """A rack of two forwards; the next agent takes its sums at a socket of its own."""
+    from paceline.aggregator.forwarding import Inbox
+    from paceline.aggregator.jobs import key_of
+
+    values = np.arange(2 * 4000, dtype=np.int32).reshape(2, 4000)
+    came = np.zeros(4000, np.int32)
+    with running() as aggregator, moving.open_socket(socket.AF_INET) as agent:
+        agent.bind(("127.0.0.1", 0))
+        agent.connect(("127.0.0.1", aggregator.port))
+        address = ("127.0.0.1", agent.getsockname()[1])
+        clients = [
+            joining(
+                aggregator,
+                worker,
+                workers=2,
+                slots=4,
+                forwards=True,
+                next_agent=address if worker == 0 else None,
+                lossy=lossy(worker, 0.05),
+            )
+            for worker in range(2)
+        ]
+        elements = clients[0].elements
+        inbox = Inbox(slots=4, elements=elements, number=clients[0].number)
+        end, seal = moving.Batched(agent, elements), Seal(key_of(TOKEN, "job"))
+
+        def take(chunks, packets):
+            for chunk, packet in zip(chunks.tolist(), packets, strict=True):
+                count = packet["header"]["elements"]
+                start = chunk * elements
+                came[start : start + count] = packet["values"][:count]
+
+        inbox.begin(-(-4000 // elements), take)
+        over = threading.Event()
+
+        def receive():
+            while not over.is_set():
+                packets, _ = end.receive()
+                if len(packets):
+                    answers = inbox.take(packets[seal.genuine(packets)])
+                    seal.sign(answers)
+                    rows = np.arange(len(answers))
+                    end.send(answers, rows, None, np.zeros_like(rows))
+
+        receiver = threading.Thread(target=receive)
+        receiver.start()
+        sent = values.copy()
+        together(2, lambda w: clients[w].sum_integers(sent[w], forward=True))
+        over.set()
+        receiver.join()
+        for client in clients:
+            client.close()
+    assert inbox.finished
+    assert (came == values.sum(axis=0)).all()
+
+
+def test_a_port_in_use_is_said(monkeypatch):
+    with (
+        running() as aggregator,
+        pytest.raises(UsageError, match="a port that is free"),
+    ):
+        UserSpaceAggregator("127.0.0.1", aggregator.port, token=TOKEN)
+    monkeypatch.delenv(TRUSTED, raising=False)
+    with pytest.raises(UsageError, match=f"export {TRUSTED}=1"):
+        UserSpaceAggregator("192.0.2.1", 0, token=TOKEN)
