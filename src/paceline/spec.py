@@ -103,13 +103,13 @@ def convert(key: str, text: str, wanted: Any) -> Any:
 
 
 def spec_of(name: str, fields: Any, **others: str) -> Spec:
-    """The full spec of a dataclass instance and of some other keys; without the switches
-    that stand as they do by default."""
+    """The full spec of a dataclass instance and of some other keys; without the switches,
+    and the empty texts, that stand as they do by default."""
     values = {
         f.name: _text(value)
         for f in dataclasses.fields(fields)
         for value in [getattr(fields, f.name)]
-        if not (isinstance(value, bool) and value == f.default)
+        if not ((isinstance(value, bool) or value == "") and value == f.default)
     }
     return Spec(name, values | others)
 

@@ -65,7 +65,14 @@ from paceline.interfaces.discipline import (
     Sparing,
     Timed,
 )
-from paceline.interfaces.groups import Groups, Meshed, Parcel, SpeedClass
+from paceline.interfaces.groups import (
+    Groups,
+    Meshed,
+    Parcel,
+    SpeedClass,
+    members_text,
+    read_members,
+)
 from paceline.interfaces.method import (
     HOOKS,
     Clips,
@@ -170,6 +177,8 @@ __all__ = [
     "UpdatingRun",
     "Work",
     "World",
+    "members_text",
+    "read_members",
     "refused",
     "shares_of",
 ]
