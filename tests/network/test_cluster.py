@@ -11,6 +11,7 @@ from paceline.errors import ClusterError, UsageError
 from paceline.network import (
     Cluster,
     Rack,
+    cluster_toml,
     load_cluster,
     parse_cluster,
     uniform_cluster,
@@ -132,7 +133,7 @@ def test_description_says_what_people_wrote() -> None:
     ("changes", "key", "value", "allowed"),
     [
         ({"worker": "3"}, "worker", "'worker'", "Did you mean 'workers'?"),
-        ({"worker": "3"}, "worker", "'worker'", "cores, latency, link, names, speed"),
+        ({"worker": "3"}, "worker", "'worker'", "cores, group, latency, link, names"),
         ({"workers": None}, "workers", "missing", ""),
         ({"link": None}, "link", "missing", ""),
         ({"latency": None}, "latency", "missing", ""),
@@ -166,6 +167,11 @@ def test_description_says_what_people_wrote() -> None:
         ({"cores": "0"}, "cores", "got 0", "1 or more"),
         ({"names": '["a"]'}, "names", "got 1", "2 names, one per host"),
         ({"names": '"a"'}, "names", "got 'a'", "a list of names in quotes"),
+        ({"group": "3"}, "group", "got 3", "a name in quotes, or a list of them"),
+        ({"group": '""'}, "group", "got ''", "a name in quotes, or a list of them"),
+        ({"group": "[]"}, "group", "got []", "a name in quotes, or a list of them"),
+        ({"group": '["a", ""]'}, "group", "got ['a', '']", "one per worker"),
+        ({"group": '["a"]'}, "group", "got ('a',)", "a name, or 2, one per worker"),
     ],
 )
 def test_refusal_names_rack_key_value_and_what_is_allowed(
@@ -176,6 +182,25 @@ def test_refusal_names_rack_key_value_and_what_is_allowed(
     assert message.startswith("rack 1: ")
     for part in (f"{key!r}", value, allowed):
         assert part in message
+
+
+def test_groups_are_numbered_as_they_are_named() -> None:
+    by_rack = rack_text(group='"slow"') + rack_text(group='"fast"')
+    assert parse_cluster(by_rack).groups == (0, 0, 1, 1)
+    by_worker = rack_text(group='["a", "b"]') + rack_text(group='["b", "a \\" c"]')
+    assert parse_cluster(by_worker).groups == (0, 1, 1, 2)
+    assert parse_cluster(rack_text()).groups == ()
+    for text in (by_rack, by_worker):
+        cluster = parse_cluster(text)
+        assert parse_cluster(cluster_toml(cluster, exact=True)) == cluster
+    assert "50 us, in slow; 2 workers" in parse_cluster(by_rack).describe()
+
+
+@pytest.mark.parametrize("racks", [(None, '"a"'), ('"a"', None)])
+def test_each_worker_is_in_a_group_or_none_is(racks: tuple[str | None, ...]) -> None:
+    message = refusal("".join(rack_text(group=group) for group in racks))
+    assert message.startswith(f"rack {racks.index(None)}: key 'group' is missing")
+    assert f"those of rack {1 - racks.index(None)} are" in message
 
 
 @pytest.mark.parametrize("text", ["", "rack = []", "# nothing"])

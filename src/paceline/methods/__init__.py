@@ -6,8 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 from paceline.errors import UsageError, unknown
-from paceline.interfaces import Method
+from paceline.interfaces import Method, members_text
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
@@ -70,6 +74,16 @@ def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
     mine = {key: value for key, value in spec.values.items() if key in own_keys}
     rest = {key: value for key, value in spec.values.items() if key not in own_keys}
     return cls(**convert_fields(cls, mine, owner)), rest
+
+
+def grouped(method: Method, of: Sequence[int]) -> Method:
+    """The method with groups by hand, where it has a key ``members`` that nobody has set: *of* has
+    each worker's, as the cluster file names them; empty where it names none."""
+    if not of or getattr(method, "members", None) != "":
+        return method
+    shape: Any = method
+    by_hand: Method = replace(shape, members=members_text(of))
+    return by_hand
 
 
 def check_survives(method: Method) -> None:

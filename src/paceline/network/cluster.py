@@ -27,7 +27,9 @@ class Rack:
     never the limit); *latency* and *uplink_latency* are one-way seconds; *speed* holds a
     factor per worker, 1 for normal and 0.5 for half as fast; *cores* is the number of
     cores of each host, *workers_per_host* how many workers share a host and its link;
-    *names*, what the hosts call themselves, tells a real job whether these are its own.
+    *names*, what the hosts call themselves, tells a real job whether these are its own;
+    *group* (one for all workers, or one each) names the group that a worker is in, for methods
+    with groups.
     """
 
     workers: int
@@ -39,6 +41,7 @@ class Rack:
     cores: int = 1
     workers_per_host: int = 1
     names: tuple[str, ...] = ()
+    group: str | tuple[str, ...] = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:
@@ -89,6 +92,14 @@ class Rack:
                 f"{len(self.names)}"
             )
 
+        if len(self.groups) != self.workers or not (
+            all(self.groups) or not any(self.groups)
+        ):
+            raise ClusterError(
+                f"key 'group': expected a name, or {self.workers}, one per worker, got "
+                f"{self.group!r}"
+            )
+
     @property
     def hosts(self) -> int:
         """Number of hosts in the rack."""
@@ -100,6 +111,13 @@ class Rack:
         if isinstance(self.link, tuple):
             return self.link
         return (self.link,) * self.hosts
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The name of each worker's group; empty ones where nobody has said it."""
+        if isinstance(self.group, tuple):
+            return self.group
+        return (self.group,) * self.workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +219,7 @@ class Cluster:
         object.__setattr__(self, "_rack_of", tuple(rack_of))
         object.__setattr__(self, "_host_of", tuple(host_of))
         object.__setattr__(self, "capacities", tuple(capacities))
+        self._check_groups()
         for number, rule in enumerate(self.rules):
             try:
                 if isinstance(rule.target, str):
@@ -212,6 +231,24 @@ class Cluster:
                     )
             except ClusterError as error:
                 raise ClusterError(f"rule {number}: {error}") from None
+
+    def _check_groups(self) -> None:
+        """Raise `ClusterError` where some workers are in groups and others are not."""
+        grouped = [number for number, rack in enumerate(self.racks) if any(rack.groups)]
+        for number in range(len(self.racks)):
+            if grouped and number not in grouped:
+                raise ClusterError(
+                    f"rack {number}: key 'group' is missing: its workers are in no group, "
+                    f"and those of rack {grouped[0]} are: expected each worker in one"
+                )
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """By worker, the number of its group, in the order in which groups are named; empty
+        where nobody has named any."""
+        names = [name for rack in self.racks for name in rack.groups if name]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return tuple(numbers[name] for name in names)
 
     @property
     def workers(self) -> int:
@@ -352,6 +389,8 @@ class Cluster:
                 text += f", uplink {units.show_rate(rack.uplink)}"
             if set(rack.speed) != {1.0}:
                 text += ", speeds " + " ".join(f"{s:g}" for s in rack.speed)
+            if any(rack.groups):
+                text += ", in " + " and ".join(dict.fromkeys(rack.groups))
             parts.append(text)
         if self.servers:
             count = len(self.servers)

@@ -10,6 +10,8 @@
     speed = [1, 1, 1, 0.5]  # relative compute speed of each worker; left out: all 1
     workers_per_host = 1    # workers that share a host and its link
     names = ["a", "b"]      # what hosts call themselves; left out: a job does not look
+    group = "fast"          # for methods with groups: of all workers, or a list, one each;
+                            # left out everywhere: the method finds groups
 
     [processor]             # left out: communication costs processors nothing
     message = "150 us"      # of a core, for one message, at both its ends together
@@ -27,6 +29,7 @@ What happens during a run is written as ``[[rule]]`` tables: see `paceline.netwo
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -184,6 +187,16 @@ def _texts(key: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _group(key: str, value: object) -> str | tuple[str, ...]:
+    names = value if isinstance(value, list) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ClusterError(
+            f"key {key!r}: expected a name in quotes, or a list of them, one per worker, got "
+            f"{value!r}"
+        )
+    return tuple(value) if isinstance(value, list) else str(value)
+
+
 _READERS: dict[Callable[..., object], dict[str, Callable[[str, object], Any]]] = {
     Rack: {
         "workers": _whole,
@@ -195,6 +208,7 @@ _READERS: dict[Callable[..., object], dict[str, Callable[[str, object], Any]]] =
         "cores": _whole,
         "workers_per_host": _whole,
         "names": _texts,
+        "group": _group,
     },
     Processor: {"message": _time, "byte": _time, "cores": _whole},
     ServerHost: {"rack": _whole, "link": _rate},
@@ -246,6 +260,12 @@ def cluster_toml(cluster: Cluster, comment: str = "", *, exact: bool = False) ->
             lines.append(f"workers_per_host = {rack.workers_per_host}")
         if rack.names:
             lines.append(f"names = [{', '.join(map(_quoted, rack.names))}]")
+        if any(rack.groups):
+            groups = [_quoted(name) for name in rack.groups]
+            same = len(set(groups)) == 1
+            lines.append(
+                f"group = {groups[0] if same else '[' + ', '.join(groups) + ']'}"
+            )
     if cluster.processor is not None:
         lines += ["", "[processor]"]
         lines.append(f"message = {_quoted(time_text(cluster.processor.message))}")
@@ -269,7 +289,7 @@ def cluster_toml(cluster: Cluster, comment: str = "", *, exact: bool = False) ->
 
 
 def _quoted(text: str) -> str:
-    return f'"{text}"'
+    return json.dumps(text, ensure_ascii=False)  # which is how TOML writes it, too
 
 
 def _short_rate(rate: float) -> str:

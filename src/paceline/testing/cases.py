@@ -30,7 +30,8 @@ class Case:
     with what they have moved: laws that read from parameters how many gradients are in them
     say nothing there.
     *state*: the optimizer needs one, so SGD gets a momentum too small to change anything.
-    *racks*: where two workers or more are simulated they stand in two racks.
+    *racks*: where two workers or more are simulated they stand in two racks, which are two
+    groups by hand.
     """
 
     method: str | Method
@@ -57,13 +58,18 @@ class Case:
 
 def cluster_of(workers: int, racks: int = 1) -> Cluster:
     """So many workers in one rack; or in two, if there are as many: the first half of them,
-    and the others, with an uplink of half a link."""
+    and the others, with an uplink of half a link. Those of two racks are two groups, for methods
+    that take groups by hand."""
     sizes = (
         [workers] if racks == 1 or workers == 1 else [workers // 2, -(-workers // 2)]
     )
     rate, uplink = 125e6, None if len(sizes) == 1 else 62.5e6
+    names = ("near", "far") if racks > 1 else ("",)
     return Cluster(
-        tuple(Rack(workers=n, link=rate, latency=50e-6, uplink=uplink) for n in sizes)
+        tuple(
+            Rack(workers=n, link=rate, latency=50e-6, uplink=uplink, group=name)
+            for n, name in zip(sizes, names, strict=False)
+        )
     )
 
 
