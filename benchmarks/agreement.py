@@ -15,7 +15,7 @@ and run after; all others were there while it was made. `--group averaging`: met
 models, now and then or in groups, and collectives that know of racks; a step is then the mean
 over those from one round to the next. `--group past-backward`: methods that wait for means in the
 next forward pass, with plans that are made while training. `--group compression`: codes of square
-matrices.
+matrices. `--group groups`: two classes of workers, one half as fast, each a group with its server.
 """
 
 import argparse
@@ -53,6 +53,13 @@ def two_racks(workers, mbit, uplink):
         workers=workers // 2, link=mbit * MBIT, latency=50e-6, uplink=uplink * MBIT
     )
     return Cluster((rack, rack))
+
+
+def two_classes(workers, mbit):
+    """The second half of workers is half as fast."""
+    speed = (1.0,) * (workers // 2) + (0.5,) * (workers // 2)
+    link = mbit * MBIT
+    return Cluster((Rack(workers=workers, link=link, latency=50e-6, speed=speed),))
 
 
 @dataclass(frozen=True)
@@ -184,12 +191,17 @@ COMPRESSION = [
         "powersgd,compression.rank=2,compression.dense_steps=0",
     )
 ]
+SERVERS_OF_GROUPS = [
+    Cell("groups-8-400", *("layers", LONGER, two_classes(8, 400)), method, steps=40)
+    for method in ("gssp:members=0-3+4-7,fusion=ddp", "ssp:fusion=ddp")
+]
 GROUPS = {
     "main": CELLS,
     "held-out": HELD_OUT,
     "averaging": AVERAGING,
     "past-backward": PAST_BACKWARD,
     "compression": COMPRESSION,
+    "groups": SERVERS_OF_GROUPS,
 }
 WAYS = {"layers": ("--train-steps", "40"), "digits": ("--epochs", "4")}
 

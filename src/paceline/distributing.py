@@ -109,6 +109,8 @@ def distribute(
         answers=answers,
     )
     named, settings = _resolve(world, method, settings)
+    if world.cluster is not None:
+        named = methods.grouped(named, world.cluster.groups)
     chosen = _compressed(named, settings)
     check_declared(chosen)
     check_hooks(chosen)
@@ -250,8 +252,10 @@ def _servers(
 ) -> tuple[Sequence[Endpoint], ServerJob]:
     """This training's servers, if it has any. Collective."""
     holds = cast(UpdatesOnServer, method) if method.updates_on == "server" else None
-    if holds is not None:
-        holds.server(world.size)  # may refuse: on every rank, before one is started
+    groups = None
+    if holds is not None:  # both may refuse: on every rank, before one is started
+        holds.server(world.size)
+        groups = holds.groups(world.size)
     # One worker alone is not compressed, as where workers form means.
     pushed = holds is not None and world.size > 1
     compressed = pushed and settings.compression != Identity()
@@ -263,6 +267,7 @@ def _servers(
         clip_norm=settings.clip_norm if method.clips == "mean" else math.inf,
         compression=spec_of_code(settings.compression) if compressed else "",
         answers=settings.answers if compressed else "dense",
+        groups=groups,
     )
     if holds is None and not collective.needs_servers:
         return (), job

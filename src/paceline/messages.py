@@ -238,6 +238,18 @@ class Say(msgspec.Struct, tag="say", kw_only=True):
     words: bytes = b""
 
 
+class Introduce(msgspec.Struct, tag="introduce", kw_only=True):
+    """A worker tells a server that was there before its job what it is: number *number* of these
+    *services*, of that *kind* (a row of `server.kinds`). With *peers*, once all have been told,
+    also where each of the others listens: host and port. Comes before all else. Answer:
+    `Done`."""
+
+    kind: str
+    services: list[str]
+    number: int
+    peers: dict[str, tuple[str, int]] = {}
+
+
 Request = (
     Join
     | Arrive
@@ -257,6 +269,7 @@ Request = (
     | Reduce
     | Note
     | Say
+    | Introduce
 )
 
 

@@ -182,7 +182,7 @@ def test_servers_know_what_a_worker_holds_to_the_bit(method, servers, dtype):
                 all(torch.equal(a, b) for a, b in zip(shown, held, strict=True))
             )
         spread = training_of(optimizer).remote._spread
-        for part in spread.on(spread.shards):
+        for part in spread.pulled():
             shadows = machines(world)[part.shard].shard.coded.shadows
             shadow = shadows[rank, part.bucket].values
             assert torch.equal(shadow, spread.landing_of(part))
@@ -561,7 +561,7 @@ def test_each_code_that_stands_alone_goes_both_ways(name):
 
     def look(rank, step, model, optimizer):
         spread = training_of(optimizer).remote._spread
-        for part in spread.on(spread.shards) if answers != "dense" else ():
+        for part in spread.pulled() if answers != "dense" else ():
             shadows = machines(world)[0].shard.coded.shadows
             held = shadows[rank, part.bucket].values
             assert torch.equal(held, spread.landing_of(part))

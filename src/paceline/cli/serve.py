@@ -23,11 +23,13 @@ def serve(
 
     Workers name it: --method NAME:servers=HOST:PORT. Without PACELINE_SECRET it prints a
     line that exports its token: run that where workers are started, and before further
-    servers of theirs. Beyond loopback set PACELINE_SECRET, the same for all, or
+    servers of theirs. Servers of groups talk to each other: workers name them so that they reach each
+    other under these names, too. Beyond loopback set PACELINE_SECRET, the same for all, or
     PACELINE_TRUSTED_NETWORK=1 where nobody else is on the network.
     """
     import torch
 
+    from paceline.server.dedicated import MOST_SERVICES, Dedicated
     from paceline.server.process import make_shell
     from paceline.server.security import TOKEN, dedicated_token
 
@@ -39,7 +41,10 @@ def serve(
     if token is None:
         token = secrets.token_hex(16)
     while True:
-        shell = make_shell(workers, f"server at {bind}:{port}", bind, port, token)
+        name = f"server at {bind}:{port}"
+        machine = Dedicated(workers, name, token)
+        shell = make_shell(workers, name, bind, port, token, machine, MOST_SERVICES)
+        machine.meet = shell.meet
         try:
             print(f"paceline: serving at {bind}:{shell.port}", file=sys.stderr)
             if made:  # once there is a server that asks for it

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol
 
 import torch
 
 from paceline.instruments import Journal
 from paceline.interfaces.communication import Endpoint, Runner
+from paceline.interfaces.groups import Groups
 from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.job import Job
@@ -36,6 +37,10 @@ class Service:
       rank 0 alone), ``"per-node"`` (on each host), ``"dedicated"`` (on hosts of their own),
       ``"auto"`` (dedicated where there are any, else embedded), or addresses
       ``"HOST:PORT"`` joined by "+", where servers run already.
+
+    *beside*: as many services, called ``"NAME i"``, which have all others of them as peers. They
+    stand on the first of those several places; with ``"auto"``, where there are fewer of these,
+    the *i*-th stands beside that worker. On workers' hosts they go round.
     """
 
     name: str
@@ -43,6 +48,7 @@ class Service:
     place: str = "auto"
     spec: str = ""
     peers: tuple[str, ...] = ()
+    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,8 @@ class ServerJob:
     has it. *sums*: the order of sums, "rank",
     "arrival" or "ring". *clip_norm*: the largest norm of a step's mean gradient,
     where servers form it. *compression*: the spec of the code that gradients are pushed as, if
-    any, and *answers*: what servers answer with; see `Join`."""
+    any, and *answers*: what servers answer with; see `Join`. *groups*: whose
+    servers hold the whole model each, if they do."""
 
     method: UpdatesOnServer | None
     spec: str
@@ -70,11 +77,22 @@ class ServerJob:
     clip_norm: float = math.inf
     compression: str = ""
     answers: Answers = "dense"
+    groups: Groups | None = None
 
     @property
     def services(self) -> ServiceJob:
-        """These servers as services: for `World.services`."""
-        return ServiceJob((Service("server", place=self.place),), self.method)
+        """These servers as services: for `World.services`. A group's stands beside its first
+        worker, unless *place* says otherwise; those of groups that are empty as yet beside
+        workers all over."""
+        service = Service("server", place=self.place)
+        if self.groups is not None:
+            count, workers = self.groups.servers, len(self.groups.of)
+            beside = [
+                min(self.groups.members(group), default=group * workers // count)
+                for group in range(count)
+            ]
+            service = replace(service, kind="group-server", beside=tuple(beside))
+        return ServiceJob((service,), self.method)
 
 
 class World(Protocol):

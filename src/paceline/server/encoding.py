@@ -111,7 +111,8 @@ class Encoding:
         if answer.turn != turn + 1:
             raise PeerLostError(
                 f"bucket {part.bucket}: a difference has come with turn {answer.turn}, and "
-                f"the one before with {turn}: an answer of server {part.shard} is missing"
+                f"the one before with {turn}: an answer of server "
+                f"{self._spread.home(part)} is missing"
             )
         self._spread.hear_turn(part, answer.turn)
         self._charge(self._pure, 1, wire_bytes(landing), "decode")

@@ -37,6 +37,7 @@ class Joining:
         self.first_step = 0
         self.is_guest = False
         """Whether this worker has joined a training that goes on."""
+        self._layout = spread.layout
         self._loads = [0] * len(spread.endpoints)
         """By server: how many loads it had come through when it last answered."""
 
@@ -48,22 +49,27 @@ class Joining:
         # through the servers backwards, also with its pulls: so it is never held up at a
         # server before the one where they wait for it.
         spread, step, empty = self._spread, 0, []
-        for shard in reversed(range(len(spread.endpoints))):
-            answer = spread.endpoints[shard].request(self._describe(shard)).wait()
+        for server in reversed(range(len(spread.endpoints))):
+            answer = spread.endpoints[server].request(self._describe(server)).wait()
             assert isinstance(answer, Joined), answer
-            step, self._loads[shard] = max(step, answer.step), answer.load
+            self._loads[server] = answer.load
             self.is_guest = self.is_guest or answer.guest
-            empty += [] if answer.loaded else [shard]
+            if server in self._layout.homes:
+                step = max(step, answer.step)
+            empty += [] if answer.loaded else [server]
         if empty and self._rank == 0:
             self._load(empty, dict(spread.optimizer.state) or None, self._meet_here)
         spread.optimizer.state.clear()
         # Servers may be at different steps: all are told the latest, before any is waited for.
         if step or self.is_guest:
             note = Note(step=step, guest=self.is_guest)
-            for reception in [e.request(note) for e in spread.holding()]:
+            servers = self._layout.servers
+            for reception in [spread.endpoints[s].request(note) for s in servers]:
                 reception.wait()
-        for shard in reversed(spread.shards):
-            self._take([shard], step)
+        if self.is_guest:
+            self._settle()
+        for server in reversed(self._layout.homes):
+            self._take([server], step)
         spread.put_all()
         self._catch_up(step)
         if self._meet_here or max(self._loads):
@@ -71,26 +77,41 @@ class Joining:
         self.first_step = step
         return step
 
+    def _settle(self) -> None:
+        """A worker that comes back is waited for where workers meet once it was given
+        something there; and it is given nothing while they meet. So it looks first where they
+        meet, if it pulls from elsewhere: what it pulls then is of after their meeting."""
+        spread = self._spread
+        for server in self._layout.meets_at:
+            if server not in self._layout.homes:
+                part = spread.pulled()[0]
+                pull = Pull(bucket=part.bucket, looks=True)
+                like = spread.landing_of(part)
+                into = stand_alike(torch.empty_like(like), like)
+                answer = spread.endpoints[server].request(pull, into=into).wait()
+                assert isinstance(answer, Parameters), answer
+                self._loads[server] = answer.load
+
     def _catch_up(self, step: int) -> None:
         """Others may load just now: some servers are through with that then, and the rest
         wait for this worker, too."""
         while True:
             most = max(self._loads)
-            behind = [s for s in self._spread.shards if self._loads[s] < most]
+            behind = [s for s in self._layout.meets_at if self._loads[s] < most]
             if not behind:
                 return
-            for shard, _ in self._meet_at(behind, Arrive(purpose="load")):
+            for server, _ in self._meet_at(behind, Arrive(purpose="load")):
                 self.pull(step)
-                self._has_pulled(shard)
+                self._has_pulled(server)
 
     # ---- where all meet ----
 
     def meet(self) -> bool:
         """Wait for all that train: then each has the answers to what it sent. Returns whether
         this is the lowest rank of those who met. Collective over them."""
-        shards = self._spread.shards
-        met = dict(self._meet_at(shards, Arrive(purpose="meet")))
-        return met[shards[0]]
+        servers = self._layout.meets_at
+        met = dict(self._meet_at(servers, Arrive(purpose="meet")))
+        return met[servers[0]]
 
     def load(
         self, state: dict[torch.Tensor, dict[str, Any]] | None, rest: bool
@@ -98,37 +119,37 @@ class Joining:
         """What the script has loaded into the model since the last step, the optimizer's
         *state* unless it stays, and the *rest* of the model, as the lowest rank has them,
         become the servers' and everybody's. Collective over those that train."""
-        shards = self._spread.shards
+        servers = self._layout.meets_at
         arrive = Arrive(purpose="load", brings=True)
-        for shard, leads in self._meet_at(shards, arrive):
+        for server, leads in self._meet_at(servers, arrive):
             if leads:
-                self._load([shard], state, rest and shard == shards[0])
-            self._take([shard])
-            if rest and shard == shards[0]:
+                self._load([server], state, rest)
+            self._take(self._layout.fed_by(server))
+            if rest and server == servers[0]:
                 self._untrained.pull()
-            self._has_pulled(shard)
+            self._has_pulled(server)
         self._spread.put_all()
 
     def _meet_at(
-        self, shards: Collection[int], arrive: Arrive
+        self, servers: Collection[int], arrive: Arrive
     ) -> Iterator[tuple[int, bool]]:
         """Arrive at these servers; yields each when all have met there, and whether this
         worker is to load what all go on from. All workers come to the servers in the same
         order: whoever waits for one has done its part at those before."""
         endpoints = self._spread.endpoints
-        waiting = [(shard, endpoints[shard].request(arrive)) for shard in shards]
-        for shard, reception in waiting:
+        waiting = [(server, endpoints[server].request(arrive)) for server in servers]
+        for server, reception in waiting:
             answer = reception.wait()
             assert isinstance(answer, Met), answer
-            yield shard, answer.leads
+            yield server, answer.leads
 
-    def _has_pulled(self, shard: int) -> None:
-        for _ in self._meet_at([shard], Arrive(purpose="pulled")):
+    def _has_pulled(self, server: int) -> None:
+        for _ in self._meet_at([server], Arrive(purpose="pulled")):
             pass
 
     def _load(
         self,
-        shards: Collection[int],
+        servers: Collection[int],
         state: dict[torch.Tensor, dict[str, Any]] | None,
         rest: bool,
     ) -> None:
@@ -136,19 +157,20 @@ class Joining:
         come last."""
         spread = self._spread
         if rest:
-            self._untrained.load()
+            self._untrained.load(servers)
         if state is not None:
-            self._states.load(shards, state)
+            self._states.load(servers, state)
         if spread.was_put:
             # What the script has not written may be out of date here.
-            for reception in [self.ask_for(p, 0) for p in spread.on(shards)]:
+            fed = {home for s in servers for home in self._layout.fed_by(s)}
+            for reception in [self.ask_for(p, 0) for p in spread.pulled(fed)]:
                 reception.wait()
         spread.lay_out()
         waiting = [
-            spread.endpoints[part.shard].request(
+            spread.endpoints[server].request(
                 Load(bucket=part.bucket), spread.landing_of(part)
             )
-            for part in spread.on(shards)
+            for server, part in spread.held(servers)
         ]
         for reception in waiting:
             reception.wait()
@@ -159,11 +181,11 @@ class Joining:
         """Pull a part of a bucket as of *step*, or later. *looks*: see `Pull`."""
         pull = Pull(bucket=part.bucket, step=step, looks=looks)
         into = self._spread.landing_of(part)
-        return self._spread.endpoints[part.shard].request(pull, into=into)
+        return self._spread.endpoint(part).request(pull, into=into)
 
     def pull(self, step: int = 0) -> None:
         """The servers' parameters become the model's; those of *step*, or newer ones."""
-        self._take(self._spread.shards, step)
+        self.take(self._spread.pulled(), step)
         self._spread.put_all()
 
     def look(self) -> None:
@@ -173,7 +195,7 @@ class Joining:
         held = spread.landing
         spread.landing = [stand_alike(torch.empty_like(h), h) for h in held]
         try:
-            parts = spread.on(spread.shards)
+            parts = spread.pulled()
             for reception in [self.ask_for(part, 0, looks=True) for part in parts]:
                 reception.wait()
             spread.put_all()
@@ -192,9 +214,9 @@ class Joining:
         if max(self._loads) > before:  # those that trained longer have loaded
             self._untrained.pull()
 
-    def _take(self, shards: Collection[int], step: int = 0) -> None:
-        """Pull what these servers hold, and do not put it in yet."""
-        self.take(self._spread.on(shards), step)
+    def _take(self, servers: Collection[int], step: int = 0) -> None:
+        """Pull what this worker has from these servers, and do not put it in yet."""
+        self.take(self._spread.pulled(servers), step)
 
     def take(self, parts: Sequence[HeldPart], step: int) -> None:
         """Pull *parts*, as of *step* or later, and do not put them in yet."""
@@ -202,5 +224,6 @@ class Joining:
         answers = [reception.wait() for reception in waiting]
         for part, answer in zip(parts, answers, strict=True):
             assert isinstance(answer, Parameters), answer
-            self._loads[part.shard] = max(self._loads[part.shard], answer.load)
+            home = self._spread.home(part)
+            self._loads[home] = max(self._loads[home], answer.load)
             self._spread.hear(part, answer)

@@ -69,6 +69,8 @@ class Peers:
 
     def meet(self, sender: int, addresses: Mapping[str, PeerAddress]) -> None:
         """Connect to them all, as number *sender*; returns at once."""
+        for name in addresses:  # one that was there before its job learns names, too
+            self._peers.setdefault(name, _Peer())
         for name, address in addresses.items():
             threading.Thread(
                 target=self._connect, args=(sender, name, address), daemon=True

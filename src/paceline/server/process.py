@@ -15,6 +15,7 @@ from paceline import methods
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Answer,
+    AnyServer,
     Discipline,
     Sender,
     Server,
@@ -57,12 +58,15 @@ def make_shell(
     address: str,
     port: int,
     token: str,
-    server: Server | None = None,
+    server: AnyServer | None = None,
+    services: int = 0,
 ) -> Shell:
-    """A server for one training, listening; *server*: another than `make_machine`'s. Raises
-    `UsageError` where it cannot."""
+    """A server for one training, listening; *server*: another than `make_machine`'s, which so
+    many *services* may ask. Raises `UsageError` where it cannot."""
     machine = server or make_machine(workers, name)
-    return Shell(machine, address, port, workers=workers, token=token)
+    return Shell(
+        machine, address, port, workers=workers, services=services, token=token
+    )
 
 
 @dataclass

@@ -81,6 +81,7 @@ from paceline.messages import (
     Blended,
     Decide,
     Done,
+    Introduce,
     Join,
     Leave,
     Load,
@@ -167,6 +168,7 @@ class ParameterServer:
             Decide: self._decide,
             PullNorm: self._pull_norm,
             Norm: self._norm,
+            Introduce: self._of_another_kind,
         }
         self._taking: dict[type, Callable[[Sender, Any, torch.Tensor | None], None]] = {
             Load: self._load,
@@ -175,7 +177,7 @@ class ParameterServer:
             Push: self._push,
             Reduce: self._reductions.add,
             Blend: self._blend,
-            Say: self._say,
+            Say: self._of_another_kind,
         }
         """Of requests that have a payload."""
 
@@ -305,8 +307,8 @@ class ParameterServer:
                 self._lose(worker)
             self._members.hear_of(worker, incarnation)
 
-    def _say(self, *_: object) -> None:
-        raise UsageError("say: those are the words of another kind of service")
+    def _of_another_kind(self, *_: object) -> None:
+        raise UsageError("those are the words of another kind of service")
 
     def _leave(self, sender: Sender, leave: Leave) -> None:
         member = self._members[sender.worker]
@@ -396,7 +398,7 @@ class ParameterServer:
         if note.guest:
             self._members[sender.worker].guest = True
         if note.step and self.shard.is_held:
-            self._pulls.go_on("note", sender.worker, note.step)
+            self._pulls.begin_with(sender.worker, note.step)
             self._let_go()
         self._answers.send(sender, Done())
 

@@ -67,6 +67,15 @@ class Pulls:
             self._members.goes_on_with(worker, step)
             self._shard.changed()
 
+    def begin_with(self, worker: int, step: int) -> None:
+        """A worker says what its next step is. Where it has sent nothing yet that may be an
+        earlier one than was thought: another server has let it in. Raises `UsageError` for a
+        step too far ahead."""
+        member = self._members[worker]
+        if step < member.clock == member.first_step and self._pushes.is_idle(worker):
+            member.begins_with(step)
+        self.go_on("note", worker, step)
+
     def ask_state(self, sender: Sender, pull: PullState) -> None:
         """Raises `UsageError` for units that there are not, and for a step too far ahead."""
         self._shard.store.check_bucket(pull.bucket)

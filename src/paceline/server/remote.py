@@ -17,6 +17,7 @@ from paceline.interfaces import (
     Endpoint,
     Reception,
     ServerJob,
+    SpeedClass,
     Told,
     UnitPlace,
     Updater,
@@ -95,14 +96,15 @@ class RemoteParameters:
         self._coordinates = job.method is not None and job.method.coordinates
         # Whatever the device, sums of differences are the processor's, as on servers.
         differs = job.answers == "differences"
+        group = None if job.groups is None else job.groups.of[rank]
         self._spread = spread = Spread(
-            buckets, optimizer, endpoints, most_bytes, on_host=differs
+            buckets, optimizer, endpoints, most_bytes, differs, group
         )
         self.encoding: Encoding | None = None
         """Where gradients are compressed."""
         if job.compression:
             self.encoding = Encoding(job.compression, rank, spread, job.answers, charge)
-        self._untrained = Untrained(endpoints[spread.shards[0]], rest, mixed)
+        self._untrained = Untrained(spread, rest, mixed)
         self._states = States(spread)
         self._joining = Joining(
             rank, spread, self._states, self._untrained, self._description, meet_here
@@ -116,22 +118,22 @@ class RemoteParameters:
         self._some_late = [torch.empty(0) for _ in buckets]
         self._noted = -NOTE_SECONDS
 
-    def _description(self, shard: int) -> Join:
+    def _description(self, server: int) -> Join:
         spread = self._spread
         return Join(
             options=self._options,
             method=self._job.spec,
             sums=self._job.sums,
-            shard=shard,
+            shard=server,
             units=[
-                [unit for part in parts if part.shard == shard for unit in part.units]
-                for parts in spread.parts
+                [unit for part in parts for unit in part.units]
+                for parts in spread.on(server)
             ],
             dtypes=[_NAMES[bucket.buffer.dtype] for bucket in spread.buckets],
             optimizer=type(spread.optimizer).__name__,
             hyperparameters=spread.hyperparameters(),
             clip_norm=self._job.clip_norm,
-            servers=len(spread.shards),
+            servers=len(spread.layout.homes),
             tensors=self._tensors,
             compression=self._job.compression,
             answers=self._job.answers,
@@ -167,7 +169,7 @@ class RemoteParameters:
                 hyperparameters=hyperparameters,
                 report=report,
             )
-            reception = self._endpoints[part.shard].request(
+            reception = self._spread.endpoint(part).request(
                 message,
                 payload if mine else None,
                 landing if mine else None,
@@ -269,7 +271,7 @@ class RemoteParameters:
     def _agree_on_norm(self) -> list[Reception]:
         """Where servers clip, and several hold parts: each is told the norm of all parts.
         They answer no push before that."""
-        holding = self._spread.holding()
+        holding = [self._endpoints[home] for home in self._spread.layout.homes]
         if self._job.clip_norm == math.inf or len(holding) == 1:
             return []
         step, squares = self._pushed_step, []
@@ -351,6 +353,22 @@ class RemoteParameters:
 
     def written(self) -> None:
         self._spread.remember_versions()
+
+    # ---- groups ----
+
+    @property
+    def group(self) -> int:
+        return self._spread.layout.homes[0]
+
+    def move(self, group: int, step: int) -> None:
+        assert not self._main, "between two steps nothing is under way"
+        self._spread.move(group)
+        self._endpoints[group].request(Note(step=step)).wait()
+        self._joining.pull(step)
+        self._untrained.pull_buffers()
+
+    def has_speed(self, speed: SpeedClass) -> None:
+        """No code that a worker pushes depends on it."""
 
     # ---- units, and the optimizer ----
 

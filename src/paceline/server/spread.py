@@ -1,4 +1,5 @@
-"""A model spread over servers, from one worker's side: which part of it lies where."""
+"""A model spread over servers, from one worker's side: which part of it lies where, and what
+lies there. `layout` says which servers hold a part."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Piece, Told, UnitPlace
 from paceline.messages import Hyperparameters, Parameters, Unit
+from paceline.server.layout import Copies, Layout, SharedOut
 from paceline.server.shards import Part, split
 from paceline.tensors import Bucket, stand_alike, wire_bytes
 from paceline.torch_private import version_of
@@ -24,7 +26,7 @@ _NOT_SENT = {"params", "param_names", *IMPLEMENTATION}
 
 @dataclass(frozen=True, eq=False)
 class HeldPart:
-    """What one server holds of one bucket: elements [*start*, *stop*) of its buffer, whose
+    """What one shard has of one bucket: elements [*start*, *stop*) of its buffer, whose
     *units* are the bucket's from number *first* on. *slots*: per unit, which of the bucket's
     parameters it is of."""
 
@@ -46,7 +48,8 @@ class HeldPart:
 
 class Spread:
     """Buckets, spread over *endpoints*; no unit has more than *most_bytes*, where the
-    optimizer can be applied to less.
+    optimizer can be applied to less. *group*: each endpoint holds all of them, and this
+    worker's has that number; None: they share them out.
 
     Answers land in memory of their own (*on_host*: of the processor), and are then put into the
     model.
@@ -59,11 +62,19 @@ class Spread:
         endpoints: Sequence[Endpoint],
         most_bytes: int | None,
         on_host: bool = False,
+        group: int | None = None,
     ) -> None:
         self.buckets = list(buckets)
         self.optimizer = optimizer
         self.endpoints = endpoints
-        plan = split(buckets, optimizer, len(endpoints), most_bytes)
+        shards = len(endpoints) if group is None else 1
+        plan = split(buckets, optimizer, shards, most_bytes)
+        used = sorted({part.shard for parts in plan for part in parts})
+        self.layout: Layout = SharedOut(used)
+        if group is not None:
+            self.layout = Copies(len(endpoints), group)
+        self.first = used[0]
+        """The shard whose servers have what nobody trains, too."""
         self.owners: dict[int, torch.nn.Parameter] = {}
         """The parameters, by the numbers that units have."""
         self.parts = [
@@ -78,16 +89,13 @@ class Spread:
             ]
             for parts in self.parts
         ]
-        self.shards = sorted({part.shard for parts in self.parts for part in parts})
-        """The servers that hold a part of the model; the first one holds what nobody
-        trains."""
         where = torch.device("cpu") if on_host else None
         self.landing = [
             stand_alike(torch.empty_like(b.buffer, device=where), b.buffer)
             for b in buckets
         ]
         self._told: dict[tuple[int, int], bytes] = {}
-        """By bucket and server."""
+        """By bucket and shard."""
         self._turns: dict[tuple[int, int], int] = {}
         """The same, of what this worker holds."""
         self._versions: list[list[int]] = []
@@ -114,13 +122,37 @@ class Spread:
 
     # ---- what lies where ----
 
-    def on(self, shards: Collection[int]) -> list[HeldPart]:
-        """What these servers hold, bucket by bucket."""
-        return [p for parts in self.parts for p in parts if p.shard in shards]
+    def home(self, part: HeldPart) -> int:
+        """The server that this worker pushes a part to, and pulls it from."""
+        return self.layout.home(part.shard)
 
-    def holding(self) -> list[Endpoint]:
-        """The servers that hold a part of the model."""
-        return [self.endpoints[shard] for shard in self.shards]
+    def endpoint(self, part: HeldPart) -> Endpoint:
+        """This worker's end of it."""
+        return self.endpoints[self.home(part)]
+
+    def pulled(self, servers: Collection[int] | None = None) -> list[HeldPart]:
+        """What this worker pulls from these servers, or from all, bucket by bucket."""
+        every = [part for parts in self.parts for part in parts]
+        if servers is None:
+            return every
+        return [part for part in every if self.home(part) in servers]
+
+    def held(self, servers: Collection[int]) -> list[tuple[int, HeldPart]]:
+        """What these servers hold, with the number of each, bucket by bucket."""
+        return [
+            (server, part)
+            for part in self.pulled()
+            for server in self.layout.holders(part.shard)
+            if server in servers
+        ]
+
+    def on(self, server: int) -> list[list[HeldPart]]:
+        """What one server holds of each bucket."""
+        holders = self.layout.holders
+        return [
+            [part for part in parts if server in holders(part.shard)]
+            for parts in self.parts
+        ]
 
     def places(self, part: HeldPart, units: Sequence[int]) -> list[UnitPlace]:
         """Where some units of a part are in its bucket's buffer."""
@@ -140,6 +172,16 @@ class Spread:
         whole = self.buckets[bucket].buffer
         size, elements = wire_bytes(whole), max(1, whole.numel())
         return [size * (p.stop - p.start) // elements for p in self.units[bucket]]
+
+    def move(self, group: int) -> None:
+        """This worker is in another group from now on, and has yet to pull from its server:
+        what the one before has told is of no use there. Raises `UsageError` where there are no
+        groups, or no such one."""
+        if not isinstance(self.layout, Copies):
+            raise UsageError("move: this method's servers are not one for each group")
+        self.layout.move(group)
+        self._told.clear()
+        self._turns.clear()
 
     # ---- what servers tell ----
 

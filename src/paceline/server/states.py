@@ -41,12 +41,12 @@ class States:
         """By parameter, in torch's own form."""
         spread = self._spread
         found: dict[int, dict[str, list[Any]]] = {}
-        for part in spread.on(spread.shards):
+        for part in spread.pulled():
             into = torch.empty(
                 8 * (part.stop - part.start),
                 dtype=spread.buckets[part.bucket].buffer.dtype,
             )
-            request = spread.endpoints[part.shard].request
+            request = spread.endpoint(part).request
             answer = request(PullState(bucket=part.bucket), into=into).wait()
             assert isinstance(answer, OptimizerState), answer
             for unit, entries in zip(part.units, answer.entries, strict=True):
@@ -70,10 +70,10 @@ class States:
         self._spread.optimizer.state.update(self.whole())
 
     def load(
-        self, shards: Collection[int], state: dict[torch.Tensor, dict[str, Any]]
+        self, servers: Collection[int], state: dict[torch.Tensor, dict[str, Any]]
     ) -> None:
         """Send these servers their parts of a *state* in torch's own form."""
-        for part in self._spread.on(shards):
+        for server, part in self._spread.held(servers):
             entries: list[list[tuple[str, int | float]]] = []
             buffer = self._spread.buckets[part.bucket].buffer
             parts, offset = [buffer.new_empty(0)], 0
@@ -90,7 +90,7 @@ class States:
                         mine.append((name, float(value)))
                 entries.append(mine)
             message = LoadState(bucket=part.bucket, entries=entries)
-            request = self._spread.endpoints[part.shard].request
+            request = self._spread.endpoints[server].request
             request(message, torch.cat(parts)).wait()
 
     # ---- of some units ----
@@ -111,7 +111,7 @@ class States:
                 stands = wire_bytes(buffer) * size // max(1, buffer.numel())
                 stand_in_for(2 * stands, into)
             message = PullState(bucket=part.bucket, units=mine, step=step)
-            request = self._spread.endpoints[part.shard].request
+            request = self._spread.endpoint(part).request
             reception = request(message, into=into, channel=LATE_CHANNEL)
             self._asked.append(_Asked(reception, part, mine, into))
 

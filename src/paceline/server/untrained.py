@@ -6,26 +6,27 @@ step, and are mixed on the server.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from paceline.interfaces import Endpoint, Reception
 from paceline.messages import Blend, Blended, LoadRest, PullBuffers, PullRest, Rest
 from paceline.server.rest import MOST_BYTES
+from paceline.server.spread import Spread
 
 
 class Untrained:
-    """The *tensors* of one model, on the server at *endpoint*; *mixed*: those buffers that
+    """The *tensors* of a model that is *spread* over servers; *mixed*: those buffers that
     every step mixes, none where each worker keeps its own."""
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        spread: Spread,
         tensors: Sequence[torch.Tensor],
         mixed: Sequence[torch.Tensor],
     ) -> None:
-        self._endpoint = endpoint
+        self._spread = spread
         self._tensors = [t for t in tensors if t.layout == torch.strided]
         self._bytes = sum(t.numel() * t.element_size() for t in self._tensors)
         self._floats = [b for b in mixed if b.is_floating_point() and b.numel()]
@@ -34,13 +35,21 @@ class Untrained:
         self._blending: Reception | None = None
         self._blended = torch.empty(0, dtype=torch.float64)
 
+    @property
+    def _endpoint(self) -> Endpoint:
+        """This worker's end of the server that it has them from."""
+        return self._spread.endpoints[self._spread.layout.home(self._spread.first)]
+
     # ---- all of it ----
 
-    def load(self) -> None:
-        """Send the server what this worker holds."""
+    def load(self, servers: Collection[int]) -> None:
+        """Send what this worker holds to those of these servers that have it."""
+        holders = self._spread.layout.holders(self._spread.first)
+        ends = [self._spread.endpoints[s] for s in holders if s in servers]
         flat = torch.cat([torch.empty(0, dtype=torch.uint8), *map(_raw, self._tensors)])
         waiting = [
-            self._endpoint.request(LoadRest(start=start), flat[start:][:MOST_BYTES])
+            end.request(LoadRest(start=start), flat[start:][:MOST_BYTES])
+            for end in ends
             for start in range(0, self._bytes, MOST_BYTES)
         ]
         for reception in waiting:
@@ -65,9 +74,9 @@ class Untrained:
                 value = part.clone().view(tensor.dtype).view(tensor.shape)
                 if not torch.equal(_raw(tensor), part):
                     tensor.copy_(value)
-        self._pull_buffers()
+        self.pull_buffers()
 
-    def _pull_buffers(self) -> None:
+    def pull_buffers(self) -> None:
         """Buffers as they were mixed since then."""
         if not (self._floats or self._counters):
             return

@@ -11,6 +11,8 @@ from paceline.errors import UsageError
 from paceline.interfaces import Service, ServiceJob
 
 BESIDE, HOST, RACK = "beside", "host", "rack"
+AUTO = "auto"
+ON_WORKERS_HOSTS = ("embedded", "per-node")
 
 Spot = TypeVar("Spot")
 
@@ -41,6 +43,9 @@ def spread(
     place. Raises `UsageError` for names and peers that do not fit together."""
     spread: list[tuple[Service, Spot]] = []
     for service in job.services:
+        if service.beside:
+            spread += _spread_peers(service, find)
+            continue
         spots = find(service.place)
         names = [service.name]
         if single(service.place) is None:
@@ -48,6 +53,31 @@ def spread(
         for name, spot in zip(names, spots, strict=True):
             spread.append((replace(service, name=name), spot))
     _check([service for service, _ in spread])
+    return spread
+
+
+def _spread_peers(
+    service: Service, find: Callable[[str], Sequence[Spot]]
+) -> list[tuple[Service, Spot]]:
+    """Those that one stands for with its *beside*. Raises `UsageError` where its place has too
+    few spots."""
+    ranks, spots = service.beside, list(find(service.place))
+    if service.place == AUTO and len(spots) < len(ranks):
+        spots = [spot for rank in ranks for spot in find(f"{BESIDE}:{rank}")]
+    elif service.place in ON_WORKERS_HOSTS:
+        spots = [spots[number % len(spots)] for number in range(len(ranks))]
+    elif len(spots) < len(ranks):
+        raise UsageError(
+            f"servers={service.place}: this method has {len(ranks)} servers, one for each "
+            f"group, and there are hosts for {len(spots)}: start as many more, ask for fewer "
+            "groups, or leave servers out, so that each stands beside a worker of its group"
+        )
+    names = [f"{service.name} {number}" for number in range(len(ranks))]
+    spread = []
+    for name, spot in zip(names, spots, strict=False):  # spots may be left over
+        peers = tuple(other for other in names if other != name)
+        one = replace(service, name=name, peers=peers, beside=())
+        spread.append((one, spot))
     return spread
 
 

@@ -28,9 +28,8 @@ from paceline.instruments import Journal
 from paceline.interfaces import Service, ServiceJob
 from paceline.server.client import RemoteServer, check_listens
 from paceline.server.orders import Introduction, Order, PeerAddress, Place
-from paceline.server.security import SECRET, TOKEN, dedicated_token
 from paceline.server.wire import HAS_BEEN_HERE
-from paceline.worlds import places
+from paceline.worlds import dedicated, places
 from paceline.worlds.addresses import Meeting, at_master, found_at, towards_master
 from paceline.worlds.handover import Address, Board, Store
 from paceline.worlds.servers import (
@@ -117,14 +116,21 @@ class RealServices:
     ) -> list[RemoteServer]:
         """Start what this worker has to, and connect to all. Collective."""
         number, self._jobs = self._jobs, self._jobs + 1
+        dedicated.check_supervised(job, environment)
         where = Where(self._rank, self._workers, self._store, environment)
         placed = places.spread(job, where.spots)
         addresses = self._started(f"paceline/services/{number}", placed, environment)
         self._introduce(placed, addresses, environment)
-        return [
+        ends = [
             self._connect(service.name, address, environment, spot.address is None)
             for (service, spot), address in zip(placed, addresses, strict=True)
         ]
+        if (
+            environment.get(SURVIVE_VARIABLE) != "1"
+        ):  # there who started them has done it
+            services = [service for service, _ in placed]
+            dedicated.introduce(services, [spot.address for _, spot in placed], ends)
+        return ends
 
     def close(self) -> None:
         """All trainings are over: end this worker's child."""
@@ -261,7 +267,8 @@ class Where:
             place = "dedicated" if named else "embedded"
         words = places.single(place)
         if words is None and place not in ("embedded", "per-node"):
-            return [Spot(address=one) for one in _dedicated(place, self.environment)]
+            there = dedicated.addresses_at(place, self.environment)
+            return [Spot(address=one) for one in there]
         if self.environment.get(SURVIVE_VARIABLE) == "1":
             raise UsageError(
                 f"servers={place}: a job that survives deaths (--survive) has the servers that "
@@ -322,25 +329,3 @@ class Where:
 
 def _host_key(rank: int) -> str:
     return f"paceline/hosts/{rank}"
-
-
-def _dedicated(place: str, environment: Mapping[str, str]) -> list[Address]:
-    text = environment.get(ADDRESSES_VARIABLE, "") if place == "dedicated" else place
-    if not text:
-        raise UsageError(
-            "servers=dedicated: no server has been started for this job; start each with "
-            "`paceline serve --workers N --bind HOST --port PORT`, and name them with "
-            "servers=HOST:PORT+HOST:PORT"
-        )
-    token = dedicated_token(environment)
-    if token is None:
-        raise UsageError(
-            f"servers={text}: nothing tells this worker their token. `paceline serve` has "
-            f"printed a line that exports it ({TOKEN}=...): run that line where the job is "
-            f"started, for every worker; or set the same {SECRET} for servers and workers"
-        )
-    addresses = []
-    for one in text.split("+"):
-        host, _, port = one.rpartition(":")
-        addresses.append(Address(host=host, port=int(port), token=token))
-    return addresses

@@ -28,6 +28,7 @@ from paceline.interfaces import (
     Clips,
     Discipline,
     GradientSeen,
+    Groups,
     Rhythm,
     UpdatesOn,
 )
@@ -74,6 +75,9 @@ class OSP(OSPOptions):
     @property
     def clips(self) -> Clips:
         return "mean" if self.defer == "nothing" else "own"
+
+    def groups(self, workers: int) -> Groups | None:
+        return None
 
     def server(self, workers: int) -> Discipline:
         return TwoStages(self)

@@ -1,0 +1,93 @@
+"""Where group servers stand: beside their groups, on hosts of their own, or as one says."""
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.interfaces import Groups, ServerJob, read_members
+from paceline.worlds import places
+from paceline.worlds.dedicated import check_supervised
+from paceline.worlds.servers import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
+
+DEDICATED = {"auto", "dedicated", "a:1+b:2+c:3"}
+
+
+def placed(place, groups, hosts=0, nodes=2):
+    """The services of a job, and where each stands, where there are so many *hosts* for
+    servers."""
+
+    def find(place):
+        if place in DEDICATED and hosts:
+            return [f"host {number}" for number in range(hosts)]
+        if place == "per-node":
+            return [f"node {number}" for number in range(nodes)]
+        return ["beside:0"] if place in ("auto", "embedded") else [place]
+
+    job = ServerJob(None, "", place, "rank", groups=groups)
+    return places.spread(job.services, find)
+
+
+def spots(*arguments, **options):
+    return [spot for _, spot in placed(*arguments, **options)]
+
+
+THREE = read_members("3.5+0-2+4", 6)
+
+
+def test_each_has_all_others_as_peers():
+    services = [service for service, _ in placed("auto", THREE)]
+    names = ["server 0", "server 1", "server 2"]
+    assert [service.name for service in services] == names
+    for service in services:
+        assert sorted((service.name, *service.peers)) == names
+        assert service.kind == "group-server"
+        assert not service.beside
+
+
+def test_they_stand_beside_the_first_of_their_group():
+    assert spots("auto", THREE) == ["beside:3", "beside:0", "beside:4"]
+
+
+def test_those_of_empty_groups_stand_all_over():
+    found = Groups((0,) * 8, 4)
+    assert spots("auto", found) == ["beside:0", "beside:2", "beside:4", "beside:6"]
+
+
+def test_hosts_of_their_own_come_first_where_there_are_enough():
+    assert spots("auto", THREE, hosts=3) == ["host 0", "host 1", "host 2"]
+    assert spots("auto", THREE, hosts=4) == ["host 0", "host 1", "host 2"]
+    assert spots("auto", THREE, hosts=2) == ["beside:3", "beside:0", "beside:4"]
+    assert spots("dedicated", THREE, hosts=3) == ["host 0", "host 1", "host 2"]
+    assert spots("a:1+b:2+c:3", THREE, hosts=3) == ["host 0", "host 1", "host 2"]
+
+
+@pytest.mark.parametrize("place", ["dedicated", "a:1+b:2+c:3"])
+def test_too_few_hosts_are_told(place):
+    with pytest.raises(
+        UsageError, match=r"has 3 servers, .* hosts for 2: start as many"
+    ):
+        placed(place, THREE, hosts=2)
+
+
+def test_or_where_one_says():
+    assert spots("embedded", THREE) == ["beside:0"] * 3
+    assert spots("per-node", THREE) == ["node 0", "node 1", "node 0"]
+
+
+def test_servers_that_share_out_a_model_stand_as_before():
+    services = placed("auto", None, hosts=2)
+    assert [(s.name, s.kind, s.peers, spot) for s, spot in services] == [
+        ("server 0", "server", (), "host 0"),
+        ("server 1", "server", (), "host 1"),
+    ]
+
+
+@pytest.mark.parametrize(("started", "groups"), [(1, THREE), (2, None), (4, THREE)])
+def test_a_supervisor_s_servers_must_be_the_method_s(started, groups):
+    environment = {
+        SURVIVE_VARIABLE: "1",
+        ADDRESSES_VARIABLE: "+".join(f"a:{port}" for port in range(started)),
+    }
+    job = ServerJob(None, "", "auto", "rank", groups=groups).services
+    with pytest.raises(UsageError, match=f"has started {started}: .*--method SPEC"):
+        check_supervised(job, environment)
+    check_supervised(job, {})
