@@ -38,7 +38,15 @@ from tests.real.helpers import (
     launch,
     run,
     torchrun,
-    wait_until,
+)
+from tests.real.lives import (
+    START_SECONDS,
+    done_by_all,
+    done_in,
+    life_of,
+    servers_of,
+    wait_for_steps,
+    wait_in,
 )
 
 METHODS = [
@@ -48,7 +56,6 @@ METHODS = [
 ASYNCHRONOUS = ("asp", "r2sp", "ssp", "sync-switch:bsp_steps=2")
 WORKERS = 3
 BUCKETS = 3
-START_SECONDS = 300
 SILENT_SECONDS = 4
 
 # ---- the state machine ----
@@ -325,10 +332,13 @@ def test_a_disk_that_is_full_does_not_end_the_training(capsys):
 # ---- silence, in virtual time ----
 
 
-def watched(method="asp"):
+def watched(method="asp", judges=lambda worker: True):
     evicted = []
     server = SilenceWatch(
-        make_machine(WORKERS, "server"), 60.0, lambda *news: evicted.append(news)
+        make_machine(WORKERS, "server"),
+        60.0,
+        lambda *news: evicted.append(news),
+        judges,
     )
     talk = Talk(server, method)
     talk.begin()
@@ -452,6 +462,19 @@ def test_who_is_out_of_data_is_not_silent():
     assert evicted == []
 
 
+def test_whom_another_server_judges_may_be_silent():
+    others = {2}
+    talk, evicted = watched(judges=lambda worker: worker not in others)
+    steps(talk, 0, 5)
+    steps(talk, 5, 100, workers=(0, 1))  # as where it waits there
+    assert evicted == []
+    others.clear()  # it belongs here from now on
+    steps(talk, 105, 55, workers=(0, 1))
+    assert evicted == []
+    steps(talk, 160, 10, workers=(0, 1))
+    assert [worker for worker, *_ in evicted] == [2]
+
+
 def test_notes_of_a_former_life_do_not_count():
     talk, evicted = watched()
     steps(talk, 0, 5)
@@ -493,53 +516,11 @@ def start(tmp_path):
         job.stop()
 
 
-def life_of(folder, rank):
-    """A worker's process, and which life it is."""
-    path = folder / f"process-{rank}"
-    return tuple(map(int, path.read_text().split())) if path.exists() else (0, -1)
-
-
-def done_in(folder, rank, life):
-    """How many steps a worker has done in one life."""
-    path = folder / f"steps-{rank}-{life}"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def wait_in(job, condition, what):
-    def holds():
-        assert job.process.poll() is None, f"{what}: the job has ended\n{job.output}"
-        return condition()
-
-    try:
-        wait_until(holds, START_SECONDS, what)
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{job.output}") from None
-
-
-def wait_for_steps(job, folder, rank, life, steps):
-    wait_in(
-        job,
-        lambda: life_of(folder, rank)[1] > life or done_in(folder, rank, life) >= steps,
-        f"step {steps} in life {life} of worker {rank}",
-    )
-
-
-def server_of(job):
-    [process] = [
-        process
-        for process in job.processes()
-        if b"paceline.server" in Path(f"/proc/{process}/cmdline").read_bytes()
-    ]
-    return process
-
-
 def check_counts(folder, method, kills):
     """Of what a killed life had pushed, only its last step is not known: at most one."""
     counts = json.loads((folder / "counts").read_text())
     came = counts["gradients applied"] + counts.get("gradients dropped", 0)
-    known = BUCKETS * sum(
-        path.read_bytes().count(b"\n") for path in folder.glob("steps-*")
-    )
+    known = BUCKETS * done_by_all(folder)
     assert known <= came <= known + BUCKETS * kills, counts
     if method != "backup:wait_for=2" and method != "backup":
         assert "gradients dropped" not in counts
@@ -598,7 +579,7 @@ def test_the_server_is_killed_and_there_is_no_snapshot(start):
     job, folder = start("asp", "until")
     for rank in range(WORKERS):
         wait_for_steps(job, folder, rank, 0, 5)
-    kill(server_of(job))
+    kill(servers_of(job)[0])
     job.wait(BAD_END_SECONDS + 10)
     assert job.status == 1
     assert "the parameter server was killed by SIGKILL after step" in job.stderr
@@ -621,7 +602,7 @@ def test_the_server_is_killed_and_goes_on_with_the_same_bits(start, tmp_path):
     for rank in range(WORKERS):
         wait_for_steps(job, folder, rank, 0, 20)
     assert path.exists()
-    kill(server_of(job))
+    kill(servers_of(job)[0])
     (folder / "go").touch()
     job.wait(START_SECONDS).check_ended_well()
     assert "it goes on from its snapshot of step" in job.stderr

@@ -30,6 +30,7 @@ from paceline.messages import (
 from paceline.server import client, payloads, wire
 from paceline.server.process import make_machine
 from paceline.server.security import PLAIN, from_secret
+from paceline.server.serve import Shell
 from tests.server import (
     SECONDS,
     TOKEN,
@@ -385,6 +386,26 @@ def test_addresses_that_cannot_be_bound():
                 pass
     with pytest.raises(UsageError, match="PACELINE_TRUSTED_NETWORK"):
         running(Adder(1), 1, address="0.0.0.0", security=None).__enter__()
+
+
+def test_lines_of_who_runs_it_are_heard_whole():
+    shell = Shell(Adder(1), workers=1, token=TOKEN, security=PLAIN)
+    read, write = os.pipe()
+    rest = {b"one": b"o\nthree\nfo", b"three": b"ur\n"}
+    heard = []
+
+    def hear(line):
+        heard.append(line)
+        if line in rest:
+            os.write(write, rest[line])
+        elif line == b"four":
+            os.close(write)
+        return ()
+
+    os.write(write, b"one\ntw")
+    shell.run(read, hear)
+    os.close(read)
+    assert heard == [b"one", b"two", b"three", b"four"]
 
 
 def test_nothing_is_left_behind():

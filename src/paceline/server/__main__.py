@@ -1,9 +1,10 @@
-"""``python -m paceline.server``: one server process, started by a worker or a supervisor.
+"""``python -m paceline.server``: one server process, started by a supervisor.
 
-Its first line of input is the job's token (so that no process list shows it); it prints one
-line of JSON, the port that it listens on and the step that it goes on from, and serves until
-all workers have said goodbye, or its input ends because who started it did. With
-``--evict-silent`` it prints a further line for each worker that it takes for lost.
+Its first line of input is the job's token (so that no process list shows it); it prints where it
+listens and the step that it goes on from, and serves until all workers have said goodbye,
+or its input ends because who started it did. Both then say more, a line of JSON each (see
+`orders`): the supervisor, which workers are done or were lost to another server, and where this
+server's peers are; the server, which workers it takes for lost.
 
 In ``PACELINE_SERVER_COUNTS`` stands a file, if any, into which it writes at its end what it
 has counted, as JSON.
@@ -16,21 +17,26 @@ import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Server
+from paceline.interfaces import Answer, Ask, Server
 from paceline.server import snapshot
-from paceline.server.process import (
-    SILENT_SECONDS,
-    SilenceWatch,
-    make_machine,
-    make_shell,
+from paceline.server.orders import (
+    Evicted,
+    Introduction,
+    IsDone,
+    IsLost,
+    Listens,
 )
+from paceline.server.process import SILENT_SECONDS, SilenceWatch, make_machine
 from paceline.server.protocol import ParameterServer
+from paceline.server.serve import Shell
 
 COUNTS_VARIABLE = "PACELINE_SERVER_COUNTS"
 _MISFITS = (
@@ -46,9 +52,42 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     token = _first_line(sys.stdin.fileno())
-    machine = make_machine(arguments.workers, arguments.name)
     try:
-        step = _restore(machine, arguments.snapshot)
+        supervised = Supervised(arguments, token)
+    except UsageError as error:
+        print(f"paceline: {arguments.name}: {error}", file=sys.stderr)
+        return 1
+    try:
+        _say(Listens(port=supervised.shell.port, step=supervised.step))
+        supervised.shell.run(sys.stdin.fileno(), supervised.hear)
+    finally:
+        supervised.shell.close()
+        supervised.write_counts()
+    return 0
+
+
+class Supervised:
+    """The one server of this process, listening."""
+
+    def __init__(self, arguments: argparse.Namespace, token: str) -> None:
+        """Raises `UsageError` where it cannot."""
+        self._arguments = arguments
+        self.step = 0
+        """The one that it goes on from."""
+        workers, name = arguments.workers, arguments.name
+        self.server = self._around(make_machine(workers, name))
+        self.shell = Shell(
+            self.server,
+            arguments.bind,
+            arguments.port,
+            workers=workers,
+            token=token,
+        )
+
+    def _around(self, machine: ParameterServer) -> Server:
+        """What keeps and watches it."""
+        arguments, self._machine = self._arguments, machine
+        self.step = _restore(machine, arguments.snapshot)
         for worker in arguments.without:
             machine.on_lost(worker, 0, 0.0)
         if arguments.lost_return:
@@ -58,27 +97,26 @@ def main() -> int:
             seconds = arguments.snapshot_seconds
             server = snapshot.Snapshots(machine, arguments.snapshot, seconds)
         if arguments.evict_silent is not None:
-            server = SilenceWatch(server, arguments.evict_silent, _report)
-        shell = make_shell(
-            arguments.workers,
-            arguments.name,
-            arguments.bind,
-            arguments.port,
-            token,
-            server,
-        )
-    except UsageError as error:
-        print(f"paceline: {arguments.name}: {error}", file=sys.stderr)
-        return 1
-    try:
-        print(json.dumps({"port": shell.port, "step": step}), flush=True)
-        shell.run(sys.stdin.fileno(), machine.on_done)
-    finally:
-        shell.close()
-        counts = os.environ.get(COUNTS_VARIABLE)
-        if counts and machine.counts:  # one that nobody came to says nothing
-            Path(counts).write_text(json.dumps(machine.counts))
-    return 0
+            seconds = arguments.evict_silent
+            server = SilenceWatch(server, seconds, _report)
+        return server
+
+    def hear(self, line: bytes) -> Sequence[Answer | Ask]:
+        """What the supervisor says."""
+        words = msgspec.json.decode(line, type=IsDone | IsLost | Introduction)
+        if isinstance(words, Introduction):
+            self.shell.meet(words.sender, words.peers)
+            return ()
+        now = time.monotonic()
+        if isinstance(words, IsLost):
+            return self.server.on_lost(words.worker, words.incarnation, now)
+        return self._machine.on_done(words.worker)
+
+    def write_counts(self) -> None:
+        """Where the environment says so; one that nobody came to says nothing."""
+        path, counts = os.environ.get(COUNTS_VARIABLE), self._machine.counts
+        if path and counts:
+            Path(path).write_text(json.dumps(counts))
 
 
 def _parse() -> argparse.Namespace:
@@ -138,7 +176,11 @@ def _report(worker: int, incarnation: int, seconds: float) -> None:
         file=sys.stderr,
         flush=True,
     )
-    print(json.dumps({"evicted": worker, "incarnation": incarnation}), flush=True)
+    _say(Evicted(worker=worker, incarnation=incarnation))
+
+
+def _say(words: Listens | Evicted) -> None:
+    print(msgspec.json.encode(words).decode(), flush=True)
 
 
 def _first_line(descriptor: int) -> str:

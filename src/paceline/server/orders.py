@@ -1,4 +1,5 @@
-"""What a worker asks of its service process, and what that answers: see `pool`."""
+"""What a worker asks of its service process, and what that answers: see `pool`; and what a
+supervisor and its servers say to each other: see `__main__`."""
 
 from __future__ import annotations
 
@@ -39,3 +40,34 @@ class Place(msgspec.Struct, kw_only=True):
 
     port: int = 0
     fault: str = ""
+
+
+class IsDone(msgspec.Struct, tag="done", kw_only=True):
+    """The script of *worker* has ended well: it does not come back."""
+
+    worker: int
+
+
+class IsLost(msgspec.Struct, tag="lost", kw_only=True):
+    """Another server of the job has taken this life of *worker* for lost."""
+
+    worker: int
+    incarnation: int
+
+
+class Listens(msgspec.Struct, tag="listens", kw_only=True):
+    """A supervised server listens at *port*, and goes on with *step*."""
+
+    port: int
+    step: int
+
+
+class Evicted(msgspec.Struct, tag="evicted", kw_only=True):
+    """A server has taken this life of *worker* for lost: nothing is heard of it."""
+
+    worker: int
+    incarnation: int
+
+
+class Entered(msgspec.Struct, tag="entered", kw_only=True):
+    """A server that was to take over what its peers hold has done so."""

@@ -99,6 +99,10 @@ class SilenceWatch:
     the time in between is nobody's silence: a disk has stalled a snapshot, say, or the process
     was stopped. Then nobody is lost before there was time to read what has come meanwhile.
 
+    *judges* is False of a worker that another server judges: it may wait there, and be silent
+    here. Example: a worker waits at its group's server for the others of its group; servers of
+    other groups hear nothing of it meanwhile.
+
     *report* is told of each loss: worker, incarnation, seconds of silence.
     """
 
@@ -107,12 +111,14 @@ class SilenceWatch:
         server: Server,
         least: float = SILENT_SECONDS,
         report: Callable[[int, int, float], None] = lambda *_: None,
+        judges: Callable[[int], bool] = lambda _: True,
     ) -> None:
         if not least > 0:
             raise UsageError(f"--evict-silent: expected more than 0 s, got {least}")
         self._server = server
         self._least = self._limit = least
         self._report = report
+        self._judges = judges
         self._heard: dict[int, _Heard] = {}
         self._durations: deque[float] = deque(maxlen=100)
         self._pulse = least / LOOKS
@@ -120,6 +126,8 @@ class SilenceWatch:
         """When the watch was last called."""
         self._awake = 0.0
         """Since when it has been called as often as it wants to be."""
+        self._excused = 0.0
+        """When the silence of those whom others judge was last forgotten."""
 
     def on_message(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
@@ -172,6 +180,11 @@ class SilenceWatch:
             self._awake = now
             for heard in self._heard.values():
                 heard.last += away
+        if now >= self._excused + self._pulse:
+            self._excused = now
+            for worker, heard in self._heard.items():
+                if not self._judges(worker):
+                    heard.last = now
 
     def _heard_of(self, sender: Sender) -> _Heard | None:
         heard = self._heard.get(sender.worker)

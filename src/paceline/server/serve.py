@@ -88,6 +88,8 @@ class Shell:
         self._outbox: deque[Answer | Ask] = deque()
         self._delivering = False
         self._stopped = False
+        self._begun_line = b""
+        """Of what is read to the end; see `run`."""
         self._loop = PollLoop()
         self._peers: Peers | None = None
         if isinstance(server, AskingServer):
@@ -151,14 +153,13 @@ class Shell:
     def run(
         self,
         stop: int | None = None,
-        on_done: Callable[[int], Iterable[Answer]] = lambda worker: (),
+        on_line: Callable[[bytes], Iterable[Answer | Ask]] = lambda line: (),
     ) -> None:
         """Serve until *stop*, a descriptor, is at its end, or all workers have said
-        goodbye. A number in a line of *stop* is that of a worker whose script has ended well:
-        *on_done* is told. Raises what the server raises, and nothing that a peer could
-        cause."""
+        goodbye. *on_line* is told each line of *stop*, and says what is to leave. Raises what
+        *on_line* and the server raise, and nothing that a peer could cause."""
         if stop is not None:
-            self._loop.watch(stop, lambda: self._read_stop(stop, on_done))
+            self._loop.watch(stop, lambda: self._read_stop(stop, on_line))
         try:
             while not self._stopped and not self._sessions.all_have_departed:
                 self._hear_peers()
@@ -189,11 +190,14 @@ class Shell:
             return None
         return max(0, min(int(1000 * (deadline - self._now())) + 1, 2**31 - 1))
 
-    def _read_stop(self, stop: int, on_done: Callable[[int], Iterable[Answer]]) -> None:
-        words = os.read(stop, 4096)
+    def _read_stop(
+        self, stop: int, on_line: Callable[[bytes], Iterable[Answer | Ask]]
+    ) -> None:
+        words = os.read(stop, 65536)
         self._stopped = not words
-        for worker in words.split():
-            self._deliver(on_done(int(worker)))
+        *lines, self._begun_line = (self._begun_line + words).split(b"\n")
+        for line in lines:
+            self._deliver(on_line(line))
 
     def _read_questions(self) -> None:
         question = self._zap.recv_multipart()

@@ -20,6 +20,14 @@ import msgspec
 
 from paceline import lifelines
 from paceline.errors import UsageError
+from paceline.server.orders import (
+    Entered,
+    Evicted,
+    Introduction,
+    IsDone,
+    IsLost,
+    Listens,
+)
 
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 """Where dedicated servers are, HOST:PORT joined by "+"."""
@@ -40,8 +48,7 @@ SERVER_ENVIRONMENT = {
 
 
 class ServerProcess:
-    """A server as a child of this process; it ends when this process does. *step*: where it
-    goes on, if it has read a snapshot."""
+    """A server as a child of this process; it ends when this process does."""
 
     def __init__(
         self,
@@ -54,7 +61,9 @@ class ServerProcess:
         extra: Sequence[str] = (),
     ) -> None:
         """*port* 0 and no *token*: one of its own. *extra*: more options of
-        ``python -m paceline.server``. Raises `UsageError` if it does not start."""
+        ``python -m paceline.server``. Returns at once: see `listens`."""
+        self.name, self._host = name, host
+        self.port = port
         self.token = token or secrets.token_hex(16)
         command = [
             *(sys.executable, "-m", "paceline.server", "--workers", str(workers)),
@@ -67,32 +76,49 @@ class ServerProcess:
             env=os.environ | SERVER_ENVIRONMENT,
         )
         assert isinstance(self.process.stdin, io.BufferedWriter)
-        assert self.process.stdout is not None
         lifelines.close_in_children(self.process.stdin)
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(self.token.encode() + b"\n")
-            self.process.stdin.flush()
+        self._write(self.token.encode())
+        self._heard = b""
+        """What it said, beyond its last whole line."""
+
+    def listens(self) -> int:
+        """Wait until its `port` is known; returns the step that it goes on from, 0 without a
+        snapshot. Raises `UsageError` if it does not start."""
+        assert self.process.stdout is not None
         line = line_within(self.process.stdout, START_SECONDS)
         try:
-            words = msgspec.json.decode(line)
-            self.port, self.step = int(words["port"]), int(words["step"])
-        except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+            words = msgspec.json.decode(line, type=Listens)
+        except msgspec.MsgspecError:
             self.close()
             raise UsageError(
-                f"{name} did not start at {host}: it ended with status "
+                f"{self.name} did not start at {self._host}: it ended with status "
                 f"{self.process.returncode}; see above for what it said"
             ) from None
+        self.port = words.port
+        return words.step
 
-    def say_done(self, worker: int) -> None:
-        """Tell it that a worker's script has ended well, and is not started again."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
-            self.process.stdin.write(f"{worker}\n".encode())
-            self.process.stdin.flush()
+    def tell(self, words: IsDone | IsLost | Introduction) -> None:
+        """Say this to it, if it has not ended."""
+        self._write(msgspec.json.encode(words))
+
+    def news(self) -> list[Evicted | Entered]:
+        """What it has said since this was last called. Does not wait."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], 0)
+        if ready:
+            self._heard += os.read(self.process.stdout.fileno(), 65536)
+        *lines, self._heard = self._heard.split(b"\n")
+        return [msgspec.json.decode(line, type=Evicted | Entered) for line in lines]
 
     def close(self) -> None:
         """End it, if its workers' goodbyes have not."""
         end(self.process)
+
+    def _write(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended
+            self.process.stdin.write(line + b"\n")
+            self.process.stdin.flush()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
