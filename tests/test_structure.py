@@ -46,7 +46,7 @@ LAYERS = [
         "what is counted; a script's trainings; whose process has ended; clusters and links; buckets; tensors that tell of their use",
     ),
     (
-        "hooks launchers options python_private ring_sum spec torch_private",
+        "hooks launchers mesh_messages options python_private ring_sum spec torch_private",
         "small parts, each for itself",
     ),
     ("clipping units", "numbers"),

@@ -60,7 +60,7 @@ def keep_alive() -> KeepAlive:
     Whenever the network is cut, the last of the probes that are not answered leaves no sooner
     than the seconds after it that are allowed.
     """
-    seconds = _patience()
+    seconds = patience()
     interval = math.ceil(seconds / _PROBES)
     return KeepAlive(interval, math.ceil(seconds / interval) + 1)
 
@@ -86,7 +86,7 @@ def how_it_ended(error: OSError | None) -> str:
     error, or that just closed."""
     if error is not None and error.errno in _UNREACHABLE:
         return (
-            f"was unreachable for {_patience():g} s: its machine or the network is down "
+            f"was unreachable for {patience():g} s: its machine or the network is down "
             f"({UNREACHABLE_VARIABLE} says how long that may be)"
         )
     return "died: its connection closed without a goodbye"
@@ -190,5 +190,6 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _patience() -> float:
+def patience() -> float:
+    """Seconds that somebody may be unreachable, as the environment says."""
     return seconds_from(os.environ, UNREACHABLE_VARIABLE, UNREACHABLE_SECONDS)

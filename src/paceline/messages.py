@@ -13,7 +13,9 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-PROTOCOL = 5
+from paceline.mesh_messages import PeerReply, PeerRequest
+
+PROTOCOL = 6
 """Both ends must speak the same version."""
 
 DTYPES: dict[str, torch.dtype] = {
@@ -270,6 +272,7 @@ Request = (
     | Note
     | Say
     | Introduce
+    | PeerRequest
 )
 
 
@@ -368,6 +371,7 @@ Reply = (
     | OptimizerState
     | Reduced
     | Said
+    | PeerReply
     | Done
     | Refused
 )

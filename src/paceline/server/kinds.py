@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import AnyServer, UpdatesOnServer
+from paceline.server.mesh import make_group_machine
 from paceline.server.process import make_machine
 from paceline.server.protocol import ParameterServer
 
@@ -53,6 +54,7 @@ def _server(start: Start) -> ParameterServer:
 
 KINDS: dict[str, Factory] = {
     "server": _server,
+    "group-server": make_group_machine,
 }
 
 

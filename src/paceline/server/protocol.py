@@ -69,12 +69,13 @@ Modules
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Coordinated, Discipline, Sender, Work
+from paceline.mesh_messages import PeerRequest
 from paceline.messages import (
     Arrive,
     Blend,
@@ -178,6 +179,7 @@ class ParameterServer:
             Reduce: self._reductions.add,
             Blend: self._blend,
             Say: self._of_another_kind,
+            **dict.fromkeys(get_args(PeerRequest), self._of_another_kind),
         }
         """Of requests that have a payload."""
 

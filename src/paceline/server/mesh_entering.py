@@ -1,0 +1,164 @@
+"""How a group server comes into the mesh: it takes everything from one that is in it.
+
+1. It asks all others where they stand, and takes the lowest that is active; where nobody is, the
+   one that has most, which may be itself.
+2. It asks the others to pass on to it from now on, and before that what that one has not
+   answered yet.
+3. Then it asks that one for a copy: whatever anybody has passed on is in the copy, or is on its
+   way here. What comes meanwhile waits, and is dropped where it is in the copy.
+
+If another server is started again meanwhile, all of it begins anew, with another number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.mesh_messages import Enter, Manifest, Stand, Standing
+from paceline.messages import Refused, Reply
+from paceline.server.mesh_copies import Arriving
+from paceline.server.mesh_home import Home
+from paceline.server.mesh_mail import Letter, Mail, Peer
+from paceline.server.mesh_parcels import Passing
+
+ENTRIES_A_LIFE = 1 << 20
+
+
+class Entering:
+    """The way of server *number* into the mesh. *entered* is called with the number of meetings
+    that the others had by then; *mistaken* where the servers do not fit together."""
+
+    def __init__(
+        self,
+        number: int,
+        home: Home,
+        peers: Mapping[int, Peer],
+        mail: Mail,
+        passing: Passing,
+        entered: Callable[[int], None],
+        mistaken: Callable[[str], None],
+    ) -> None:
+        self._number, self._home = number, home
+        self._peers, self._mail, self._passing = peers, mail, passing
+        self._entered, self._mistaken = entered, mistaken
+        self.entry = 0
+        """How it has last entered."""
+        self.is_under_way = False
+        self._entries = 0
+        self._letters: set[Letter] = set()
+        self._standings: dict[int, Standing] = {}
+        self._told: set[int] = set()
+        """Who passes on to this one."""
+        self._via: Peer | None = None
+        self._copy: Arriving | None = None
+
+    def begin(self) -> None:
+        """Ask all where they stand; from the start, if it was under way."""
+        for peer in self._peers.values():
+            self._mail.take_back(peer, self._letters.__contains__)
+        if self._copy is not None:
+            self._copy.drop()
+        self._entries += 1
+        self.entry = self._passing.life * ENTRIES_A_LIFE + self._entries
+        self.is_under_way = True
+        self._letters, self._copy, self._via = set(), None, None
+        self._standings, self._told = {}, set()
+        for peer in self._peers.values():
+            self._post(peer, Stand(life=self._passing.life), self._stands)
+
+    def lives_anew(self, peer: Peer) -> None:
+        """A peer was started again: what it has said is not worth anything."""
+        if self.is_under_way and peer.number in self._standings:
+            self.begin()
+
+    def _post(
+        self,
+        peer: Peer,
+        message: Stand | Enter,
+        then: Callable[[Peer, Reply], None],
+    ) -> None:
+        def replied(reply: Reply, payload: torch.Tensor | None) -> None:
+            if isinstance(reply, Refused):
+                self._mistaken(f"{peer.name}: {reply.reason}")
+            else:
+                then(peer, reply)
+
+        letter = Letter(lambda: message, replied)
+        self._letters.add(letter)
+        self._mail.post(peer, letter)
+
+    # ---- 1. whom to take everything from ----
+
+    def _stands(self, peer: Peer, reply: Reply) -> None:
+        assert isinstance(reply, Standing), reply
+        self._standings[peer.number] = reply
+        peer.life, peer.entry, peer.active = reply.life, reply.entry, reply.active
+        if len(self._standings) < len(self._peers):
+            return
+        active = [n for n, standing in self._standings.items() if standing.active]
+        progress = {n: s.progress for n, s in self._standings.items()}
+        progress[self._number] = self._home.progress
+        most = max(progress, key=lambda number: (progress[number], -number))
+        via = min(active, default=most)
+        if via == self._number:
+            self._stand_alone()
+        else:
+            self._via = self._peers[via]
+            self._enter()
+
+    def _stand_alone(self) -> None:
+        """Nobody has more than this one: the others take it."""
+        for number, standing in self._standings.items():
+            self._passing.taken.skip((number, standing.life), standing.number)
+        for peer in self._peers.values():
+            self._post(peer, self._entry(self._number), lambda *_: None)
+        self._has_entered(max((s.meeting for s in self._standings.values()), default=0))
+
+    def _entry(self, via: int) -> Enter:
+        return Enter(life=self._passing.life, entry=self.entry, via=via)
+
+    # ---- 2. what is passed on from now on ----
+
+    def _enter(self) -> None:
+        assert self._via is not None
+        for peer in self._peers.values():
+            if peer is not self._via:
+                self._post(peer, self._entry(self._via.number), self._passes_on)
+        self._ask_via()
+
+    def _passes_on(self, peer: Peer, reply: Reply) -> None:
+        self._told.add(peer.number)
+        self._ask_via()
+
+    # ---- 3. the copy ----
+
+    def _ask_via(self) -> None:
+        """Once all others pass on to this one."""
+        if self._via is not None and len(self._told) == len(self._peers) - 1:
+            self._post(self._via, self._entry(self._via.number), self._take_copy)
+
+    def _take_copy(self, via: Peer, reply: Reply) -> None:
+        assert isinstance(reply, Manifest), reply
+        if not reply.join:  # nothing was loaded there yet
+            self._has_copy(reply)
+            return
+        self._copy = Arriving(
+            *(self._home, self._mail, via, self.entry),
+            done=self._has_copy,
+            failed=lambda _: self.begin(),
+        )
+        try:
+            self._copy.ask(reply)
+        except UsageError as error:
+            self._mistaken(str(error))
+
+    def _has_copy(self, manifest: Manifest) -> None:
+        self._passing.taken.restore(manifest.taken)
+        self._has_entered(manifest.meeting)
+
+    def _has_entered(self, meeting: int) -> None:
+        self.is_under_way, self._copy = False, None
+        self._entered(meeting)
