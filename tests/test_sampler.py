@@ -1,4 +1,6 @@
-"""Shares of batches: whole, fair in the long run, equal in number of steps."""
+"""Shares of batches: whole, fair in the long run, equal in number of steps; parts that go round."""
+
+from collections import Counter
 
 import pytest
 import torch
@@ -121,3 +123,108 @@ def test_shares_by_speed_even_out_a_slow_worker():
         seconds[shares] = journal.steps[5].step_seconds
     assert seconds[None] == pytest.approx(0.6, rel=1e-4)
     assert seconds["speed"] == pytest.approx(0.4, rel=1e-4)
+
+
+# ---- parts that go round ----
+
+
+def rotated(workers, length, batch_size, passes, **options):
+    """What each worker's sampler yields, pass by pass: each as many as it has *passes*."""
+    dealt = {}
+
+    def body(rank):
+        paceline.init()
+        sampler = paceline.Sampler(range(length), batch_size, rotate=True, **options)
+        dealt[rank] = [list(sampler) for _ in range(passes[rank])]
+
+    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(body)
+    return [dealt[rank] for rank in range(workers)]
+
+
+def seen_in(passes):
+    return Counter(i for batches in passes for batch in batches for i in batch)
+
+
+@given(
+    workers=st.integers(1, 5),
+    per_worker=st.integers(1, 4),
+    length=st.integers(20, 61),
+    rounds=st.lists(st.integers(1, 3), min_size=5, max_size=5),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_in_n_passes_each_worker_sees_each_sample_once(
+    workers, per_worker, length, rounds, shuffle, drop_last
+):
+    """At whatever pace the others go: each in as many rounds of n passes as it likes."""
+    passes = [workers * rounds[rank] for rank in range(workers)]
+    options = {"shuffle": shuffle, "drop_last": drop_last}
+    dealt = rotated(workers, length, workers * per_worker, passes, **options)
+    left_out = length % (workers * per_worker)
+    if left_out >= workers and not drop_last:
+        left_out = 0
+    for rank, mine in enumerate(dealt):
+        for number in range(rounds[rank]):
+            seen = seen_in(mine[number * workers : (number + 1) * workers])
+            assert set(seen.values()) == {1}
+            assert len(seen) == length - left_out
+            assert left_out or set(seen) == set(range(length))
+
+
+def test_without_rotation_each_worker_keeps_its_own_samples():
+    """The law's control."""
+    for epochs in deal(3, 24, 6, shuffle=False).values():
+        assert epochs[0] == epochs[1]
+        assert len(seen_in(epochs)) == 8
+
+
+def test_a_pass_of_all_workers_is_the_data_once():
+    dealt = rotated(3, 23, 6, [4, 4, 4])
+    for number in range(4):
+        seen = seen_in([passes[number] for passes in dealt])
+        assert seen == Counter(range(23))
+    # A worker has other samples in its next pass, and after three a new shuffle.
+    first = [sorted(seen_in([one])) for one in dealt[0]]
+    assert not set(first[0]) & set(first[1])
+    assert first[0] != first[3]
+
+
+def test_batches_that_go_round_are_weighed_as_they_are():
+    """10 samples for 3 workers: 4 3 3, of which each pass has another part."""
+
+    def body(rank):
+        paceline.init()
+        sampler = paceline.Sampler(range(30), 10, rotate=True)
+        for _ in range(4):
+            for number, batch in enumerate(sampler):
+                assert sampler.weight(number) == len(batch) / 10
+
+    Simulation(uniform_cluster(3, "1gbit", "50us")).run(body)
+
+
+def test_a_pass_may_be_chosen_and_goes_on_after_a_load():
+    def body(rank):
+        paceline.init()
+        straight = paceline.Sampler(range(40), 8, rotate=True)
+        every = [list(straight) for _ in range(5)]
+        chosen = paceline.Sampler(range(40), 8, rotate=True)
+        chosen.set_epoch(3)
+        assert list(chosen) == every[3]
+        begun = paceline.Sampler(range(40), 8, rotate=True)
+        for _ in range(3):
+            list(begun)
+        fresh = paceline.Sampler(range(40), 8, rotate=True)
+        fresh.load_state_dict(begun.state_dict())
+        assert [list(fresh), list(fresh)] == every[3:]
+
+    Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)
+
+
+def test_shares_do_not_go_round():
+    def body(rank):
+        paceline.init()
+        with pytest.raises(UsageError, match="leave one of the two out"):
+            paceline.Sampler(range(40), 8, shares=[1, 2], rotate=True)
+
+    Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)

@@ -25,11 +25,18 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     and a step equals that of one process on the union of the workers' batches (for a
     loss that is a mean over samples).
 
-    `set_epoch` chooses the shuffle, as in torch's DistributedSampler; without it each
-    pass over the sampler is an epoch of its own, and `state_dict` says which one it was:
-    `paceline.save` and `load` keep it for the sampler given to `distribute`. A pass under way
-    is over after a load: the next one is the next epoch, from its first batch. Raises
-    `UsageError` for shares that do not fit the job, or a batch with fewer samples than workers.
+    *rotate*: for methods under which each worker goes at its own pace. In its pass p worker i
+    takes the part (i + p) mod n of each of the same batches, and after n passes they are cut
+    anew: so in n passes each worker sees all the data once, however many passes others have
+    made meanwhile, and no sample is seen less because it is a slow worker's. Parts are equal
+    then: there are no *shares*.
+
+    `set_epoch` chooses the shuffle, as in torch's DistributedSampler, and under *rotate* the
+    pass; without it each pass over the sampler is an epoch of its own, and `state_dict` says
+    which one it was: `paceline.save` and `load` keep it for the sampler given to `distribute`. A
+    pass under way is over after a load: the next one is the next epoch, from its first batch,
+    for all workers after that of the one that saved. Raises `UsageError` for shares that do not
+    fit the job, or a batch with fewer samples than workers.
     """
 
     def __init__(
@@ -41,6 +48,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        rotate: bool = False,
     ) -> None:
         world = current_world()
         if world is None:
@@ -50,6 +58,12 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             raise UsageError(
                 f"batch_size: expected {workers} (one sample per worker) to "
                 f"{len(dataset)} (the data set), got {batch_size}"
+            )
+        if rotate and shares is not None:
+            raise UsageError(
+                "rotate=True with shares: parts of batches go round, and each worker would "
+                "have all workers' shares in turn; leave one of the two out (where nobody "
+                "waits for slow workers, equal parts cost no time)"
             )
         if shares == "speed":
             if world.speeds is None:
@@ -64,6 +78,9 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         self._size = len(dataset)
         self._shuffle = shuffle
         self._seed = seed
+        self._rotates = rotate
+        self._part = self.rank
+        """Of each batch of the present pass."""
         self._epoch = -1
         self._epoch_is_chosen = False
         self.passes = 0
@@ -98,22 +115,26 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         self._epoch_is_chosen = state_dict["chosen"]
 
     def weight(self, batch: int) -> float:
-        """This worker's part of the samples of batch number *batch* of an epoch."""
-        return self._counts[batch][self.rank] / self._sizes[batch]
+        """This worker's part of the samples of batch number *batch* of the present pass."""
+        return self._counts[batch][self._part] / self._sizes[batch]
 
     def __iter__(self) -> Iterator[list[int]]:
         if not self._epoch_is_chosen:
             self._epoch += 1
         self.passes += 1
+        part, shuffle, workers = self.rank, self._epoch, len(self._shares)
+        if self._rotates:
+            part, shuffle = (part + self._epoch) % workers, self._epoch // workers
+        self._part = part
         if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + self._epoch)
+            generator = torch.Generator().manual_seed(self._seed + shuffle)
             order = torch.randperm(self._size, generator=generator).tolist()
         else:
             order = list(range(self._size))
         position = 0
         for size, counts in zip(self._sizes, self._counts, strict=True):
-            start = position + sum(counts[: self.rank])
-            yield order[start : start + counts[self.rank]]
+            start = position + sum(counts[:part])
+            yield order[start : start + counts[part]]
             position += size
 
 
