@@ -497,10 +497,6 @@ def test_residuals_of_other_parts_are_refused_in_words():
             "differences would grow",
         ),
         (
-            {"method": "asp", "compression": "gd-top-k", "answers": "differences"},
-            "changes from step to step",
-        ),
-        (
             {"method": "asp", "compression": "ef21"},
             "means something only among those of all workers",
         ),
@@ -555,13 +551,11 @@ def test_workers_that_differ_are_refused_before_training():
 
 @pytest.mark.parametrize("name", alone())
 def test_each_code_that_stands_alone_goes_both_ways(name):
-    world, answers = simulation(2), "differences"
-    if name == "gd-top-k":  # refused: see above
-        answers = "dense"
+    world = simulation(2)
 
     def look(rank, step, model, optimizer):
         spread = training_of(optimizer).remote._spread
-        for part in spread.pulled() if answers != "dense" else ():
+        for part in spread.pulled():
             shadows = machines(world)[0].shard.coded.shadows
             held = shadows[rank, part.bucket].values
             assert torch.equal(held, spread.landing_of(part))
@@ -572,7 +566,7 @@ def test_each_code_that_stands_alone_goes_both_ways(name):
         after=look,
         dtype=torch.float32,
         compression=name,
-        answers=answers,
+        answers="differences",
     )
     for mine, theirs, a, b in zip(one, other, made, more, strict=True):
         assert torch.equal(mine, theirs)

@@ -49,18 +49,21 @@ from paceline.compression.sparse import (
     rows_of,
     size_of,
 )
+from paceline.compression.top_k import TopK
 from paceline.errors import UsageError
 from paceline.interfaces import (
     COMMON,
     Coding,
+    Compressor,
     Leg,
     Place,
     Shape,
+    SpeedClass,
     State,
     StateKind,
 )
 
-RATIOS = {
+RATIOS: dict[SpeedClass, Sequence[float]] = {
     "fastest": (0.35, 0.25, 0.0625, 0.015625, 0.004),
     "middle": (0.35, 0.30, 0.09, 0.027, 0.0081),
     "slowest": (0.35, 0.35, 0.1225, 0.042875, 0.015),
@@ -72,7 +75,11 @@ _EVERY_RATIO = sorted({_ALL}.union(*RATIOS.values()))
 """A tensor's code begins with its ratio's number in here: whoever decodes it, as a server that has
 groups of all classes, need not know which worker it is from."""
 
-_OTHER_WAY = {"fastest": "slowest", "middle": "middle", "slowest": "fastest"}
+_OTHER_WAY: dict[SpeedClass, SpeedClass] = {
+    "fastest": "slowest",
+    "middle": "middle",
+    "slowest": "fastest",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +88,9 @@ class GDTopK(Alone):
     the step that ends an epoch. Small tensors, those of one dimension, and whole numbers are
     summed as they are.
 
-    A method that knows which workers are fast takes another one with another `speed` when that
-    changes: nothing of it is in the states.
+    Where a method finds groups of workers with a server each, `speed` follows the class of a
+    worker's group: nothing of it is in the states. Answers that are differences have no epochs:
+    they are `top-k` of the ratio that `speed` keeps from the fifth epoch on, for all classes.
 
     Sends: from the fifth epoch on 0.4 % (`speed=fastest`), 0.81 % (`middle`) or 1.5 % (`slowest`)
     of the elements in their own type, and 1 to 4 bytes for the place of each, to every other
@@ -90,8 +98,9 @@ class GDTopK(Alone):
     have made them large, or the epoch ends.
     """
 
-    speed: Literal["fastest", "middle", "slowest"] = "middle"
-    """The class of this worker's group. Workers whose mean is formed have the same."""
+    speed: SpeedClass = "middle"
+    """The class of this worker's group, until a method with groups has found it. Workers whose
+    mean is formed have the same."""
 
     direction: Literal["slowest-most", "fastest-most"] = "slowest-most"
     """Which class sends most: the slowest, as published, or the fastest, so that the slowest need
@@ -121,6 +130,12 @@ class GDTopK(Alone):
 
     def settled(self) -> GDTopK:
         return replace(self, warm_up=False)
+
+    def at_speed(self, speed: SpeedClass) -> GDTopK:
+        return replace(self, speed=speed)
+
+    def of_differences(self) -> Compressor:
+        return TopK(density=self._ratios[-1], small=self.small)
 
     def traffic(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.interfaces import Compressor, Leg, Shape, State
+from paceline.interfaces import Compressor, Leg, Shape, SpeedClass, State
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,13 @@ class Wrapper(Compressor):
 
     def settled(self) -> Compressor:
         return replace(self, code=self.code.settled())
+
+    def at_speed(self, speed: SpeedClass) -> Compressor:
+        return replace(self, code=self.code.at_speed(speed))
+
+    def of_differences(self) -> Compressor:
+        """Answers have a memory of their own, and no first steps."""
+        return self.code.of_differences()
 
 
 def pure(compressor: Compressor) -> Compressor:

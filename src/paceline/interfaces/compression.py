@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
+from paceline.interfaces.groups import SpeedClass
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -163,6 +165,16 @@ class Compressor(Protocol):
 
     def settled(self) -> Compressor:
         """The same long after its start: without first steps in which more is sent."""
+        return self
+
+    def at_speed(self, speed: SpeedClass) -> Compressor:
+        """The same, for a worker whose group is of that class: where what is sent depends on it.
+        Whoever decodes its codes need not know the class, and states go on."""
+        return self
+
+    def of_differences(self) -> Compressor:
+        """What servers answer with (``answers=differences``), and workers decode: the same in
+        all steps and classes, since answers are no steps of whom they are for."""
         return self
 
     def suits(self, optimizer: torch.optim.Optimizer) -> None:

@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from paceline.compression import COMPRESSORS, Identity, keys_of, make, pure
+from paceline.compression import COMPRESSORS, Identity, keys_of, make
 from paceline.errors import UsageError
 from paceline.interfaces import COMMON, Compressor, Method, StandsAlone
 from paceline.messages import Answers
@@ -79,7 +79,7 @@ def check_brings_nearer(compressor: Compressor) -> None:
     """Raise `UsageError` for a code that is no code of differences: these would grow from one to
     the next where it is further from a tensor than zeros are, and make no sense to one that
     adds up what it is given."""
-    code = check_stands_alone(pure(compressor))
+    code = check_stands_alone(compressor.of_differences())
     if not (code.takes_residuals or code.unbiased):
         raise UsageError(
             f"answers=differences with compression {compressor.name!r}: it keeps a memory of "

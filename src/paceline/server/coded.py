@@ -73,6 +73,7 @@ class Coded:
         pushed = check_stands_alone(make(join.compression))
         self._code = check_stands_alone(pure(pushed))
         self._passes = self._code.passes(1)
+        self._answers = check_stands_alone(pushed.of_differences())
         self.shadows: dict[tuple[int, int], _Shadow] | None = None
         """By worker and bucket; None where answers are dense."""
         if join.answers == "differences":
@@ -126,15 +127,15 @@ class Coded:
             )
         shadow.turn += 1
         now = self._store.flats[bucket]
-        self._charge(bucket, sum(self._passes) + _SUBTRACTED_AND_ADDED)
+        self._charge(bucket, sum(self._answers.passes(1)) + _SUBTRACTED_AND_ADDED)
         if self._store.bytes[bucket] != now.numel() * now.element_size():
             return now.clone(), shadow.turn  # of virtual time alone
         if not shadow.is_own:
             shadow.values, shadow.is_own = shadow.values.clone(), True
         units = self._units[bucket]
         difference = now - shadow.values  # x - h
-        code = self._code.encode(views(difference, units), shadow.states)
-        self._code.decode(code, views(difference, units))
+        code = self._answers.encode(views(difference, units), shadow.states)
+        self._answers.decode(code, views(difference, units))
         shadow.values.add_(difference)  # h = h + decoded C(x - h)
         return code, shadow.turn
 
@@ -147,7 +148,7 @@ class Coded:
     def _states(self, worker: int, bucket: int) -> list[State]:
         flat, units = self._store.flats[bucket], self._units[bucket]
         return [
-            self._code.init(view, f"answer {unit.parameter} {unit.start}", worker)
+            self._answers.init(view, f"answer {unit.parameter} {unit.start}", worker)
             for unit, view in zip(units, views(flat, units), strict=True)
         ]
 

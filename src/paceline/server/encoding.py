@@ -9,7 +9,7 @@ import torch
 
 from paceline.compression import make, pure
 from paceline.errors import PeerLostError, UsageError
-from paceline.interfaces import CodingStage, Compressor, State
+from paceline.interfaces import CodingStage, Compressor, SpeedClass, StandsAlone, State
 from paceline.messages import Answers, Parameters, Unit
 from paceline.server.code_checks import check_stands_alone
 from paceline.server.coded import code_bytes, views
@@ -41,6 +41,7 @@ class Encoding:
     ) -> None:
         self.compressor = check_stands_alone(make(spec))
         self._pure = check_stands_alone(pure(self.compressor))
+        self._answers = check_stands_alone(self.compressor.of_differences())
         self._rank, self._spread, self._charge = rank, spread, charge
         self._differs = answers == "differences"
         self._states: dict[str, State] = {}
@@ -48,9 +49,15 @@ class Encoding:
         """By bucket: memory for this worker's share of the mean."""
         self._rooms: dict[HeldPart, torch.Tensor] = {}
         """Where differences land."""
-        self._sizes: dict[HeldPart, int] = {}
+        self._sizes: dict[tuple[HeldPart, StandsAlone], int] = {}
 
     # ---- pushes ----
+
+    def has_speed(self, speed: SpeedClass) -> None:
+        """This worker's group is of that class: what it pushes from now on may have another
+        size. What it keeps goes on, and so do answers."""
+        self.compressor = check_stands_alone(self.compressor.at_speed(speed))
+        self._pure = check_stands_alone(pure(self.compressor))
 
     def pushed(self, bucket: Bucket, part: HeldPart, weight: float) -> torch.Tensor:
         """The code of a part of a bucket, at this worker's *weight*."""
@@ -59,7 +66,7 @@ class Encoding:
         if self.compressor is not self._pure:  # residuals are what its own code leaves
             self._charge(self.compressor, 1, wire_bytes(flat), "decode")
         if stands_in(flat):
-            return stand_in_for(self._size(part), flat)
+            return stand_in_for(self._size(part, self._pure), flat)
         if weight != 1.0:
             share = self._share(bucket)[part.start : part.stop]
             flat = torch.mul(flat, weight, out=share)
@@ -96,9 +103,10 @@ class Encoding:
         if not self._differs:
             return landing
         if stands_in(landing):
-            return stand_in_for(self._size(part), landing)
+            return stand_in_for(self._size(part, self._answers), landing)
         if part not in self._rooms:
-            self._rooms[part] = torch.empty(self._size(part), dtype=torch.uint8)
+            size = self._size(part, self._answers)
+            self._rooms[part] = torch.empty(size, dtype=torch.uint8)
         return self._rooms[part]
 
     def arrived(self, part: HeldPart, answer: Parameters) -> None:
@@ -115,23 +123,24 @@ class Encoding:
                 f"{self._spread.home(part)} is missing"
             )
         self._spread.hear_turn(part, answer.turn)
-        self._charge(self._pure, 1, wire_bytes(landing), "decode")
+        self._charge(self._answers, 1, wire_bytes(landing), "decode")
         if stands_in(landing):
             return
         difference = torch.empty_like(landing)
-        self._pure.decode(self._rooms[part], views(difference, part.units))
+        self._answers.decode(self._rooms[part], views(difference, part.units))
         landing.add_(difference)
 
-    def _size(self, part: HeldPart) -> int:
+    def _size(self, part: HeldPart, code: StandsAlone) -> int:
         """The bytes of a code of what a part has, or stands for."""
-        if part not in self._sizes:
+        if (part, code) not in self._sizes:
             bucket = self._spread.buckets[part.bucket]
             shapes = [
                 _shape(unit, bucket.views[slot])
                 for unit, slot in zip(part.units, part.slots, strict=True)
             ]
-            self._sizes[part] = code_bytes(self._pure, shapes, bucket.buffer.dtype)
-        return self._sizes[part]
+            dtype = bucket.buffer.dtype
+            self._sizes[part, code] = code_bytes(code, shapes, dtype)
+        return self._sizes[part, code]
 
     # ---- what a checkpoint keeps ----
 
