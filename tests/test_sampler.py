@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import paceline
 from paceline.errors import UsageError
 from paceline.network import parse_cluster, uniform_cluster
-from paceline.sampler import _cut, _normalized
+from paceline.sampler import _cut, _normalized, _stride
 from paceline.worlds.virtual import ComputeModel, Simulation
 
 
@@ -228,3 +228,23 @@ def test_shares_do_not_go_round():
             paceline.Sampler(range(40), 8, shares=[1, 2], rotate=True)
 
     Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)
+
+
+@pytest.mark.parametrize("workers", range(1, 33))
+def test_a_worker_comes_to_all_parts(workers):
+    stride = _stride(workers)
+    assert len({stride * passes % workers for passes in range(workers)}) == workers
+
+
+def test_few_passes_of_neighbours_are_spread_over_all_parts():
+    """A class of 4 slow workers of 16 has made 8 passes: each part was seen about twice. One
+    part further in each pass, some had been seen 4 times, and others never."""
+
+    def seen_by(stride):
+        parts = [(rank + stride * p) % 16 for rank in range(12, 16) for p in range(8)]
+        return Counter(parts)
+
+    assert set(seen_by(_stride(16)).values()) == {1, 2, 3}
+    assert len(seen_by(_stride(16))) == 16
+    assert set(seen_by(1).values()) == {1, 2, 3, 4}
+    assert len(seen_by(1)) == 11

@@ -26,10 +26,10 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     loss that is a mean over samples).
 
     *rotate*: for methods under which each worker goes at its own pace. In its pass p worker i
-    takes the part (i + p) mod n of each of the same batches, and after n passes they are cut
-    anew: so in n passes each worker sees all the data once, however many passes others have
-    made meanwhile, and no sample is seen less because it is a slow worker's. Parts are equal
-    then: there are no *shares*.
+    takes the part (i + k p) mod n of each of the same batches (k has no divisor in common with
+    n), and after n passes they are cut anew. So in n passes each worker sees all the data once,
+    however many passes others have made meanwhile, and no sample is seen less because it is a
+    slow worker's. Parts are equal then: there are no *shares*.
 
     `set_epoch` chooses the shuffle, as in torch's DistributedSampler, and under *rotate* the
     pass; without it each pass over the sampler is an epoch of its own, and `state_dict` says
@@ -124,7 +124,8 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         self.passes += 1
         part, shuffle, workers = self.rank, self._epoch, len(self._shares)
         if self._rotates:
-            part, shuffle = (part + self._epoch) % workers, self._epoch // workers
+            shuffle = self._epoch // workers
+            part = (part + _stride(workers) * self._epoch) % workers
         self._part = part
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + shuffle)
@@ -150,6 +151,14 @@ def _normalized(shares: Sequence[float] | None, workers: int) -> list[float]:
             raise UsageError(f"shares: expected numbers above zero, got {share}")
     total = math.fsum(shares)
     return [share / total for share in shares]
+
+
+def _stride(workers: int) -> int:
+    """From a worker's part to that of its next pass. It comes to all parts; and near the golden
+    section a few passes of a few neighbours are already spread over all of them."""
+    golden = (math.sqrt(5) - 1) / 2 * workers
+    coprime = (k for k in range(1, workers + 1) if math.gcd(k, workers) == 1)
+    return min(coprime, key=lambda k: abs(k - golden))
 
 
 def _cut(sizes: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
