@@ -127,13 +127,14 @@ def _in_process(
 class Results:
     """Figures of trainings, in a file of a line each."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: type[Any] = Training) -> None:
+        """*kind*: what is trained, a frozen dataclass."""
         self._path = path
-        self._found: dict[Training, dict[str, float]] = {}
+        self._found: dict[Any, dict[str, Any]] = {}
         if path.exists():
             for line in path.read_text().splitlines():
                 row = json.loads(line)
-                self._found[Training(**row["training"])] = row["figures"]
+                self._found[kind(**row["training"])] = row["figures"]
 
     def get(self, training: Training) -> dict[str, float] | None:
         return self._found.get(training)
