@@ -88,7 +88,7 @@ def test_classes_change_within_a_training(
     def change(rank: int, step: int, model: Any, optimizer: Any) -> None:
         remote = training_of(optimizer).remote
         if rank == 0 and step + 1 < len(CHANGES):
-            remote.encoding.has_speed(CHANGES[step + 1])
+            remote.has_speed(CHANGES[step + 1])
         for part in remote._spread.parts[0]:
             answered.append(remote.encoding.room(part).numel())
             if answers == "differences":

@@ -368,7 +368,8 @@ class RemoteParameters:
         self._untrained.pull_buffers()
 
     def has_speed(self, speed: SpeedClass) -> None:
-        """No code that a worker pushes depends on it."""
+        if self.encoding is not None:
+            self.encoding.has_speed(speed)
 
     # ---- units, and the optimizer ----
 
