@@ -242,6 +242,12 @@ class HeldShard:
     def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
         self._take(Update(bucket, list(pushes), together=True))
 
+    def parameters(self, bucket: int) -> torch.Tensor:
+        return self.store.parameters(bucket)
+
+    def mix(self, bucket: int, parameters: torch.Tensor, part: float) -> None:
+        self.store.mix(bucket, parameters, part)
+
     def zero_momentum(self, bucket: int) -> None:
         if self.clipped is not None:
             raise UsageError(
