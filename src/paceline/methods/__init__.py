@@ -15,6 +15,7 @@ from paceline.interfaces import Method, members_text
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
+from paceline.methods.contrib.dssp import DSSP
 from paceline.methods.ds_sync import DSSync
 from paceline.methods.local import (
     DASO,
@@ -39,6 +40,7 @@ METHODS: dict[str, type[Method]] = {
     Backup.name: Backup,
     BSP.name: BSP,
     DASO.name: DASO,
+    DSSP.name: DSSP,
     DSSync.name: DSSync,
     DeAR.name: DeAR,
     DiLoCo.name: DiLoCo,

@@ -193,6 +193,7 @@ CASES: tuple[Case, ...] = (
     _deferring("osp:defer=most,budget=constant,most=1,chunk=16", _ROUNDED),
     _asynchronous("asp"),
     _asynchronous("ssp"),
+    _asynchronous("dssp"),
     _pushed("asp:compression=qsgd", lossy=1 / 30),
     _pushed("ssp:compression=qsgd,answers=differences", lossy=1 / 30),
     _pushed(f"asp:{_TOP_K},answers=differences", **_SENT_LATE),

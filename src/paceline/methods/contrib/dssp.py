@@ -1,0 +1,135 @@
+"""DSSP: SSP whose bound follows how fast workers are.
+
+Zhao et al., "Dynamic stale synchronous parallel distributed training for deep learning" (ICDCS
+2019, arXiv 1908.11848). A gradient is applied when it comes, as under ssp. Where ssp would let
+the fastest worker wait, its server works out with how many more steps it would wait least, and
+lets it do these: between s_L and s_L + r_max steps it may be ahead.
+
+Waits for: workers more than `staleness` steps behind; the fastest one, for those more than
+`staleness` + `extra` behind at most. Sends: the whole gradient, and receives all parameters.
+Guarantees: what a worker computes its step c with has in it every gradient of the steps before
+c - `staleness` - `extra`, of all workers.
+
+The rule, when worker p has done its step number t_p, and the slowest t_slow:
+
+    r_p > 0                  ->  r_p = r_p - 1, and p goes on
+    t_p - t_slow <= s_L      ->  p goes on
+    p is the fastest         ->  r_p = the controller's; if r_p > 0, p goes on
+    else                     ->  p waits until t_p - t_slow <= s_L
+
+The controller takes the last two moments at which p, and the slowest, had done a step, expects
+their next steps to take as long, and chooses
+
+    r in 0 ... r_max:  the least |(A_p + r I_p) - (A_slow + k I_slow)|, over k = 1 ... r_max + 1
+
+A being the last moment and I the interval. The paper's bounds are 3 to 15: s_L = 3, r_max = 12.
+
+Inferred, since the algorithm is known from abstracts and from what others have of it: the step that
+is allowed at once is one of the r, and a worker that has used them up may be given more only as
+far as it stays within s_L + r_max. So the bound holds whatever comes when. Of equally good r the
+least is taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import UsageError
+from paceline.interfaces import Discipline, HeldPush, Shard
+from paceline.methods.push_pull import AppliesOnArrival, PushPull, without_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSSP(PushPull):
+    """Let no worker be more than *staleness* steps ahead of another, and the fastest up to
+    *extra* more where it would wait less by that."""
+
+    name: ClassVar[str] = "dssp"
+
+    staleness: int = 3
+    extra: int = 12
+
+    def __post_init__(self) -> None:
+        for name in ("staleness", "extra"):
+            steps = getattr(self, name)
+            if steps < 0:
+                raise UsageError(f"dssp:{name}={steps}: expected 0 or more steps")
+
+    def server(self, workers: int) -> Discipline:
+        return DynamicBound(self.staleness, self.extra)
+
+
+class DynamicBound(AppliesOnArrival):
+    """The server's half. Of several servers each decides for its part of the model; a worker
+    waits for the last of them."""
+
+    def __init__(self, staleness: int, extra: int) -> None:
+        self._staleness, self._extra = staleness, extra  # s_L, r_max
+        self._waiting: list[HeldPush] = []
+        self._credit: Counter[int] = Counter()  # r_p
+        self._moments: dict[int, tuple[float, ...]] = {}
+        """By worker: the last two at which it had done a step."""
+
+    def pushed(self, shard: Shard, push: HeldPush) -> None:
+        shard.apply(push)
+        self._waiting.append(without_gradient(push))
+        if shard.clock(push.worker) > push.step:
+            self._step_is_in(shard, push.worker)
+        self._let_go(shard)
+
+    def changed(self, shard: Shard) -> None:
+        here = set(shard.expected(shard.fastest()))
+        for worker in self._moments.keys() - here:
+            del self._moments[worker]
+            del self._credit[worker]
+        self._let_go(shard)
+
+    def _step_is_in(self, shard: Shard, worker: int) -> None:
+        moments = *self._moments.get(worker, ()), shard.now
+        self._moments[worker] = moments[-2:]
+        if self._credit[worker]:
+            self._credit[worker] -= 1
+        elif shard.clock(worker) - shard.slowest() <= self._staleness:
+            return  # goes on anyway
+        else:
+            self._credit[worker] = self._controlled(shard, worker)
+            if not self._credit[worker]:
+                return
+            self._credit[worker] -= 1
+        self._answer(shard, [push for push in self._waiting if push.worker == worker])
+
+    def _controlled(self, shard: Shard, worker: int) -> int:
+        """The paper's controller: how many steps more the fastest may do; 0 for others."""
+        here = shard.expected(shard.fastest())
+        clocks = {other: shard.clock(other) for other in here}
+        if clocks.get(worker) != max(clocks.values(), default=None):
+            return 0
+        slowest = min(here, key=lambda other: (clocks[other], other))
+        mine, theirs = self._moments[worker], self._moments.get(slowest, ())
+        if len(mine) < 2 or len(theirs) < 2:
+            return 0
+        behind = clocks[worker] - clocks[slowest]
+        most = self._staleness + self._extra - behind + 1
+        interval, other = mine[1] - mine[0], theirs[1] - theirs[0]  # I_p, I_slow
+        ends = [theirs[1] + k * other for k in range(1, self._extra + 2)]
+
+        def wait(steps: int) -> float:
+            return min(abs(mine[1] + steps * interval - end) for end in ends)
+
+        return min(range(most + 1), key=wait, default=0)
+
+    def _let_go(self, shard: Shard) -> None:
+        slowest = shard.slowest()
+        # The answer starts step c = push.step + 1: all must have done c - s_L.
+        self._answer(
+            shard,
+            [p for p in self._waiting if p.step + 1 <= slowest + self._staleness],
+        )
+
+    def _answer(self, shard: Shard, pushes: list[HeldPush]) -> None:
+        gone = {push.number for push in pushes}
+        self._waiting = [push for push in self._waiting if push.number not in gone]
+        for push in pushes:
+            shard.answer(push)
