@@ -1,0 +1,152 @@
+"""GSSP: SSP inside groups of workers that are about as fast, and parcels of gradients between them.
+
+Sun et al., "GSSP: eliminating stragglers through grouping synchronous for distributed deep learning in
+heterogeneous cluster" (IEEE TCC 10(4), 2022). Where some workers are slower for good, SSP ends at the
+slowest one's pace, whatever its bound. Here each group has a server with the whole model, of which
+only that group's workers wait for each other; what servers have applied they pass on to each
+other, and apply what comes at once.
+
+Waits for: workers of its own group more than `staleness` steps behind. Sends: the whole gradient, and
+receives all parameters, to and from its group's server; servers send each other a gradient of
+all parameters after `period` pushes. Guarantees: inside a group what ssp guarantees; every
+gradient is applied once on every server, at a learning rate of its weight (1/n) times the
+script's; how stale those of other groups are is not bounded.
+
+    worker j of group q:  w from server q;  push g;  goes on at step c when all of q have done c - s
+    server q on a push:   w = w - lr w_j g;  acc = acc + w_j g;  after `period` pushes send acc to all
+    server q on acc':     w = w - lr acc'
+
+Groups
+------
+All begin in group 0. Servers measure steps: from the moment at which a worker goes on until its next
+gradient is in. When all were measured, server 0 forms `number_of_groups` groups, or with 0 as few
+as let nobody take more than `ratio` times as long as another one of its group, at most
+`most_groups` (`grouping`). Later a worker moves to another group when it has been nearer to it by
+`margin`, at `looks` looks in a row. If all are about as fast there is one group: this is
+ssp then, and says so. ``members=0-3+4-7`` gives groups by hand, which stay.
+
+What a step is to the optimizer
+-------------------------------
+A push has weight 1/n, and scales the learning rate; a parcel has the sum of its pushes' weights. So
+n gradients move parameters as far as a step of bsp does, and weight decay takes as much, however
+many updates that is: n/k of its own pushes and one for each parcel. What does depend on the number of
+updates is momentum: ``momentum=updates`` leaves it to torch, so that its horizon in samples is
+shorter than under bsp, as it is under ssp. With ``momentum=samples`` an update of weight w
+forgets m^w, for SGD and Adam: see `weighting`.
+
+Hyperparameters travel with pushes, those of its last push with a parcel. So a schedule that counts a worker's
+own steps is ahead in a fast group and behind in a slow one. Where all are to be at the same rate, step
+the schedule by samples: by the gradients that all have made, divided by n.
+
+``exchange=models``: servers pass on parameters, and mix in what comes by its weight. A group then
+steps as if it were all (weights times n/k), since others' gradients do not come to it.
+``damping=staleness``: a parcel counts 1/(1 + tau); tau is how many gradients of others came to
+its bucket since the last one from there, in steps of all (n). Servers then differ by more than order.
+
+Differs from the published code, which does not run as it is: the push counter counts, so that
+parcels are sent; groups follow measured times, where the code takes ranks modulo 4; the gate does not
+poll; BatchNorm's statistics travel; weight decay acts as often as under bsp and not once an update; groups
+have no speed class before all were measured. There is no root: one script of the code has it, whose
+server steps for all groups. Groups, hysteresis and momentum in samples are inferred.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from paceline.errors import UsageError
+from paceline.interfaces import Discipline, Groups, ServerRun, read_members
+from paceline.methods.gssp.discipline import (
+    Damping,
+    Exchange,
+    GroupDiscipline,
+    Passing,
+)
+from paceline.methods.gssp.gates import Bounded, Gate, Rounds
+from paceline.methods.gssp.grouping import BySpeed, Hysteresis
+from paceline.methods.gssp.weighting import by_samples, by_updates
+from paceline.methods.gssp.worker import GroupState, InGroups
+
+__all__ = ["GSSP"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSSP(InGroups):
+    """Let no worker be more than *staleness* steps ahead of another one of its group."""
+
+    name: ClassVar[str] = "gssp"
+
+    number_of_groups: int = 0
+    most_groups: int = 4
+    ratio: float = 1.25
+    staleness: int = 3
+    period: int = 0
+    exchange: Exchange = "gradients"
+    damping: Damping = "none"
+    momentum: Literal["updates", "samples"] = "updates"
+    measure_steps: int = 20
+    regroup: bool = True
+    margin: float = 0.15
+    looks: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least, what in (
+            ("number_of_groups", 0, "0 or more groups; 0: as many as step times show"),
+            ("most_groups", 1, "1 or more groups"),
+            ("ratio", 1.0, "a ratio of step times, 1 or more"),
+            ("staleness", 0, "a bound of 0 or more steps"),
+            ("period", 0, "0 or more pushes; 0: as many as the group has workers"),
+            ("measure_steps", 1, "1 or more steps"),
+            ("margin", 0.0, "0 or more: 0.15 is 15 %"),
+            ("looks", 1, "1 or more looks"),
+        ):
+            value = getattr(self, name)
+            if not least <= value < float("inf"):
+                raise UsageError(f"gssp:{name}={value}: expected {what}")
+
+    def groups(self, workers: int) -> Groups:
+        number = self.number_of_groups
+        if self.members:
+            groups = read_members(self.members, workers)
+            if number not in (0, groups.servers):
+                raise UsageError(
+                    f"gssp:members={self.members} are {groups.servers} groups, and "
+                    f"number_of_groups={number}: expected the same, or one of both"
+                )
+            return groups
+        if number > workers:
+            raise UsageError(
+                f"gssp:number_of_groups={number}: there are only {workers} workers"
+            )
+        return Groups((0,) * workers, number or min(self.most_groups, workers))
+
+    def server(self, workers: int) -> Discipline:
+        gate: Gate = Bounded(self.staleness) if self.staleness else Rounds()
+        regroup = None
+        if not self.members:
+            moves = Hysteresis(self.margin, self.looks) if self.regroup else None
+            regroup = BySpeed(
+                self.number_of_groups, self.most_groups, self.ratio, moves
+            )
+        return GroupDiscipline(
+            self.groups(workers),
+            gate,
+            Passing(period=self.period, exchange=self.exchange, damping=self.damping),
+            self.measure_steps,
+            regroup,
+            by_samples if self.momentum == "samples" else by_updates,
+        )
+
+    def init(self, run: ServerRun) -> GroupState:
+        workers = run.comm.size
+        if workers > 1 and self.groups(workers).servers == 1:
+            run.say("gssp: there is one group, for which this is ssp")
+        return super().init(run)
+
+    def _has_changed(self, groups: Groups, run: ServerRun) -> None:
+        if groups.version == 1 and len(set(groups.of)) == 1:
+            run.say(
+                f"gssp: all workers are about as fast (within a factor of {self.ratio:g}): "
+                "they are one group, for which this is ssp"
+            )

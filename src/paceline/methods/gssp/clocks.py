@@ -1,0 +1,74 @@
+"""Who pushes to a group's server, and how far each of them is here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.interfaces import Groups, Shard
+
+EVER = 1 << 60
+"""A step after all others: `Shard.expected` then says who trains."""
+
+
+class Clocks:
+    """The workers that the others of their group wait for: those that are members of it, train,
+    and *have entered*. A worker enters when it first pushes here: nobody waits for one that is
+    still on its way from another group. While the first groups hold there is no other way than
+    here, so that members enter when they join.
+
+    A clock is how many steps of a worker are in, from where it has entered: it begins with the
+    least of the others, however many steps it has done elsewhere. So a slow worker that comes
+    into a fast group holds up nobody. Where nobody has changed groups it is the worker's own.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}
+        self._first: dict[int, int] = {}
+        self._here: set[int] = set()
+        """Who trains, here or elsewhere."""
+
+    def __contains__(self, worker: int) -> bool:
+        return worker in self._steps
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._steps)
+
+    @property
+    def training(self) -> int:
+        """How many workers train, in all groups."""
+        return len(self._here)
+
+    def look(self, shard: Shard, groups: Groups, number: int) -> None:
+        """Who has come or gone since the last look. *number*: of this server."""
+        here = set(shard.expected(EVER))
+        if not groups.version:
+            for worker in sorted(here - self._here):
+                if groups.of[worker] == number and worker not in self._steps:
+                    self.enter(worker, shard.clock(worker))
+        self._here = here
+        for worker in list(self._steps):
+            if worker not in here or groups.of[worker] != number:
+                del self._steps[worker], self._first[worker]
+
+    def enter(self, worker: int, step: int) -> None:
+        """A member takes part from this step of the group on."""
+        self._steps[worker] = self._first[worker] = step
+
+    def tick(self, worker: int) -> None:
+        """A whole step of its is in."""
+        self._steps[worker] += 1
+
+    def step(self, worker: int) -> int:
+        """The number of its next step."""
+        return self._steps[worker]
+
+    def slowest(self) -> int:
+        """The least clock; `EVER` where nobody is waited for."""
+        return min(self._steps.values(), default=EVER)
+
+    def expected(self, step: int) -> set[int]:
+        """Whose gradients of that step have come or will come."""
+        return {worker for worker, first in self._first.items() if first <= step}

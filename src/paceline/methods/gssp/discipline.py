@@ -1,0 +1,264 @@
+"""The server's half of methods whose groups have a server each.
+
+What happens where
+------------------
+- `clocks`: who pushes here, and how far each is. `gates`: when gradients of the group are
+  applied, and when their workers go on.
+- `outbox`: what was applied here, until the other servers are told.
+- `speeds`: who is in which group; server 0 decides. `grouping`: how.
+- `weighting`: what an update is to the optimizer.
+- here: which of them an event concerns.
+
+    on push(j, g):   w = w - lr w_j g;  acc = acc + w_j g;  every so many pushes acc is passed on
+    on parcel(acc'): w = w - lr acc', at once
+
+A worker that changes groups learns it from an answer. Its last push here is applied and answered
+at once, and nobody waits for it any more.
+
+Staleness of a parcel, for damping: how many gradients of other servers, this one's too, were applied
+here to its bucket since the last parcel from the same server; divided by the number of workers, so
+that it is in steps of all. In the time in which a slow group makes one parcel the others do
+many steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.interfaces import Groups, HeldPush, Hyperparameters, Parcel, Shard
+from paceline.methods.gssp.clocks import EVER, Clocks
+from paceline.methods.gssp.gates import Gate
+from paceline.methods.gssp.outbox import Outbox
+from paceline.methods.gssp.speeds import (
+    Known,
+    Looks,
+    Regroup,
+    Report,
+    StepTimes,
+    Words,
+    read_groups,
+    read_report,
+    read_words,
+    smoothed,
+    written,
+)
+from paceline.methods.gssp.weighting import Weighted, by_updates
+
+Damping = Literal["none", "staleness"]
+Exchange = Literal["gradients", "models"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passing:
+    """How servers pass on what they have applied. *period*: after so many gradients of a bucket;
+    0: as many as the group has workers. *exchange*: gradients, or models, of which the means are
+    formed. *damping*: what a parcel of gradients counts for."""
+
+    period: int = 0
+    exchange: Exchange = "gradients"
+    damping: Damping = "none"
+
+
+class GroupDiscipline:
+    """One group's server; *gate* says who waits there, *regroup* how groups follow speeds, after
+    every *measure_steps* steps; *weigh* what an update of a weight is to the optimizer."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        gate: Gate,
+        passing: Passing,
+        measure_steps: int,
+        regroup: Regroup | None = None,
+        weigh: Callable[[Hyperparameters, float], Weighted] = by_updates,
+    ) -> None:
+        self.clocks = Clocks()
+        self._known = Known(groups)
+        self._gate, self._passing, self._weigh = gate, passing, weigh
+        self._outbox = Outbox(passing.exchange == "models")
+        self._times, self._looks = StepTimes(measure_steps), Looks(regroup)
+        self._applied: Counter[int] = Counter()
+        """By bucket: gradients, from whomever."""
+        self._until: Counter[tuple[int, int]] = Counter()
+        """By server and bucket: how many those were after its last parcel."""
+        self._waiting: Counter[int] = Counter()
+        """By worker: its pushes that are not answered."""
+        self._news: dict[int, tuple[float, ...]] = {}
+        self._speaks = False
+        """The others are to be told which groups are known here."""
+        self._said: tuple[int, bytes] = 0, b""
+
+    # ---- the `Discipline` ----
+
+    def pushed(self, shard: Shard, push: HeldPush) -> None:
+        self._weigh(push.hyperparameters, push.weight)  # may refuse
+        report = push.report if isinstance(push.report, Report) else Report()
+        if report.groups not in (b"", self._said[1]):
+            self._known.adopt(read_groups(report.groups))
+        worker, step = push.worker, None
+        is_whole = shard.clock(worker) > push.step
+        if is_whole:
+            self._measure(shard, worker, report.computed)
+        self._enter(push)
+        self.clocks.look(shard, self.groups, self._known.number)
+        if worker in self.clocks:
+            step = self.clocks.step(worker)
+            if is_whole:
+                self.clocks.tick(worker)
+        self._waiting[worker] += 1
+        self._gate.take(self, shard, push, step)
+        self._gate.let_go(self, shard)
+
+    def _enter(self, push: HeldPush) -> None:
+        """The first push of a member."""
+        is_member = self.groups.of[push.worker] == self._known.number
+        if is_member and push.worker not in self.clocks:
+            step = self._gate.entry(self) if self.groups.version else push.step
+            self.clocks.enter(push.worker, step)
+            self._times.forget(push.worker)
+
+    def changed(self, shard: Shard) -> None:
+        self._look(shard)
+        self.clocks.look(shard, self.groups, self._known.number)
+        here = set(shard.expected(EVER))
+        for worker in self._waiting.keys() - here:
+            del self._waiting[worker]
+            self._times.forget(worker)
+        self._gate.let_go(self, shard)
+
+    def first_step(self, shard: Shard) -> int:
+        return self._gate.first_step(self, shard)
+
+    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
+        return self.groups.servers > 1 or self._gate.may_pull(step, bucket)
+
+    def ended(self, shard: Shard) -> int | None:
+        return self._gate.ended(self, shard)
+
+    def resume(self, shard: Shard, step: int) -> None:
+        self._gate.resume(shard, step)
+
+    # ---- the `Desk` of its gate ----
+
+    def apply(self, shard: Shard, push: HeldPush, gradients: int = 1) -> None:
+        weight = push.weight
+        if self._passing.exchange == "models":
+            # The others' gradients do not come here: the group steps as if it were all.
+            weight *= max(1, self.clocks.training) / max(1, len(self.clocks))
+        self._update(shard, push, weight)
+        self._applied[push.bucket] += gradients
+        if self.groups.servers > 1:
+            self._outbox.add(push, gradients)
+
+    def _update(self, shard: Shard, push: HeldPush, weight: float) -> None:
+        how, rate, factor = self._weigh(push.hyperparameters, weight)
+        # What is passed on must stay as it is.
+        gradient = push.gradient if factor == 1.0 else push.gradient * factor
+        shard.apply(push._replace(hyperparameters=how, weight=rate, gradient=gradient))
+
+    def answer(self, shard: Shard, push: HeldPush) -> None:
+        shard.answer(push)
+        worker = push.worker
+        self._waiting[worker] = max(0, self._waiting[worker] - 1)
+        if not self._waiting[worker] and shard.clock(worker) > push.step:
+            self._times.goes_on(worker, shard.now)
+
+    # ---- the `Meshed` ----
+
+    @property
+    def groups(self) -> Groups:
+        return self._known.groups
+
+    def is_server(self, number: int) -> None:
+        self._known.number = number
+
+    def outgoing(self, shard: Shard) -> list[Parcel]:
+        least = self._passing.period or max(1, len(self.clocks))
+        return self._outbox.take(shard, least, self._applied)
+
+    def owed(self, shard: Shard) -> list[Parcel]:
+        return self._outbox.take(shard, 0, self._applied)
+
+    def incoming(self, shard: Shard, source: int, parcel: Parcel) -> None:
+        bucket = parcel.bucket
+        if parcel.is_model:
+            shard.mix(bucket, parcel.values, min(1.0, parcel.weight))
+        else:
+            push = HeldPush(
+                worker=-1 - source,
+                step=0,
+                bucket=bucket,
+                weight=parcel.weight,
+                used=parcel.used,
+                hyperparameters=parcel.hyperparameters,
+                gradient=parcel.values,
+                number=-1,
+            )
+            self._update(shard, push, parcel.weight * self._damped(source, bucket))
+        self._applied[bucket] += parcel.gradients
+        self._until[source, bucket] = self._applied[bucket]
+
+    def _damped(self, source: int, bucket: int) -> float:
+        if self._passing.damping == "none":
+            return 1.0
+        others = self._applied[bucket] - self._until[source, bucket]
+        return 1 / (1 + others / len(self.groups.of))
+
+    def words(self, shard: Shard) -> bytes:
+        news, self._news = self._news, {}
+        if not news and not self._speaks:
+            return b""
+        self._speaks = False
+        return written(Words(self.groups, news))
+
+    def heard(self, shard: Shard, source: int, words: bytes) -> None:
+        theirs = read_words(words, self.groups)
+        newer = self._known.adopt(theirs.groups)
+        if self._known.number == 0 and theirs.groups.version < self.groups.version:
+            self._speaks = True  # it was away
+        for worker, seconds in theirs.seconds.items():
+            self._known.measured(worker, seconds)
+        if self._look(shard) or newer:
+            self.clocks.look(shard, self.groups, self._known.number)
+            self._gate.let_go(self, shard)
+
+    # ---- the `Informed` ----
+
+    def read_report(self, shard: Shard, report: bytes) -> Report:
+        found = read_report(report)
+        if found.groups not in (b"", self._said[1]):
+            read_groups(found.groups, self.groups)
+        return found
+
+    def tells(self, bucket: int) -> bytes:
+        """With the first bucket: each server has it, and its answers come first."""
+        groups = self.groups
+        if bucket or not groups.version:
+            return b""
+        if self._said[0] != groups.version:
+            self._said = groups.version, written(groups)
+        return self._said[1]
+
+    # ---- speeds ----
+
+    def _measure(self, shard: Shard, worker: int, computed: float | None) -> None:
+        times = self._times.step_is_in(worker, shard.now, computed)
+        if times is None or self.groups.servers == 1:
+            return
+        times = smoothed(self._known.seconds.get(worker), times)
+        self._known.measured(worker, times)
+        if self._known.number:
+            self._news[worker] = times
+        else:
+            self._look(shard)
+
+    def _look(self, shard: Shard) -> bool:
+        """Server 0 decides, where all were measured; whether it has decided something new."""
+        if self._known.number or self.groups.servers == 1:
+            return False
+        new = self._looks.look(self._known, shard.expected(EVER))
+        self._speaks = self._speaks or new
+        return new

@@ -1,0 +1,85 @@
+"""The worker's half of methods whose groups have a server each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.interfaces import Groups, ServerRun, read_members
+from paceline.methods.gssp.speeds import Report, read_groups, written
+from paceline.methods.push_pull import PushPull, PushPullState
+from paceline.tensors import Bucket
+
+
+@dataclass
+class GroupState(PushPullState):
+    """*version* and *words* of the groups that this worker was told last: it tells them to its
+    server, which may have been away. *computed*: seconds of computing in the last step, where they
+    are measured, as they are from the moment *began* on."""
+
+    version: int = 0
+    words: bytes = b""
+    computed: float | None = None
+    began: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InGroups(PushPull):
+    """Pushes to its group's server, and pulls from it; to another one when it is told that its
+    group has changed. *members*: groups by hand, as ``0-3+4-7``."""
+
+    members: str = ""
+
+    def groups(self, workers: int) -> Groups:
+        return read_members(self.members, workers)
+
+    def init(self, run: ServerRun) -> GroupState:
+        state = GroupState(step=run.remote.join())
+        self._hear(state, run)
+        return state
+
+    def bucket_ready(
+        self, state: PushPullState, run: ServerRun, bucket: Bucket
+    ) -> None:
+        if self.overlap:
+            self._push(state, run, [bucket])
+
+    def backward_ended(self, state: PushPullState, run: ServerRun) -> None:
+        if not self.overlap:
+            self._push(state, run, run.buckets)
+
+    def after_update(self, state: PushPullState, run: ServerRun) -> None:
+        state.step = run.remote.wait()
+        self._hear(state, run)
+
+    def _push(
+        self, state: PushPullState, run: ServerRun, buckets: Iterable[Bucket]
+    ) -> None:
+        assert isinstance(state, GroupState)
+        for bucket in buckets:
+            report = b""
+            # Groups go with the first bucket, how long it took with the last.
+            words = b"" if bucket.index else state.words
+            computed = state.computed if bucket.last else None
+            if words or computed is not None:
+                report = written(Report(words, computed))
+            run.remote.push(bucket, state.step, report=report)
+
+    def _hear(self, state: PushPullState, run: ServerRun) -> None:
+        """What the server has told of groups."""
+        assert isinstance(state, GroupState)
+        for told in run.remote.told(0):
+            groups = read_groups(told.words) if told.words else None
+            if groups is None or groups.version <= state.version:
+                continue
+            state.version, state.words = groups.version, told.words
+            mine = groups.of[run.comm.rank]
+            if mine != run.remote.group:
+                run.remote.move(mine, state.step)
+            if groups.speeds:
+                run.remote.has_speed(groups.speeds[mine])
+            self._has_changed(groups, run)
+
+    def _has_changed(self, groups: Groups, run: ServerRun) -> None:
+        """This worker was told of other groups, or of other speeds."""

@@ -1,0 +1,309 @@
+"""Group servers and their workers in virtual time, without the network between them: parcels and
+words of a server come to each other one in order, after random times.
+
+Every gradient is 1 at an element of its own, so that parameters under plain SGD with a learning
+rate of 1 are the ledger: they say which gradients are in, and with what weight.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.interfaces import (
+    Answer,
+    Meshed,
+    Parcel,
+    Sender,
+    UpdatesOnServer,
+)
+from paceline.messages import (
+    Done,
+    Join,
+    Joined,
+    Leave,
+    Load,
+    Note,
+    Parameters,
+    Pull,
+    Push,
+    Refused,
+    Request,
+    Unit,
+)
+from paceline.methods.gssp.speeds import Report, read_groups, written
+from paceline.server.protocol import ParameterServer
+
+SGD: dict[str, Any] = {
+    "lr": 1.0,
+    "momentum": 0.0,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "nesterov": False,
+    "maximize": False,
+}
+
+
+class Pushed(NamedTuple):
+    """A gradient that has come to a server."""
+
+    bucket: int
+    worker: int
+    step: int
+
+
+@dataclass
+class Worker:
+    number: int
+    data: int
+    """Steps to do."""
+    home: int = 0
+    step: int = 0
+    done: int = 0
+    words: bytes = b""
+    version: int = 0
+    unanswered: set[int] = field(default_factory=set)
+    began: list[float] = field(default_factory=list)
+    """When each of its steps began."""
+    left: bool = False
+    lost: bool = False
+    ended: bool = False
+
+
+class Net:
+    """*seconds*: of a step, by worker, and of the moment; *steps* of each; *latency* of parcels at
+    most; *dies*: when workers are lost."""
+
+    def __init__(
+        self,
+        method: UpdatesOnServer,
+        seconds: Sequence[Callable[[float], float]],
+        steps: Sequence[int],
+        buckets: int = 1,
+        latency: float = 0.5,
+        jitter: float = 0.0,
+        seed: int = 0,
+        dies: Sequence[tuple[float, int]] = (),
+        how: dict[str, Any] = SGD,
+    ) -> None:
+        self.n, self.most = len(steps), max(steps)
+        self.seconds, self.buckets, self.how = seconds, buckets, how
+        self.size = self.n * self.most
+        self.latency, self.jitter = latency, jitter
+        self.random, self.lines = random.Random(seed), random.Random(seed)
+        groups = method.groups(self.n)
+        self.servers = []
+        for number in range(groups.servers if groups is not None else 1):
+            discipline = method.server(self.n)
+            if isinstance(discipline, Meshed):
+                discipline.is_server(number)
+            self.servers.append(ParameterServer(self.n, discipline))
+        of = groups.of if groups is not None else (0,) * self.n
+        self.workers = [Worker(w, steps[w], of[w]) for w in range(self.n)]
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.now, self._counter = 0.0, 0
+        self._numbers: Counter[tuple[int, int]] = Counter()
+        self._lines: dict[tuple[int, int], float] = {}
+        self.pushed: list[Pushed] = []
+        self.parcels: list[tuple[int, Parcel]] = []
+        self.answers: list[tuple[int, Answer]] = []
+        self.tamper: Callable[[int, Parcel], list[Parcel]] = lambda _, parcel: [parcel]
+        """What becomes of a parcel on its way to one server."""
+        self.dies = dies
+
+    # ---- what happens ----
+
+    def play(self) -> Net:
+        """Until all have left."""
+        for worker in range(self.n):
+            for server in reversed(range(len(self.servers))):
+                self.ask(server, worker, self.join())
+        for server in range(len(self.servers)):
+            for bucket in range(self.buckets):
+                self.ask(server, 0, Load(bucket=bucket), self.zeros())
+        for time, number in self.dies:
+            self.after(time, lambda w=self.workers[number]: self.die(w))  # type: ignore[misc]
+        for worker in self.workers:
+            self.begin(worker)
+        while self.events:
+            self.now, _, action = heapq.heappop(self.events)
+            action()
+        return self
+
+    def flush(self) -> None:
+        """All that is owed is passed on, and comes at once."""
+        for number, server in enumerate(self.servers):
+            for parcel in self.meshed(number).owed(server.shard):
+                self.pass_on(number, parcel)
+        while self.events:
+            self.now, _, action = heapq.heappop(self.events)
+            action()
+
+    def meshed(self, number: int) -> Any:
+        return self.servers[number].shard.discipline
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self._counter += 1
+        heapq.heappush(self.events, (self.now + seconds, self._counter, action))
+
+    def join(self) -> Join:
+        return Join(
+            options="",
+            units=[[Unit(b, 0, self.size, 0)] for b in range(self.buckets)],
+            dtypes=["float64"] * self.buckets,
+            optimizer="SGD",
+            hyperparameters=[self.how],
+        )
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros(self.size, dtype=torch.float64)
+
+    def ask(
+        self,
+        server: int,
+        worker: int,
+        request: Request,
+        payload: torch.Tensor | None = None,
+    ) -> None:
+        number = self._numbers[server, worker]
+        self._numbers[server, worker] += 1
+        sender = Sender(worker, 0, "", number, 0)
+        machine = self.servers[server]
+        self.happened(server, machine.on_message(sender, request, payload, self.now))
+
+    def happened(self, server: int, answers: list[Answer]) -> None:
+        """An event of a server is over."""
+        for answer in answers:
+            self.answers.append((server, answer))
+            self.answered(server, self.workers[answer.to.worker], answer)
+        discipline, shard = self.meshed(server), self.servers[server].shard
+        if not isinstance(discipline, Meshed) or not shard.is_held:
+            return
+        for parcel in discipline.outgoing(shard):
+            self.pass_on(server, parcel)
+        words = discipline.words(shard)
+        if words:
+            self.send(server, lambda to: self.heard(to, server, words))
+
+    def pass_on(self, source: int, parcel: Parcel) -> None:
+        self.parcels.append((source, parcel))
+
+        def arrives(to: int) -> None:
+            for each in self.tamper(to, parcel):
+                self.meshed(to).incoming(self.servers[to].shard, source, each)
+            self.happened(to, self.servers[to].on_timer(self.now))
+
+        self.send(source, arrives)
+
+    def heard(self, to: int, source: int, words: bytes) -> None:
+        self.meshed(to).heard(self.servers[to].shard, source, words)
+        self.happened(to, self.servers[to].on_timer(self.now))
+
+    def send(self, source: int, arrives: Callable[[int], None]) -> None:
+        for to in range(len(self.servers)):
+            if to != source:
+                line, at = (source, to), self.now + self.lines.random() * self.latency
+                at = self._lines[line] = max(at, self._lines.get(line, 0.0))
+                self.after(at - self.now, lambda to=to: arrives(to))  # type: ignore[misc]
+
+    # ---- workers ----
+
+    def begin(self, worker: Worker) -> None:
+        if worker.lost:
+            return
+        if worker.done == worker.data:
+            worker.left = True
+            for server in range(len(self.servers)):
+                self.ask(server, worker.number, Leave())
+            return
+        worker.began.append(self.now)
+        worker.unanswered = set(range(self.buckets))
+        seconds = self.seconds[worker.number](self.now)
+        seconds *= 1 + self.jitter * self.random.random()
+        for bucket in range(self.buckets):
+            part = seconds * (1 + bucket) / self.buckets
+            self.after(part, lambda b=bucket: self.push(worker, b))  # type: ignore[misc]
+
+    def gradient(self, worker: Worker) -> torch.Tensor:
+        gradient = self.zeros()
+        gradient[worker.number * self.most + worker.done] = 1.0
+        return gradient
+
+    def push(self, worker: Worker, bucket: int) -> None:
+        if worker.lost:
+            return
+        self.pushed.append(Pushed(bucket, worker.number, worker.done))
+        report = b"" if bucket or not worker.words else written(Report(worker.words))
+        push = Push(
+            step=worker.step,
+            bucket=bucket,
+            weight=1 / self.n,
+            used=[True],
+            hyperparameters=[self.how],
+            report=report,
+        )
+        self.ask(worker.home, worker.number, push, self.gradient(worker))
+
+    def answered(self, server: int, worker: Worker, answer: Answer) -> None:
+        message = answer.message
+        assert not isinstance(message, Refused), message.reason
+        if isinstance(message, Joined):
+            return
+        if isinstance(message, Done):
+            worker.ended = worker.left
+            return
+        if not isinstance(message, Parameters) or server != worker.home:
+            return
+        if message.bucket not in worker.unanswered:
+            return  # to a pull
+        worker.unanswered.discard(message.bucket)
+        if message.told:
+            worker.words = message.told
+        if not worker.unanswered:
+            worker.step, worker.done = message.step, worker.done + 1
+            self.after(0.0, lambda: self.go_on(worker))
+
+    def go_on(self, worker: Worker) -> None:
+        groups = read_groups(worker.words) if worker.words else None
+        if groups is not None and groups.version > worker.version and not worker.lost:
+            worker.version = groups.version
+            home = groups.of[worker.number]
+            if home != worker.home:
+                worker.home = home
+                self.ask(home, worker.number, Note(step=worker.step))
+                for bucket in range(self.buckets):
+                    pull = Pull(bucket=bucket, step=worker.step)
+                    self.ask(home, worker.number, pull)
+        self.begin(worker)
+
+    def die(self, worker: Worker) -> None:
+        if worker.left or worker.lost:
+            return
+        worker.lost = True
+        for number, server in enumerate(self.servers):
+            self.happened(number, server.on_lost(worker.number, 0, self.now))
+
+    # ---- what is in ----
+
+    def ledger(self, server: int, bucket: int) -> torch.Tensor:
+        """By worker and step: how often its gradient is in the parameters."""
+        flat = self.servers[server].shard.store.flats[bucket]
+        return -flat.view(self.n, self.most) * self.n
+
+    def expected(self, bucket: int) -> torch.Tensor:
+        whole = torch.zeros(self.n, self.most, dtype=torch.float64)
+        for its, worker, step in self.pushed:
+            if its == bucket:
+                whole[worker, step] += 1
+        return whole
+
+
+def each(*seconds: float) -> list[Callable[[float], float]]:
+    """Steps that take so long by worker, all the time."""
+    return [lambda _, its=its: its for its in seconds]  # type: ignore[misc]
