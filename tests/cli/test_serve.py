@@ -7,7 +7,7 @@ import torch
 
 from paceline.cli import serve as command
 from paceline.errors import UsageError
-from paceline.server import process
+from paceline.server import dedicated
 from paceline.server.security import SECRET, TOKEN, dedicated_token
 
 LONG = "a secret of the job"
@@ -19,7 +19,7 @@ class Shell:
     port = 29600
     tokens: list[str]
 
-    def __init__(self, workers: int, name: str, bind: str, port: int, token: str):
+    def __init__(self, workers: int, bind: str, port: int, token: str):
         self.tokens.append(token)
 
     def run(self, stop: int | None) -> None:
@@ -35,7 +35,7 @@ def serve(monkeypatch, capsys):
     monkeypatch.delenv(SECRET, raising=False)
     monkeypatch.delenv(TOKEN, raising=False)
     monkeypatch.setattr(Shell, "tokens", [], raising=False)
-    monkeypatch.setattr(process, "make_shell", Shell)
+    monkeypatch.setattr(dedicated, "make_shell", Shell)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
     def once() -> tuple[str, str]:

@@ -29,8 +29,7 @@ def serve(
     """
     import torch
 
-    from paceline.server.dedicated import MOST_SERVICES, Dedicated
-    from paceline.server.process import make_shell
+    from paceline.server.dedicated import make_shell
     from paceline.server.security import TOKEN, dedicated_token
 
     if workers < 1:
@@ -41,10 +40,7 @@ def serve(
     if token is None:
         token = secrets.token_hex(16)
     while True:
-        name = f"server at {bind}:{port}"
-        machine = Dedicated(workers, name, token)
-        shell = make_shell(workers, name, bind, port, token, machine, MOST_SERVICES)
-        machine.meet = shell.meet
+        shell = make_shell(workers, bind, port, token)
         try:
             print(f"paceline: serving at {bind}:{shell.port}", file=sys.stderr)
             if made:  # once there is a server that asks for it

@@ -21,12 +21,23 @@ from paceline.messages import Done, Introduce, Refused, Reply, Request
 from paceline.server import kinds
 from paceline.server.orders import PeerAddress
 from paceline.server.process import make_machine
+from paceline.server.serve import Shell
 
 MOST_SERVICES = 64
 """A job has no more servers than that which know each other."""
 
 Meet = Callable[[int, Mapping[str, PeerAddress]], None]
 """Connects to peers, as that sender: `Shell.meet`."""
+
+
+def make_shell(workers: int, address: str, port: int, token: str) -> Shell:
+    """A dedicated server for one training, listening. Raises `UsageError` where it cannot."""
+    machine = Dedicated(workers, f"server at {address}:{port}", token)
+    shell = Shell(
+        machine, address, port, workers=workers, services=MOST_SERVICES, token=token
+    )
+    machine.meet = shell.meet
+    return shell
 
 
 class Dedicated:

@@ -15,7 +15,6 @@ from paceline import methods
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Answer,
-    AnyServer,
     Discipline,
     Sender,
     Server,
@@ -24,7 +23,6 @@ from paceline.interfaces import (
 )
 from paceline.messages import Joined, Leave, Push, Request
 from paceline.server.protocol import ParameterServer
-from paceline.server.serve import Shell
 from paceline.spec import parse
 
 
@@ -50,23 +48,6 @@ def make_machine(workers: int, name: str) -> ParameterServer:
     """The state machine of a server whose method the first worker names."""
     # ZeroMQ over TCP loses nothing while a connection lives, so nothing is sent again.
     return ParameterServer(workers, name=name, make=discipline_of, remembers=False)
-
-
-def make_shell(
-    workers: int,
-    name: str,
-    address: str,
-    port: int,
-    token: str,
-    server: AnyServer | None = None,
-    services: int = 0,
-) -> Shell:
-    """A server for one training, listening; *server*: another than `make_machine`'s, which so
-    many *services* may ask. Raises `UsageError` where it cannot."""
-    machine = server or make_machine(workers, name)
-    return Shell(
-        machine, address, port, workers=workers, services=services, token=token
-    )
 
 
 @dataclass
