@@ -11,13 +11,11 @@ from paceline.network import uniform_cluster
 from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.real.helpers import SCRIPTS, kill
+from tests.real.lives import START_SECONDS, servers_of, wait_for_steps
 from tests.real.test_survive import (
-    START_SECONDS,
     WORKERS,
     check_kills,
-    server_of,
     start,
-    wait_for_steps,
 )
 
 __all__ = ["start"]
@@ -62,7 +60,7 @@ def test_a_server_that_comes_back_has_no_copies(start, tmp_path):
     for rank in range(WORKERS):
         wait_for_steps(job, folder, rank, 0, 20)
     assert path.exists()
-    kill(server_of(job))
+    kill(servers_of(job)[0])
     (folder / "go").touch()
     job.wait(START_SECONDS).check_ended_well()
     assert "it goes on from its snapshot of step" in job.stderr

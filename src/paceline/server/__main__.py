@@ -4,10 +4,13 @@ Its first line of input is the job's token (so that no process list shows it); i
 listens and the step that it goes on from, and serves until all workers have said goodbye,
 or its input ends because who started it did. Both then say more, a line of JSON each (see
 `orders`): the supervisor, which workers are done or were lost to another server, and where this
-server's peers are; the server, which workers it takes for lost.
+server's peers are; the server, which workers it takes for lost, and that it has entered.
+
+Of several group servers each is told which it is. One that *enters* takes over from its peers
+what they hold; until then nobody is answered.
 
 In ``PACELINE_SERVER_COUNTS`` stands a file, if any, into which it writes at its end what it
-has counted, as JSON.
+has counted, as JSON; group servers add a dot and their number to its name.
 """
 
 from __future__ import annotations
@@ -25,9 +28,12 @@ import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Ask, Server
+from paceline.interfaces import Answer, AnyServer, Ask, Server
 from paceline.server import snapshot
+from paceline.server.kinds import Start
+from paceline.server.mesh import GroupServer, make_group_machine
 from paceline.server.orders import (
+    Entered,
     Evicted,
     Introduction,
     IsDone,
@@ -75,19 +81,33 @@ class Supervised:
         self.step = 0
         """The one that it goes on from."""
         workers, name = arguments.workers, arguments.name
-        self.server = self._around(make_machine(workers, name))
+        services = tuple(f"server {number}" for number in range(arguments.groups))
+        peers = tuple(service for service in services if service != name)
+        self.server: AnyServer
+        if services:
+            self.server = make_group_machine(
+                Start(name, workers, services=services, peers=peers),
+                life=arguments.life,
+                enters=arguments.enters,
+                around=self._around,
+                entered=lambda: _say(Entered()),
+            )
+        else:
+            self.server = self._around(make_machine(workers, name))
         self.shell = Shell(
             self.server,
             arguments.bind,
             arguments.port,
             workers=workers,
+            services=len(services),
+            peers=peers,
             token=token,
         )
 
     def _around(self, machine: ParameterServer) -> Server:
         """What keeps and watches it."""
         arguments, self._machine = self._arguments, machine
-        self.step = _restore(machine, arguments.snapshot)
+        self.step = _restore(machine, arguments.snapshot, arguments.enters)
         for worker in arguments.without:
             machine.on_lost(worker, 0, 0.0)
         if arguments.lost_return:
@@ -98,7 +118,7 @@ class Supervised:
             server = snapshot.Snapshots(machine, arguments.snapshot, seconds)
         if arguments.evict_silent is not None:
             seconds = arguments.evict_silent
-            server = SilenceWatch(server, seconds, _report)
+            server = SilenceWatch(server, seconds, _report, self._judges)
         return server
 
     def hear(self, line: bytes) -> Sequence[Answer | Ask]:
@@ -110,13 +130,26 @@ class Supervised:
         now = time.monotonic()
         if isinstance(words, IsLost):
             return self.server.on_lost(words.worker, words.incarnation, now)
+        if isinstance(self.server, GroupServer):
+            return self.server.on_done(words.worker)
         return self._machine.on_done(words.worker)
 
     def write_counts(self) -> None:
         """Where the environment says so; one that nobody came to says nothing."""
         path, counts = os.environ.get(COUNTS_VARIABLE), self._machine.counts
         if path and counts:
+            if self._arguments.groups:
+                path += f".{self._arguments.number}"
             Path(path).write_text(json.dumps(counts))
+
+    def _judges(self, worker: int) -> bool:
+        """Whether it is this server that the worker pushes to."""
+        if isinstance(self.server, GroupServer):
+            meshed = self.server.home.meshed
+            if meshed is not None:
+                number: int = self._arguments.number
+                return meshed.groups.of[worker] == number
+        return True
 
 
 def _parse() -> argparse.Namespace:
@@ -126,10 +159,31 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--bind", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument(
+        "--groups",
+        type=int,
+        default=0,
+        metavar="SERVERS",
+        help="one of so many group servers, called 'server 0', 'server 1' and so on",
+    )
+    parser.add_argument(
+        "--number", type=int, default=0, help="of a group server: which"
+    )
+    parser.add_argument(
+        "--life",
+        type=int,
+        default=0,
+        help="of a group server: how often it was started before",
+    )
+    parser.add_argument(
+        "--enters",
+        action="store_true",
+        help="of a group server: take over what its peers hold",
+    )
+    parser.add_argument(
         "--snapshot",
         type=Path,
         metavar="FILE",
-        help="keep parameters there, and go on from it if it exists",
+        help="keep parameters there, and go on from it if it exists, unless it enters",
     )
     parser.add_argument("--snapshot-seconds", type=float, default=10.0)
     parser.add_argument(
@@ -156,9 +210,9 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _restore(machine: ParameterServer, path: Path | None) -> int:
+def _restore(machine: ParameterServer, path: Path | None, enters: bool) -> int:
     """The step from which the server goes on: its snapshot's, if there is one."""
-    if path is None or not path.exists():
+    if enters or path is None or not path.exists():
         return 0
     saved = snapshot.read(path)
     try:
@@ -179,7 +233,7 @@ def _report(worker: int, incarnation: int, seconds: float) -> None:
     _say(Evicted(worker=worker, incarnation=incarnation))
 
 
-def _say(words: Listens | Evicted) -> None:
+def _say(words: Listens | Evicted | Entered) -> None:
     print(msgspec.json.encode(words).decode(), flush=True)
 
 

@@ -38,9 +38,10 @@ from typing import cast
 from paceline import methods, spec
 from paceline.errors import UsageError
 from paceline.interfaces import UpdatesOnServer
-from paceline.options import RunOptions
+from paceline.options import CLUSTER_VARIABLE, RunOptions
 from paceline.server.security import TOKEN
 from paceline.settings import Settings
+from paceline.worlds.described import load_of
 from paceline.worlds.processes import end_all, how_it_ended, wait_for_all
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
 from paceline.worlds.servers import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
@@ -76,9 +77,10 @@ class Supervisor:
     ) -> None:
         if workers < 1:
             raise UsageError(f"--workers: expected 1 or more, got {workers}")
-        groups = 0 if options.method is None else _groups(options.method, workers)
         resume = resume or os.environ.get(RESUME_VARIABLE) == "1"
-        self._servers = SurvivingServers(workers, groups, snapshot, resume)
+        self._servers = SurvivingServers(
+            workers, _groups(options, workers), snapshot, resume
+        )
         self._command = [sys.executable, script, *arguments]
         self._options = options
         self._size = workers
@@ -291,11 +293,17 @@ class Supervisor:
         end_all(self._processes)
 
 
-def _groups(text: str, workers: int) -> int:
+def _groups(options: RunOptions, workers: int) -> int:
     """How many group servers a method has, 0 where one server is alone. Raises `UsageError` for
     a method under which no job survives."""
-    method, _ = methods.make(spec.parse(text), set(spec.field_types(Settings)))
+    if options.method is None:
+        return 0  # the script names it; one that has groups is refused there
+    text = spec.parse(options.method)
+    method, _ = methods.make(text, set(spec.field_types(Settings)))
     methods.check_survives(method)
+    file = options.cluster or os.environ.get(CLUSTER_VARIABLE)
+    if file:
+        method = methods.grouped(method, load_of(file, workers).groups)
     on_server = cast(UpdatesOnServer, method)
     on_server.server(workers)
     groups = on_server.groups(workers)
