@@ -1,18 +1,21 @@
 """Servers that hold all of the model each, from a worker's side: here they pass nothing on, so
 that what lies where can be told apart."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import paceline
 from paceline.errors import WorkerFailedError
 from paceline.methods import METHODS
+from paceline.network import ServerHost
 from paceline.optimizer import training_of
 from paceline.server import kinds
 from paceline.server.protocol import ParameterServer
 from paceline.testing.task import Counting, flat_parameters
 from tests.group_servers.toy import Grouped
-from tests.virtual.helpers import simulation
+from tests.virtual.helpers import cluster, rack, simulation
 
 LR = 0.5
 WORKERS = 4
@@ -160,3 +163,32 @@ def test_groups_that_there_are_not_are_refused():
         train(TWO, 1, move)
     with pytest.raises(WorkerFailedError, match="not one for each group"):
         train("asp", 1, move)
+
+
+def test_groups_of_the_cluster_file_are_the_method_s_unless_it_has_others():
+    by_hand = cluster(rack(3, group="a"), rack(1, group="b"))
+    world = simulation(by_hand)
+    ends, _ = train("grouped", world=world)
+    assert [moved(end) for end in ends] == [3 * 3 / 4] * 3 + [3 * 1 / 4]
+    # Servers elsewhere know of it from the spec that workers join with.
+    first = machines(world)[0]._admission._first
+    assert "members=0-2+3" in first.method
+    ends, _ = train(TWO, world=simulation(by_hand))
+    assert [moved(end) for end in ends] == [3 * 2 / 4] * 4
+    ends, _ = train("asp", world=simulation(by_hand))
+    assert [moved(end) for end in ends] == [3 * 4 / 4] * 4
+
+
+def test_dedicated_hosts_and_named_places_have_a_server_each():
+    for hosts, place in ((2, "auto"), (3, "dedicated"), (0, "per-node"), (1, "auto")):
+        world = simulation(
+            replace(cluster(rack(WORKERS)), servers=(ServerHost(),) * hosts)
+        )
+        train("grouped:members=0.3+1-2", world=world, servers=place)
+        found = [service.host for service in world._services[0]]
+        own = world.cluster.host_of_server
+        expected = [own(0), own(1)] if hosts > 1 else [0, 1]
+        assert found == expected, (hosts, place)
+    one = replace(cluster(rack(WORKERS)), servers=(ServerHost(),))
+    with pytest.raises(WorkerFailedError, match=r"has 2 servers, .* for 1: start"):
+        train(TWO, world=simulation(one), servers="dedicated")
