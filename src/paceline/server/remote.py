@@ -211,8 +211,9 @@ class RemoteParameters:
         answers = [sent.answer() for sent in self._main]
         for reception in told:
             reception.wait()
-        if self.encoding is not None:
-            for sent, answer in zip(self._main, answers, strict=True):
+        for sent, answer in zip(self._main, answers, strict=True):
+            self._spread.hear_words(sent.part, answer)
+            if self.encoding is not None:
                 self.encoding.arrived(sent.part, answer)
         steps = [answer.step for answer in answers]
         step = max(steps)

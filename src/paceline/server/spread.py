@@ -187,8 +187,12 @@ class Spread:
 
     def hear(self, part: HeldPart, answer: Parameters) -> None:
         """A server has answered a main push, or a pull, with its parameters."""
-        self._told[part.bucket, part.shard] = answer.told
+        self.hear_words(part, answer)
         self.hear_turn(part, answer.turn)
+
+    def hear_words(self, part: HeldPart, answer: Parameters) -> None:
+        """What a server has told beside its answer."""
+        self._told[part.bucket, part.shard] = answer.told
 
     def hear_turn(self, part: HeldPart, turn: int) -> None:
         """What this worker holds of a part is of that turn now."""
