@@ -107,13 +107,13 @@ def test_each_worker_goes_on_with_all_that_is_its_own(method, tmp_path):
         torch.manual_seed(10 + rank)
         train(model, optimizer, range(5))
         paceline.save(tmp_path / "x")
-        train(model, optimizer, range(15))
+        train(model, optimizer, range(5))
         return ends(model, optimizer)
 
     def resumed(rank):
         model, optimizer = begin()
         paceline.load(tmp_path / "x")
-        train(model, optimizer, range(15))
+        train(model, optimizer, range(5))
         return ends(model, optimizer)
 
     expected = on(4, straight)

@@ -333,8 +333,8 @@ def test_compare_in_the_real_world_refuses_a_workload(paceline, tmp_path):
 @pytest.mark.parametrize(
     "workers",
     [
-        pytest.param([], marks=pytest.mark.slow, id="1 worker"),
-        pytest.param(["--nproc-per-node=2"], id="2 workers"),
+        pytest.param([], id="1 worker"),
+        pytest.param(["--nproc-per-node=2"], id="2 workers", marks=pytest.mark.slow),
     ],
 )
 def test_profile_measures_every_tensor(workers, tmp_path):

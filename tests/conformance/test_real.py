@@ -19,35 +19,40 @@ from paceline.testing.checks import (
 )
 from paceline.worlds.virtual import Simulation
 from tests import forked
-from tests.conformance.table import FAST_REAL, SLOW_REAL
+from tests.conformance import job
+from tests.conformance.table import SLOW_REAL, SLOW_REAL_OF_TWO
+
+ALONE = {"one_worker_is_the_reference"}
+"""What says nothing about several workers."""
 
 
+def test_a_row_of_each_method_holds_and_ends_as_in_virtual_time(tmp_path):
+    check_job(3, ["-m", "tests.conformance.job"], job.chosen(3), job.ends(), tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workers", "every"),
-    [
-        pytest.param(1, SLOW_REAL, marks=pytest.mark.slow),
-        pytest.param(2, FAST_REAL, marks=pytest.mark.slow),
-        (3, 3 * FAST_REAL),
-        pytest.param(3, SLOW_REAL, marks=pytest.mark.slow),
-    ],
+    ("workers", "every"), [(1, SLOW_REAL), (2, SLOW_REAL_OF_TWO), (3, SLOW_REAL)]
 )
 def test_checks_hold_and_ends_are_those_of_virtual_time(workers, every, tmp_path):
+    words = ["-m", "paceline.testing", "--one-in", str(every)]
+    tried = sample(trials(workers), every)
+    check_job(workers, words, tried, rows(CASES, every), tmp_path)
+
+
+def check_job(workers, words, tried, ends, folder):
     """One job runs the sample: its launch costs more than all its checks. It is told of two
     racks, for the rows that ask for some."""
     cluster = cluster_of(workers, racks=2)
-    file = tmp_path / "racks.toml"
+    file = folder / "racks.toml"
     file.write_text(cluster_toml(cluster))
     said, *_ = forked.run_together(
-        workers,
-        ["-m", "paceline.testing", "--one-in", str(every)],
-        seconds=400 if every == SLOW_REAL else 120,
-        environment={"PACELINE_CLUSTER": str(file)},
+        workers, words, seconds=400, environment={"PACELINE_CLUSTER": str(file)}
     )
-    tried = sample(trials(workers), every)
     expected = {f"{name}: ok" for name in [*WORLD_CHECKS, *(t.name for t in tried)]}
     assert expected <= set(said.stderr.splitlines())
     real = json.loads(said.stdout)
-    for case, rule in [row for row in rows(CASES, every) if row[0].timing_free]:
+    for case, rule in [row for row in ends if row[0].timing_free]:
         virtual = {}
         Simulation(cluster).run(
             lambda rank, case=case, rule=rule, virtual=virtual: virtual.update(
@@ -62,11 +67,17 @@ def test_checks_hold_and_ends_are_those_of_virtual_time(workers, every, tmp_path
                 assert torch.equal(torch.tensor(ours), theirs)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_the_sample_has_each_row_each_law_and_each_rule(workers):
-    tried = sample(trials(workers), FAST_REAL)
-    assert [case for case in CASES if any(t.case is case for t in tried)] == [*CASES]
-    alone = {"one_worker_is_the_reference"}
-    assert {trial.check.name for trial in tried} == set(CHECKS) - alone
+def test_the_sample_of_each_run_has_each_law_and_each_rule():
+    tried = job.chosen(3)
+    assert [trial.case for trial in tried] == job.cases()
+    assert {trial.check.name for trial in tried} == set(CHECKS) - ALONE
     assert {trial.rule for trial in tried} == set(RULES)
-    assert {rule for _, rule in rows(CASES, FAST_REAL)} == set(RULES)
+    assert {rule for _, rule in job.ends()} == set(RULES)
+
+
+def test_the_sample_of_two_has_each_row_each_law_and_each_rule():
+    tried = sample(trials(2), SLOW_REAL_OF_TWO)
+    assert [case for case in CASES if any(t.case is case for t in tried)] == [*CASES]
+    assert {trial.check.name for trial in tried} == set(CHECKS) - ALONE
+    assert {trial.rule for trial in tried} == set(RULES)
+    assert {rule for _, rule in rows(CASES, SLOW_REAL_OF_TWO)} == set(RULES)

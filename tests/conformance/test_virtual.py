@@ -6,24 +6,26 @@ from paceline.methods import METHODS
 from paceline.spec import parse
 from paceline.testing import CASES, CHECKS
 from paceline.testing.cases import cluster_of
-from paceline.testing.checks import RULES, WORLD_CHECKS, sample, trials
+from paceline.testing.checks import RULES, WORLD_CHECKS
 from paceline.worlds.virtual import Simulation
-from tests.conformance.table import FAST_VIRTUAL, SLOW_VIRTUAL
+from tests.conformance.table import (
+    FAST_VIRTUAL,
+    SLOW_VIRTUAL,
+    rows_of_cases,
+    sampled,
+)
 
-TABLE = {workers: trials(workers) for workers in (1, 2, 3)}
-FAST = {workers: sample(table, FAST_VIRTUAL) for workers, table in TABLE.items()}
-SLOW = {workers: sample(table, SLOW_VIRTUAL) for workers, table in TABLE.items()}
+TABLE = rows_of_cases()
+FAST = {row.name: row for row in sampled(TABLE, FAST_VIRTUAL)}
+SLOW = {row.name: row for row in sampled(TABLE, SLOW_VIRTUAL)}
 
 ROWS = [
     pytest.param(
-        trial,
-        workers,
-        marks=() if trial in FAST[workers] else (pytest.mark.slow,),
-        id=f"{trial.case.name}-{trial.rule}-{workers}-{trial.check.name}",
+        *row,
+        marks=() if name in FAST else (pytest.mark.slow,),
+        id=name,
     )
-    for workers, table in TABLE.items()
-    for trial in table
-    if trial in FAST[workers] or trial in SLOW[workers]
+    for name, row in (SLOW | FAST).items()
 ]
 
 
@@ -45,8 +47,16 @@ def test_every_registered_method_has_a_row():
 
 @pytest.mark.parametrize("chosen", [FAST, SLOW], ids=["fast", "slow"])
 def test_a_sample_has_each_row_each_law_and_each_rule(chosen):
-    for workers, found in chosen.items():
-        assert {t.check.name for t in found} == {t.check.name for t in TABLE[workers]}
-        assert {t.rule for t in found} == set(RULES)
-        assert len({t.case.name for t in found}) == len(CASES)
-    assert {t.check.name for found in chosen.values() for t in found} == set(CHECKS)
+    found = [*chosen.values()]
+    assert {row.trial.case.name for row in found} == {case.name for case in CASES}
+    for workers in (1, 2, 3):
+        tried = [row.trial for row in found if row.workers == workers]
+        laws = {
+            row.trial.check.name
+            for rows in TABLE
+            for row in rows
+            if row.workers == workers
+        }
+        assert {trial.check.name for trial in tried} == laws
+        assert {trial.rule for trial in tried} == set(RULES)
+    assert {row.trial.check.name for row in found} == set(CHECKS)

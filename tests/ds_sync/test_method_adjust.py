@@ -66,7 +66,10 @@ def train(cluster, method=METHOD, steps=60):
     return longest, [max(ends) for ends in zip(*(r[1] for r in results), strict=False)]
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "step"])
+@pytest.mark.parametrize(
+    "overlap",
+    ["none", *(pytest.param(o, marks=pytest.mark.slow) for o in ("forward", "step"))],
+)
 def test_a_host_that_becomes_slow_is_put_into_pairs_and_steps_are_shorter(overlap):
     method = f"{METHOD},overlap={overlap}"
     plans, ends = train(THROTTLED, method)

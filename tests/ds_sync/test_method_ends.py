@@ -18,7 +18,12 @@ ENDS = [(4, 9, 2, 7, 5), (3, 3 * AGREE_EVERY, 20, 1, 40), (0, 0, 50, 0, 0)]
 @pytest.mark.parametrize(
     ("more", "overlap", "steps"),
     [
-        (more, overlap, ENDS[(i + j) % len(ENDS)])
+        pytest.param(
+            more,
+            overlap,
+            ENDS[(i + j) % len(ENDS)],
+            marks=[] if i == j else [pytest.mark.slow],
+        )
         for i, more in enumerate(PLANS)
         for j, overlap in enumerate(OVERLAPS)
     ],

@@ -9,7 +9,10 @@ SETTLED = 12
 """Steps until the spread of random walks is what it stays."""
 
 
-@pytest.mark.parametrize(("workers", "size", "steps"), [(4, 2, 100), (16, 4, 40)])
+@pytest.mark.parametrize(
+    ("workers", "size", "steps"),
+    [(4, 2, 100), pytest.param(16, 4, 40, marks=pytest.mark.slow)],
+)
 def test_digit_wise_groups_of_two_steps_have_the_spread_of_the_formula(
     workers, size, steps
 ):
@@ -19,7 +22,10 @@ def test_digit_wise_groups_of_two_steps_have_the_spread_of_the_formula(
     assert found[SETTLED:].mean().item() == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize(("workers", "size", "steps"), [(8, 2, 200), (16, 4, 100)])
+@pytest.mark.parametrize(
+    ("workers", "size", "steps"),
+    [(8, 2, 200), pytest.param(16, 4, 100, marks=pytest.mark.slow)],
+)
 def test_random_groups_have_the_spread_of_the_formula(workers, size, steps):
     """rho/(1-rho) (1-1/n), where rho = (n-g)/(g(n-1))."""
     found = spread(walk(f"ds-sync:shuffle=random,size={size}", workers, steps))

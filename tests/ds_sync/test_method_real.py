@@ -8,15 +8,23 @@ import pytest
 from paceline.network import uniform_cluster
 from paceline.worlds.virtual import Simulation
 from tests import forked
-from tests.ds_sync.ends import ends
+from tests.ds_sync.ends import FEW, ends
 
 
-@pytest.mark.parametrize("workers", [pytest.param(4, marks=pytest.mark.slow), 5])
-def test_worlds_end_with_the_same_bits(workers):
-    first, *_ = forked.run_together(workers, ["-m", "tests.ds_sync.ends"], seconds=120)
+@pytest.mark.parametrize(
+    ("workers", "part"),
+    [
+        pytest.param(5, FEW, id="5, some"),
+        pytest.param(4, slice(None), id="4", marks=pytest.mark.slow),
+        pytest.param(5, slice(None), id="5", marks=pytest.mark.slow),
+    ],
+)
+def test_worlds_end_with_the_same_bits(workers, part):
+    words = ["-m", "tests.ds_sync.ends", *(["few"] if part == FEW else [])]
+    first, *_ = forked.run_together(workers, words, seconds=120)
     virtual = {}
     Simulation(uniform_cluster(workers, "100mbit", "1ms")).run(
-        lambda rank: virtual.update({rank: ends()})
+        lambda rank: virtual.update({rank: ends(part)})
     )
     assert all(found == virtual[0] for found in virtual.values())
     assert json.loads(first.stdout) == virtual[0]

@@ -45,8 +45,9 @@ def finish(process):
 
 def emulate(folder, *words, steps=8, script=LAYERS, method="bsp:fusion=ddp"):
     options = ("--json", "--no-measure", f"--method={method}", f"--steps={steps}")
-    process = start(folder, "emulate", script, *options, *words, "--", *QUICK)
-    return finish(process)
+    command = ["-m", "paceline", "emulate", script, *options, *words, "--", *QUICK]
+    done = forked.run(command, folder=folder, seconds=TIME_OUT)
+    return done.returncode, done.stdout, done.stderr
 
 
 def records(folder):
