@@ -117,14 +117,17 @@ class Rounds:
         """By step and bucket."""
         self._ended: Counter[int] = Counter()
         """By bucket: the gradients of all steps below this one are in."""
+        self._begun = 0
+        """Of no bucket has a gradient of this step come, or of a later one."""
 
     def take(self, desk: Desk, shard: Shard, push: HeldPush, step: int | None) -> None:
         number = max(self._ended[push.bucket], step or 0)
+        self._begun = max(self._begun, number + 1)
         self._rounds.setdefault((number, push.bucket), []).append(push)
 
     def let_go(self, desk: Desk, shard: Shard) -> None:
-        for bucket in sorted({bucket for _, bucket in self._rounds}):
-            while any(its == bucket for _, its in self._rounds):
+        for bucket in shard.buckets:
+            while self._ended[bucket] < self._begun:
                 step = self._ended[bucket]
                 pushes = self._rounds.get((step, bucket), [])
                 here = {push.worker for push in pushes}
@@ -159,6 +162,7 @@ class Rounds:
 
     def resume(self, shard: Shard, step: int) -> None:
         self._ended = Counter(dict.fromkeys(shard.buckets, step))
+        self._begun = step
 
 
 def joined(pushes: Sequence[HeldPush]) -> HeldPush:
