@@ -327,13 +327,24 @@ def test_means_of_groups_are_applied_once_on_every_server(
             assert net.ledger(server, bucket).allclose(net.expected(bucket))
 
 
-def test_stale_means_count_for_less_elsewhere_and_whole_at_home() -> None:
+def test_stale_means_count_for_less_and_as_much_everywhere() -> None:
     net = Net(GroupingSGD(members="0+1"), each(1.0, 4.0), [16, 4], latency=0.0).play()
     net.flush()
-    assert net.ledger(1, 0)[1].allclose(net.expected(0)[1])
-    there = net.ledger(0, 0)[1, :4]
+    assert net.ledger(0, 0).allclose(net.ledger(1, 0))
     # In the time of one of its steps the other one does four, which is two steps of both.
-    assert there[1:3].tolist() == pytest.approx([1 / 3, 1 / 3], rel=0.2)
+    fast, slow = net.ledger(0, 0)[0], net.ledger(0, 0)[1, :4]
+    assert slow[1:3].tolist() == pytest.approx([1 / 3, 1 / 3], rel=0.2)
+    assert fast[1:3].tolist() == [1.0, 1.0]
+    assert 2 / 3 <= fast.min() < 1.0
+
+
+def test_under_gssp_parcels_count_for_less_where_they_come() -> None:
+    method = GSSP(members="0+1", period=1, damping="staleness")
+    net = Net(method, each(1.0, 4.0), [16, 4], latency=0.0).play()
+    net.flush()
+    assert net.ledger(1, 0)[1, :4].tolist() == [1.0] * 4
+    there = net.ledger(0, 0)[1, 1:3].tolist()
+    assert there == pytest.approx([1 / 3, 1 / 3], rel=0.2)
 
 
 # ---- models instead of gradients ----

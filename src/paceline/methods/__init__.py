@@ -15,8 +15,11 @@ from paceline.interfaces import Method, members_text
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
+from paceline.methods.contrib.cluster_hybrid import ClusterHybrid
 from paceline.methods.contrib.dssp import DSSP
+from paceline.methods.contrib.grouping_sgd import GroupingSGD
 from paceline.methods.ds_sync import DSSync
+from paceline.methods.gssp import GSSP
 from paceline.methods.local import (
     DASO,
     DiLoCo,
@@ -39,11 +42,14 @@ METHODS: dict[str, type[Method]] = {
     ASP.name: ASP,
     Backup.name: Backup,
     BSP.name: BSP,
+    ClusterHybrid.name: ClusterHybrid,
     DASO.name: DASO,
     DSSP.name: DSSP,
     DSSync.name: DSSync,
     DeAR.name: DeAR,
     DiLoCo.name: DiLoCo,
+    GroupingSGD.name: GroupingSGD,
+    GSSP.name: GSSP,
     HierarchicalLocalSGD.name: HierarchicalLocalSGD,
     LocalSGD.name: LocalSGD,
     OSP.name: OSP,

@@ -8,12 +8,12 @@ Waits for: all workers of its group, in every step. Sends: the whole gradient, a
 parameters, to and from its group's server; servers send each other a gradient of all
 parameters after each step of their group. Guarantees: inside a group no gradient is stale; every
 group's mean is applied once on every server, at a learning rate of its weight (its part of all workers)
-times the script's, over 1 + its staleness elsewhere.
+times the script's, over 1 + its staleness.
 
-    server q, all of q in:  w = w - lr (k/n) mean;  send the mean to all
-    server q on a mean:     w = w - lr (k/n) / (1 + tau) mean
+    server q, all of q in:  w = w - lr (k/n) / (1 + tau) mean;  send that mean, and its weight, to all
+    server q on a mean:     w = w - lr weight mean
 
-tau is how many gradients of other groups came since the group's last mean, in steps of all (n).
+tau is how many gradients of other groups were applied at its server since the group's last mean, in steps of all (n).
 
 Differs from the authors' system, in which all groups share one set of servers: here each has a
 server with the whole model, as under gssp, whose parts this is made of. Inferred: the form of the
@@ -25,10 +25,10 @@ shares of data by speed are not here (`paceline.Sampler(..., shares="speed")` de
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from paceline.interfaces import Discipline, Groups, read_members
-from paceline.methods.gssp.discipline import Damping, GroupDiscipline, Passing
+from paceline.methods.gssp.discipline import GroupDiscipline, Passing
 from paceline.methods.gssp.gates import Rounds
 from paceline.methods.gssp.worker import InGroups
 
@@ -40,7 +40,7 @@ class GroupingSGD(InGroups):
 
     name: ClassVar[str] = "grouping-sgd"
 
-    damping: Damping = "staleness"
+    damping: Literal["none", "staleness"] = "staleness"
 
     def groups(self, workers: int) -> Groups:
         return (
@@ -53,6 +53,9 @@ class GroupingSGD(InGroups):
         return GroupDiscipline(
             self.groups(workers),
             Rounds(together=True),
-            Passing(period=1, damping=self.damping),
+            Passing(
+                period=1,
+                damping="none" if self.damping == "none" else "own-staleness",
+            ),
             measure_steps=20,
         )

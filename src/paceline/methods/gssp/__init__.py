@@ -58,7 +58,6 @@ from typing import ClassVar, Literal
 from paceline.errors import UsageError
 from paceline.interfaces import Discipline, Groups, ServerRun, read_members
 from paceline.methods.gssp.discipline import (
-    Damping,
     Exchange,
     GroupDiscipline,
     Passing,
@@ -83,7 +82,7 @@ class GSSP(InGroups):
     staleness: int = 3
     period: int = 0
     exchange: Exchange = "gradients"
-    damping: Damping = "none"
+    damping: Literal["none", "staleness"] = "none"
     momentum: Literal["updates", "samples"] = "updates"
     measure_steps: int = 20
     regroup: bool = True

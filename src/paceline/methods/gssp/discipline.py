@@ -15,10 +15,9 @@ What happens where
 A worker that changes groups learns it from an answer. Its last push here is applied and answered
 at once, and nobody waits for it any more.
 
-Staleness of a parcel, for damping: how many gradients of other servers, this one's too, were applied
-here to its bucket since the last parcel from the same server; divided by the number of workers, so
-that it is in steps of all. In the time in which a slow group makes one parcel the others do
-many steps.
+Staleness of what a group has made, for damping: how many gradients of others were applied to its bucket
+since what came from there before; divided by the number of workers, so that it is in steps of all. In the
+time in which a slow group makes one parcel the others do many steps.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from paceline.methods.gssp.speeds import (
 )
 from paceline.methods.gssp.weighting import Weighted, by_updates
 
-Damping = Literal["none", "staleness"]
+Damping = Literal["none", "staleness", "own-staleness"]
 Exchange = Literal["gradients", "models"]
 
 
@@ -55,7 +54,8 @@ Exchange = Literal["gradients", "models"]
 class Passing:
     """How servers pass on what they have applied. *period*: after so many gradients of a bucket;
     0: as many as the group has workers. *exchange*: gradients, or models, of which the means are
-    formed. *damping*: what a parcel of gradients counts for."""
+    formed. *damping*: what is stale counts for 1/(1 + tau): parcels, where they come, so that servers
+    differ; or what this group makes ("own-staleness"), here and there."""
 
     period: int = 0
     exchange: Exchange = "gradients"
@@ -83,7 +83,7 @@ class GroupDiscipline:
         self._applied: Counter[int] = Counter()
         """By bucket: gradients, from whomever."""
         self._until: Counter[tuple[int, int]] = Counter()
-        """By server and bucket: how many those were after its last parcel."""
+        """By server and bucket: how many those were when something came from there."""
         self._waiting: Counter[int] = Counter()
         """By worker: its pushes that are not answered."""
         self._news: dict[int, tuple[float, ...]] = {}
@@ -144,12 +144,15 @@ class GroupDiscipline:
     # ---- the `Desk` of its gate ----
 
     def apply(self, shard: Shard, push: HeldPush, gradients: int = 1) -> None:
+        bucket, number = push.bucket, self._known.number
+        if self._passing.damping == "own-staleness":
+            push = push._replace(weight=push.weight * self._damped(number, bucket))
         weight = push.weight
         if self._passing.exchange == "models":
             # The others' gradients do not come here: the group steps as if it were all.
             weight *= max(1, self.clocks.training) / max(1, len(self.clocks))
         self._update(shard, push, weight)
-        self._applied[push.bucket] += gradients
+        self._has_come(number, bucket, gradients)
         if self.groups.servers > 1:
             self._outbox.add(push, gradients)
 
@@ -197,13 +200,18 @@ class GroupDiscipline:
                 gradient=parcel.values,
                 number=-1,
             )
-            self._update(shard, push, parcel.weight * self._damped(source, bucket))
-        self._applied[bucket] += parcel.gradients
+            weight = parcel.weight
+            if self._passing.damping == "staleness":
+                weight *= self._damped(source, bucket)
+            self._update(shard, push, weight)
+        self._has_come(source, bucket, parcel.gradients)
+
+    def _has_come(self, source: int, bucket: int, gradients: int) -> None:
+        self._applied[bucket] += gradients
         self._until[source, bucket] = self._applied[bucket]
 
     def _damped(self, source: int, bucket: int) -> float:
-        if self._passing.damping == "none":
-            return 1.0
+        """1/(1 + tau), of what comes from there now."""
         others = self._applied[bucket] - self._until[source, bucket]
         return 1 / (1 + others / len(self.groups.of))
 
