@@ -17,7 +17,7 @@ from paceline.aggregator.worker import Stream
 
 ELEMENTS = 4
 """Of a row: more than the tests' datagrams have, as in an aggregator with a larger MTU."""
-MOST_TURNS = 5000
+MOST_TURNS = 2000
 
 
 class Recorded:

@@ -92,6 +92,18 @@ def test_a_forwarded_sum_is_sent_again_until_it_was_received(slots):
     assert slots.dropped["early"] == 1
 
 
+def test_words_about_a_round_that_is_over_free_nothing_of_a_later_one(slots):
+    for number in range(3):
+        for worker in range(2):
+            slots.take(packet(worker, number=number, flags=Flag.FORWARD))
+        if number < 2:
+            slots.take(packet(NOBODY, number, (), Kind.RECEIVED))
+    for kind in (Kind.RECEIVED, Kind.WANTED):
+        assert not answers(slots.take(packet(NOBODY, 0, (), kind)))
+    slots.take(packet(0, number=3, flags=Flag.FORWARD))
+    assert slots.dropped == {"received again": 1, "wanted in vain": 1, "early": 1}
+
+
 @pytest.mark.parametrize(
     ("rows", "word"),
     [

@@ -12,8 +12,8 @@ from paceline.aggregator.packets import Kind, blank
 from paceline.aggregator.protocol import Memory, Slots
 from tests.aggregator.net import ELEMENTS, Contended, Rack, Worker
 
-LAW = settings(max_examples=40, deadline=None)
-FATES = st.lists(st.integers(0, 2**16 - 1), max_size=120)
+LAW = settings(max_examples=15, deadline=None)
+FATES = st.lists(st.integers(0, 2**16 - 1), min_size=60, max_size=160)
 WIDTH = 3
 """Elements of a datagram: fewer than a row has."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.aggregator import datagrams as moving
+from paceline.aggregator.batched import Batched
 from paceline.aggregator.client import AggregatorClient
 from paceline.aggregator.control import Challenge, Registration, line_of
 from paceline.aggregator.packets import Kind, Seal, blank, sizes
@@ -77,7 +78,7 @@ def together(workers, work):
     return results
 
 
-@pytest.mark.parametrize("way", [moving.Single, moving.Batched])
+@pytest.mark.parametrize("way", [moving.Single, Batched])
 def test_sums_are_exact_though_one_datagram_in_a_hundred_is_lost(way, monkeypatch):
     monkeypatch.setattr("paceline.aggregator.udp.datagrams", way)
     monkeypatch.setattr("paceline.aggregator.client.datagrams", way)
@@ -181,7 +182,7 @@ def test_two_jobs_share_an_aggregator_and_one_is_killed(tmp_path, capfd):
                 assert (total == 2).all()
         wait_until(lambda: aggregator.jobs.free_slots == 100, 20, "the aggregator")
         assert aggregator.counts["jobs lost"] == 1
-    assert "job killed: worker 0 died" in capfd.readouterr().err
+    assert "job 'killed': worker 0 died" in capfd.readouterr().err
 
 
 def test_an_aggregator_that_is_lost_ends_its_jobs_in_words():
@@ -324,7 +325,7 @@ def test_sums_leave_the_rack_toward_the_next_agent():
         ]
         elements = clients[0].elements
         inbox = Inbox(slots=4, elements=elements, number=clients[0].number)
-        end, seal = moving.Batched(agent, elements), Seal(key_of(TOKEN, "job"))
+        end, seal = Batched(agent, elements), Seal(key_of(TOKEN, "job"))
 
         def take(chunks, packets):
             for chunk, packet in zip(chunks.tolist(), packets, strict=True):

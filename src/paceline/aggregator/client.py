@@ -164,11 +164,8 @@ class AggregatorClient:
         stream = self._stream
         stream.begin(operation, time.monotonic(), forward=forward)
         while not stream.finished:
+            self._send_due()
             now = time.monotonic()
-            packets = stream.due(now)
-            if len(packets):
-                self._seal.sign(packets)
-                self._send(packets)
             silent = stream.silent_seconds(now)
             if silent > self._silent_seconds:
                 raise PeerLostError(
@@ -180,6 +177,7 @@ class AggregatorClient:
             self._wait(max(wait, 0.0))
             for packets in self._received():
                 stream.take(packets, time.monotonic())
+                self._send_due()  # before more is read: all have something to do
 
     def close(self, *, well: bool = True) -> None:
         """Give back what was leased: with all workers' goodbyes; at once and for all of them,
@@ -214,6 +212,12 @@ class AggregatorClient:
         for end, _ in self._poll.poll(1000 * seconds + 1):
             if end == self._control.socket.fileno():
                 self._control.check()
+
+    def _send_due(self) -> None:
+        packets = self._stream.due(time.monotonic())
+        if len(packets):
+            self._seal.sign(packets)
+            self._send(packets)
 
     def _send(self, packets: Array) -> None:
         rows = np.arange(len(packets))

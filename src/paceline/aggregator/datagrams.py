@@ -1,14 +1,12 @@
-"""Many datagrams per system call: recvmmsg and sendmmsg, where the system has them.
+"""Sockets of datagrams, and the ways to move batches through them.
 
-The C structures that describe a batch lie in arrays of ours, as columns, so that filling them
-in and reading them takes a few operations for all datagrams (64-bit Linux, whose layout this
-is). Elsewhere each datagram is a call. Both ways are tried by the same tests.
+On 64-bit Linux a batch is a system call (`paceline.aggregator.batched`), elsewhere each datagram
+is one (`Single`). Both ways are tried by the same tests.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import select
@@ -23,20 +21,11 @@ from paceline.aggregator.packets import Array, packet_type, sizes
 from paceline.errors import UsageError
 
 BATCH = 256
-"""Datagrams a call."""
+"""Datagrams taken at a time, where each is taken by itself."""
 BUFFER_BYTES = 8 << 20
 """Asked for, each way; the system may allow less."""
-_PIECE = np.dtype([("base", "<u8"), ("bytes", "<u8")])
-_MESSAGE = np.dtype(
-    {
-        "names": ["name", "name_bytes", "pieces", "count", "flags", "bytes"],
-        "formats": ["<u8", "<u4", "<u8", "<u8", "<i4", "<u4"],
-        "offsets": [0, 8, 16, 24, 48, 56],
-        "itemsize": 64,
-    }
-)
-"""struct iovec, and struct mmsghdr without ancillary data."""
-_LATER = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR, errno.ENOBUFS}
+LATER = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR, errno.ENOBUFS}
+"""What a socket says that has no room, or nothing to read."""
 _IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_MTU = 10, 2, 14
 _IPV6_MTU_DISCOVER, _IPV6_MTU = 23, 24
 _SO_RCVBUFFORCE, _SO_SNDBUFFORCE = 33, 32
@@ -75,8 +64,8 @@ class Datagrams(Protocol):
     counts: Counter[str]
 
     def receive(self) -> tuple[Array, Array]:
-        """What is there, `BATCH` at most: rows, valid until the next call, and how many
-        bytes came of each (-1: more than a row holds)."""
+        """Some of what is there: rows, valid until the next call, and how many bytes came
+        of each (-1: more than a row holds). Nothing only where nothing is there."""
         ...
 
     def send(
@@ -105,9 +94,9 @@ class Single:
             try:
                 got = self._socket.recv_into(self._room)
             except OSError as error:
-                if error.errno in _LATER:
+                if error.errno in LATER:
                     break
-                self.counts[_word(error.errno)] += 1
+                self.counts[word_for(error.errno)] += 1
                 continue
             kept = min(got, self._row_bytes)
             data[count, :kept] = np.frombuffer(self._room, np.uint8, kept)
@@ -130,101 +119,20 @@ class Single:
                         self._socket.sendto(datagram, addresses.plain[place])
                     break
                 except OSError as error:
-                    if error.errno in _LATER and attempt == 1:
-                        _wait_for_room(self._socket)
+                    if error.errno in LATER and attempt == 1:
+                        wait_for_room(self._socket)
                         continue
-                    if _is_old_news(error.errno) and attempt == 1:
+                    if is_old_news(error.errno) and attempt == 1:
                         continue
-                    self.counts[_word(error.errno)] += 1
+                    self.counts[word_for(error.errno)] += 1
                     break
-
-
-class Batched:
-    """A call for each batch: 64-bit Linux."""
-
-    def __init__(self, end: socket.socket, elements: int) -> None:
-        self._socket = end
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._recvmmsg, self._sendmmsg = libc.recvmmsg, libc.sendmmsg
-        pointer, number = ctypes.c_void_p, ctypes.c_uint
-        self._recvmmsg.argtypes = [ctypes.c_int, pointer, number, ctypes.c_int, pointer]
-        self._sendmmsg.argtypes = [ctypes.c_int, pointer, number, ctypes.c_int]
-        self._packets = np.zeros(BATCH, packet_type(elements))
-        self._into, self._into_pieces = _described(BATCH)
-        width = self._packets.dtype.itemsize
-        self._into_pieces["bytes"] = width
-        self._into_pieces["base"] = self._packets.ctypes.data + width * np.arange(BATCH)
-        self._from, self._from_pieces = _described(BATCH)
-        self.counts: Counter[str] = Counter()
-
-    def receive(self) -> tuple[Array, Array]:
-        self._into["flags"] = 0
-        for _ in range(3):
-            count = self._recvmmsg(
-                self._socket.fileno(),
-                self._into.ctypes.data,
-                BATCH,
-                socket.MSG_DONTWAIT,
-                None,
-            )
-            if count >= 0:
-                break
-            error = ctypes.get_errno()
-            if error in _LATER:
-                break
-            self.counts[_word(error)] += 1  # of a datagram that was sent before
-        count = max(count, 0)
-        described = self._into[:count]
-        lengths = described["bytes"].astype(np.int64)
-        lengths[described["flags"] & socket.MSG_TRUNC != 0] = -1
-        return self._packets[:count], lengths
-
-    def send(
-        self, packets: Array, rows: Array, addresses: Addresses | None, to: Array
-    ) -> None:
-        lengths, width = sizes(packets), packets.dtype.itemsize
-        base = packets.ctypes.data
-        for start in range(0, len(rows), BATCH):
-            part, places = rows[start : start + BATCH], to[start : start + BATCH]
-            described, pieces = self._from[: len(part)], self._from_pieces[: len(part)]
-            pieces["base"] = base + width * part
-            pieces["bytes"] = lengths[part]
-            if addresses is not None:
-                described["name"] = addresses.rows.ctypes.data + 28 * places
-                described["name_bytes"] = addresses.lengths[places]
-            self._send(len(part))
-
-    def _send(self, count: int) -> None:
-        sent, tries = 0, 0
-        while sent < count:
-            number = self._sendmmsg(
-                self._socket.fileno(),
-                self._from.ctypes.data + sent * _MESSAGE.itemsize,
-                count - sent,
-                socket.MSG_DONTWAIT,
-            )
-            if number > 0:
-                sent, tries = sent + number, 0
-                continue
-            error, tries = ctypes.get_errno(), tries + 1
-            if tries == 1 and error in _LATER:
-                _wait_for_room(self._socket)
-            elif tries > 1 or not _is_old_news(error):
-                self.counts[_word(error)] += 1
-                sent, tries = sent + 1, 0  # the others may go elsewhere
-
-
-def _described(count: int) -> tuple[Array, Array]:
-    """Messages of one piece each."""
-    messages, pieces = np.zeros(count, _MESSAGE), np.zeros(count, _PIECE)
-    messages["pieces"] = pieces.ctypes.data + _PIECE.itemsize * np.arange(count)
-    messages["count"] = 1
-    return messages, pieces
 
 
 def datagrams(end: socket.socket, elements: int) -> Datagrams:
     """The faster way that this system has. *end* must not block."""
     if sys.platform == "linux" and sys.maxsize > 2**32 and sys.byteorder == "little":
+        from paceline.aggregator.batched import Batched
+
         with contextlib.suppress(AttributeError, OSError):
             return Batched(end, elements)
     return Single(end, elements)
@@ -275,14 +183,16 @@ def check_way(end: socket.socket, needed: int) -> None:
         )
 
 
-def _wait_for_room(end: socket.socket) -> None:
+def wait_for_room(end: socket.socket) -> None:
+    """Wait a little until the socket can send."""
     select.select([], [end], [], _PATIENCE_SECONDS)
 
 
-def _is_old_news(error: int | None) -> bool:
+def is_old_news(error: int | None) -> bool:
     """Whether an error tells of what was sent before: nobody listened there."""
     return error in (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
-def _word(error: int | None) -> str:
+def word_for(error: int | None) -> str:
+    """What a datagram that was not sent is counted under."""
     return f"not sent: {os.strerror(error or 0).lower()}"

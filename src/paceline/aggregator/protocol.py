@@ -59,7 +59,7 @@ packets one by one come to the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,18 +156,18 @@ class Slots:
 
     # ---- one pass: no slot occurs twice ----
 
-    def _pass(self, columns: Columns, rows: Array) -> Iterator[Outgoing]:
+    def _pass(self, columns: Columns, rows: Array) -> Iterator[Outgoing | None]:
         kind = columns.kind[rows]
-        contributed = rows[kind == Kind.CONTRIBUTION]
-        if len(contributed):
-            yield from self._contribute(columns, contributed)
-        if len(contributed) < len(rows):
+        contributed = kind == Kind.CONTRIBUTION
+        if contributed.any():
+            yield from self._contribute(columns, rows[contributed])
+        if not contributed.all():
             yield from self._receive(columns, rows[kind == Kind.RECEIVED])
             yield from self._want(columns, rows[kind == Kind.WANTED])
             known = (Kind.CONTRIBUTION, Kind.RECEIVED, Kind.WANTED)
             self._drop("out of place", ~np.isin(kind, known))
 
-    def _contribute(self, columns: Columns, rows: Array) -> Iterator[Outgoing]:
+    def _contribute(self, columns: Columns, rows: Array) -> Iterator[Outgoing | None]:
         memory = self._memory
         rows = rows[self._has_own_bits(columns, rows)]
         slot, number, bits = columns.slot[rows], columns.round[rows], columns.bits[rows]
@@ -250,7 +250,7 @@ class Slots:
         memory.over[slot, version] = False
         memory.flags[slot, version] = columns.flags[rows] & np.uint8(Flag.FORWARD)
 
-    def _receive(self, columns: Columns, rows: Array) -> Iterator[Outgoing]:
+    def _receive(self, columns: Columns, rows: Array) -> Iterator[Outgoing | None]:
         slot, version, complete = self._complete(columns, rows)
         forwarded = self._memory.flags[slot, version] == Flag.FORWARD
         frees = complete & forwarded & ~self._memory.over[slot, version]
@@ -258,7 +258,7 @@ class Slots:
         yield self._freed(slot, version, frees, EVERYONE)
         self._drop("received again", ~frees)
 
-    def _want(self, columns: Columns, rows: Array) -> Iterator[Outgoing]:
+    def _want(self, columns: Columns, rows: Array) -> Iterator[Outgoing | None]:
         slot, version, complete = self._complete(columns, rows)
         local = self._memory.flags[slot, version] == 0
         worker = columns.worker[rows].astype(np.int32)
@@ -280,9 +280,9 @@ class Slots:
 
     def _sums(
         self, slot: Array, version: Array, wanted: Array, to: Array | int
-    ) -> Outgoing:
+    ) -> Outgoing | None:
         answer = self._freed(slot, version, wanted, to)
-        if len(answer.to):
+        if answer is not None:
             slot, version = slot[wanted], version[wanted]
             header = answer.packets["header"]
             header["kind"] = Kind.RESULT
@@ -293,18 +293,20 @@ class Slots:
 
     def _freed(
         self, slot: Array, version: Array, wanted: Array, to: Array | int
-    ) -> Outgoing:
+    ) -> Outgoing | None:
         memory, count = self._memory, int(np.count_nonzero(wanted))
+        if not count:
+            return None
         packets = blank(count, memory.values.shape[2])
-        if count:
-            slot, version = slot[wanted], version[wanted]
-            header = packets["header"]
-            header["kind"] = Kind.FREED
-            header["flags"] = memory.flags[slot, version]
-            header["slot"] = slot
-            header["round"] = memory.rounds[slot, version]
-            header["bitmap"] = memory.seen[slot, version]
-        return Outgoing(packets, np.broadcast_to(to, wanted.shape)[wanted])
+        slot, version = slot[wanted], version[wanted]
+        header = packets["header"]
+        header["kind"] = Kind.FREED
+        header["flags"] = memory.flags[slot, version]
+        header["slot"] = slot
+        header["round"] = memory.rounds[slot, version]
+        header["bitmap"] = memory.seen[slot, version]
+        targets = to[wanted] if isinstance(to, np.ndarray) else np.full(count, to)
+        return Outgoing(packets, targets)
 
     def _drop(self, word: str, which: Array) -> None:
         count = int(np.count_nonzero(which))
@@ -356,14 +358,14 @@ def passes(keys: Array, among: Array) -> Iterator[Array]:
         yield rows[occurrence == number]
 
 
-def joined(found: list[Outgoing], dtype: np.dtype[Any]) -> Outgoing:
+def joined(found: Iterable[Outgoing | None], dtype: np.dtype[Any]) -> Outgoing:
     """All answers of a batch."""
-    found = [answer for answer in found if len(answer.to)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    answers = [answer for answer in found if answer is not None and len(answer.to)]
+    if len(answers) == 1:
+        return answers[0]
+    if not answers:
         return Outgoing(np.empty(0, dtype), np.empty(0, np.int64))
     return Outgoing(
-        np.concatenate([answer.packets for answer in found]),
-        np.concatenate([answer.to for answer in found]),
+        np.concatenate([answer.packets for answer in answers]),
+        np.concatenate([answer.to for answer in answers]),
     )

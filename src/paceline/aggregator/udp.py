@@ -263,7 +263,9 @@ class UserSpaceAggregator:
         self._ways.pop(job.number, None)
         self.jobs.end(job)
         self.counts["jobs lost"] += 1
-        print(f"paceline: job {job.terms.name}: {reason}", file=sys.stderr, flush=True)
+        print(
+            f"paceline: job {job.terms.name!r}: {reason}", file=sys.stderr, flush=True
+        )
 
     def _drop(self, peer: socket.socket) -> None:
         self._known.pop(peer, None)
@@ -322,8 +324,12 @@ def _listen(
 
 
 def _plain(host: str) -> str:
-    """An address in numbers. Raises `OSError`."""
-    return str(socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][4][0])
+    """An address, which is in numbers: names are not looked up, for that may take long.
+    Raises `OSError`."""
+    found = socket.getaddrinfo(
+        host, None, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
+    )
+    return str(found[0][4][0])
 
 
 def _port(port: int) -> int:

@@ -31,8 +31,11 @@ import numpy as np
 from paceline.aggregator.operations import Operation
 from paceline.aggregator.packets import Array, Flag, Kind, blank
 from paceline.aggregator.timers import LONGEST, RoundTrip
+from paceline.errors import UsageError
 
 _IDLE = -1
+_ROUNDS = 1 << 32
+"""That a datagram can name."""
 
 
 class Stream:
@@ -62,8 +65,14 @@ class Stream:
 
     def begin(self, operation: Operation, now: float, *, forward: bool = False) -> None:
         """The next operation, once the last one is `finished`. With *forward* its sums leave
-        the rack: nothing is taken, and a chunk is done when its slot is freed."""
+        the rack: nothing is taken, and a chunk is done when its slot is freed. Raises
+        `UsageError` after 2^32 rounds: some 100 TB for each 32 slots."""
         assert self.finished, "an operation is under way"
+        if self._end + operation.chunks > _ROUNDS * self.slots:
+            raise UsageError(
+                f"this job's {_ROUNDS} rounds of {self.slots} slots are used up: register anew, "
+                "under another name"
+            )
         self._operation = operation
         self._flags = int(Flag.FORWARD) if forward else 0
         self._first, self._end = self._end, self._end + operation.chunks
