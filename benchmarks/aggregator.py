@@ -36,11 +36,6 @@ def cores():
     return {first}, set(others) or {first}
 
 
-def user_and_system():
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime, usage.ru_stime
-
-
 def cpu_seconds():
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -52,9 +47,7 @@ def aggregate(port, stop, mtu):
     port.send(aggregator.port)
     before = cpu_seconds()
     aggregator.run(stop.fileno())
-    port.send(
-        (cpu_seconds() - before, aggregator.summary() | {"us": user_and_system()})
-    )
+    port.send((cpu_seconds() - before, aggregator.summary()))
     aggregator.close()
 
 
