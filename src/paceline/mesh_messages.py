@@ -75,7 +75,8 @@ class Stand(msgspec.Struct, tag="stand", kw_only=True):
 
 class Enter(msgspec.Struct, tag="enter", kw_only=True):
     """The sender takes everything from server *via*: pass on to it from now on, and what *via*
-    has not answered yet. *entry* is a new number. Answer: `Done`; of *via* itself `Manifest`."""
+    has not answered yet. *entry* is a new number. Answer: `Standing`, with the number that comes
+    first; of *via* itself `Manifest`."""
 
     life: int
     entry: int
@@ -126,7 +127,8 @@ class Standing(msgspec.Struct, tag="standing", kw_only=True):
 
 class Manifest(msgspec.Struct, tag="manifest", kw_only=True):
     """Everything that a server has, as of one moment. *join* is what is trained, in msgpack;
-    empty where nothing was loaded yet. *step*: with which workers that begin now go on.
+    empty where nothing was loaded yet. *gradients*: how many were passed on to it, or by it.
+    *step*: with which workers that begin now go on.
     *taken*: of each source and life, the number that is to come next. *parts*: dtype and
     elements of each payload: parameters and the optimizer's state, for each bucket that is
     held; then what nobody trains, and buffers, the first *floats* of which are mixed."""
@@ -134,6 +136,7 @@ class Manifest(msgspec.Struct, tag="manifest", kw_only=True):
     join: bytes = b""
     step: int = 0
     loads: int = 0
+    gradients: int = 0
     meeting: int = 0
     versions: list[int] = []
     taken: list[tuple[int, int, int]] = []

@@ -46,6 +46,7 @@ HYPERPARAMETERS: list[dict[str, Any]] = [
         "maximize": False,
     }
 ]
+MOST_EVENTS = 20_000
 
 
 class SumsUp:
@@ -237,8 +238,10 @@ class MeshNet:
         self.to_worker: dict[tuple[int, int], deque[Answer]] = {}
         self.cuts, self.kills, self.deaths = case.cuts, case.kills, case.deaths
         self.done_steps = [0] * self.workers
-        self.lives = {worker: self.born(worker, 0) for worker in range(self.workers)}
         self.refusals: list[str] = []
+        self.is_loaded = False
+        """The first load is over: before, nobody else would do it."""
+        self.lives = {worker: self.born(worker, 0) for worker in range(self.workers)}
 
     # ---- servers ----
 
@@ -395,9 +398,9 @@ class MeshNet:
     def deliver_to_worker(self, server: int, worker: int) -> None:
         answer = self.to_worker[server, worker].popleft()
         life = self.lives[worker]
-        place = life.waits.pop((server, answer.to.number), None)
-        if life.dead or answer.to.incarnation != life.incarnation or place is None:
+        if life.dead or answer.to.incarnation != life.incarnation:
             return
+        place = life.waits.pop((server, answer.to.number))
         if isinstance(answer.message, Refused):
             self.refusals.append(answer.message.reason)
             self.die(life)
@@ -444,6 +447,7 @@ class MeshNet:
                     (server, Load(bucket=bucket), self.zeros())
                     for bucket in range(case.buckets)
                 ]
+        self.is_loaded = self.is_loaded or worker == 0
         yield [(server, Note(step=step, guest=guest), None) for server in everywhere]
         yield self.pulls(home, step)
         while self.done_steps[worker] < case.steps[worker]:
@@ -536,9 +540,12 @@ class MeshNet:
 
     def run(self) -> None:
         """Until nothing is left to happen."""
+        left = MOST_EVENTS
         while events := self.events():
-            self.disturb()
             self.choose.choice(events)()
+            self.disturb()
+            left -= 1
+            assert left, "there is no end to it"
             for number, server in self.servers.items():
                 deadline = server.next_deadline()
                 if deadline is not None and deadline <= 0.0:
@@ -551,10 +558,10 @@ class MeshNet:
             self.cut(*choose.choice(list(self.ways)))
         if self.deaths and choose.random() < 0.01:
             life = choose.choice(list(self.lives.values()))
-            if not life.dead and not life.over:
+            if not life.dead and not life.over and self.is_loaded:
                 self.deaths -= 1
                 self.die(life)
-        if self.kills and self.elements > 1 and choose.random() < 0.005:
+        if self.kills and self.is_loaded and choose.random() < 0.005:
             number = choose.choice(list(self.servers))
             if not self.entering:
                 self.kills -= 1

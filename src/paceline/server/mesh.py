@@ -19,8 +19,8 @@ pass        Once for each source, life and number, in order,  `Done`, once that 
 tell        The discipline hears it, once, in order.          `Done`; `Refused` for what it
                                                               cannot read
 stand       -                                                 `Standing`
-enter       The sender is active, and is given what *via*     `Done`; `Manifest` of a copy,
-            has not answered.                                 where this is *via*
+enter       The sender is active, and is given what *via*     `Standing`; `Manifest` of a
+            has not answered.                                 copy, where this is *via*
 copy        -                                                 `Copied`
 drain       Nothing is done for workers; what is owed is      `Drained`, once all active
             passed on.                                        servers have answered all
@@ -430,12 +430,13 @@ class GroupServer:
         """Whether it is away by now, since its group has no workers; or in again."""
         if self._is_going and self._passing.all_answered():
             self._is_active = self._is_going = False
+            self._entering.has_gone()
             return True
         if not self._may_go():
             return False
-        self._send(everything=True)
-        self._pass(Away(), None)
-        self._is_going = True
+        if not self._send(everything=True):
+            self._pass(Away(), None)
+            self._is_going = True
         return True
 
     def _may_go(self) -> bool:
@@ -477,8 +478,7 @@ class GroupServer:
         )
 
     def is_taken_over(self, key: int, peer: Peer) -> Manifest:
-        """*peer* takes everything from this server, which is active from now on."""
-        self._is_active = True
+        """*peer* takes everything from this server."""
         if self.home.is_loaded:
             return self._capture(key, {peer.number: peer})
         return Manifest(

@@ -47,6 +47,7 @@ class Captured:
             join=home.saved().numpy().tobytes(),
             step=shard.slowest() if step is None else step,
             loads=home.loads,
+            gradients=home.gradients,
             meeting=meeting,
             versions=list(shard.store.versions),
             taken=[*passing.taken.saved(), (*passing.line, passing.next)],
@@ -163,6 +164,7 @@ class Arriving:
         rest, buffers = [self._payloads[2 * len(shard.buckets) + i] for i in (0, 1)]
         if rest is None:
             rest = torch.empty(0, dtype=torch.uint8)
+        home.gradients = manifest.gradients
         home.has_rest(rest, buffers, manifest.floats)
         if manifest.loads > home.loads:
             home.renew(manifest.step, manifest.loads)

@@ -45,14 +45,14 @@ class Entering:
         self._peers, self._mail, self._passing = peers, mail, passing
         self._entered, self._mistaken = entered, mistaken
         self.entry = 0
-        """How it has last entered."""
+        """How it has last entered, or gone."""
         self.is_under_way = False
         self._entries = 0
         self._letters: set[Letter] = set()
         self._standings: dict[int, Standing] = {}
-        self._told: set[int] = set()
-        """Who passes on to this one."""
-        self._via: Peer | None = None
+        self._first: dict[int, Standing] = {}
+        """Of those that pass on to this one: with which number they begin."""
+        self._via: int | None = None
         self._copy: Arriving | None = None
 
     def begin(self) -> None:
@@ -61,13 +61,20 @@ class Entering:
             self._mail.take_back(peer, self._letters.__contains__)
         if self._copy is not None:
             self._copy.drop()
-        self._entries += 1
-        self.entry = self._passing.life * ENTRIES_A_LIFE + self._entries
+        self._number_anew()
         self.is_under_way = True
         self._letters, self._copy, self._via = set(), None, None
-        self._standings, self._told = {}, set()
+        self._standings, self._first = {}, {}
         for peer in self._peers.values():
             self._post(peer, Stand(life=self._passing.life), self._stands)
+
+    def has_gone(self) -> None:
+        """This server is away: what was sent to it before means nothing."""
+        self._number_anew()
+
+    def _number_anew(self) -> None:
+        self._entries += 1
+        self.entry = self._passing.life * ENTRIES_A_LIFE + self._entries
 
     def lives_anew(self, peer: Peer) -> None:
         """A peer was started again: what it has said is not worth anything."""
@@ -95,50 +102,42 @@ class Entering:
     def _stands(self, peer: Peer, reply: Reply) -> None:
         assert isinstance(reply, Standing), reply
         self._standings[peer.number] = reply
-        peer.life, peer.entry, peer.active = reply.life, reply.entry, reply.active
+        peer.stands(reply.life, reply.entry, reply.active)
         if len(self._standings) < len(self._peers):
             return
-        active = [n for n, standing in self._standings.items() if standing.active]
-        progress = {n: s.progress for n, s in self._standings.items()}
-        progress[self._number] = self._home.progress
-        most = max(progress, key=lambda number: (progress[number], -number))
-        via = min(active, default=most)
-        if via == self._number:
-            self._stand_alone()
-        else:
-            self._via = self._peers[via]
-            self._enter()
-
-    def _stand_alone(self) -> None:
-        """Nobody has more than this one: the others take it."""
-        for number, standing in self._standings.items():
-            self._passing.taken.skip((number, standing.life), standing.number)
+        had = {n: (s.active, s.progress) for n, s in self._standings.items()}
+        had[self._number] = (False, self._home.progress)
+        # Of those that are active, the lowest that has a model.
+        key = {n: (a, p if not a else min(p, 0), -n) for n, (a, p) in had.items()}
+        self._via = max(key, key=lambda number: key[number])
         for peer in self._peers.values():
-            self._post(peer, self._entry(self._number), lambda *_: None)
-        self._has_entered(max((s.meeting for s in self._standings.values()), default=0))
+            if peer.number != self._via:
+                self._post(peer, self._entry(), self._passes_on)
+        self._ask_via()
 
-    def _entry(self, via: int) -> Enter:
-        return Enter(life=self._passing.life, entry=self.entry, via=via)
+    def _entry(self) -> Enter:
+        assert self._via is not None
+        return Enter(life=self._passing.life, entry=self.entry, via=self._via)
 
     # ---- 2. what is passed on from now on ----
 
-    def _enter(self) -> None:
-        assert self._via is not None
-        for peer in self._peers.values():
-            if peer is not self._via:
-                self._post(peer, self._entry(self._via.number), self._passes_on)
-        self._ask_via()
-
     def _passes_on(self, peer: Peer, reply: Reply) -> None:
-        self._told.add(peer.number)
+        assert isinstance(reply, Standing), reply
+        self._first[peer.number] = reply
+        peer.stands(reply.life, reply.entry, reply.active)
         self._ask_via()
 
     # ---- 3. the copy ----
 
     def _ask_via(self) -> None:
         """Once all others pass on to this one."""
-        if self._via is not None and len(self._told) == len(self._peers) - 1:
-            self._post(self._via, self._entry(self._via.number), self._take_copy)
+        if self._first.keys() | {self._via} != self._peers.keys() | {self._via}:
+            return
+        if self._via == self._number:
+            self._has_all(max(s.meeting for s in self._standings.values()))
+        else:
+            assert self._via is not None
+            self._post(self._peers[self._via], self._entry(), self._take_copy)
 
     def _take_copy(self, via: Peer, reply: Reply) -> None:
         assert isinstance(reply, Manifest), reply
@@ -157,8 +156,13 @@ class Entering:
 
     def _has_copy(self, manifest: Manifest) -> None:
         self._passing.taken.restore(manifest.taken)
-        self._has_entered(manifest.meeting)
+        self._has_all(manifest.meeting)
 
-    def _has_entered(self, meeting: int) -> None:
+    def _has_all(self, meeting: int) -> None:
+        via = self._standings.get(-1 if self._via is None else self._via)
+        if via is None or not via.active:
+            # Nobody was: what the others have passed on before is nowhere any more.
+            for number, first in self._first.items():
+                self._passing.taken.skip((number, first.life), first.number)
         self.is_under_way, self._copy = False, None
         self._entered(meeting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import msgspec
 import torch
 
 from paceline.errors import UsageError
@@ -28,7 +29,7 @@ from paceline.server.mesh_entering import Entering
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Item, Peer
 from paceline.server.mesh_meetings import Meetings
-from paceline.server.mesh_parcels import Passing
+from paceline.server.mesh_parcels import Passing, line_of
 
 Received = tuple[Peer, Sender, Pass | Tell | Enter, torch.Tensor | None]
 
@@ -128,7 +129,9 @@ class Hearing:
             peer, sender, message, _ = received
             line = _line(peer, message)
             if line in blocked or self._has_to_wait(message):
-                blocked |= {line, (peer.number, Enter)}
+                blocked.add(line)
+                if isinstance(message, Pass) and message.source == peer.number:
+                    blocked.add((peer.number, Enter))  # it has gone before, maybe
                 self._waiting.append(received)
                 continue
             try:
@@ -159,13 +162,15 @@ class Hearing:
 
     def _take(self, received: Received, now: float) -> None:
         peer, sender, message, payload = received
-        reply: Done | Manifest = Done()
+        reply: Done | Standing | Manifest = Done()
         if isinstance(message, Enter):
             reply = self._enter(peer, message)
         elif isinstance(message, Tell):
             self._hear_words(peer, message, now)
         elif self._is_meant(message):
             self._take_item(peer, message, payload, now)
+        elif isinstance(message.what, Away) and message.source == peer.number:
+            self._passing.goes(peer)
         self._out.append(Answer(sender, reply))
 
     def _hear_words(self, peer: Peer, tell: Tell, now: float) -> None:
@@ -173,7 +178,7 @@ class Hearing:
             self._told[peer.number] = tell.number + 1
             self._home.hear(peer.number, tell.words, now)
 
-    def _enter(self, peer: Peer, enter: Enter) -> Done | Manifest:
+    def _enter(self, peer: Peer, enter: Enter) -> Standing | Manifest:
         if enter.via == self._home.number:
             manifest = self._mesh.is_taken_over(enter.entry, peer)
             self._passing.enters(peer, enter.entry, [])
@@ -183,7 +188,9 @@ class Hearing:
             raise UsageError(f"enter: there is no server {enter.via}")
         items = [] if via is peer else via.items()
         self._passing.enters(peer, enter.entry, items)
-        return Done()
+        mine = [item.number for item in items if line_of(item) == self._passing.line]
+        first = min(mine, default=self._passing.next)
+        return msgspec.structs.replace(self._mesh.stands(), number=first)
 
     def _take_item(
         self, peer: Peer, message: Pass, payload: torch.Tensor | None, now: float

@@ -19,6 +19,8 @@ from paceline.tensors import stand_in_for, wire_bytes
 
 NOW = 0.0
 """A deadline that has passed."""
+A_LOAD = 1 << 40
+"""It counts for more than all gradients before it."""
 
 
 class Home(ParameterServer):
@@ -60,6 +62,8 @@ class Home(ParameterServer):
         self._old = 1.0
         """The part of the buffers that was here when they were last passed on."""
         self._floats = 0
+        self.gradients = 0
+        """How many were passed on, here or to here: all servers count alike."""
 
     # ---- what leaves ----
 
@@ -137,7 +141,7 @@ class Home(ParameterServer):
         """How much has happened to the model; -1 where there is none."""
         if not self.is_loaded:
             return -1
-        return sum(self.shard.store.versions) + self.loads
+        return self.loads * A_LOAD + self.gradients
 
     def trains(self) -> list[int]:
         """The workers that train, or are to come."""
@@ -158,7 +162,9 @@ class Home(ParameterServer):
         if meshed is None or not shard.is_loaded or shard.fault:
             return []
         shard.now = now
-        return meshed.owed(shard) if everything else meshed.outgoing(shard)
+        parcels = meshed.owed(shard) if everything else meshed.outgoing(shard)
+        self.gradients += sum(parcel.gradients for parcel in parcels)
+        return parcels
 
     def stands(self, parcel: Parcel) -> Parcel:
         """The same, as many bytes on the network as the bucket is."""
@@ -205,6 +211,7 @@ class Home(ParameterServer):
         meshed = self.meshed
         assert meshed is not None
         meshed.incoming(self.shard, source, parcel)
+        self.gradients += parcel.gradients
         self._has_heard()
 
     def _checked(self, what: Gradients, payload: torch.Tensor | None) -> Parcel:
@@ -257,6 +264,15 @@ class Home(ParameterServer):
             self._floats = blend.floats
 
     # ---- all of it ----
+
+    def snapshot(self) -> dict[str, Any]:
+        saved = super().snapshot()
+        return saved and {**saved, "gradients": self.gradients}
+
+    def restore(self, saved: dict[str, Any]) -> int:
+        step = super().restore(saved)
+        self.gradients = int(saved["gradients"])
+        return step
 
     def renew(self, step: int, loads: int) -> None:
         """Other parameters were loaded, on another server: begin again with them."""

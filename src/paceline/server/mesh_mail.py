@@ -44,19 +44,26 @@ class Letter:
 class Peer:
     """Another server, as far as is known here.
 
-    *active*: items are passed on to it. *entry*: how it has last entered. *lost*: why nobody
-    answers there, since when; None while it is connected.
+    *active*: items are passed on to it. *entry*: how it has last entered, or gone; *told*: the
+    same, as it has said when it entered. *lost*: why nobody answers there, since when; None
+    while it is connected.
     """
 
     number: int
     name: str
     life: int | None = None
     entry: int = 0
+    told: int = -1
     active: bool = True
     lost: tuple[str, float] | None = None
     letters: list[Letter] = field(default_factory=list)
     """Those that are unanswered, the oldest first."""
     under_way: dict[int, Letter] = field(default_factory=dict)
+
+    def stands(self, life: int, entry: int, active: bool) -> None:
+        """What it has answered; it may have said more since, or be about to."""
+        if entry > self.told:
+            self.life, self.entry, self.active = life, entry, active
 
     def items(self) -> list[Item]:
         """What it has not answered yet."""

@@ -147,7 +147,7 @@ class Passing:
     def enters(self, peer: Peer, entry: int, items: Iterable[Item]) -> None:
         """From now on pass on to this peer, and first these."""
         self.goes(peer)
-        peer.active, peer.entry = True, entry
+        peer.active, peer.entry, peer.told = True, entry, entry
         for item in items:
             self._post(peer, item)
 
