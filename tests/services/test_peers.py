@@ -10,6 +10,7 @@ from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Answer, Ask, Work
 from paceline.messages import Leave, Reduce, Reduced, Refused
 from paceline.server.orders import PeerAddress
+from paceline.server.peers import ATTEMPTS_A_LIFE
 from tests.real.helpers import wait_until
 from tests.server import SECONDS, TOKEN, Adder, connect, running, time_limit
 
@@ -160,6 +161,57 @@ def test_a_peer_that_has_ended_before_they_meet_is_told_at_once():
         end = connect(shell)
         with pytest.raises(UsageError, match=r"the other at .* is lost: .*refused"):
             end.request(message(), torch.ones(1)).wait()
+        end.close()
+
+
+class Returning(Relay):
+    """Is told who is there again, and remembers who asks."""
+
+    def __init__(self):
+        super().__init__()
+        self.back, self.asked_by = [], []
+
+    def on_message(self, sender, *rest):
+        self.asked_by.append(sender.incarnation)
+        return super().on_message(sender, *rest)
+
+    def on_peer_back(self, peer, now):
+        self.back.append(peer)
+        return []
+
+
+def test_a_peer_that_is_started_again_is_found_again():
+    machine = Returning()
+    with running(machine, 1, peers=[PEER]) as shell:
+        end = connect(shell)
+        with running(Relay(), 1, services=1) as other:
+            shell.meet(1, at(other))
+            ask(end)
+        wait_until(lambda: machine.peers_lost, SECONDS, "the loss")
+        with pytest.raises(UsageError, match="is lost"):
+            ask(end, 1)
+        with running(Relay(), 1, services=1, port=other.port):
+            wait_until(lambda: machine.back, SECONDS, "the return")
+            ask(end, 2)
+            end.close()
+
+
+def test_a_connection_that_breaks_is_made_again_as_a_later_incarnation():
+    machine, asked = Returning(), Returning()
+    with (
+        running(asked, 1, services=1) as other,
+        running(machine, 1, peers=[PEER]) as shell,
+    ):
+        shell.meet(1, at(other), life=3)
+        end = connect(shell)
+        ask(end)
+        first = asked.asked_by[-1]
+        # Somebody else with the same number, and a later life: the first one is lost.
+        connect(other, 1, incarnation=first + 1).part(well=False)
+        wait_until(lambda: machine.back, SECONDS, "the return")
+        ask(end, 1)
+        assert asked.asked_by[-1] > first + 1
+        assert first == 3 * ATTEMPTS_A_LIFE
         end.close()
 
 

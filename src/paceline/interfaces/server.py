@@ -145,4 +145,14 @@ class AskingServer(Protocol):
         ...
 
 
+@runtime_checkable
+class ReturningServer(AskingServer, Protocol):
+    """An `AskingServer` whose peers may come back: who runs it tries to reach one that is lost
+    again and again, as one that asks with a later incarnation."""
+
+    def on_peer_back(self, peer: str, now: float) -> Sequence[Answer | Ask]:
+        """*peer* is there again after an `on_peer_lost`: it may be asked."""
+        ...
+
+
 AnyServer = Server | AskingServer

@@ -125,7 +125,7 @@ class Supervised:
         """What the supervisor says."""
         words = msgspec.json.decode(line, type=IsDone | IsLost | Introduction)
         if isinstance(words, Introduction):
-            self.shell.meet(words.sender, words.peers)
+            self.shell.meet(words.sender, words.peers, words.life)
             return ()
         now = time.monotonic()
         if isinstance(words, IsLost):

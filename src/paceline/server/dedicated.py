@@ -16,7 +16,15 @@ import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, AnyServer, Ask, AskingServer, Sender, Work
+from paceline.interfaces import (
+    Answer,
+    AnyServer,
+    Ask,
+    AskingServer,
+    ReturningServer,
+    Sender,
+    Work,
+)
 from paceline.messages import Done, Introduce, Refused, Reply, Request
 from paceline.server import kinds
 from paceline.server.orders import PeerAddress
@@ -94,6 +102,11 @@ class Dedicated:
     ) -> Sequence[Answer | Ask]:
         assert isinstance(self._machine, AskingServer), "who has peers is one"
         return self._machine.on_peer_lost(peer, reason, now)
+
+    def on_peer_back(self, peer: str, now: float) -> Sequence[Answer | Ask]:
+        if isinstance(self._machine, ReturningServer):
+            return self._machine.on_peer_back(peer, now)
+        return ()
 
     def _introduce(self, sender: Sender, words: Introduce) -> None:
         """Raises `UsageError` for what makes no sense."""

@@ -28,11 +28,13 @@ class PeerAddress(msgspec.Struct, kw_only=True):
 
 
 class Introduction(msgspec.Struct, tag="introduce", kw_only=True):
-    """The service that listens at *port* is to connect to these *peers*, as number *sender*."""
+    """The service that listens at *port* is to connect to these *peers*, as number *sender*, which
+    was started *life* times before."""
 
     port: int
     sender: int
     peers: dict[str, PeerAddress]
+    life: int = 0
 
 
 class Place(msgspec.Struct, kw_only=True):

@@ -8,7 +8,9 @@ thread of its own, while the loop serves. A thread hands over what it has made, 
 pipe wakes the loop. From then on the `PollLoop` read the connection.
 
 What is asked before that is kept. A peer that is lost, or was never reached, is told to the
-machine at once, and again when the machine asks it once more: nothing waits for it.
+machine at once, and again when the machine asks it once more: nothing waits for it. Where peers may
+come back (`ReturningServer`), a thread tries to reach it until it is there: each time as a
+later incarnation, since who was here before is not let in.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import PacelineError, PeerLostError, UsageError
-from paceline.interfaces import Answer, Ask, AskingServer
+from paceline.interfaces import Answer, Ask, AskingServer, ReturningServer
 from paceline.messages import Reply
 from paceline.server.client import RemoteServer, check_listens
 from paceline.server.orders import PeerAddress
@@ -36,14 +38,30 @@ def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:
     )
 
 
+AGAIN_SECONDS = 0.05
+"""So long after a connection was lost it is tried again; then after twice as long, and so on."""
+AGAIN_SECONDS_AT_MOST = 1.0
+ATTEMPTS_A_LIFE = 1 << 20
+
+
+@dataclass
+class _Way:
+    """How to reach a peer: as number *sender*, next time as *incarnation*."""
+
+    sender: int
+    address: PeerAddress
+    incarnation: int
+
+
 @dataclass
 class _Peer:
     """*end* is None until the connection stands, and what is asked meanwhile *waiting*;
-    *lost*: why there is nobody."""
+    *lost*: why there is nobody; *way*: None until it is known."""
 
     end: RemoteServer | None = None
     waiting: list[Ask] = field(default_factory=list)
     lost: str = ""
+    way: _Way | None = None
 
 
 class Peers:
@@ -63,18 +81,19 @@ class Peers:
         )
         self._replies: list[tuple[str, int, Reply, Ask]] = []
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = threading.Event()
         self._awake, self._wake = os.pipe()
         loop.watch(self._awake, self._wake_up)
 
-    def meet(self, sender: int, addresses: Mapping[str, PeerAddress]) -> None:
-        """Connect to them all, as number *sender*; returns at once."""
-        for name in addresses:  # one that was there before its job learns names, too
-            self._peers.setdefault(name, _Peer())
+    def meet(
+        self, sender: int, addresses: Mapping[str, PeerAddress], life: int = 0
+    ) -> None:
+        """Connect to them all, as number *sender* in its so-manieth *life*; returns at once."""
         for name, address in addresses.items():
-            threading.Thread(
-                target=self._connect, args=(sender, name, address), daemon=True
-            ).start()
+            # One that was there before its job learns names, too.
+            peer = self._peers.setdefault(name, _Peer())
+            peer.way = _Way(sender, address, life * ATTEMPTS_A_LIFE)
+            self._set_out(name, peer.way, again=False)
 
     def _wake_up(self) -> None:
         os.read(self._awake, 4096)
@@ -109,9 +128,9 @@ class Peers:
     def close(self, well: bool) -> None:
         """Let go of them; *well*: with a goodbye, so that nobody takes this for a loss."""
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
-            self._closed = True
+            self._closed.set()
             self._loop.unwatch(self._awake)
             os.close(self._awake)
             os.close(self._wake)
@@ -123,18 +142,24 @@ class Peers:
             if peer.end is not None:
                 peer.end.part(well)
 
-    def _connect(self, sender: int, name: str, address: PeerAddress) -> None:
-        """On a thread of its own."""
-        made: RemoteServer | PacelineError
-        try:
-            check_listens(name, address.host, address.port)
-            made = RemoteServer(
-                name, address.host, address.port, worker=sender, token=address.token
-            )
-        except PacelineError as error:
-            made = error
+    def _set_out(self, name: str, way: _Way, again: bool) -> None:
+        threading.Thread(
+            target=self._connect, args=(name, way, again), daemon=True
+        ).start()
+
+    def _connect(self, name: str, way: _Way, again: bool) -> None:
+        """On a thread of its own, one for each peer; *again*: until it is there."""
+        pause = AGAIN_SECONDS
+        if again and self._closed.wait(pause):
+            return
+        made = _reached(name, way)
+        while again and not isinstance(made, RemoteServer):
+            pause = min(2 * pause, AGAIN_SECONDS_AT_MOST)
+            if self._closed.wait(pause):
+                return
+            made = _reached(name, way)
         with self._lock:
-            if not self._closed:
+            if not self._closed.is_set():
                 self._made.put((name, made))
                 os.write(self._wake, b"\n")
                 return
@@ -152,7 +177,11 @@ class Peers:
         waiting, peer.waiting = peer.waiting, []
         for ask in waiting:
             self._send(made, ask)
-        return ()
+        if not peer.lost:
+            return ()
+        peer.lost = ""
+        assert isinstance(self._machine, ReturningServer), "others stay lost"
+        return self._machine.on_peer_back(name, self._now())
 
     def _send(self, end: RemoteServer, ask: Ask) -> None:
         def replied(reply: Reply) -> None:
@@ -167,4 +196,25 @@ class Peers:
             peer.end.part(well=False)
         peer.end, peer.lost = None, reason
         peer.waiting.clear()
+        if peer.way is not None and isinstance(self._machine, ReturningServer):
+            self._set_out(name, peer.way, again=True)
         return self._machine.on_peer_lost(name, reason, self._now())
+
+
+def _reached(name: str, way: _Way) -> RemoteServer | PacelineError:
+    """The peer's end; or why there is none."""
+    host, port = way.address.host, way.address.port
+    try:
+        check_listens(name, host, port)
+        return RemoteServer(
+            name,
+            host,
+            port,
+            worker=way.sender,
+            incarnation=way.incarnation,
+            token=way.address.token,
+        )
+    except PacelineError as error:
+        return error
+    finally:
+        way.incarnation += 1

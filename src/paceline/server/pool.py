@@ -21,7 +21,6 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import AnyServer
 from paceline.server import kinds
-from paceline.server.mesh import GroupServer
 from paceline.server.orders import Introduction, Order, Place
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Shell
@@ -42,9 +41,8 @@ class Running:
     def is_over(self) -> bool:
         """Whether its training has come to an end for somebody: the others are about to."""
         machine = self.machine
-        if isinstance(machine, ParameterServer | GroupServer) and machine.is_over():
-            return True
-        return self.shell.some_have_departed
+        trained = isinstance(machine, ParameterServer) and machine.is_over()
+        return trained or self.shell.some_have_departed
 
 
 class Pool:
@@ -91,7 +89,7 @@ class Pool:
             -1
         ]
         try:
-            shell.meet(introduction.sender, introduction.peers)
+            shell.meet(introduction.sender, introduction.peers, introduction.life)
         except UsageError as error:
             return Place(fault=str(error))
         return Place(port=shell.port)

@@ -133,15 +133,17 @@ class Shell:
         self._loop.watch(self._zap, self._read_questions)
         self._loop.watch(listener, self._accept)
 
-    def meet(self, sender: int, peers: Mapping[str, PeerAddress]) -> None:
-        """Let the service ask its *peers*, as number *sender*; from any thread. Raises
-        `UsageError` for a service that asks nobody."""
+    def meet(
+        self, sender: int, peers: Mapping[str, PeerAddress], life: int = 0
+    ) -> None:
+        """Let the service ask its *peers*, as number *sender*, which was started *life* times
+        before; from any thread. Raises `UsageError` for a service that asks nobody."""
         if self._peers is None:
             raise UsageError(
                 f"peers {', '.join(peers)}: this service asks nobody; one that does has "
                 "on_reply and on_peer_lost (paceline.interfaces.AskingServer)"
             )
-        self._peers.meet(sender, peers)
+        self._peers.meet(sender, peers, life)
 
     @property
     def some_have_departed(self) -> bool:

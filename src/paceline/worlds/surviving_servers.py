@@ -152,7 +152,9 @@ class SurvivingServers:
             if peer is not server
         }
         sender = self._workers + server.number
-        return Introduction(port=server.port, sender=sender, peers=peers)
+        return Introduction(
+            port=server.port, sender=sender, peers=peers, life=server.lives
+        )
 
     def close(self) -> None:
         """End all, and leave nothing half written."""
