@@ -12,11 +12,7 @@ from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.real.helpers import SCRIPTS, kill
 from tests.real.lives import START_SECONDS, servers_of, wait_for_steps
-from tests.real.test_survive import (
-    WORKERS,
-    check_kills,
-    start,
-)
+from tests.real.test_survive import WORKERS, check_kills, start
 
 __all__ = ["start"]
 
