@@ -10,7 +10,7 @@ the same, of a chunk not yet asked for     -                              - (it 
 ========================================== ============================== ================
 
 The rack before has *slots* of its own, in which it counts chunks on and on; so does this side,
-operation by operation, and both issue the same ones in the same order. What is lost on the way
+operation by operation (`Inbox.skip` for those whose sums do not leave), in the same order. What is lost on the way
 the rack's workers send again, until their slot is freed; an agent that would not wait for that
 asks for it (`Inbox.wanted`).
 """
@@ -45,6 +45,12 @@ class Inbox:
         self._first, self._end = self._end, self._end + chunks
         self._here = np.zeros(chunks, np.bool_)
         self._take = take
+
+    def skip(self, chunks: int) -> None:
+        """The rack before carries out an operation of so many chunks whose sums it keeps."""
+        assert self.finished, "an operation is under way"
+        self._first = self._end = self._end + chunks
+        self._here = np.zeros(0, np.bool_)
 
     @property
     def finished(self) -> bool:

@@ -42,43 +42,58 @@ class Operation(Protocol):
 
 
 class IntegerSum:
-    """*values*, int32 and contiguous, become their sums over workers (modulo 2^32)."""
+    """*values*, int32 and contiguous, become their sums over workers (modulo 2^32).
 
-    def __init__(self, values: Array, elements: int) -> None:
+    With *awaits* a chunk is sent only once `add` or `arrive` was told of it: an agent of a ring
+    adds its own values to what comes from the rack before (`Inbox.begin(..., take=self.add)`).
+    """
+
+    def __init__(self, values: Array, elements: int, *, awaits: bool = False) -> None:
         self._values, self._elements = values, elements
         self.chunks = -(-len(values) // elements)
         self._whole = len(values) // elements
         self._rows = values[: self._whole * elements].reshape(-1, elements)
+        self._rest = values[self._whole * elements :]
+        self._here = np.full(self.chunks, not awaits)
 
     def ready(self, chunks: Array) -> Array:
-        return np.ones(len(chunks), np.bool_)
+        return np.asarray(self._here[chunks])
+
+    def arrive(self, chunks: Array) -> None:
+        """These may be sent now: what they bring is in the values."""
+        self._here[chunks] = True
+
+    def add(self, chunks: Array, packets: Array) -> None:
+        """These bring what *packets* hold, as well; once each, before they are sent."""
+        whole = chunks < self._whole
+        self._rows[chunks[whole]] += packets["values"][whole, : self._elements]
+        for row in np.flatnonzero(~whole):
+            self._rest += packets["values"][row, : len(self._rest)]
+        self.arrive(chunks)
 
     def bring(self, chunks: Array, packets: Array) -> None:
         packets["header"]["elements"] = self._elements
         whole = chunks < self._whole
         packets["values"][whole, : self._elements] = self._rows[chunks[whole]]
-        if not whole.all():
-            self._bring_last(packets, int(np.flatnonzero(~whole)[0]))
-
-    def _bring_last(self, packets: Array, row: int) -> None:
-        rest = self._values[self._whole * self._elements :]
-        packets["header"]["elements"][row] = len(rest)
-        packets["values"][row, : len(rest)] = rest
+        for row in np.flatnonzero(~whole):
+            packets["header"]["elements"][row] = len(self._rest)
+            packets["values"][row, : len(self._rest)] = self._rest
 
     def take(self, chunks: Array, packets: Array) -> None:
         whole = chunks < self._whole
         self._rows[chunks[whole]] = packets["values"][whole, : self._elements]
         for row in np.flatnonzero(~whole):
-            rest = self._values[self._whole * self._elements :]
-            rest[:] = packets["values"][row, : len(rest)]
+            self._rest[:] = packets["values"][row, : len(self._rest)]
 
 
 class Spread(IntegerSum):
     """*values*, int32, become those of the one worker that *brings* any: the others
     contribute datagrams without values."""
 
-    def __init__(self, values: Array, elements: int, brings: bool) -> None:
-        super().__init__(values, elements)
+    def __init__(
+        self, values: Array, elements: int, brings: bool, *, awaits: bool = False
+    ) -> None:
+        super().__init__(values, elements, awaits=awaits)
         self._brings = brings
 
     def bring(self, chunks: Array, packets: Array) -> None:

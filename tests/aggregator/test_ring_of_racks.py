@@ -1,0 +1,87 @@
+"""An all-reduce of two racks: partial sums leave each toward the other's agent, and no packet
+that is lost, doubled or late changes a bit."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.aggregator.forwarding import Inbox
+from paceline.aggregator.operations import IntegerSum, Spread
+from paceline.aggregator.protocol import Memory, Slots
+from tests.aggregator.net import ELEMENTS, Net, Worker
+from tests.aggregator.test_protocol_laws import FATES, WIDTH
+
+RACKS = (1, 2)
+"""By number of their jobs."""
+
+
+class Member(Worker):
+    """Of rack *rack*, whose chunk is its own number's: it forwards this one's sum, forms the
+    other one's for good, and has the first one from the other rack."""
+
+    def __init__(self, index, slots, rack, parts):
+        self.rack, agent = rack, index == 0
+        mine, other = parts[rack], parts[3 - rack]
+        self.last = IntegerSum(other, WIDTH, awaits=agent)
+        self.gather = Spread(mine, WIDTH, agent, awaits=agent)
+        operations = [IntegerSum(mine, WIDTH), self.last, self.gather]
+        super().__init__(index, slots, operations, number=rack)
+        self.whole = other
+
+    def due(self, now):
+        # Only the first operation's sums leave the rack.
+        self.forward = len(self.todo) == 3
+        return super().due(now)
+
+
+class TwoRacks(Net):
+    def __init__(self, members, slots):
+        super().__init__(members)
+        self.slots = {
+            rack: Slots(Memory.of(slots, ELEMENTS), len(members[rack]))
+            for rack in RACKS
+        }
+        self.inboxes, self.handed = {}, set()
+        for rack in RACKS:  # of the agent behind it
+            inbox = Inbox(slots=slots, elements=ELEMENTS, number=rack)
+            agent = members[3 - rack][0]
+            inbox.begin(agent.last.chunks, agent.last.add)
+            self.inboxes[rack] = inbox
+
+    def to_switch(self, rack, packet):
+        self.post_all(rack, self.slots[rack].take(packet))
+
+    def to_next(self, rack, packet):
+        self.post(("switch", rack), self.inboxes[rack].take(packet))
+
+    def check(self):
+        """Agents hand each other what is whole, over a connection that loses nothing."""
+        for rack in RACKS:
+            giver, taker = self.workers[rack][0], self.workers[3 - rack][0]
+            done = giver.stream.finished and len(giver.todo) == 1
+            if done and rack not in self.handed:
+                self.handed.add(rack)
+                taker.gather._values[:] = giver.whole
+                taker.gather.arrive(np.arange(taker.gather.chunks))
+
+
+@settings(max_examples=15, deadline=None)
+@given(fates=FATES, slots=st.integers(1, 3), size=st.integers(1, 9))
+def test_two_racks_reduce_as_one_ring_of_two(fates, slots, size):
+    random = np.random.default_rng(size)
+    values = random.integers(-(2**31), 2**31, (2, 2, 2, size)).astype(np.int32)
+    total = values.sum(axis=(0, 1), dtype=np.int64).astype(np.int32)
+    members = {
+        rack: [
+            Member(
+                *(index, slots, rack),
+                {1: values[rack - 1, index, 0], 2: values[rack - 1, index, 1]},
+            )
+            for index in range(2)
+        ]
+        for rack in RACKS
+    }
+    net = TwoRacks(members, slots)
+    net.play(fates)
+    net.settle()
+    assert (values == total).all()
