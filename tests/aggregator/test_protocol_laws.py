@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.aggregator.fixed_point import FixedPoint
 from paceline.aggregator.operations import IntegerSum, NumberSum, Spread
 from paceline.aggregator.packets import Kind, blank
 from paceline.aggregator.protocol import Memory, Slots
@@ -125,7 +126,7 @@ def test_numbers_have_the_same_bits_everywhere_and_are_within_the_bound(
     scale = np.exp2(random.integers(-20, 20, (3, size)))
     numbers = (random.standard_normal((3, size)) * scale).astype(np.float32)
     total = numbers.sum(axis=0, dtype=np.float64)
-    operations = [NumberSum(mine, WIDTH, 3, slots) for mine in numbers]
+    operations = [NumberSum(mine, WIDTH, FixedPoint(3), slots) for mine in numbers]
     streams = [Worker(i, slots, [one]) for i, one in enumerate(operations)]
     rack = Rack(streams, slots)
     rack.play(fates)

@@ -317,7 +317,6 @@ def test_sums_leave_the_rack_toward_the_next_agent():
                 worker,
                 workers=2,
                 slots=4,
-                forwards=True,
                 next_agent=address if worker == 0 else None,
                 lossy=lossy(worker, 0.05),
             )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from paceline.aggregator import worker
+from paceline.aggregator.fixed_point import FixedPoint
 from paceline.aggregator.operations import IntegerSum, NumberSum
 from paceline.aggregator.packets import Flag, Kind
 from paceline.aggregator.timers import FIRST, LONGEST, SHORTEST, RoundTrip
@@ -101,7 +102,7 @@ def test_values_follow_the_exponent_that_all_have_agreed_on():
     """One window ahead: the first has no values, and says what comes in the second."""
     stream = Stream(slots=2, elements=ELEMENTS, worker=0)
     numbers = np.full(5 * ELEMENTS, 0.75, np.float32)
-    stream.begin(NumberSum(numbers, ELEMENTS, 1, 2), 0.0)
+    stream.begin(NumberSum(numbers, ELEMENTS, FixedPoint(1), 2), 0.0)
     ahead = stream.due(0.0)
     assert ahead["header"]["elements"].tolist() == [0, 0]
     assert ahead["header"]["exponent"].tolist() == [0, 0]

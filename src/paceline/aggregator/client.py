@@ -27,7 +27,6 @@ from paceline.aggregator.operations import (
 from paceline.aggregator.packets import (
     IP6_BYTES,
     IP_BYTES,
-    MOST_WORKERS,
     Array,
     Kind,
     Seal,
@@ -36,6 +35,7 @@ from paceline.aggregator.packets import (
     mtu_for,
     well_formed,
 )
+from paceline.aggregator.protocol import all_bits
 from paceline.aggregator.timers import FIRST
 from paceline.aggregator.worker import Stream
 from paceline.errors import PeerLostError, UsageError
@@ -55,8 +55,9 @@ class AggregatorClient:
     """One of the *workers* of *job*, at the aggregator at (*host*, *port*).
 
     *job*: a name that no other job has, such as 16 random bytes in hex. *slots*: how many are
-    wanted; fewer may be granted, no fewer than *fewest*. *next*: where sums go that are to leave
-    the rack. *silent_seconds*: after so long without any answer the aggregator is given up.
+    wanted; fewer may be granted, no fewer than *fewest*. *next_agent*: where sums go that
+    leave the rack, which one worker tells. *headroom*: how many workers' numbers meet in
+    one sum, where these are more than the aggregator's own. *silent_seconds*: after so long without any answer the aggregator is given up.
     *lossy*: of each batch that is sent or received, which datagrams survive.
     """
 
@@ -74,63 +75,57 @@ class AggregatorClient:
         mtu: int = 1500,
         rules: Rules = "slots",
         next_agent: tuple[str, int] | None = None,
-        forwards: bool = False,
+        headroom: int | None = None,
         silent_seconds: float = SILENT_SECONDS,
         lossy: Lossy | None = None,
     ) -> None:
         """Raises `UsageError` where the aggregator refuses or the MTU is too small, and
         `PeerLostError` where there is none."""
-        if not 1 <= workers <= MOST_WORKERS:
-            raise UsageError(
-                f"{workers} workers at one aggregator: expected 1 to {MOST_WORKERS}"
-            )
-        self._control = Registration(host, port, token)
-        peer = self._control.socket.getpeername()
-        family = self._control.socket.family
-        ip_bytes = IP6_BYTES if family == socket.AF_INET6 else IP_BYTES
-        self._udp = open_socket(family)
-        try:
-            self._udp.bind((self._control.socket.getsockname()[0], 0))
-            self._udp.connect((peer[0], port))
-            elements = elements_for(mtu, ip_bytes=ip_bytes)
-            check_way(self._udp, mtu_for(elements, ip_bytes=ip_bytes))
-            granted = self._control.register(
-                Register(
-                    job=job,
-                    worker=worker,
-                    workers=workers,
-                    port=self._udp.getsockname()[1],
-                    nonce="",
-                    next=next_agent,
-                    slots=slots,
-                    fewest=fewest,
-                    elements=elements,
-                    rules=rules,
-                    forwards=forwards,
-                )
-            )
-        except BaseException:
-            self.close(well=False)
-            raise
-        self.number, self.slots, self.elements = granted.number, granted.slots, elements
-        self.fixed = FixedPoint(workers)
+        all_bits(workers)  # refuses too many
         self._where = f"{host}:{port}"
-        self._seal = Seal(key_of(token, job))
-        self._datagrams = datagrams(self._udp, elements)
-        self._stream = Stream(
-            slots=self.slots, elements=elements, worker=worker, number=self.number
-        )
-        self._silent_seconds = silent_seconds
-        self._lossy = lossy
-        self._poll = select.poll()
-        for end in (self._udp, self._control.socket):
-            self._poll.register(end, select.POLLIN)
+        self._control = Registration(host, port, token)
+        self._udp = open_socket(self._control.socket.family)
         self.dropped: Counter[str] = Counter()
+        self._silent_seconds, self._lossy = silent_seconds, lossy
+        self._seal = Seal(key_of(token, job))
+        self.fixed = FixedPoint(headroom or workers)
         try:
+            self.elements = elements = self._lead_to(port, mtu)
+            wish = Register(
+                job=job,
+                worker=worker,
+                workers=workers,
+                port=self._udp.getsockname()[1],
+                nonce="",  # the connection's to fill in, as the proof
+                next=next_agent,
+                slots=slots,
+                fewest=fewest,
+                elements=elements,
+                rules=rules,
+            )
+            granted = self._control.register(wish)
+            self.number, self.slots = granted.number, granted.slots
+            self._datagrams = datagrams(self._udp, elements)
+            self._stream = Stream(
+                slots=self.slots, elements=elements, worker=worker, number=self.number
+            )
+            self._poll = select.poll()
+            for end in (self._udp, self._control.socket):
+                self._poll.register(end, select.POLLIN)
             self._probe(worker)
         except BaseException:
             self.close(well=False)
             raise
+
+    def _lead_to(self, port: int, mtu: int) -> int:
+        """Connect the datagrams' socket; the elements of a datagram."""
+        control = self._control.socket
+        ip_bytes = IP6_BYTES if control.family == socket.AF_INET6 else IP_BYTES
+        elements = elements_for(mtu, ip_bytes=ip_bytes)
+        self._udp.bind((control.getsockname()[0], 0))
+        self._udp.connect((control.getpeername()[0], port))
+        check_way(self._udp, mtu_for(elements, ip_bytes=ip_bytes))
+        return elements
 
     @property
     def counts(self) -> Counter[str]:
@@ -154,7 +149,7 @@ class AggregatorClient:
         bits on all. Returns by how much an element may be off (see `fixed_point`). A block
         in which somebody has a NaN or an infinity is NaN for all."""
         _check(numbers, np.float32)
-        operation = NumberSum(numbers, self.elements, self.fixed.workers, self.slots)
+        operation = NumberSum(numbers, self.elements, self.fixed, self.slots)
         self.run(operation)
         return operation.error
 

@@ -68,7 +68,6 @@ class Register(
     fewest: int = 1
     elements: int = 1
     rules: Rules = "slots"
-    forwards: bool = False
     proof: str = ""
 
     def terms(self) -> Terms:
@@ -80,7 +79,6 @@ class Register(
             fewest=self.fewest,
             elements=self.elements,
             rules=self.rules,
-            forwards=self.forwards,
         )
 
 

@@ -35,7 +35,7 @@ class Terms:
     """What a job asks for, the same for all of its workers.
 
     *slots*: as many as it would like; *fewest*: it cannot do with fewer. *elements*: values in a
-    datagram. *forwards*: sums may leave toward a next agent, whose address is told by a worker.
+    datagram.
     """
 
     name: str
@@ -44,7 +44,6 @@ class Terms:
     elements: int
     fewest: int = 1
     rules: Rules = "slots"
-    forwards: bool = False
 
 
 @dataclass

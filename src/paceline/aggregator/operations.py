@@ -104,16 +104,18 @@ class Spread(IntegerSum):
 
 
 class NumberSum:
-    """*numbers*, single precision and contiguous, become their sums over *workers*.
+    """*numbers*, single precision and contiguous, become their sums over the workers of *fixed*.
 
     Chunk j brings the values of block j - a, by an exponent that all workers have agreed on,
     and the exponent of its own block j: the sums' exponents are their maxima. The first a
     chunks (a: *ahead*, or the number of blocks if that is less) have no values.
     """
 
-    def __init__(self, numbers: Array, elements: int, workers: int, ahead: int) -> None:
+    def __init__(
+        self, numbers: Array, elements: int, fixed: FixedPoint, ahead: int
+    ) -> None:
         self._numbers, self._elements = numbers, elements
-        self._fixed = FixedPoint(workers)
+        self._fixed = fixed
         self._blocks = -(-len(numbers) // elements)
         self._ahead = min(ahead, self._blocks)
         self.chunks = self._blocks + self._ahead

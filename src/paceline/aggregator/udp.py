@@ -229,7 +229,7 @@ class UserSpaceAggregator:
             if words.next is not None:
                 table.add((_plain(words.next[0]), _port(words.next[1])))
             job = self.jobs.register(words.terms(), words.worker)
-        except (UsageError, OSError) as error:
+        except (ValueError, OSError) as error:  # UsageError is one of the former
             self._refuse(peer, str(error))
             return
         ways = self._ways.setdefault(job.number, _Ways())
