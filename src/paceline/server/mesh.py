@@ -41,8 +41,9 @@ Modules
 -------
 - `mesh_home`: the server of the group's workers.
 - `mesh_mail`: letters to peers, sent until they are answered.
-- `mesh_parcels`: what is passed on, and what was taken.
+- `mesh_parcels`: what is passed on, and what was taken; `mesh_telling`, what is told.
 - `mesh_copies`, `mesh_entering`, `mesh_meetings`: how all of a server comes to another one.
+- `mesh_membership`: whether this one is in the mesh; `mesh_hearing`: what the others say.
 - here: who is told what, and who waits.
 """
 
@@ -58,18 +59,11 @@ from paceline import lifelines
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask, Sender, Server, Work
 from paceline.mesh_messages import (
-    Away,
-    Gradients,
-    Manifest,
     Pass,
     PeerRequest,
-    Standing,
-    Tell,
 )
 from paceline.messages import (
     Blend,
-    Leave,
-    Parameters,
     Pull,
     PullBuffers,
     PullState,
@@ -78,22 +72,18 @@ from paceline.messages import (
     Reply,
     Request,
 )
-from paceline.server.mesh_copies import Captured
-from paceline.server.mesh_entering import Entering
 from paceline.server.mesh_hearing import Hearing
 from paceline.server.mesh_home import NOW, Home
-from paceline.server.mesh_mail import Letter, Mail, Peer
-from paceline.server.mesh_meetings import Meetings
+from paceline.server.mesh_mail import Mail, Peer
+from paceline.server.mesh_membership import Membership
 from paceline.server.mesh_parcels import Passing
+from paceline.server.mesh_telling import Telling
 from paceline.server.process import discipline_of
 from paceline.server.protocol import ParameterServer
 
 if TYPE_CHECKING:
     from paceline.server.kinds import Start
 
-ROUNDS_UNANSWERED = 4
-"""A peer may owe answers to so many parcels of each bucket. Then no more are made: what would be
-in them is in the next ones."""
 USES_THE_MODEL = (Push, Pull, PullState, PullBuffers, Blend)
 """What a server answers from a model that has everything in it."""
 
@@ -123,38 +113,28 @@ class GroupServer:
         entered: Callable[[], None] = lambda: None,
     ) -> None:
         number, self._name = home.number, servers[home.number]
-        self.home, self._workers_of = home, around(home)
+        self.home, self._around = home, around(home)
         self.counts = home.counts
-        self._patience, self._tell_entered = patience, entered
+        self._patience = patience
         self._now = 0.0
         self._out: list[Answer | Ask] = []
         peers = {n: Peer(n, name) for n, name in enumerate(servers) if n != number}
         self._peers: Mapping[int, Peer] = peers
         self._mail = Mail(peers, self._out)
         self._passing = Passing(number, life, peers, self._mail, self._is_refused)
-        self._entering = Entering(
-            *(number, home, peers, self._mail, self._passing),
-            entered=self._has_entered,
+        self._telling = Telling(home, peers, self._mail, self._passing)
+        self._membership = Membership(
+            *(home, peers, self._mail, self._passing, self._telling),
+            agree=agree,
+            entered=entered,
             mistaken=self._give_up,
         )
-        self._meetings = Meetings(
-            *(home, peers, self._mail, self._passing),
-            drain=self._pass_on_everything,
-            capture=self._capture,
-            agree=agree,
-        )
-        self._is_active, self._is_going = True, False
+        self._entering = self._membership.entering
+        self._meetings = self._membership.meetings
+        self._hearing = Hearing(home, peers, self._passing, self._membership, self._out)
         self._fault = ""
-        self._here: set[int] = set()
-        """Workers that push to this server, as far as is known."""
         self._deferred: list[Asked] = []
-        self._said = 0, b""
-        """How often the discipline has told the others something, and what it was."""
-        self._hearing = Hearing(
-            *(home, peers, self._passing, self._entering, self._meetings),
-            mesh=self,
-            out=self._out,
-        )
+        """What workers have asked, and are not served yet."""
         if enters and peers:
             self._entering.begin()
         elif enters:
@@ -181,8 +161,7 @@ class GroupServer:
     ) -> Sequence[Answer | Ask]:
         self._now = now
         if worker < self.home.workers:
-            self._here.discard(worker)
-            self._answer(self._workers_of.on_lost(worker, incarnation, now))
+            self._out += self._around.on_lost(worker, incarnation, now)
         else:
             self._hearing.lost(worker, incarnation)
         return self._settled()
@@ -190,7 +169,7 @@ class GroupServer:
     def next_deadline(self) -> float | None:
         if self._out:
             return NOW
-        deadlines = [self._workers_of.next_deadline()]
+        deadlines = [self._around.next_deadline()]
         lost = [peer.lost[1] for peer in self._peers.values() if peer.lost is not None]
         if lost and not self._fault and self._patience < math.inf:
             deadlines.append(min(lost) + self._patience)
@@ -198,9 +177,9 @@ class GroupServer:
 
     def on_timer(self, now: float) -> Sequence[Answer | Ask]:
         self._now = now
-        deadline = self._workers_of.next_deadline()
+        deadline = self._around.next_deadline()
         if deadline is not None and now >= deadline:
-            self._answer(self._workers_of.on_timer(now))
+            self._out += self._around.on_timer(now)
         for peer in self._peers.values():
             if peer.lost is not None and now >= peer.lost[1] + self._patience:
                 self._give_up(
@@ -210,7 +189,7 @@ class GroupServer:
         return self._settled()
 
     def take_work(self) -> Work:
-        return self._workers_of.take_work()
+        return self._around.take_work()
 
     def on_reply(
         self,
@@ -239,13 +218,18 @@ class GroupServer:
         self._mail.back(self._mail.named(peer))
         return self._settled()
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it takes what is passed on."""
+        return self._membership.is_active
+
     # ---- as `ParameterServer` has it ----
 
     def wait_for_the_lost(self) -> None:
         self.home.wait_for_the_lost()
 
     def on_done(self, worker: int) -> Sequence[Answer | Ask]:
-        self._answer(self.home.on_done(worker))
+        self._out += self.home.on_done(worker)
         return self._settled()
 
     def is_over(self) -> bool:
@@ -264,68 +248,50 @@ class GroupServer:
 
     def _settled(self) -> list[Answer | Ask]:
         """Do what can be done by now; returns what is to leave."""
-        while any(
-            [
-                *(self._hearing.take_what_waits(self._now), self._serve()),
-                *(self._go(), self._meet()),
-            ]
-        ):
+        steps = self._hear, self._serve, self._go
+        self._membership.now = self._now
+        while any(step() for step in steps):
             pass
         out = self._out[:]
         self._out.clear()
         return out
 
+    def _hear(self) -> bool:
+        return self._hearing.take_what_waits(self._now)
+
     def _serve(self) -> bool:
-        """What workers have asked meanwhile; and what is to be passed on then."""
+        """Whether workers were answered, or asked something that was served."""
         served = False
         while self._deferred and not self._workers_wait():
             sender, message, payload = self._deferred.pop(0)
-            self._of_worker(sender, message, payload)
+            answers = self._around.on_message(sender, message, payload, self._now)
+            self._out += answers
             served = True
         if self.home.has_answers:
-            self._answer(self._workers_of.on_timer(self._now))
+            self._out += self._around.on_timer(self._now)
             served = True
+        return served
+
+    def _go(self) -> bool:
+        """Whether the mesh had something to do."""
+        membership = self._membership
+        told, met = membership.tell(), membership.meet()
         self.home.is_still = self._meetings.is_still
-        return self._pass_on() or served
+        gone = membership.go(wanted=bool(self._deferred))
+        return told or met or gone
 
     def _workers_wait(self) -> bool:
         """Whether workers are not served now. The first one that waits may want this server to
         enter."""
         if self._entering.is_under_way or self._meetings.is_still:
             return True
-        if self._is_in() or self.home.is_over():
+        if self._membership.is_in or self.home.is_over():
             return False
-        if isinstance(self._deferred[0][1], USES_THE_MODEL):
-            if not self._is_active:
-                self._entering.begin()
-            return True
-        return False
-
-    def _is_in(self) -> bool:
-        """Whether it has all that is passed on, and passes on what it applies."""
-        entering = self._entering.is_under_way
-        return self._is_active and not self._is_going and not entering
-
-    def _of_worker(
-        self, sender: Sender, message: Request, payload: torch.Tensor | None
-    ) -> None:
-        if isinstance(message, Push | Pull):
-            self._here.add(sender.worker)
-        elif isinstance(message, Leave):
-            self._here.discard(sender.worker)
-        answers = self._workers_of.on_message(sender, message, payload, self._now)
-        self._answer(answers)
-
-    def _answer(self, answers: Sequence[Answer]) -> None:
-        self._out += answers
-        meshed = self.home.meshed
-        for to, message, _ in answers:
-            # Who was told that it is in another group pushes there.
-            elsewhere = meshed is not None and (
-                meshed.groups.of[to.worker] != self.home.number
-            )
-            if isinstance(message, Parameters) and elsewhere:
-                self._here.discard(to.worker)
+        if not isinstance(self._deferred[0][1], USES_THE_MODEL):
+            return False
+        if not self._membership.is_active:
+            self._entering.begin()
+        return True
 
     def _refuse(self, sender: Sender, reason: str) -> None:
         self._out.append(Answer(sender, Refused(reason=reason)))
@@ -337,56 +303,6 @@ class GroupServer:
         for sender, _, _ in self._deferred:
             self._refuse(sender, self._fault)
         self._deferred.clear()
-
-    # ---- what is passed on ----
-
-    def _pass_on(self) -> bool:
-        if not self._is_in() or self._meetings.is_still or not self.home.is_loaded:
-            return False
-        said = self._say(self.home.words(self._now))
-        most = ROUNDS_UNANSWERED * (1 + len(self.home.shard.buckets))
-        if self._passing.longest() >= most:
-            return said
-        return self._send(everything=False) or said
-
-    def _pass_on_everything(self) -> None:
-        if self._is_in():
-            self._send(everything=True)
-
-    def _send(self, everything: bool) -> bool:
-        parcels = self.home.outgoing(everything, self._now)
-        for parcel in map(self.home.stands, parcels):
-            what = Gradients(
-                bucket=parcel.bucket,
-                gradients=parcel.gradients,
-                weight=parcel.weight,
-                used=list(parcel.used),
-                hyperparameters=[dict(h) for h in parcel.hyperparameters],
-                version=parcel.version,
-                is_model=parcel.is_model,
-            )
-            self._pass(what, parcel.values)
-        if everything or any(self.home.is_last_bucket(p.bucket) for p in parcels):
-            buffers = self.home.buffers_to_pass()
-            if buffers is not None:
-                self._pass(*buffers)
-        return bool(parcels)
-
-    def _pass(self, what: Any, payload: torch.Tensor | None) -> None:
-        self._passing.pass_on(what, payload, self.home.loads, self._meetings.ended)
-
-    def _say(self, words: bytes) -> bool:
-        if not words:
-            return False
-        number, _ = self._said
-        self._said = number + 1, words
-        for peer in self._peers.values():
-            self._tell(peer, number, words)
-        return True
-
-    def _tell(self, peer: Peer, number: int, words: bytes) -> None:
-        tell = Tell(life=self._passing.life, number=number, words=words)
-        self._mail.post(peer, Letter(lambda: tell, lambda *_: None))
 
     def _is_refused(self, peer: Peer, reason: str) -> None:
         self._give_up(f"{peer.name} does not take what was applied here: {reason}")
@@ -417,85 +333,9 @@ class GroupServer:
             return
         self._passing.relay(peer.number)
         self._passing.goes(peer)
-        self._entering.lives_anew(peer)
-        self._meetings.lives_anew(peer)
+        self._membership.lives_anew(peer)
         self._hearing.lives_anew(peer)
-        number, words = self._said
-        if words:
-            self._tell(peer, number - 1, words)
-
-    # ---- whether it is in the mesh ----
-
-    def _go(self) -> bool:
-        """Whether it is away by now, since its group has no workers; or in again."""
-        if self._is_going and self._passing.all_answered():
-            self._is_active = self._is_going = False
-            self._entering.has_gone()
-            return True
-        if not self._may_go():
-            return False
-        if not self._send(everything=True):
-            self._pass(Away(), None)
-            self._is_going = True
-        return True
-
-    def _may_go(self) -> bool:
-        """Server 0 has whatever this one had, and the others go on without it."""
-        if self.home.number == 0 or not self._is_in() or self._meetings.is_still:
-            return False
-        zero = self._peers[0]
-        if zero.lost is not None or not self.home.is_loaded or self._deferred:
-            return False
-        return not (self._here or self.home.has_its_workers() or zero.items())
-
-    def _has_entered(self, meeting: int) -> None:
-        self._is_active, self._is_going = True, False
-        self._meetings.has_entered(meeting)
-        self._tell_entered()
-
-    def _capture(self, key: int, peers: Mapping[int, Peer]) -> Manifest:
-        """Keep what this server has, for these to take over. Whatever it has applied was passed
-        on before."""
-        self._pass_on_everything()
-        captured = Captured(key, self.home, self._passing, self._meetings.ended)
-        self._hearing.copies.update(dict.fromkeys(peers, captured))
-        return captured.manifest
-
-    @property
-    def is_active(self) -> bool:
-        """Whether it takes what is passed on."""
-        return self._is_active
-
-    def stands(self) -> Standing:
-        """Where this server is."""
-        return Standing(
-            life=self._passing.life,
-            number=self._passing.next,
-            entry=self._entering.entry,
-            active=self._is_in(),
-            progress=self.home.progress,
-            meeting=self._meetings.ended,
-        )
-
-    def is_taken_over(self, key: int, peer: Peer) -> Manifest:
-        """*peer* takes everything from this server."""
-        if self.home.is_loaded:
-            return self._capture(key, {peer.number: peer})
-        return Manifest(
-            meeting=self._meetings.ended,
-            taken=[
-                *self._passing.taken.saved(),
-                (*self._passing.line, self._passing.next),
-            ],
-        )
-
-    def _meet(self) -> bool:
-        """Whether a meeting goes on."""
-        before = self._meetings.ended, self._meetings.is_still
-        self._meetings.look()
-        if not self._entering.is_under_way:
-            self._out += self._meetings.answer()
-        return before != (self._meetings.ended, self._meetings.is_still)
+        self._telling.tell_again(peer)
 
 
 def make_group_machine(

@@ -19,7 +19,6 @@ from paceline.server.payloads import described
 from paceline.server.states import MOST_STATES
 from paceline.server.store import State
 from paceline.server.wire import LARGEST_PAYLOAD_BYTES
-from paceline.tensors import stand_in_for, wire_bytes
 
 HAS_ALL = -1
 """In place of a part: the copy was taken, and need not be kept."""
@@ -35,9 +34,11 @@ class Captured:
         shard, rest = home.shard, home.rest
         self._parts: list[Part] = []
         for bucket in shard.buckets:
-            self._parts.append((_parameters(home, bucket), []))
+            self._parts.append(
+                (home.standing(bucket, shard.store.parameters(bucket)), [])
+            )
             entries, payload = shard.store.state(bucket)
-            self._parts.append((_standing(home, bucket, payload), entries))
+            self._parts.append((home.standing(bucket, payload), entries))
         buffers = rest.buffers
         if buffers is None:
             buffers = torch.empty(0, dtype=torch.float64)
@@ -66,19 +67,6 @@ def _described(payload: torch.Tensor) -> tuple[str, int]:
     dtype, elements = described(payload)
     assert dtype is not None
     return dtype, elements
-
-
-def _parameters(home: Home, bucket: int) -> torch.Tensor:
-    """As they are, in a tensor that nobody writes again."""
-    return _standing(home, bucket, home.shard.store.parameters(bucket))
-
-
-def _standing(home: Home, bucket: int, payload: torch.Tensor) -> torch.Tensor:
-    """The same, as many bytes on the network as that much of a bucket is."""
-    store = home.shard.store
-    flat = store.flats[bucket]
-    size = store.bytes[bucket] * payload.numel() // max(1, flat.numel())
-    return payload if wire_bytes(payload) == size else stand_in_for(size, payload)
 
 
 class Arriving:
@@ -115,7 +103,7 @@ class Arriving:
             into = torch.empty(elements, dtype=DTYPES[dtype]) if elements else None
             bucket, _ = divmod(number, 2)
             if into is not None and bucket < len(home.shard.buckets):
-                into = _standing(home, home.shard.buckets[bucket], into)
+                into = home.standing(home.shard.buckets[bucket], into)
             letter = Letter(
                 partial(Copy, key=self._key, part=number),
                 partial(self._arrived, manifest, number),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import msgspec
 import torch
@@ -24,31 +23,12 @@ from paceline.mesh_messages import (
     Tell,
 )
 from paceline.messages import Done, Refused
-from paceline.server.mesh_copies import HAS_ALL, Captured
-from paceline.server.mesh_entering import Entering
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Item, Peer
-from paceline.server.mesh_meetings import Meetings
+from paceline.server.mesh_membership import Membership
 from paceline.server.mesh_parcels import Passing, line_of
 
 Received = tuple[Peer, Sender, Pass | Tell | Enter, torch.Tensor | None]
-
-
-class Mesh(Protocol):
-    """The server as a whole."""
-
-    @property
-    def is_active(self) -> bool:
-        """Whether it takes what is passed on."""
-        ...
-
-    def stands(self) -> Standing:
-        """Where it stands."""
-        ...
-
-    def is_taken_over(self, key: int, peer: Peer) -> Manifest:
-        """*peer* takes everything from this server."""
-        ...
 
 
 class Hearing:
@@ -59,16 +39,12 @@ class Hearing:
         home: Home,
         peers: Mapping[int, Peer],
         passing: Passing,
-        entering: Entering,
-        meetings: Meetings,
-        mesh: Mesh,
+        membership: Membership,
         out: list[Answer | Ask],
     ) -> None:
-        self._home, self._peers = home, peers
-        self._passing, self._entering, self._meetings = passing, entering, meetings
-        self._mesh, self._out = mesh, out
-        self.copies: dict[int, Captured] = {}
-        """By server that takes one."""
+        self._home, self._peers, self._passing = home, peers, passing
+        self._membership, self._out = membership, out
+        self._entering, self._meetings = membership.entering, membership.meetings
         self._waiting: list[Received] = []
         self._told: dict[int, int] = {}
         """By server: the number of what it tells next, in its life."""
@@ -86,11 +62,11 @@ class Hearing:
             self._waiting.append((peer, sender, message, payload))
             self.take_what_waits(now)
         elif isinstance(message, Stand):
-            self._out.append(Answer(sender, self._mesh.stands()))
+            self._out.append(Answer(sender, self._membership.stands()))
         elif isinstance(message, Copy):
             self._give(peer, sender, message)
         elif isinstance(message, Drain):
-            self._meetings.drain(sender, message)
+            self._meetings.drain(sender)
         else:
             self._meetings.agree(peer, message)
             self._out.append(Answer(sender, Done()))
@@ -103,19 +79,10 @@ class Hearing:
     def lives_anew(self, peer: Peer) -> None:
         """A peer was started again."""
         self._told.pop(peer.number, None)
-        self.copies.pop(peer.number, None)
-
-    # ---- copies ----
 
     def _give(self, peer: Peer, sender: Sender, copy: Copy) -> None:
-        captured = self.copies.get(peer.number)
-        if captured is None or captured.key != copy.key:
-            raise UsageError(f"copy: there is none of number {copy.key}")
-        if copy.part == HAS_ALL:
-            del self.copies[peer.number]
-            self._out.append(Answer(sender, Copied()))
-            return
-        payload, entries = captured.part(copy.part)
+        part = self._membership.part_of_copy(peer, copy.key, copy.part)
+        payload, entries = part if part is not None else (None, [])
         self._out.append(Answer(sender, Copied(entries=entries), payload))
 
     # ---- what comes in an order ----
@@ -158,7 +125,7 @@ class Hearing:
         entering = self._entering
         if message.entry != entering.entry:
             return False
-        return entering.is_under_way or self._mesh.is_active
+        return entering.is_under_way or self._membership.is_active
 
     def _take(self, received: Received, now: float) -> None:
         peer, sender, message, payload = received
@@ -180,7 +147,7 @@ class Hearing:
 
     def _enter(self, peer: Peer, enter: Enter) -> Standing | Manifest:
         if enter.via == self._home.number:
-            manifest = self._mesh.is_taken_over(enter.entry, peer)
+            manifest = self._membership.is_taken_over(enter.entry, peer)
             self._passing.enters(peer, enter.entry, [])
             return manifest
         via = self._peers.get(enter.via)
@@ -190,7 +157,7 @@ class Hearing:
         self._passing.enters(peer, enter.entry, items)
         mine = [item.number for item in items if line_of(item) == self._passing.line]
         first = min(mine, default=self._passing.next)
-        return msgspec.structs.replace(self._mesh.stands(), number=first)
+        return msgspec.structs.replace(self._membership.stands(), number=first)
 
     def _take_item(
         self, peer: Peer, message: Pass, payload: torch.Tensor | None, now: float

@@ -12,7 +12,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, Meshed, Parcel, Sender
 from paceline.mesh_messages import Buffers, Gradients
-from paceline.messages import Blend, Done, Leave, Met, Refused
+from paceline.messages import Blend, Done, Leave, Met, Parameters, Push, Refused
 from paceline.server.admission import Make
 from paceline.server.protocol import ParameterServer
 from paceline.tensors import stand_in_for, wire_bytes
@@ -59,6 +59,8 @@ class Home(ParameterServer):
         self._out: list[Answer] = []
         self._left: set[Sender] = set()
         """The leaves that are unanswered."""
+        self._here: set[int] = set()
+        """Workers that push to this server, as far as is known."""
         self._old = 1.0
         """The part of the buffers that was here when they were last passed on."""
         self._floats = 0
@@ -69,7 +71,13 @@ class Home(ParameterServer):
 
     def _done(self) -> list[Answer]:
         out, self._out = self._out, []
+        meshed = self.meshed
         for answer in super()._done():
+            worker, message = answer.to.worker, answer.message
+            if isinstance(message, Parameters) and worker in self._here:
+                assert meshed is not None
+                if meshed.groups.of[worker] != self.number:
+                    self._here.discard(worker)  # it was told where it is to push
             back = self._meets and self._is_held_back(answer)
             (self.held if back else out).append(answer)
         return out
@@ -81,7 +89,16 @@ class Home(ParameterServer):
 
     def _leave(self, sender: Sender, leave: Leave) -> None:
         self._left.add(sender)
+        self._here.discard(sender.worker)
         super()._leave(sender, leave)
+
+    def _push(self, sender: Sender, push: Push, payload: torch.Tensor | None) -> None:
+        self._here.add(sender.worker)
+        super()._push(sender, push, payload)
+
+    def _lose(self, worker: int) -> None:
+        self._here.discard(worker)
+        super()._lose(worker)
 
     @property
     def has_answers(self) -> bool:
@@ -143,14 +160,11 @@ class Home(ParameterServer):
             return -1
         return self.loads * A_LOAD + self.gradients
 
-    def trains(self) -> list[int]:
-        """The workers that train, or are to come."""
-        return self._members.trains()
-
-    def has_its_workers(self) -> bool:
-        """Whether a member of its group trains, or is to come; also where nobody does."""
+    def has_workers(self) -> bool:
+        """Whether a member of its group trains, or is to come, or somebody still pushes here;
+        also where nobody trains at all."""
         trains, meshed = self._members.trains(), self.meshed
-        if meshed is None or not trains:
+        if meshed is None or not trains or self._here:
             return True
         return not set(meshed.groups.members(self.number)).isdisjoint(trains)
 
@@ -166,12 +180,12 @@ class Home(ParameterServer):
         self.gradients += sum(parcel.gradients for parcel in parcels)
         return parcels
 
-    def stands(self, parcel: Parcel) -> Parcel:
-        """The same, as many bytes on the network as the bucket is."""
-        size = self.shard.store.bytes[parcel.bucket]
-        if wire_bytes(parcel.values) != size:
-            stand_in_for(size, parcel.values)
-        return parcel
+    def standing(self, bucket: int, payload: torch.Tensor) -> torch.Tensor:
+        """The same, as many bytes on the network as that much of a bucket is."""
+        store = self.shard.store
+        elements = max(1, store.flats[bucket].numel())
+        size = store.bytes[bucket] * payload.numel() // elements
+        return payload if wire_bytes(payload) == size else stand_in_for(size, payload)
 
     def buffers_to_pass(self) -> tuple[Buffers, torch.Tensor] | None:
         """The buffers, if workers have mixed theirs in since this was last called."""

@@ -74,7 +74,7 @@ class Mail:
     """The letters to *peers*; *out* is where requests leave."""
 
     def __init__(self, peers: Mapping[int, Peer], out: list[Answer | Ask]) -> None:
-        self._peers, self._out = peers, out
+        self._peers, self.out = peers, out
         self._by_name = {peer.name: peer for peer in peers.values()}
         self._numbers = itertools.count()
 
@@ -91,7 +91,7 @@ class Mail:
         number = next(self._numbers)
         peer.under_way[number] = letter
         ask = Ask(peer.name, number, letter.make(), letter.payload, letter.into)
-        self._out.append(ask)
+        self.out.append(ask)
 
     def replied(
         self, peer: Peer, number: int, reply: Reply, payload: torch.Tensor | None

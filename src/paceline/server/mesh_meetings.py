@@ -34,12 +34,12 @@ class Meetings:
         peers: Mapping[int, Peer],
         mail: Mail,
         passing: Passing,
-        drain: Callable[[], None],
+        drain: Callable[[], object],
         capture: Callable[[int, Mapping[int, Peer]], Manifest],
         agree: bool,
     ) -> None:
         self._home, self._peers = home, peers
-        self._mail, self._passing = mail, passing
+        self._mail, self._passing, self._out = mail, passing, mail.out
         self._drain, self._capture, self._agrees = drain, capture, agree
         self.ended = 0
         """How many have ended here."""
@@ -49,7 +49,7 @@ class Meetings:
         """A copy of server 0 is under way: nothing is taken of others."""
         self._drained: dict[int, bool] = {}
         """At server 0, by server that has drained: whether its model has changed."""
-        self._asked: tuple[Sender, int] | None = None
+        self._asked: Sender | None = None
         """Elsewhere: server 0 waits for this one."""
         self._copy: Arriving | None = None
         self._before: int | None = None
@@ -103,21 +103,21 @@ class Meetings:
 
     # ---- at the others ----
 
-    def drain(self, sender: Sender, drain: Drain) -> None:
+    def drain(self, sender: Sender) -> None:
         """Server 0 says that all meet."""
-        self._asked = sender, drain.meeting
+        self._asked = sender
 
-    def answer(self) -> list[Answer]:
-        """What server 0 is told by now."""
+    def answer(self) -> None:
+        """Tell server 0, once that is so, that this one has drained."""
         if self._asked is None:
-            return []
+            return
         if not self.is_still:
             self.is_still = True
             self._drain()
-        if not self._passing.all_answered():
-            return []
-        (sender, _), self._asked = self._asked, None
-        return [Answer(sender, Drained(changed=self._has_changed()))]
+        if self._passing.all_answered():
+            sender, self._asked = self._asked, None
+            drained = Drained(changed=self._has_changed())
+            self._out.append(Answer(sender, drained))
 
     def agree(self, source: Peer, agree: Agree) -> None:
         """All have drained. Raises `UsageError` for a copy that does not fit."""
