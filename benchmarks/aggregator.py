@@ -36,11 +36,6 @@ def cores():
     return {first}, set(others) or {first}
 
 
-def user_and_system():
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime, usage.ru_stime
-
-
 def cpu_seconds():
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -52,9 +47,7 @@ def aggregate(port, stop, mtu):
     port.send(aggregator.port)
     before = cpu_seconds()
     aggregator.run(stop.fileno())
-    port.send(
-        (cpu_seconds() - before, aggregator.summary() | {"us": user_and_system()})
-    )
+    port.send((cpu_seconds() - before, aggregator.summary()))
     aggregator.close()
 
 
@@ -75,6 +68,7 @@ def work(port, worker, options, start, results):
     client.sum_integers(values)  # warm
     start.wait()
     begun, rounds = time.monotonic(), 0
+    cpu, chunks = cpu_seconds(), client.counts["chunks"]
     while True:
         values[:] = 1
         client.sum_integers(values)
@@ -85,9 +79,8 @@ def work(port, worker, options, start, results):
             break
     seconds = time.monotonic() - begun
     assert (values == options.workers).all()
-    results.put(
-        (rounds * values.nbytes * 8 / seconds, dict(client.counts), cpu_seconds())
-    )
+    each = (cpu_seconds() - cpu) / (client.counts["chunks"] - chunks)
+    results.put((rounds * values.nbytes * 8 / seconds, dict(client.counts), each))
     client.close()
 
 
@@ -131,6 +124,7 @@ def over_loopback(options):
         "wall_seconds": wall,
         "gbit_in_per_aggregator_cpu_second": payload / GIGA / cpu,
         "gbit_per_worker_if_a_core_is_full": payload / GIGA / cpu / options.workers,
+        "worker_cpu_microseconds_per_chunk": 1e6 * max(each for _, _, each in ends),
         "repeats": sum(counted.get("repeats", 0) for _, counted, _ in ends),
         "load_before": options.load,
         "counts": counts,

@@ -227,10 +227,12 @@ class Reduce(msgspec.Struct, tag="reduce", kw_only=True):
 class Note(msgspec.Struct, tag="note", kw_only=True):
     """This worker is alive: it evaluates, say. Where it has just joined, it tells each server
     what the others have answered: that it begins with *step*, or that it is a *guest* (see
-    `Joined`). Answer: `Done`, at once."""
+    `Joined`). *elsewhere*: it pushes to another server from now on, and what it holds of this
+    one is of no use. Answer: `Done`, at once."""
 
     step: int = 0
     guest: bool = False
+    elsewhere: bool = False
 
 
 class Say(msgspec.Struct, tag="say", kw_only=True):

@@ -12,6 +12,7 @@ from paceline.aggregator.client import AggregatorClient
 from paceline.server.security import SECRET, TOKEN
 from tests import forked
 from tests.real.helpers import wait_until
+from tests.test_import import loaded
 
 PLAIN = {SECRET: "", TOKEN: ""}
 
@@ -64,3 +65,7 @@ def test_a_port_in_use_is_said():
         done = start("--listen", f"127.0.0.1:{port}").done(20)
     assert done.returncode == 1
     assert "a port that is free" in done.stderr
+
+
+def test_an_aggregator_needs_no_torch():
+    assert "torch" not in loaded("import paceline.aggregator.udp").split()

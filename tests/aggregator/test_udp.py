@@ -13,6 +13,7 @@ from paceline.aggregator import datagrams as moving
 from paceline.aggregator.batched import Batched
 from paceline.aggregator.client import AggregatorClient
 from paceline.aggregator.control import Challenge, Registration, line_of
+from paceline.aggregator.fallback import UdpFallbackServer
 from paceline.aggregator.packets import Kind, Seal, blank, sizes
 from paceline.aggregator.udp import UserSpaceAggregator
 from paceline.errors import PeerLostError, UsageError
@@ -354,6 +355,61 @@ def test_sums_leave_the_rack_toward_the_next_agent():
             client.close()
     assert inbox.finished
     assert (came == values.sum(axis=0)).all()
+
+
+def test_jobs_that_compete_for_few_places_fall_back_to_their_servers():
+    """Two jobs, three places, one datagram in a hundred lost on the workers' side."""
+    made = {
+        job: np.random.default_rng(place)
+        .integers(-(2**31), 2**31, (2, 20_001))
+        .astype(np.int32)
+        for place, job in enumerate(("one", "two"))
+    }
+    totals = {
+        job: values.sum(axis=0, dtype=np.int64).astype(np.int32)
+        for job, values in made.items()
+    }
+    with running(places=3) as aggregator:
+        servers = {
+            job: UdpFallbackServer(
+                ("127.0.0.1", aggregator.port),
+                job=job,
+                workers=2,
+                slots=8,
+                elements=358,
+                token=TOKEN,
+            )
+            for job in made
+        }
+        threads = [threading.Thread(target=one.run) for one in servers.values()]
+        for thread in threads:
+            thread.start()
+
+        def work(number):
+            job, worker = ("one", "two")[number // 2], number % 2
+            client = joining(
+                aggregator,
+                worker,
+                job,
+                workers=2,
+                slots=8,
+                rules="best-effort",
+                next_agent=servers[job].address,
+                lossy=lossy(number, 0.01),
+            )
+            client.sum_integers(made[job][worker])
+            client.close()
+
+        together(4, work)
+        for server in servers.values():
+            server.stop()
+        for thread in threads:
+            thread.join(10)
+        assert aggregator.jobs.best_effort.collisions
+        wait_until(lambda: not list(aggregator.jobs), 20, "the end of both jobs")
+        assert aggregator.jobs.best_effort.taken == 0
+    for job, values in made.items():
+        assert (values == totals[job]).all()
 
 
 def test_a_port_in_use_is_said(monkeypatch):

@@ -110,6 +110,8 @@ def test_who_looks_sees_the_group_s_server_s():
     ids=["dense", "differences"],
 )
 def test_a_worker_that_moves_holds_what_its_new_server_has(options):
+    world = simulation(WORKERS)
+
     def move(rank, step, model, optimizer):
         remote = training_of(optimizer).remote
         remote.meet()
@@ -118,9 +120,15 @@ def test_a_worker_that_moves_holds_what_its_new_server_has(options):
             remote.move(0, step + 1)
             assert remote.group == 0
             assert moved([flat_parameters(model)]) == 2 * 2 / 4
+            for server, copies in enumerate(
+                machine.shard.coded for machine in machines(world)
+            ):
+                if options:  # the other one has let go of its copies
+                    held = [key for key in copies.shadows if key[0] == 3]
+                    assert bool(held) == (server == 0)
         remote.meet()
 
-    ends, world = train(TWO, 4, move, **options)
+    ends, _ = train(TWO, 4, move, world=world, **options)
     # Server 0 has 4 gradients of workers 0 and 1, and 2 of worker 3; the other one the rest.
     assert [moved(end) for end in ends] == [(8 + 2) / 4] * 2 + [(4 + 2) / 4, 10 / 4]
     assert machines(world)[0].shard.members.clock(3) == 4

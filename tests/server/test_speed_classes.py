@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 
+import paceline
 from paceline.compression import make
 from paceline.compression.gd_top_k import RATIOS
 from paceline.interfaces import SpeedClass
 from paceline.messages import Join, Load, Refused, Unit
 from paceline.methods.asp import ASP
+from paceline.network import Cluster, Rack, ServerHost
 from paceline.optimizer import training_of
 from paceline.server.code_checks import check_brings_nearer
 from paceline.server.encoding import Encoding
-from tests.server.test_coded_training import LR, SHAPES, machines, simulation, train
+from paceline.worlds.virtual import ComputeModel, Simulation
+from tests.server.test_coded_training import (
+    LR,
+    SHAPES,
+    Given,
+    gradients_of,
+    machines,
+    simulation,
+    train,
+)
 from tests.server.test_protocol import HOW, Case, pushed
 
 ROWS, COLUMNS = 40, 60
@@ -33,6 +45,21 @@ def pushed_bytes(speed: SpeedClass) -> int:
     """Of the model of `train`, in float64 with places of 2 bytes: ratio numbers, values, places."""
     kept = sum(kept_of(speed, rows * columns) for rows, columns in LARGE)
     return PLAIN + len(LARGE) + 10 * kept
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """By rank: bytes of what was pushed."""
+    sizes: dict[int, list[int]] = defaultdict(list)
+    plain = Encoding.pushed
+
+    def note(self: Encoding, *given: Any) -> torch.Tensor:
+        code = plain(self, *given)
+        sizes[self._rank].append(code.numel())
+        return code
+
+    monkeypatch.setattr(Encoding, "pushed", note)
+    return sizes
 
 
 def test_a_worker_whose_class_changes_pushes_codes_of_other_sizes() -> None:
@@ -72,17 +99,8 @@ def test_a_worker_whose_class_changes_pushes_codes_of_other_sizes() -> None:
 @pytest.mark.parametrize("answers", ["dense", "differences"])
 @pytest.mark.parametrize("direction", ["slowest-most", "fastest-most"])
 def test_classes_change_within_a_training(
-    answers: str, direction: str, monkeypatch: pytest.MonkeyPatch
+    answers: str, direction: str, noted: dict[int, list[int]]
 ) -> None:
-    sizes: dict[int, list[int]] = {0: [], 1: []}
-    plain = Encoding.pushed
-
-    def note(self: Encoding, *given: Any) -> torch.Tensor:
-        code = plain(self, *given)
-        sizes[self._rank].append(code.numel())
-        return code
-
-    monkeypatch.setattr(Encoding, "pushed", note)
     world, answered = simulation(2), []
 
     def change(rank: int, step: int, model: Any, optimizer: Any) -> None:
@@ -108,8 +126,8 @@ def test_classes_change_within_a_training(
     turned: dict[SpeedClass, SpeedClass] = dict(zip(RATIOS, RATIOS, strict=True))
     if direction == "fastest-most":
         turned = dict(zip(RATIOS, reversed(RATIOS), strict=True))
-    assert sizes[0] == [pushed_bytes(turned[speed]) for speed in CHANGES]
-    assert sizes[1] == [pushed_bytes("middle")] * len(CHANGES)
+    assert noted[0] == [pushed_bytes(turned[speed]) for speed in CHANGES]
+    assert noted[1] == [pushed_bytes("middle")] * len(CHANGES)
     assert len(set(answered)) == 1
     dense = 1 + 50 + sum(rows * columns for rows, columns in LARGE)
     assert (answered[0] == dense) == (answers == "dense")
@@ -132,3 +150,36 @@ def test_other_codes_have_no_class() -> None:
     for name in ("top-k", "qsgd", "int8", "bf16"):
         code = make(name)
         assert code.at_speed("fastest") == code
+
+
+def test_groups_push_by_their_measured_class(noted: dict[int, list[int]]) -> None:
+    """ "middle" until all were measured; then fast groups send least, and the model is one."""
+    speeds = (1.0, 1.0, 0.6, 0.6, 0.3, 0.3)
+    rack = Rack(workers=6, link=1e9, latency=1e-4, speed=speeds)
+    cluster = Cluster((rack,), servers=(ServerHost(),) * 3)
+    ends = {}
+
+    def body(rank: int) -> None:
+        model: Any = Given(torch.float64)
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer = paceline.distribute(
+            model,
+            plain,
+            method="gssp:members=0-1+2-3+4-5,measure_steps=2",
+            fusion="single",
+            compression=SETTLED,
+            answers="differences",
+        )
+        for step in range(round(20 * speeds[rank])):
+            optimizer.zero_grad()
+            model(gradients_of(rank, step)).backward()
+            optimizer.step()
+        optimizer.finish()
+        ends[rank] = [p.detach().clone() for p in model.parameters()]
+
+    Simulation(cluster, compute=ComputeModel(forward=0.1, backward=0.2)).run(body)
+    classes: list[SpeedClass] = ["fastest", "middle", "slowest"]
+    for rank, sizes in noted.items():
+        assert sizes[0] == pushed_bytes("middle")
+        assert sizes[-1] == pushed_bytes(classes[rank // 2])
+        assert all(map(torch.equal, ends[rank], ends[0]))

@@ -21,6 +21,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import AnyServer
 from paceline.server import kinds
+from paceline.server.mesh import GroupServer
 from paceline.server.orders import Introduction, Order, Place
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Shell
@@ -41,8 +42,9 @@ class Running:
     def is_over(self) -> bool:
         """Whether its training has come to an end for somebody: the others are about to."""
         machine = self.machine
-        trained = isinstance(machine, ParameterServer) and machine.is_over()
-        return trained or self.shell.some_have_departed
+        if isinstance(machine, ParameterServer | GroupServer) and machine.is_over():
+            return True
+        return self.shell.some_have_departed
 
 
 class Pool:

@@ -399,6 +399,8 @@ class ParameterServer:
     def _note(self, sender: Sender, note: Note) -> None:
         if note.guest:
             self._members[sender.worker].guest = True
+        if note.elsewhere:
+            self.shard.forget(sender.worker)
         if note.step and self.shard.is_held:
             self._pulls.begin_with(sender.worker, note.step)
             self._let_go()

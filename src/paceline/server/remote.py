@@ -363,7 +363,9 @@ class RemoteParameters:
 
     def move(self, group: int, step: int) -> None:
         assert not self._main, "between two steps nothing is under way"
+        before = self.group
         self._spread.move(group)
+        self._endpoints[before].request(Note(elsewhere=True)).wait()
         self._endpoints[group].request(Note(step=step)).wait()
         self._joining.pull(step)
         self._untrained.pull_buffers()

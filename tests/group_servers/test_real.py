@@ -1,0 +1,68 @@
+"""Group servers in processes: beside workers, on hosts of their own, and on emulated links."""
+
+import re
+import socket
+
+import pytest
+
+from paceline.server.security import TOKEN
+from tests import forked
+from tests.emulated.conftest import refusal
+from tests.real.helpers import PACELINE, Job
+from tests.server import ROOT
+
+WORKERS, STEPS = 3, 8
+EXPECTED = sum(STEPS - 2 * rank for rank in range(WORKERS)) / WORKERS
+SCRIPT = ROOT / "tests" / "group_servers" / "job.py"
+BY_HAND = "gssp:members=0.2+1"
+FOUND = "gssp:measure_steps=1,ratio=1,most_groups=3"
+
+
+def check(said, methods):
+    """Whether every gradient is in every worker's model."""
+    lines = re.findall(r"rank (\d): (\S+): (\S+)$", said, re.MULTILINE)
+    expected = [(str(r), m, f"{EXPECTED:.3f}") for m in methods for r in range(WORKERS)]
+    assert sorted(lines) == sorted(expected), said
+
+
+def free_ports(count):
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def test_beside_workers_and_dedicated_from_one_training_to_the_next():
+    ports = free_ports(2)
+    environment = {TOKEN: "a token that nobody guesses", "OMP_NUM_THREADS": "1"}
+    there = "+".join(f"127.0.0.1:{port}" for port in ports)
+    methods = [
+        f"{BY_HAND},compression=int8,answers=differences,servers={there}",
+        f"asp:servers={there}",
+        f"{BY_HAND},servers={there}",
+        FOUND,
+    ]
+    words = ["-m", "paceline", "serve", f"--workers={WORKERS}", "--port"]
+    servers = [forked.Forked([*words, port], environment=environment) for port in ports]
+    try:
+        ends = forked.run_together(
+            WORKERS, [SCRIPT, *methods], seconds=120, environment=environment
+        )
+    finally:
+        for server in servers:
+            server.kill()
+    check("".join(end.stdout for end in ends), methods)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(refusal()), reason=refusal() or "namespaces are permitted")
+@pytest.mark.parametrize("hosts", [0, 2])
+def test_on_emulated_links(hosts, tmp_path):
+    methods = [BY_HAND, FOUND] if not hosts else [BY_HAND, "asp", BY_HAND]
+    words = [*PACELINE, "emulate", "--link=200mbit", "--no-measure", "--output=all"]
+    words += [f"--server-hosts={hosts}"] if hosts else []
+    words += [f"--workers={WORKERS}", str(SCRIPT), "--", *methods]
+    job = Job(words, tmp_path / "job", {"PYTHONPATH": str(ROOT)})
+    job.wait(120).check_ended_well()
+    check(job.stdout, methods)
