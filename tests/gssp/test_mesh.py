@@ -1,0 +1,79 @@
+"""gssp's discipline on the machines that carry parcels: connections break, workers and servers
+die and come back, and each gradient is in once at each server."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from paceline.interfaces import HeldPush, Shard, members_text
+from paceline.methods.gssp import GSSP
+from paceline.methods.gssp.discipline import GroupDiscipline
+from tests.server.mesh_net import Case, MeshNet
+
+
+def drawn(seed: int, **others: Any) -> tuple[Case, GSSP]:
+    """Workers in two or three groups, by hand."""
+    draw = random.Random(seed)
+    servers = draw.choice([2, 3])
+    of = [*range(servers), *(draw.randrange(servers) for _ in range(2))]
+    steps = tuple(draw.randint(1, 6) for _ in of)
+    moves = {
+        (worker, draw.randint(1, 5)): draw.randrange(servers)
+        for worker in range(len(of))
+        if draw.random() < 0.3
+    }
+    case = Case(tuple(of), servers, steps, moves=moves, **others)
+    method = GSSP(
+        members=members_text(of),
+        staleness=draw.randint(0, 3),
+        period=draw.randint(0, 3),
+    )
+    return case, method
+
+
+def play(seed: int, lose: str = "", **others: Any) -> MeshNet:
+    case, method = drawn(seed, **others)
+
+    def make(net: MeshNet, number: int) -> GroupDiscipline:
+        class Taken(GroupDiscipline):
+            def pushed(self, shard: Shard, push: HeldPush) -> None:
+                net.takes(int(push.gradient.argmax()), push.bucket)
+                super().pushed(shard, push)
+
+            def owed(self, shard: Shard) -> list[Any]:
+                return [] if lose == "owed" else super().owed(shard)
+
+        discipline = method.server(len(case.of))
+        assert isinstance(discipline, GroupDiscipline)
+        discipline.__class__ = Taken
+        return discipline
+
+    net = MeshNet(case, random.Random(seed), make)
+    net.run()
+    return net
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("agree", [True, False], ids=["agree", "differ"])
+def test_each_gradient_is_in_once_whatever_connections_do(
+    seed: int, agree: bool
+) -> None:
+    net = play(seed, agree=agree, cuts=seed % 5)
+    net.check_end()
+    assert not net.refusals
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_and_whoever_dies(seed: int) -> None:
+    net = play(seed, cuts=1, deaths=2, kills=seed % 2)
+    net.check_end()
+
+
+def test_what_nobody_is_told_at_the_end_would_be_missed() -> None:
+    """A control."""
+    with pytest.raises(AssertionError):
+        for seed in range(5):
+            play(seed, lose="owed", agree=False).check_end()
