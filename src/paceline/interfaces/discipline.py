@@ -6,7 +6,7 @@ the server calls it, and gives it the server's part of the model: a `Shard`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -59,6 +59,11 @@ class Shard(Protocol):
 
     def fastest(self) -> int:
         """One more than the highest step of which a gradient has come, from whomever."""
+        ...
+
+    def meeting(self) -> Collection[int]:
+        """The workers that have come to where all meet, and wait there: they send nothing
+        until all others that train have come, too."""
         ...
 
     def slowest(self) -> int:

@@ -67,6 +67,7 @@ class Meetings:
         self._pulls = pulls
         self._answers = answers
         self._arrived: dict[int, tuple[Sender, Arrive]] = {}
+        self._members.meeting = self._arrived.keys()
         self._pulling: set[int] = set()
         """Workers that have yet to say that they have taken what was loaded."""
         self._lets_pull = False
@@ -185,10 +186,16 @@ class Meetings:
     def _answer(self) -> None:
         """Answer those that were not answered before."""
         self._members.resting = set()
-        arrived, self._arrived = self._arrived, {}
+        arrived = self._taken()
         for worker, (sender, arrive) in arrived.items():
             leads = arrive.purpose == "meet" and worker == min(arrived)
             self._answers.send(sender, Met(leads=leads, load=self.loads))
+
+    def _taken(self) -> dict[int, tuple[Sender, Arrive]]:
+        """Those who have arrived, who are not here any more."""
+        arrived = dict(self._arrived)
+        self._arrived.clear()
+        return arrived
 
     def _let_join(self) -> None:
         joining, self._joining = self._joining, {}
@@ -256,7 +263,7 @@ class Meetings:
     def give_up(self, reason: str) -> None:
         """The meeting cannot end: tell all that wait, there or for an answer to a push."""
         self._members.resting = set()
-        arrived, self._arrived = self._arrived, {}
+        arrived = self._taken()
         self._lets_pull = False
         waiting = [sender for sender, _ in arrived.values()] + self._pushes.give_up()
         for sender in waiting:

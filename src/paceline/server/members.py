@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from paceline.errors import UsageError
@@ -97,7 +98,9 @@ class Members:
         self._awaited = set(range(workers))
         """Workers that are to join before the first step, and have not yet."""
         self.resting: set[int] = set()
-        """Workers that wait for all others, while steps end without them."""
+        """Those of them without which steps end."""
+        self.meeting: Collection[int] = ()
+        """Workers that wait for all others."""
         self.begin = 0
         """The first step of the training: later than 0 after a snapshot was restored."""
         self.furthest = 0

@@ -74,7 +74,7 @@ from typing import Any, get_args
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Coordinated, Discipline, Sender, Work
+from paceline.interfaces import Answer, Coordinated, Discipline, Meshed, Sender, Work
 from paceline.mesh_messages import PeerRequest
 from paceline.messages import (
     Arrive,
@@ -159,7 +159,7 @@ class ParameterServer:
         self._leaves: list[Sender] = []
         self._handlers: dict[type, Callable[[Sender, Any], None]] = {
             Join: self._admission.join,
-            Arrive: self._loads.arrive,
+            Arrive: self._arrive,
             Pull: self._pulls.ask_parameters,
             PullRest: self._pulls.ask_rest,
             PullBuffers: self._pulls.ask_buffers,
@@ -311,6 +311,11 @@ class ParameterServer:
 
     def _of_another_kind(self, *_: object) -> None:
         raise UsageError("those are the words of another kind of service")
+
+    def _arrive(self, sender: Sender, arrive: Arrive) -> None:
+        self._loads.arrive(sender, arrive)
+        if isinstance(self.shard.discipline, Meshed):
+            self.shard.changed()  # a group may do without who waits for other groups
 
     def _leave(self, sender: Sender, leave: Leave) -> None:
         member = self._members[sender.worker]

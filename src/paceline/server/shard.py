@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -211,6 +211,9 @@ class HeldShard:
     def move_on(self, worker: int, step: int) -> None:
         member = self.members[worker]
         member.clock = max(member.clock, step)
+
+    def meeting(self) -> Collection[int]:
+        return self.members.meeting
 
     def slowest(self) -> int:
         return self.members.slowest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from paceline.interfaces import Groups, Shard
 
@@ -13,19 +13,24 @@ EVER = 1 << 60
 class Clocks:
     """The workers that the others of their group wait for: those that are members of it, train,
     and *have entered*. A worker enters when it first pushes here: nobody waits for one that is
-    still on its way from another group. While the first groups hold there is no other way than
-    here, so that members enter when they join.
+    still on its way from another group, or that comes back and is held up at another server. At
+    the start members of the first groups have entered; where there is one group, who joins has.
 
     A clock is how many steps of a worker are in, from where it has entered: it begins with the
     least of the others, however many steps it has done elsewhere. So a slow worker that comes
     into a fast group holds up nobody. Where nobody has changed groups it is the worker's own.
+
+    Who waits where all workers meet is not waited for: others of its group may have to do many steps
+    until they come there, too. It enters anew.
     """
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}
         self._first: dict[int, int] = {}
         self._here: set[int] = set()
-        """Who trains, here or elsewhere."""
+        """Who trains, here or elsewhere, and sends gradients."""
+        self.is_begun = False
+        """Whether anybody has looked who is here."""
 
     def __contains__(self, worker: int) -> bool:
         return worker in self._steps
@@ -41,14 +46,17 @@ class Clocks:
         """How many workers train, in all groups."""
         return len(self._here)
 
-    def look(self, shard: Shard, groups: Groups, number: int) -> None:
-        """Who has come or gone since the last look. *number*: of this server."""
-        here = set(shard.expected(EVER))
-        if not groups.version:
+    def look(
+        self, shard: Shard, groups: Groups, number: int, meeting: Collection[int]
+    ) -> None:
+        """Who has come or gone since the last look. *number*: of this server; *meeting*: who
+        waits for workers of all groups."""
+        here = set(shard.expected(EVER)).difference(meeting)
+        if not groups.version and (groups.servers == 1 or not self.is_begun):
             for worker in sorted(here - self._here):
                 if groups.of[worker] == number and worker not in self._steps:
                     self.enter(worker, shard.clock(worker))
-        self._here = here
+        self._here, self.is_begun = here, True
         for worker in list(self._steps):
             if worker not in here or groups.of[worker] != number:
                 del self._steps[worker], self._first[worker]

@@ -23,7 +23,7 @@ time in which a slow group makes one parcel the others do many steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,6 +87,9 @@ class GroupDiscipline:
         self._waiting: Counter[int] = Counter()
         """By worker: its pushes that are not answered."""
         self._news: dict[int, tuple[float, ...]] = {}
+        self._meeting: list[int] = []
+        """Who waits where all meet, as far as server 0 has said it; on server 0, as far as it
+        has."""
         self._speaks = False
         """The others are to be told which groups are known here."""
         self._said: tuple[int, bytes] = 0, b""
@@ -102,8 +105,10 @@ class GroupDiscipline:
         is_whole = shard.clock(worker) > push.step
         if is_whole:
             self._measure(shard, worker, report.computed)
+        if worker in self._meeting and self._known.number:
+            self._meeting.remove(worker)  # server 0 is yet to say it
         self._enter(push)
-        self.clocks.look(shard, self.groups, self._known.number)
+        self._look_who_is_here(shard)
         if worker in self.clocks:
             step = self.clocks.step(worker)
             if is_whole:
@@ -116,18 +121,26 @@ class GroupDiscipline:
         """The first push of a member."""
         is_member = self.groups.of[push.worker] == self._known.number
         if is_member and push.worker not in self.clocks:
-            step = self._gate.entry(self) if self.groups.version else push.step
+            alone = self.groups.servers == 1 or not self.clocks.is_begun
+            as_joined = alone and not self.groups.version
+            step = push.step if as_joined else self._gate.entry(self)
             self.clocks.enter(push.worker, step)
             self._times.forget(push.worker)
 
     def changed(self, shard: Shard) -> None:
         self._look(shard)
-        self.clocks.look(shard, self.groups, self._known.number)
+        self._look_who_is_here(shard)
         here = set(shard.expected(EVER))
         for worker in self._waiting.keys() - here:
             del self._waiting[worker]
             self._times.forget(worker)
         self._gate.let_go(self, shard)
+
+    def _look_who_is_here(self, shard: Shard) -> None:
+        meeting: Collection[int] = self._meeting
+        if self._known.number == 0 and self.groups.servers > 1:
+            meeting = shard.meeting()  # it is there that they meet
+        self.clocks.look(shard, self.groups, self._known.number, meeting)
 
     def first_step(self, shard: Shard) -> int:
         return self._gate.first_step(self, shard)
@@ -140,6 +153,7 @@ class GroupDiscipline:
 
     def resume(self, shard: Shard, step: int) -> None:
         self._gate.resume(shard, step)
+        self._look_who_is_here(shard)
 
     # ---- the `Desk` of its gate ----
 
@@ -217,10 +231,13 @@ class GroupDiscipline:
 
     def words(self, shard: Shard) -> bytes:
         news, self._news = self._news, {}
+        if self._known.number == 0 and self._meeting != sorted(shard.meeting()):
+            self._meeting = sorted(shard.meeting())
+            self._speaks = True
         if not news and not self._speaks:
             return b""
         self._speaks = False
-        return written(Words(self.groups, news))
+        return written(Words(self.groups, news, self._meeting))
 
     def heard(self, shard: Shard, source: int, words: bytes) -> None:
         theirs = read_words(words, self.groups)
@@ -229,8 +246,11 @@ class GroupDiscipline:
             self._speaks = True  # it was away
         for worker, seconds in theirs.seconds.items():
             self._known.measured(worker, seconds)
-        if self._look(shard) or newer:
-            self.clocks.look(shard, self.groups, self._known.number)
+        met = source == 0 and theirs.meeting != self._meeting
+        if met:
+            self._meeting = theirs.meeting
+        if self._look(shard) or newer or met:
+            self._look_who_is_here(shard)
             self._gate.let_go(self, shard)
 
     # ---- the `Informed` ----

@@ -143,10 +143,12 @@ class Looks:
 
 
 class Words(msgspec.Struct, frozen=True, array_like=True):
-    """What a server tells the others: the groups that it knows, and new times by worker."""
+    """What a server tells the others: the groups that it knows, new times by worker, and, if it is
+    server 0, who waits where all meet."""
 
     groups: Groups
     seconds: dict[int, tuple[float, ...]] = {}
+    meeting: list[int] = []
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
