@@ -77,38 +77,34 @@ def not_passed_on(servers, members):
     return servers * (PERIOD + members * (STALENESS + 1))
 
 
-def kill_server(start, method, workers, number, members):
-    job, folder = start(method, workers)
-    kill(servers_of(job)[number])
-    wait_for_lives(job, folder, dict.fromkeys(range(workers), 1))
-    check(*end(job, folder, workers), ended=workers, lost=not_passed_on(1, members))
-    assert f"server {number} was killed by SIGKILL after step" in job.stderr
-    assert "the others hold the model, and it takes that over" in job.stderr
-    assert job.stderr.count("all workers are started again") == 1
-
-
-def test_a_group_server_is_killed(start):
-    kill_server(start, TWO, workers=2, number=1, members=1)
+def test_all_workers_of_a_group_are_killed_and_then_its_server(start):
+    job, folder = start(TWO, 2)
+    kill(life_of(folder, 1)[0])
+    wait_for_lives(job, folder, {1: 1})
+    assert life_of(folder, 0)[1] == 0, "nobody else is started again"
+    kill(servers_of(job)[1])
+    wait_for_lives(job, folder, {0: 1, 1: 2})
+    check(*end(job, folder, 2), ended=3, lost=not_passed_on(1, 1))
+    assert "worker 1 was killed by SIGKILL after step" in job.stderr
+    assert "server 1 was killed by SIGKILL after step" in job.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_any_of_three_servers_is_killed(start, number):
-    kill_server(start, THREE, workers=4, number=number, members=2)
-
-
-def test_all_workers_of_a_group_are_killed(start):
-    """Its server had passed on all: nothing is lost."""
-    job, folder = start(TWO, 2)
-    kill(life_of(folder, 1)[0])
-    wait_for_lives(job, folder, {1: 1})
-    assert life_of(folder, 0)[1] == 0, "nobody else is started again"
-    check(*end(job, folder, 2), ended=1, lost=0)
+    job, folder = start(THREE, 4)
+    kill(servers_of(job)[number])
+    wait_for_lives(job, folder, dict.fromkeys(range(4), 1))
+    check(*end(job, folder, 4), ended=4, lost=not_passed_on(1, 2))
+    assert f"server {number} was killed by SIGKILL after step" in job.stderr
+    assert "the others hold the model, and it takes that over" in job.stderr
+    assert job.stderr.count("all workers are started again") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [[0, 1], [2], [3]])
 def test_all_workers_of_any_of_three_groups_are_killed(start, group):
+    """Its server has passed on everything: nothing is lost."""
     job, folder = start(THREE, 4)
     for rank in group:
         kill(life_of(folder, rank)[0])
