@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.aggregator.best_effort import BestEffort, FallbackServer
 from paceline.aggregator.forwarding import Inbox
-from paceline.aggregator.packets import Flag, Kind
+from paceline.aggregator.packets import LOCAL, Flag, Kind
 from paceline.aggregator.protocol import EVERYONE, NEXT, Memory, Slots
 from paceline.aggregator.worker import Stream
 
@@ -44,12 +44,12 @@ class Recorded:
 class Worker:
     """A stream, and the operations that it carries out one after the other."""
 
-    def __init__(self, index, slots, operations, forward=False, number=1):
+    def __init__(self, index, slots, operations, mode=LOCAL, number=1):
         self.stream = Stream(
             slots=slots, elements=ELEMENTS, worker=index, number=number
         )
         self.todo, self.done, self.first = list(operations), set(), 0
-        self.forward = forward
+        self.mode = mode
 
     @property
     def finished(self):
@@ -60,7 +60,7 @@ class Worker:
             operation = self.todo.pop(0)
             recorded = Recorded(operation, self.first, self.done)
             self.first += operation.chunks
-            self.stream.begin(recorded, now, forward=self.forward)
+            self.stream.begin(recorded, now, mode=self.mode)
         return self.stream.due(now)
 
 
@@ -149,16 +149,19 @@ class Net:
 
 
 class Rack(Net):
-    """One job at `Slots`; with *forward* its sums go to an `Inbox`."""
+    """One job at `Slots`; so many *chunks* go to `Inbox`es of *agents* that take turns."""
 
-    def __init__(self, streams, slots, forward=False, chunks=0):
+    def __init__(self, streams, slots, chunks=0, agents=1):
         super().__init__({1: streams})
         self.memory = Memory.of(slots, ELEMENTS)
         self.slots = Slots(self.memory, len(streams))
-        self.inbox = Inbox(slots=slots, elements=ELEMENTS, number=1)
         self.came = {}
-        if forward:
-            self.inbox.begin(chunks, self.take)
+        self.inboxes = [
+            Inbox(slots=slots, elements=ELEMENTS, number=1, turn=(agent, agents))
+            for agent in range(agents)
+        ]
+        for inbox in self.inboxes:
+            inbox.begin(chunks, self.take)
 
     def take(self, chunks, packets):
         for row, chunk in enumerate(chunks.tolist()):
@@ -170,7 +173,8 @@ class Rack(Net):
         self.post_all(job, self.slots.take(packet))
 
     def to_next(self, job, packet):
-        self.post(("switch", job), self.inbox.take(packet))
+        agent = int(packet["header"]["slot"][0]) % len(self.inboxes)
+        self.post(("switch", job), self.inboxes[agent].take(packet))
 
     def check(self):
         """Nothing is freed early: what a slot no longer holds was taken by all whom it was
@@ -179,13 +183,13 @@ class Rack(Net):
         for slot in range(count):
             for version in (0, 1):
                 number = int(self.memory.rounds[slot, version])
-                forwarded = self.memory.flags[slot, version] == Flag.FORWARD
+                forwarded = self.memory.flags[slot, version] != LOCAL
                 chunk = number * count + slot
                 if number >= 0 and forwarded and self.memory.over[slot, version]:
                     assert chunk in self.came, "freed before it was acknowledged"
                 before = chunk - 2 * count
                 for worker in self.workers[1]:
-                    if number >= 2 and not worker.forward:
+                    if number >= 2 and worker.mode != Flag.FORWARD:
                         assert before in worker.done, "overwritten before all had it"
 
 

@@ -92,6 +92,22 @@ def test_a_forwarded_sum_is_sent_again_until_it_was_received(slots):
     assert slots.dropped["early"] == 1
 
 
+def test_a_sum_may_stay_and_go_on_as_well(slots):
+    onward = Flag.ONWARD
+    slots.take(packet(0, flags=onward))
+    out = slots.take(packet(1, flags=onward))
+    both = [(Kind.RESULT, EVERYONE, [2]), (Kind.RESULT, NEXT, [2])]
+    assert answers(out) == both
+    again = [(Kind.RESULT, 0, [2]), (Kind.RESULT, NEXT, [2])]
+    assert answers(slots.take(packet(0, flags=onward))) == again
+    slots.take(packet(0, number=1, flags=onward))
+    assert slots.dropped == {"early": 1}  # not free yet
+    received = packet(NOBODY, values=(), kind=Kind.RECEIVED)
+    assert answers(slots.take(received)) == [(Kind.FREED, EVERYONE, [])]
+    over = [(Kind.RESULT, 1, [2]), (Kind.FREED, 1, [])]
+    assert answers(slots.take(packet(1, flags=onward))) == over
+
+
 def test_words_about_a_round_that_is_over_free_nothing_of_a_later_one(slots):
     for number in range(3):
         for worker in range(2):

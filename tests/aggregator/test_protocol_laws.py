@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.aggregator.fixed_point import FixedPoint
 from paceline.aggregator.operations import IntegerSum, NumberSum, Spread
-from paceline.aggregator.packets import Kind, blank
+from paceline.aggregator.packets import Flag, Kind, blank
 from paceline.aggregator.protocol import Memory, Slots
 from tests.aggregator.net import ELEMENTS, Contended, Rack, Worker
 
@@ -76,35 +76,39 @@ def test_what_one_spreads_is_everybodys_also_between_sums(fates, slots, size):
         assert (after[index] == total).all()
 
 
+@pytest.mark.parametrize("mode", [Flag.FORWARD, Flag.ONWARD])
 @LAW
 @given(
     fates=FATES,
     workers=st.integers(1, 3),
     slots=st.integers(1, 3),
     size=st.integers(1, 20),
+    agents=st.integers(1, 2),
 )
-def test_forwarded_sums_reach_the_next_agent_before_their_slot_is_free(
-    fates, workers, slots, size
+def test_sums_that_leave_reach_the_next_agent_before_their_slot_is_free(
+    mode, fates, workers, slots, size, agents
 ):
     values, total = integers(5, workers, size)
+    before = values.copy()
     operations = [IntegerSum(mine, WIDTH) for mine in values]
     streams = [
-        Worker(index, slots, [operation], forward=True)
+        Worker(index, slots, [operation], mode)
         for index, operation in enumerate(operations)
     ]
-    rack = Rack(streams, slots, forward=True, chunks=operations[0].chunks)
+    rack = Rack(streams, slots, operations[0].chunks, agents)
     rack.play(fates)
     rack.settle()
-    assert rack.inbox.finished
+    assert all(inbox.finished for inbox in rack.inboxes)
     came = np.concatenate([rack.came[chunk] for chunk in sorted(rack.came)])
     assert (came == total).all()
+    assert (values == (before if mode == Flag.FORWARD else total)).all()
 
 
 def test_a_law_breaks_where_slots_are_freed_without_an_acknowledgement():
     values, _ = integers(5, 2, 9)
     operations = [IntegerSum(mine, WIDTH) for mine in values]
-    streams = [Worker(i, 1, [one], forward=True) for i, one in enumerate(operations)]
-    rack = Rack(streams, 1, forward=True, chunks=3)
+    streams = [Worker(i, 1, [one], Flag.FORWARD) for i, one in enumerate(operations)]
+    rack = Rack(streams, 1, 3)
     taken = rack.slots.take
 
     def careless(packets):
@@ -192,7 +196,7 @@ def test_a_batch_comes_to_the_same_as_its_packets_one_by_one(seed, workers, cuts
     packets["values"] = random.integers(-9, 9, packets["values"].shape)
     header = packets["header"]
     header["kind"] = random.choice([1, 1, 1, 1, 1, 1, 4, 5, 2], 60)
-    header["flags"] = random.choice([0, 0, 0, 0, 1, 2], 60)
+    header["flags"] = random.choice([0, 0, 0, 0, 1, 2, 8], 60)
     header["slot"] = random.choice([0, 0, 0, 1, 5], 60)
     header["round"] = np.sort(random.integers(0, 5, 60))
     header["elements"] = random.choice([2, 2, 2, 0, 3], 60)

@@ -1,12 +1,15 @@
 """An all-reduce of two racks: partial sums leave each toward the other's agent, and no packet
 that is lost, doubled or late changes a bit."""
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.aggregator.forwarding import Inbox
 from paceline.aggregator.operations import IntegerSum, Spread
+from paceline.aggregator.packets import LOCAL, Flag
 from paceline.aggregator.protocol import Memory, Slots
 from tests.aggregator.net import ELEMENTS, Net, Worker
 from tests.aggregator.test_protocol_laws import FATES, WIDTH
@@ -17,7 +20,7 @@ RACKS = (1, 2)
 
 class Member(Worker):
     """Of rack *rack*, whose chunk is its own number's: it forwards this one's sum, forms the
-    other one's for good, and has the first one from the other rack."""
+    other one's for good (which goes on to the other rack), and has the first one from there."""
 
     def __init__(self, index, slots, rack, parts):
         self.rack, agent = rack, index == 0
@@ -26,11 +29,9 @@ class Member(Worker):
         self.gather = Spread(mine, WIDTH, agent, awaits=agent)
         operations = [IntegerSum(mine, WIDTH), self.last, self.gather]
         super().__init__(index, slots, operations, number=rack)
-        self.whole = other
 
     def due(self, now):
-        # Only the first operation's sums leave the rack.
-        self.forward = len(self.todo) == 3
+        self.mode = (LOCAL, Flag.ONWARD, Flag.FORWARD)[max(len(self.todo) - 1, 0)]
         return super().due(now)
 
 
@@ -41,28 +42,24 @@ class TwoRacks(Net):
             rack: Slots(Memory.of(slots, ELEMENTS), len(members[rack]))
             for rack in RACKS
         }
-        self.inboxes, self.handed = {}, set()
+        self.inboxes = {}
         for rack in RACKS:  # of the agent behind it
             inbox = Inbox(slots=slots, elements=ELEMENTS, number=rack)
-            agent = members[3 - rack][0]
-            inbox.begin(agent.last.chunks, agent.last.add)
-            self.inboxes[rack] = inbox
+            self.inboxes[rack] = inbox, self.awaited(members[3 - rack][0])
+
+    def awaited(self, agent):
+        yield agent.last.chunks, agent.last.add
+        yield agent.gather.chunks, agent.gather.put
 
     def to_switch(self, rack, packet):
         self.post_all(rack, self.slots[rack].take(packet))
 
     def to_next(self, rack, packet):
-        self.post(("switch", rack), self.inboxes[rack].take(packet))
-
-    def check(self):
-        """Agents hand each other what is whole, over a connection that loses nothing."""
-        for rack in RACKS:
-            giver, taker = self.workers[rack][0], self.workers[3 - rack][0]
-            done = giver.stream.finished and len(giver.todo) == 1
-            if done and rack not in self.handed:
-                self.handed.add(rack)
-                taker.gather._values[:] = giver.whole
-                taker.gather.arrive(np.arange(taker.gather.chunks))
+        inbox, awaited = self.inboxes[rack]
+        if inbox.finished:
+            for chunks, take in itertools.islice(awaited, 1):
+                inbox.begin(chunks, take)
+        self.post(("switch", rack), inbox.take(packet))
 
 
 @settings(max_examples=15, deadline=None)

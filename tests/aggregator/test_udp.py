@@ -14,7 +14,9 @@ from paceline.aggregator.batched import Batched
 from paceline.aggregator.client import AggregatorClient
 from paceline.aggregator.control import Challenge, Registration, line_of
 from paceline.aggregator.fallback import UdpFallbackServer
-from paceline.aggregator.packets import Kind, Seal, blank, sizes
+from paceline.aggregator.forwarding import Inbox
+from paceline.aggregator.jobs import key_of
+from paceline.aggregator.packets import Flag, Kind, Seal, blank, sizes
 from paceline.aggregator.udp import UserSpaceAggregator
 from paceline.errors import PeerLostError, UsageError
 from paceline.server.security import TRUSTED
@@ -301,31 +303,29 @@ def test_nobody_there_is_a_lost_peer():
         Registration("127.0.0.1", port, TOKEN)
 
 
-def test_sums_leave_the_rack_toward_the_next_agent():
-    """A rack of two forwards; the next agent takes its sums at a socket of its own."""
-    from paceline.aggregator.forwarding import Inbox
-    from paceline.aggregator.jobs import key_of
-
+def test_sums_leave_the_rack_toward_the_next_agents():
+    """A rack of two forwards; two agents of the next one take turns, each at its socket."""
     values = np.arange(2 * 4000, dtype=np.int32).reshape(2, 4000)
     came = np.zeros(4000, np.int32)
-    with running() as aggregator, moving.open_socket(socket.AF_INET) as agent:
-        agent.bind(("127.0.0.1", 0))
-        agent.connect(("127.0.0.1", aggregator.port))
-        address = ("127.0.0.1", agent.getsockname()[1])
+    with running() as aggregator, contextlib.ExitStack() as stack:
+        agents = [stack.enter_context(moving.open_socket(socket.AF_INET)) for _ in "ab"]
+        for agent in agents:
+            agent.bind(("127.0.0.1", 0))
+            agent.connect(("127.0.0.1", aggregator.port))
+        addresses = [("127.0.0.1", agent.getsockname()[1]) for agent in agents]
         clients = [
             joining(
                 aggregator,
                 worker,
                 workers=2,
                 slots=4,
-                next_agent=address if worker == 0 else None,
+                next_agents=addresses if worker == 0 else [],
                 lossy=lossy(worker, 0.05),
             )
             for worker in range(2)
         ]
-        elements = clients[0].elements
-        inbox = Inbox(slots=4, elements=elements, number=clients[0].number)
-        end, seal = Batched(agent, elements), Seal(key_of(TOKEN, "job"))
+        number, elements = clients[0].number, clients[0].elements
+        over = threading.Event()
 
         def take(chunks, packets):
             for chunk, packet in zip(chunks.tolist(), packets, strict=True):
@@ -333,10 +333,9 @@ def test_sums_leave_the_rack_toward_the_next_agent():
                 start = chunk * elements
                 came[start : start + count] = packet["values"][:count]
 
-        inbox.begin(-(-4000 // elements), take)
-        over = threading.Event()
-
-        def receive():
+        def receive(agent, inbox):
+            end, seal = Batched(agent, elements), Seal(key_of(TOKEN, "job"))
+            inbox.begin(-(-4000 // elements), take)
             while not over.is_set():
                 packets, _ = end.receive()
                 if len(packets):
@@ -345,16 +344,26 @@ def test_sums_leave_the_rack_toward_the_next_agent():
                     rows = np.arange(len(answers))
                     end.send(answers, rows, None, np.zeros_like(rows))
 
-        receiver = threading.Thread(target=receive)
-        receiver.start()
+        inboxes = [
+            Inbox(slots=4, elements=elements, number=number, turn=(place, 2))
+            for place in range(2)
+        ]
+        receivers = [
+            threading.Thread(target=receive, args=both)
+            for both in zip(agents, inboxes, strict=True)
+        ]
+        for receiver in receivers:
+            receiver.start()
         sent = values.copy()
-        together(2, lambda w: clients[w].sum_integers(sent[w], forward=True))
+        together(2, lambda w: clients[w].sum_integers(sent[w], mode=Flag.FORWARD))
         over.set()
-        receiver.join()
+        for receiver in receivers:
+            receiver.join()
         for client in clients:
             client.close()
-    assert inbox.finished
+    assert all(inbox.finished and inbox.counts["taken"] for inbox in inboxes)
     assert (came == values.sum(axis=0)).all()
+    assert (sent == values).all()
 
 
 def test_jobs_that_compete_for_few_places_fall_back_to_their_servers():
@@ -394,7 +403,7 @@ def test_jobs_that_compete_for_few_places_fall_back_to_their_servers():
                 workers=2,
                 slots=8,
                 rules="best-effort",
-                next_agent=servers[job].address,
+                next_agents=[servers[job].address],
                 lossy=lossy(number, 0.01),
             )
             client.sum_integers(made[job][worker])

@@ -10,7 +10,7 @@ import select
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -27,7 +27,9 @@ from paceline.aggregator.operations import (
 from paceline.aggregator.packets import (
     IP6_BYTES,
     IP_BYTES,
+    LOCAL,
     Array,
+    Flag,
     Kind,
     Seal,
     blank,
@@ -55,8 +57,8 @@ class AggregatorClient:
     """One of the *workers* of *job*, at the aggregator at (*host*, *port*).
 
     *job*: a name that no other job has, such as 16 random bytes in hex. *slots*: how many are
-    wanted; fewer may be granted, no fewer than *fewest*. *next_agent*: where sums go that
-    leave the rack, which one worker tells. *headroom*: how many workers' numbers meet in
+    wanted; fewer may be granted, no fewer than *fewest*. *next_agents*: where sums go that
+    leave the rack, which one worker tells: those of slot j to the one at j modulo their number. *headroom*: how many workers' numbers meet in
     one sum, where these are more than the aggregator's own. *silent_seconds*: after so long without any answer the aggregator is given up.
     *lossy*: of each batch that is sent or received, which datagrams survive.
     """
@@ -74,7 +76,7 @@ class AggregatorClient:
         fewest: int = 1,
         mtu: int = 1500,
         rules: Rules = "slots",
-        next_agent: tuple[str, int] | None = None,
+        next_agents: Sequence[tuple[str, int]] = (),
         headroom: int | None = None,
         silent_seconds: float = SILENT_SECONDS,
         lossy: Lossy | None = None,
@@ -97,7 +99,7 @@ class AggregatorClient:
                 workers=workers,
                 port=self._udp.getsockname()[1],
                 nonce="",  # the connection's to fill in, as the proof
-                next=next_agent,
+                next=list(next_agents),
                 slots=slots,
                 fewest=fewest,
                 elements=elements,
@@ -132,17 +134,18 @@ class AggregatorClient:
         """What was sent and received, by word."""
         return self._stream.counts + self.dropped + self._datagrams.counts
 
-    def sum_integers(self, values: Array, *, forward: bool = False) -> None:
+    def sum_integers(self, values: Array, *, mode: Flag = LOCAL) -> None:
         """*values*, int32, flat and contiguous, become their sums over workers, exact modulo
-        2^32. With *forward* they stay, and the sums go to the next agent."""
+        2^32. With *mode* FORWARD they stay, and the sums go to the next agent; with ONWARD
+        they go there, too."""
         _check(values, np.int32)
-        self.run(IntegerSum(values, self.elements), forward=forward)
+        self.run(IntegerSum(values, self.elements), mode=mode)
 
-    def spread(self, values: Array, *, brings: bool) -> None:
+    def spread(self, values: Array, *, brings: bool, mode: Flag = LOCAL) -> None:
         """*values*, int32, flat and contiguous, become those of the one worker that
         *brings* them."""
         _check(values, np.int32)
-        self.run(Spread(values, self.elements, brings))
+        self.run(Spread(values, self.elements, brings), mode=mode)
 
     def sum_numbers(self, numbers: Array) -> float:
         """*numbers*, float32, flat and contiguous, become their sums over workers: the same
@@ -153,11 +156,11 @@ class AggregatorClient:
         self.run(operation)
         return operation.error
 
-    def run(self, operation: Operation, *, forward: bool = False) -> None:
+    def run(self, operation: Operation, *, mode: Flag = LOCAL) -> None:
         """Carry out one operation. Raises `PeerLostError` where the aggregator, or another
         worker, is lost; the buffers are then undefined."""
         stream = self._stream
-        stream.begin(operation, time.monotonic(), forward=forward)
+        stream.begin(operation, time.monotonic(), mode=mode)
         while not stream.finished:
             self._send_due()
             now = time.monotonic()

@@ -55,7 +55,7 @@ class Register(
     msgspec.Struct, tag="register", kw_only=True, forbid_unknown_fields=True
 ):
     """A worker's wish: see `Terms`. *port*: of its datagrams; *host*: theirs, where it is not
-    that of this connection; *next*: host and port of the next agent, or of the server behind."""
+    that of this connection; *next*: host and port of each next agent, or of the server behind."""
 
     job: str
     worker: int
@@ -63,7 +63,7 @@ class Register(
     port: int
     nonce: str
     host: str = ""
-    next: tuple[str, int] | None = None
+    next: list[tuple[str, int]] = []
     slots: int = 1
     fewest: int = 1
     elements: int = 1

@@ -1,7 +1,7 @@
 """The server that a job's contributions fall back to, behind a UDP socket: one thread's.
 
 It stands beside a worker, or on a host of its own, and registers nowhere: a worker of the job
-tells the aggregator its address (`AggregatorClient(next_agent=...)`). Its answers go to the
+tells the aggregator its address (`AggregatorClient(next_agents=...)`). Its answers go to the
 aggregator, which passes them on.
 """
 

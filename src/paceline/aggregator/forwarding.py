@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.aggregator.packets import NOBODY, Array, Flag, Kind, blank
+from paceline.aggregator.packets import MODES, NOBODY, Array, Flag, Kind, blank
 
 Taken = Callable[[Array, Array], None]
 """Gets chunks, counted from the operation's first one, and their datagrams."""
@@ -31,9 +31,18 @@ Taken = Callable[[Array, Array], None]
 class Inbox:
     """What comes from the rack before, whose job there has so many *slots*."""
 
-    def __init__(self, *, slots: int, elements: int, number: int = 0) -> None:
-        """*number*: that of the job at the aggregator before."""
+    def __init__(
+        self,
+        *,
+        slots: int,
+        elements: int,
+        number: int = 0,
+        turn: tuple[int, int] = (0, 1),
+    ) -> None:
+        """*number*: that of the job at the aggregator before. *turn*: (i, n) where n agents
+        take turns: this one is sent what comes from slots i, i + n, ..."""
         self._slots, self._elements, self._number = slots, elements, number
+        self._turn = turn
         self._first = self._end = 0
         self._here = np.zeros(0, np.bool_)
         self._take: Taken | None = None
@@ -43,7 +52,8 @@ class Inbox:
         """So many chunks are awaited now, once those before are `finished`."""
         assert self.finished, "an operation is under way"
         self._first, self._end = self._end, self._end + chunks
-        self._here = np.zeros(chunks, np.bool_)
+        slots, (number, agents) = np.arange(self._first, self._end), self._turn
+        self._here = slots % self._slots % agents != number
         self._take = take
 
     def skip(self, chunks: int) -> None:
@@ -61,7 +71,7 @@ class Inbox:
         """Deal with a batch of genuine datagrams; the answers, without tag."""
         header = packets["header"]
         forwarded = (header["kind"] == Kind.RESULT) & (
-            header["flags"] & Flag.FORWARD != 0
+            header["flags"] & np.uint8(MODES) != 0
         )
         slot = header["slot"].astype(np.int64)
         chunk = header["round"].astype(np.int64) * self._slots + slot

@@ -44,8 +44,9 @@ class Operation(Protocol):
 class IntegerSum:
     """*values*, int32 and contiguous, become their sums over workers (modulo 2^32).
 
-    With *awaits* a chunk is sent only once `add` or `arrive` was told of it: an agent of a ring
-    adds its own values to what comes from the rack before (`Inbox.begin(..., take=self.add)`).
+    With *awaits* a chunk is sent only once `add` or `put` was given what it waits for: an agent
+    of a ring adds its own values to what comes from the rack before
+    (`Inbox.begin(chunks, take=self.add)`), and spreads what is whole (`put`).
     """
 
     def __init__(self, values: Array, elements: int, *, awaits: bool = False) -> None:
@@ -69,6 +70,11 @@ class IntegerSum:
         self._rows[chunks[whole]] += packets["values"][whole, : self._elements]
         for row in np.flatnonzero(~whole):
             self._rest += packets["values"][row, : len(self._rest)]
+        self.arrive(chunks)
+
+    def put(self, chunks: Array, packets: Array) -> None:
+        """These bring what *packets* hold, and nothing else."""
+        self.take(chunks, packets)
         self.arrive(chunks)
 
     def bring(self, chunks: Array, packets: Array) -> None:

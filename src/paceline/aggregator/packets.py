@@ -92,6 +92,13 @@ class Flag(enum.IntFlag):
     """It was sent before, and may have been lost."""
     COLLIDED = 4
     """Its slot was another's, so it was not added up."""
+    ONWARD = 8
+    """The sum is for the workers, and for the next agent as well."""
+
+
+LOCAL = Flag(0)
+"""The sum is for the workers."""
+MODES = Flag.FORWARD | Flag.ONWARD
 
 
 @lru_cache(maxsize=64)

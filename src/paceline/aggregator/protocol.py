@@ -20,29 +20,35 @@ the slot is still freed by the same rule. Modes, chosen round by round by the wo
 
 - LOCAL: the sum goes to all workers of the job (multicast), and their next round frees it;
 - FORWARD: the sum leaves the rack toward the next agent, and only its acknowledgement frees
-  the slot, which the workers are told.
+  the slot, which the workers are told;
+- ONWARD: both: the sum goes to all workers and to the next agent, whose acknowledgement frees
+  the slot.
 
 Transitions
 -----------
 A version holds a round and is *filling*, *complete* (all have contributed) or *over* (complete,
-and in FORWARD acknowledged). Before the first round, rounds -2 and -1 are over.
+and in FORWARD and ONWARD acknowledged). Before the first round, rounds -2 and -1 are over.
 
 ===================== ======================== ============================ ==================
 packet                version                  what changes                 answer
 ===================== ======================== ============================ ==================
 contribution, its     holds r - 2; the other   holds r: the values are      as the next line,
 round r               holds r - 1 and is over  written, filling             if one is enough
-contribution, new bit filling r                added; with the last bit     LOCAL: the sum to all;
-                                               complete (LOCAL: over)       FORWARD: to the next
+contribution, new bit filling r                added; with the last bit     the sum: to all but in
+                                               complete (LOCAL: over)       FORWARD, to the next
+                                                                            but in LOCAL
 contribution, old bit filling r                -                            -
-contribution, old bit LOCAL, over, r           -                            the sum, to its worker
-contribution, old bit FORWARD, complete, r     -                            the sum, to the next
-contribution, old bit FORWARD, over, r         -                            freed, to its worker
+contribution, old bit complete or over, r      -                            LOCAL, ONWARD: the
+                                                                            sum, to its worker
+contribution, old bit complete, r              -                            FORWARD, ONWARD: the
+                                                                            sum, to the next
+contribution, old bit over, r                  -                            FORWARD, ONWARD: freed,
+                                                                            to its worker
 contribution          holds more than r: late  -                            -
 contribution          any other: early         -                            -
-received (next agent) FORWARD, complete, r     over                         freed, to all
-wanted                complete, r              -                            the sum: LOCAL to its
-                                                                            worker, else the next
+received (next agent) complete, r              over                         freed, to all
+wanted                complete, r              -                            the sum, to its worker
+                                                                            or to the next
 ===================== ======================== ============================ ==================
 
 Contributions that disagree with the first of their round, in mode or in number of values, are
@@ -65,6 +71,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.aggregator.packets import (
+    MODES,
     MOST_WORKERS,
     NOBODY,
     Array,
@@ -171,7 +178,7 @@ class Slots:
         memory = self._memory
         rows = rows[self._has_own_bits(columns, rows)]
         slot, number, bits = columns.slot[rows], columns.round[rows], columns.bits[rows]
-        flags = columns.flags[rows] & np.uint8(Flag.FORWARD)
+        flags = columns.flags[rows] & np.uint8(MODES)
         elements = columns.elements[rows]
         version = number & 1
         held, seen = memory.rounds[slot, version], memory.seen[slot, version]
@@ -192,18 +199,18 @@ class Slots:
         taken = (begins | fresh) & agrees
         self._put(columns, rows, taken, begins | whole)
         complete = taken & (memory.seen[slot, version] == self._all)
-        local = flags == 0
-        memory.over[slot[complete], version[complete]] = local[complete]
+        home, away = flags != Flag.FORWARD, flags != 0
+        memory.over[slot[complete], version[complete]] = ~away[complete]
 
-        yield self._sums(slot, version, complete & local, EVERYONE)
-        yield self._sums(slot, version, complete & ~local, NEXT)
+        yield self._sums(slot, version, complete & home, EVERYONE)
+        yield self._sums(slot, version, complete & away, NEXT)
         known = joins & (common == bits) & agrees
         full = known & (seen == self._all)
         over = memory.over[slot, version]
         asker = np.where(columns.worker[rows] == NOBODY, EVERYONE, columns.worker[rows])
-        yield self._sums(slot, version, full & local, asker)
-        yield self._sums(slot, version, full & ~local & ~over, NEXT)
-        yield self._freed(slot, version, full & ~local & over, asker)
+        yield self._sums(slot, version, full & home, asker)
+        yield self._sums(slot, version, full & away & ~over, NEXT)
+        yield self._freed(slot, version, full & away & over, asker)
 
         self._drop("late", number < held)
         self._drop("early", ~begins & (number > held))
@@ -248,11 +255,11 @@ class Slots:
         memory.exponents[slot, version] = np.maximum(known, exponents)
         memory.rounds[slot, version] = number
         memory.over[slot, version] = False
-        memory.flags[slot, version] = columns.flags[rows] & np.uint8(Flag.FORWARD)
+        memory.flags[slot, version] = columns.flags[rows] & np.uint8(MODES)
 
     def _receive(self, columns: Columns, rows: Array) -> Iterator[Outgoing | None]:
         slot, version, complete = self._complete(columns, rows)
-        forwarded = self._memory.flags[slot, version] == Flag.FORWARD
+        forwarded = self._memory.flags[slot, version] != 0
         frees = complete & forwarded & ~self._memory.over[slot, version]
         self._memory.over[slot[frees], version[frees]] = True
         yield self._freed(slot, version, frees, EVERYONE)
@@ -260,10 +267,11 @@ class Slots:
 
     def _want(self, columns: Columns, rows: Array) -> Iterator[Outgoing | None]:
         slot, version, complete = self._complete(columns, rows)
-        local = self._memory.flags[slot, version] == 0
+        flags = self._memory.flags[slot, version]
         worker = columns.worker[rows].astype(np.int32)
-        to_worker = complete & local & (self._all >> worker.astype(np.uint64) & 1 == 1)
-        onward = complete & ~local & ~self._memory.over[slot, version]
+        known = self._all >> worker.astype(np.uint64) & 1 == 1
+        to_worker = complete & known & (flags != Flag.FORWARD)
+        onward = complete & ~to_worker & ~self._memory.over[slot, version]
         yield self._sums(slot, version, to_worker, worker)
         yield self._sums(slot, version, onward, NEXT)
         self._drop("wanted in vain", ~(to_worker | onward))

@@ -43,7 +43,13 @@ from paceline.aggregator.datagrams import (
     open_socket,
 )
 from paceline.aggregator.jobs import Job, Jobs
-from paceline.aggregator.packets import IP6_BYTES, IP_BYTES, Array, elements_for
+from paceline.aggregator.packets import (
+    IP6_BYTES,
+    IP_BYTES,
+    MOST_WORKERS,
+    Array,
+    elements_for,
+)
 from paceline.aggregator.protocol import EVERYONE, NEXT, Outgoing
 from paceline.errors import UsageError
 from paceline.server.poll_loop import PollLoop
@@ -76,7 +82,7 @@ class _Ways:
 
     table: Addresses = field(default_factory=Addresses)
     workers: dict[int, int] = field(default_factory=dict)
-    next: int | None = None
+    next: list[int] = field(default_factory=list)
 
 
 class UserSpaceAggregator:
@@ -173,7 +179,7 @@ class UserSpaceAggregator:
         if not len(out.to):
             return
         ways = self._ways[job.number]
-        rows, places = _destinations(out.to, ways)
+        rows, places = _destinations(out, ways)
         known = places >= 0
         if not known.all():
             self.counts["dropped: for nobody"] += int(np.count_nonzero(~known))
@@ -226,16 +232,16 @@ class UserSpaceAggregator:
             table = Addresses()
             host = words.host or str(peer.getpeername()[0])
             table.add((_plain(host), _port(words.port)))
-            if words.next is not None:
-                table.add((_plain(words.next[0]), _port(words.next[1])))
+            for host, port in words.next[:MOST_WORKERS]:
+                table.add((_plain(host), _port(port)))
             job = self.jobs.register(words.terms(), words.worker)
         except (ValueError, OSError) as error:  # UsageError is one of the former
             self._refuse(peer, str(error))
             return
         ways = self._ways.setdefault(job.number, _Ways())
         ways.workers[words.worker] = ways.table.add(table.plain[0])
-        if words.next is not None:
-            ways.next = ways.table.add(table.plain[1])
+        if words.next:
+            ways.next = [ways.table.add(address) for address in table.plain[1:]]
         caller.job, caller.worker = job, words.worker
         self._callers.know(peer)
         slots = len(job.lease) or job.terms.slots
@@ -277,8 +283,9 @@ class UserSpaceAggregator:
             peer.send(line_of(words))  # fits into an idle connection's buffer
 
 
-def _destinations(to: Array, ways: _Ways) -> tuple[Array, Array]:
+def _destinations(out: Outgoing, ways: _Ways) -> tuple[Array, Array]:
     """Which row goes to which place of the job's table (-1: to nobody)."""
+    to = out.to
     plain = np.flatnonzero(to != EVERYONE)
     known = np.full(max(ways.workers, default=0) + 1, -1, np.int64)
     for worker, place in ways.workers.items():
@@ -286,8 +293,10 @@ def _destinations(to: Array, ways: _Ways) -> tuple[Array, Array]:
     targets = to[plain]
     within = (targets >= 0) & (targets < len(known))
     places = np.where(within, known[np.where(within, targets, 0)], -1)
-    if ways.next is not None:
-        places = np.where(targets == NEXT, ways.next, places)
+    if ways.next:  # they take turns, slot by slot
+        slot = out.packets["header"]["slot"][plain]
+        agents = np.array(ways.next)[slot % len(ways.next)]
+        places = np.where(targets == NEXT, agents, places)
     shared = np.flatnonzero(to == EVERYONE)
     everyone = np.array(sorted(ways.workers.values()), np.int64)
     # One worker after the other: each one's buffer gets a run of datagrams.

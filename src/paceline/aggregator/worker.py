@@ -10,8 +10,10 @@ the next chunk of its slot go. So results clock what is sent, and s is the windo
 slot       event                     what changes                          sends
 ========== ========================= ===================================== ===============
 idle       its next chunk is ready   under way, a timer runs               the chunk
-under way  the sum of its chunk      idle; the operation takes the sum     -
-under way  freed (FORWARD)           idle                                  -
+under way  the sum of its chunk      the operation takes it; LOCAL: idle,  -
+                                     ONWARD: idle if it is freed
+under way  freed                     FORWARD: idle, ONWARD: idle if the    -
+                                     sum is here
 under way  its timer                 the timer runs twice as long          the chunk again
 any        the sum of another chunk  -                                     -
 ========== ========================= ===================================== ===============
@@ -29,7 +31,7 @@ from collections import Counter
 import numpy as np
 
 from paceline.aggregator.operations import Operation
-from paceline.aggregator.packets import Array, Flag, Kind, blank
+from paceline.aggregator.packets import LOCAL, MODES, Array, Flag, Kind, blank
 from paceline.aggregator.timers import LONGEST, RoundTrip
 from paceline.errors import UsageError
 
@@ -48,7 +50,7 @@ class Stream:
         self.slots, self.elements = slots, elements
         self._worker, self._number = worker, number
         self._operation: Operation | None = None
-        self._flags = 0
+        self._mode = LOCAL
         self._first = self._end = 0
         """The operation's chunks, counted over the stream."""
         self._next = np.arange(slots)
@@ -58,14 +60,17 @@ class Stream:
         self._sent_at = np.zeros(slots)
         self._due_at = np.full(slots, np.inf)
         self._times = np.zeros(slots, np.int64)
+        self._summed = np.zeros(slots, np.bool_)
+        self._freed = np.zeros(slots, np.bool_)
         self._left = 0
         self._heard_at = 0.0
         self.round_trip = RoundTrip()
         self.counts: Counter[str] = Counter()
 
-    def begin(self, operation: Operation, now: float, *, forward: bool = False) -> None:
-        """The next operation, once the last one is `finished`. With *forward* its sums leave
-        the rack: nothing is taken, and a chunk is done when its slot is freed. Raises
+    def begin(self, operation: Operation, now: float, *, mode: Flag = LOCAL) -> None:
+        """The next operation, once the last one is `finished`. With *mode* FORWARD its sums
+        leave the rack: nothing is taken, and a chunk is done when its slot is freed; with
+        ONWARD it is done when that has happened and its sum is here. Raises
         `UsageError` after 2^32 rounds: some 100 TB for each 32 slots."""
         assert self.finished, "an operation is under way"
         if self._end + operation.chunks > _ROUNDS * self.slots:
@@ -74,7 +79,7 @@ class Stream:
                 "under another name"
             )
         self._operation = operation
-        self._flags = int(Flag.FORWARD) if forward else 0
+        self._mode = mode & MODES
         self._first, self._end = self._end, self._end + operation.chunks
         self._left = operation.chunks
         self._heard_at = now
@@ -105,6 +110,8 @@ class Stream:
             self._next[new] += self.slots
             self._sent_at[new] = now
             self._times[new] = 0
+            self._summed[new] = self._mode == Flag.FORWARD
+            self._freed[new] = self._mode == LOCAL
         again = np.flatnonzero(self._due_at <= now)
         self.counts["chunks"] += len(new)
         self.counts["repeats"] += len(again)
@@ -123,7 +130,7 @@ class Stream:
             return packets
         chunks, header = self._chunk[slots], packets["header"]
         header["kind"] = Kind.CONTRIBUTION
-        header["flags"] = self._flags
+        header["flags"] = self._mode
         header["job"] = self._number
         header["slot"] = slots
         header["round"] = chunks // self.slots
@@ -135,22 +142,26 @@ class Stream:
     def take(self, packets: Array, now: float) -> None:
         """Deal with a batch of genuine datagrams of this job."""
         header = packets["header"]
-        done = Kind.FREED if self._flags & Flag.FORWARD else Kind.RESULT
         slot = header["slot"].astype(np.int64)
         chunk = header["round"].astype(np.int64) * self.slots + slot
-        rows = np.flatnonzero((header["kind"] == done) & (slot < self.slots))
-        rows = rows[self._chunk[slot[rows]] == chunk[rows]]
-        _, firsts = np.unique(slot[rows], return_index=True)
-        rows = rows[firsts]
-        self.counts["dropped"] += len(packets) - len(rows)
-        if not len(rows) or self._operation is None:
+        here = np.flatnonzero(slot < self.slots)
+        here = here[self._chunk[slot[here]] == chunk[here]]
+        kind = header["kind"][here]
+        sums = here[(kind == Kind.RESULT) & ~self._summed[slot[here]]]
+        sums = sums[np.unique(slot[sums], return_index=True)[1]]
+        freed = slot[here[kind == Kind.FREED]]
+        self._summed[slot[sums]] = True
+        self._freed[freed] = True
+        touched = np.unique(np.concatenate((slot[sums], freed)))
+        self.counts["dropped"] += len(packets) - len(sums) - len(np.unique(freed))
+        if not len(touched) or self._operation is None:
             return
         self._heard_at = now
-        slot, chunk = slot[rows], chunk[rows]
-        once = self._times[slot] == 1
-        self.round_trip.observe(now - self._sent_at[slot[once]])
-        self._chunk[slot] = _IDLE
-        self._due_at[slot] = np.inf
-        self._left -= len(rows)
-        if done == Kind.RESULT:
-            self._operation.take(chunk - self._first, packets[rows])
+        done = touched[self._summed[touched] & self._freed[touched]]
+        once = done[self._times[done] == 1]
+        self.round_trip.observe(now - self._sent_at[once])
+        if len(sums):
+            self._operation.take(chunk[sums] - self._first, packets[sums])
+        self._chunk[done] = _IDLE
+        self._due_at[done] = np.inf
+        self._left -= len(done)
