@@ -21,6 +21,7 @@ from paceline.tensors import stand_in_for
 from paceline.worlds.join import join_world
 from tests.collectives.halves import CASES, random
 from tests.collectives.test_schedule import racked
+from tests.tables import crossed
 from tests.virtual.helpers import LATENCY, LINK, cluster, rack, run
 
 WHOLES = {
@@ -87,9 +88,9 @@ def test_a_part_of_a_schedule_counts_its_steps_from_nought():
     assert some.ranks == 3
 
 
-@pytest.mark.parametrize("play", [False, True], ids=["priced", "played"])
-@pytest.mark.parametrize("n", [1, 2, 4, 8])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    ("case", "n", "play"), crossed(2, CASES, [1, 2, 4, 8], [False, True])
+)
 def test_law_on_more_and_fewer_workers(case, n, play):
     where = cluster(rack(n - n // 3), rack(n // 3)) if n > 2 else n
     run(where, lambda rank: case(TorchComm(join_world(), "law")), play=play)

@@ -19,6 +19,7 @@ from paceline.testing.task import Counting
 from tests.local.helpers import double, momentum, sgd, simulate, train
 from tests.local.test_laws import CLOSE, apart, count
 from tests.osp.helpers import flat
+from tests.tables import crossed
 
 RESIDUALS = "int8:residuals=true"
 SPARSE = "top-k:density=0.1,residuals=true"
@@ -202,15 +203,20 @@ class Seen:
 
 
 @pytest.mark.parametrize(
-    ("steps", "decay"), [((12, 12, 12), 1.0), ((12, 12, 12), 0.9), ((8, 9, 9), 1.0)]
+    ("code", "method", "ends"),
+    crossed(
+        3,
+        [SPARSE, RESIDUALS, "int4:residuals=true"],
+        [f"diloco:every=3,{PLAIN}", "local-sgd:every=3"],
+        [((12, 12, 12), 1.0), ((12, 12, 12), 0.9), ((8, 9, 9), 1.0)],
+    ),
 )
-@pytest.mark.parametrize("method", [f"diloco:every=3,{PLAIN}", "local-sgd:every=3"])
-@pytest.mark.parametrize("code", [SPARSE, RESIDUALS, "int4:residuals=true"])
 def test_what_was_applied_and_what_is_kept_back_is_all_that_was_moved(
-    code: str, method: str, steps: tuple[int, ...], decay: float
+    code: str, method: str, ends: tuple[tuple[int, ...], float]
 ) -> None:
     """After each round, up to rounding; also where somebody leaves in the middle of one. Not
     where residuals fade."""
+    steps, decay = ends
     seen = Seen(len(steps), 3)
     keys = WIDE | {"optimizer": seen.optimizer, "watch": seen.watch}
     keys["compression"] = f"{code},decay={decay}"
@@ -239,14 +245,19 @@ def test_a_last_round_that_is_not_full_goes_without_a_code(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["diloco:every=4", "streaming-diloco:every=6,fragments=2,delay=2"]
+    ("method", "then"),
+    crossed(
+        2,
+        ["diloco:every=4", "streaming-diloco:every=6,fragments=2,delay=2"],
+        [(2, "ddp"), (3, "wfbp")],
+    ),
 )
-@pytest.mark.parametrize(("workers", "fusion"), [(2, "ddp"), (3, "wfbp")])
 def test_residuals_go_on_in_other_buckets_and_among_other_workers(
-    method: str, workers: int, fusion: str, tmp_path: Path
+    method: str, then: tuple[int, str], tmp_path: Path
 ) -> None:
     """In as many workers bit for bit, where codes are those of tensors. (What a worker owns is a
     part of a bucket: in another one what int8 loses of a sum is in another's residual.)"""
+    workers, fusion = then
     folder = tmp_path / "checkpoint"
     keys: dict[str, Any] = {"method": method, "compression": "ef-sign"}
     straight = simulate(2, lambda rank: restarted(rank, 0, 12, folder, **keys))
@@ -257,19 +268,23 @@ def test_residuals_go_on_in_other_buckets_and_among_other_workers(
     assert torch.equal(ends[0], straight[0]) == (workers == 2)
 
 
-@pytest.mark.parametrize("at", [3, 5])
 @pytest.mark.parametrize(
-    ("method", "code"),
-    [
-        ("diloco:every=4", "int4"),
-        ("streaming-diloco:every=6,fragments=2,delay=2", "int4:residuals=true"),
-        ("sel-sync:delta=0.01,window=2", RESIDUALS),
-        ("sparse-loco:every=4", None),
-    ],
+    ("of", "at"),
+    crossed(
+        2,
+        [
+            ("diloco:every=4", "int4"),
+            ("streaming-diloco:every=6,fragments=2,delay=2", "int4:residuals=true"),
+            ("sel-sync:delta=0.01,window=2", RESIDUALS),
+            ("sparse-loco:every=4", None),
+        ],
+        [3, 5],
+    ),
 )
 def test_a_restart_anywhere_in_a_round_changes_no_bit(
-    method: str, code: str | None, at: int, tmp_path: Path
+    of: tuple[str, str | None], at: int, tmp_path: Path
 ) -> None:
+    method, code = of
     folder = tmp_path / "checkpoint"
     keys: dict[str, Any] = {"method": method, "compression": code}
     straight = simulate(2, lambda rank: restarted(rank, 0, 9, folder, **keys))

@@ -16,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.network import Cluster, Rack
 from tests.local.helpers import Trained, adam, double, momentum, simulate, spread, train
 from tests.osp.helpers import flat, loss_of
+from tests.tables import crossed
 
 STEPS = 14
 CLOSE = {"rtol": 0.0, "atol": 1e-12}
@@ -123,22 +124,27 @@ def test_where_nodes_wait_in_each_step_it_is_bsp_under_sgd(workers: int) -> None
     assert (ours[0].end - theirs[0].end).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("nodes", [(2, 2), (2, 2, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize(
-    ("every", "delay"), [(1, 0), (3, 0), (1, 1), (2, 2), (3, 1), (4, 2)]
+    ("nodes", "pace"),
+    crossed(
+        3,
+        [(2, 2), (2, 2, 2), (2, 1)],
+        [(1, 0), (3, 0), (1, 1), (2, 2), (3, 1), (4, 2)],
+    ),
 )
 def test_what_arrives_late_is_merged_as_the_formula_says(
-    every: int, delay: int, nodes: tuple[int, ...]
+    nodes: tuple[int, ...], pace: tuple[int, int]
 ) -> None:
+    every, delay = pace
     workers = sum(nodes)
     trained = train(f"daso:every={every},delay={delay},group=2", workers, STEPS)
     assert_as_alone(trained, Alone(nodes, every, delay, [STEPS] * workers), STEPS)
     assert all(torch.equal(one.end, trained[0].end) for one in trained)
 
 
-@pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize(
-    "data", [(STEPS, 4, STEPS, STEPS), (5, 5, STEPS, 9), (1, STEPS, 6, 3)], ids=str
+    ("data", "delay"),
+    crossed(2, [(STEPS, 4, STEPS, STEPS), (5, 5, STEPS, 9), (1, STEPS, 6, 3)], [0, 2]),
 )
 def test_who_is_out_of_data_does_not_hold_its_node_back(
     data: tuple[int, ...], delay: int

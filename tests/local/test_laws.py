@@ -21,6 +21,7 @@ from tests.local.helpers import (
     train,
 )
 from tests.osp.helpers import flat, loss_of, network
+from tests.tables import crossed
 
 CLOSE = 1e-12
 
@@ -309,22 +310,24 @@ def test_who_is_out_of_data_weighs_what_it_has_done_since_the_last_round():
         assert one.end.tolist() == pytest.approx([-((8 + 5) / 2 + 2)] * 18)
 
 
+METHODS = [
+    "local-sgd:every=3",
+    "post-local-sgd:every=3,each_until=2",
+    "hierarchical-local-sgd:every=4,group=2,group_every=2",
+    "slowmo:every=3",
+    "diloco:every=3",
+    "diloco:every=4,group=2,group_every=2",
+    "streaming-diloco:every=4,fragments=2,delay=1",
+    "streaming-diloco:every=4,fragments=1,delay=2,mixing=0,nesterov=false,"
+    "outer_learning_rate=1,outer_momentum=0",
+    "streaming-diloco:every=4,fragments=4,delay=0,mixing=0.3",
+]
+
+
 @pytest.mark.parametrize(
-    "method",
-    [
-        "local-sgd:every=3",
-        "post-local-sgd:every=3,each_until=2",
-        "hierarchical-local-sgd:every=4,group=2,group_every=2",
-        "slowmo:every=3",
-        "diloco:every=3",
-        "diloco:every=4,group=2,group_every=2",
-        "streaming-diloco:every=4,fragments=2,delay=1",
-        "streaming-diloco:every=4,fragments=1,delay=2,mixing=0,nesterov=false,"
-        "outer_learning_rate=1,outer_momentum=0",
-        "streaming-diloco:every=4,fragments=4,delay=0,mixing=0.3",
-    ],
+    ("method", "steps"),
+    crossed(2, METHODS, [(12, 12, 12), (7, 12, 3), (0, 0, 0), (0, 5, 1)]),
 )
-@pytest.mark.parametrize("steps", [(12, 12, 12), (7, 12, 3), (0, 5, 1), (0, 0, 0)])
 def test_all_end_with_one_model(method, steps):
     ends = [one.end for one in train(method, 3, steps)]
     assert all(torch.equal(end, ends[0]) for end in ends)

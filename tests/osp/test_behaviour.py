@@ -27,8 +27,12 @@ from tests.osp.helpers import (
     train,
     train_alone,
 )
+from tests.tables import crossed
 
 SOME = ["0.5 random", "all"]
+ALSO = [
+    pytest.param(mask, marks=[] if mask in SOME else pytest.mark.slow) for mask in MASKS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +69,7 @@ def test_looking_changes_nothing(method):
     )
 
 
-@pytest.mark.parametrize("mask", SOME)
-@pytest.mark.parametrize("kind", [sgd, torch.optim.Adam], ids=["sgd", "adam"])
+@pytest.mark.parametrize(("mask", "kind"), crossed(2, SOME, [sgd, torch.optim.Adam]))
 def test_consolidated_is_what_finish_would_give(mask, kind):
     """Parameters and the optimizer's state, on every rank."""
     seen = {}
@@ -255,7 +258,7 @@ def decaying(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", ALSO)
 def test_what_no_rank_uses_does_not_move(mask):
     """Neither momentum nor decay moves it; what is used somewhere in some steps is moved
     in those steps only."""
@@ -384,8 +387,7 @@ def mixed_loss(model, rank, step):
     return (model(inputs(rank, step)) - 0.5).square().mean()
 
 
-@pytest.mark.parametrize("kind", [sgd, torch.optim.AdamW], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("mask", SOME)
+@pytest.mark.parametrize(("mask", "kind"), crossed(2, SOME, [sgd, torch.optim.AdamW]))
 def test_kinds_of_tensors(mask, kind):
     options = {"make": Mixed, "loss": mixed_loss, "optimizer": kind}
     model = Mixed()

@@ -29,6 +29,7 @@ from tests.osp.helpers import (
     train,
     train_alone,
 )
+from tests.tables import crossed
 
 NOTHING = "osp:collective=native,defer=nothing"
 
@@ -45,8 +46,7 @@ def double_network():
 # ---- T1 to T3: equal to the bit ----
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "workers"), crossed(4, OPTIMIZERS, [1, 2, 3, 4]))
 def test_with_nothing_deferred_it_is_bsp(name, workers):
     optimizer = OPTIMIZERS[name]
     expected = train("bsp", workers, optimizer=optimizer)
@@ -61,16 +61,14 @@ def test_with_nothing_deferred_it_is_bsp_whatever_the_buckets(fusion):
     assert torch.equal(after, expected)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("mask", "name"), crossed(4, MASKS, OPTIMIZERS))
 def test_one_worker_trains_as_without_paceline(name, mask):
     optimizer = OPTIMIZERS[name]
     end = train(MASKS[mask], 1, optimizer=optimizer)
     assert torch.equal(end, train_alone(optimizer=optimizer))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "workers"), crossed(3, MASKS, [1, 2, 4]))
 def test_identical_minibatches_are_bsp(mask, workers):
     # a mean of n equal numbers is that number where n is a power of two
     assert torch.equal(train(MASKS[mask], workers, same=True), train_alone())
@@ -161,8 +159,10 @@ def distance(model, rank, step):
     return model(centers_of(rank, step))
 
 
-@pytest.mark.parametrize("mask", ["0.3 product", "0.5 random", "all"])
-@pytest.mark.parametrize("optimizer", [plain_sgd, sgd], ids=["plain", "momentum"])
+@pytest.mark.parametrize(
+    ("mask", "optimizer"),
+    crossed(2, ["0.3 product", "0.5 random", "all"], [plain_sgd, sgd]),
+)
 def test_on_a_quadratic_the_exact_trajectory_is_that_of_bsp(mask, optimizer):
     """Where gradients are linear the workers' deviations cancel."""
     trajectories = []
@@ -383,16 +383,17 @@ def _step(model, optimizer, gradients):
     optimizer.step()
 
 
-@pytest.mark.parametrize("correction", ["local", "average", "plain", "none"])
+CLIMBS = {
+    "maximize": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, maximize=True)
+}
+
+
 @pytest.mark.parametrize(
-    "make",
-    [
-        *OPTIMIZERS.values(),
-        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, maximize=True),
-    ],
-    ids=[*OPTIMIZERS, "maximize"],
+    ("correction", "name"),
+    crossed(2, ["local", "average", "plain", "none"], OPTIMIZERS | CLIMBS),
 )
-def test_every_correction_is_its_reference_to_the_bit(correction, make):
+def test_every_correction_is_its_reference_to_the_bit(correction, name):
+    make = (OPTIMIZERS | CLIMBS)[name]
     trajectory = [[None, None] for _ in range(9)]
 
     def watch(rank, step, model, optimizer):

@@ -26,6 +26,7 @@ from tests.osp import helpers as small
 from tests.osp.test_adapting import COMPUTE, layers, link_for
 from tests.osp.test_laws import OtherWayRound
 from tests.server.test_two_stages import UNITS, Talk
+from tests.tables import crossed
 
 INTERVAL = OSP.interval
 NATIVE = "osp:collective=native,budget=constant,most=1"
@@ -103,19 +104,23 @@ def assert_one_mask(deferred: Sequence[dict[int, Mask]], steps: Sequence[int]) -
 
 
 @pytest.mark.parametrize(
-    ("method", "servers", "trial"),
-    [
-        (NATIVE, 0, NATIVE_TRIAL),
-        (f"{NATIVE},overlap=false", 0, NATIVE_TRIAL),
-        (SERVER, 1, SERVER_TRIAL),
-        (SERVER, 2, SERVER_TRIAL),
-        (f"{SERVER},servers=per-node", 0, SERVER_TRIAL),
-    ],
+    ("of", "workers"),
+    crossed(
+        2,
+        [
+            (NATIVE, 0, NATIVE_TRIAL),
+            (f"{NATIVE},overlap=false", 0, NATIVE_TRIAL),
+            (SERVER, 1, SERVER_TRIAL),
+            (SERVER, 2, SERVER_TRIAL),
+            (f"{SERVER},servers=per-node", 0, SERVER_TRIAL),
+        ],
+        [2, 3],
+    ),
 )
-@pytest.mark.parametrize("workers", [2, 3])
 def test_a_trial_that_makes_steps_much_longer_ends_soon(
-    method: str, servers: int, trial: set[int], workers: int
+    of: tuple[str, int, set[int]], workers: int
 ) -> None:
+    method, servers, trial = of
     steps = 3 * INTERVAL
     masks, times = train(method, steps, by(4.0), workers, servers)
     for mask in masks:
@@ -176,8 +181,7 @@ ENDS = [
 """Around all that ranks do together: decisions, and the steps after which they hold."""
 
 
-@pytest.mark.parametrize("short", [0, 1])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(("short", "end"), crossed(2, [0, 1], ENDS))
 def test_a_rank_runs_out_of_data_around_a_trial(short: int, end: int) -> None:
     """Rank 0 is who decides; who then does has seen no step yet as the one who decides, and
     finds out anew what steps take without."""
@@ -191,10 +195,14 @@ def test_a_rank_runs_out_of_data_around_a_trial(short: int, end: int) -> None:
     assert not set(last).intersection(range(2 * INTERVAL + 1, 3 * INTERVAL))
 
 
-@pytest.mark.parametrize("fusion", ["ddp", "optimal"])
 @pytest.mark.parametrize(
-    "steps", [(0, 33, 45), (33, 0, 45), (24, 27, 28), (28, 27, 24), (27, 0, 28)], ids=str
-)  # fmt: skip
+    ("fusion", "steps"),
+    crossed(
+        2,
+        ["ddp", "optimal"],
+        [(0, 33, 45), (33, 0, 45), (24, 27, 28), (28, 27, 24), (27, 0, 28)],
+    ),
+)
 def test_ranks_run_out_of_data_one_after_the_other(
     steps: tuple[int, ...], fusion: str
 ) -> None:
@@ -214,8 +222,14 @@ def test_decisions_fit_while_buckets_change(
     small.train(method, 3, make=OtherWayRound, fusion="ddp", steps=steps)
 
 
-@pytest.mark.parametrize("method", [SERVER, f"{SERVER},servers=per-node"])
-@pytest.mark.parametrize("end", [INTERVAL + 3, INTERVAL + LOOK + 3])
+@pytest.mark.parametrize(
+    ("method", "end"),
+    crossed(
+        2,
+        [SERVER, f"{SERVER},servers=per-node"],
+        [INTERVAL + 3, INTERVAL + LOOK + 3],
+    ),
+)
 def test_over_servers_too(method: str, end: int) -> None:
     steps = (3 * INTERVAL, end, 3 * INTERVAL)
     servers = 0 if "per-node" in method else 2

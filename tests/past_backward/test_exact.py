@@ -12,6 +12,7 @@ import paceline
 from paceline.errors import WorkerFailedError
 from tests.osp.helpers import simulate
 from tests.past_backward.helpers import adamw, perceptron, same, sgd, squares, train
+from tests.tables import crossed
 
 METHODS = ["priority", "dear"]
 
@@ -31,13 +32,22 @@ def accumulates(step, model, optimizer, x):
     squares(model, x + 1).backward()
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("workers", "optimizer", "schedule"),
+    ("method", "of"),
     [
-        *((1, sgd, one_cycle), (2, adamw, one_cycle), (3, sgd, None), (4, adamw, None)),
+        *crossed(
+            2,
+            METHODS,
+            [
+                (1, sgd, one_cycle),
+                (2, adamw, one_cycle),
+                (3, sgd, None),
+                (4, adamw, None),
+            ],
+        ),
         *(
-            pytest.param(*row, marks=pytest.mark.slow)
+            pytest.param(method, row, marks=pytest.mark.slow)
+            for method in METHODS
             for row in (
                 *((1, adamw, None), (2, sgd, None), (2, sgd, one_cycle)),
                 *((3, adamw, one_cycle), (4, sgd, one_cycle)),
@@ -45,14 +55,16 @@ def accumulates(step, model, optimizer, x):
         ),
     ],
 )
-def test_50_steps_end_with_the_bits_of_bsp(method, workers, optimizer, schedule):
+def test_50_steps_end_with_the_bits_of_bsp(method, of):
+    workers, optimizer, schedule = of
     keys = {"steps": 50, "optimizer": optimizer, "schedule": schedule}
     keys["backward"] = accumulates if workers == 3 else None
     assert same(train(method, workers, **keys), train(plain(method), workers, **keys))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("fusion", ["single", "ddp", "2+3+1"])
+@pytest.mark.parametrize(
+    ("method", "fusion"), crossed(2, METHODS, ["single", "ddp", "2+3+1"])
+)
 def test_other_buckets_too(method, fusion):
     keys = {"workers": 3, "fusion": fusion, "optimizer": adamw}
     assert same(train(method, **keys), train(plain(method), **keys))
@@ -95,10 +107,13 @@ def flat(seen):
     return [tensor for value in values for tensor in flat(value)]
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "around",
-    [evaluates, reads_weights, reads_one_weight, reads_state, writes, calls_a_part],
+    ("around", "method"),
+    crossed(
+        2,
+        [evaluates, reads_weights, reads_one_weight, reads_state, writes, calls_a_part],
+        METHODS,
+    ),
 )
 def test_whoever_looks_after_a_step_sees_what_bsp_shows(method, around):
     mine = train(method, 2, around=around)
@@ -154,13 +169,16 @@ def evaluates_before(step, model, optimizer, x):
         model(x)
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "backward",
-    [
-        *(clips, looks_at_gradients, without_zeroing, zeros_in_place, skips_steps),
-        *(penalizes, calls_twice, evaluates_before),
-    ],
+    ("backward", "method"),
+    crossed(
+        2,
+        [
+            *(clips, looks_at_gradients, without_zeroing, zeros_in_place, skips_steps),
+            *(penalizes, calls_twice, evaluates_before),
+        ],
+        METHODS,
+    ),
 )
 def test_what_a_script_does_between_is_done_as_under_bsp(method, backward):
     keys = {"workers": 2, "backward": backward}
@@ -235,9 +253,9 @@ def in_a_twist():
     return InATwist()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("make", [tied, in_a_twist])
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    ("make", "workers", "method"), crossed(2, [tied, in_a_twist], [2, 3], METHODS)
+)
 def test_shared_and_unused_weights(method, make, workers):
     keys = {"workers": workers, "make": make, "optimizer": adamw}
     assert same(train(method, **keys), train(plain(method), **keys))

@@ -11,6 +11,7 @@ from paceline.collectives.schedule import Ring
 from paceline.context import current_world
 from paceline.fusion import TableCost
 from paceline.fusion.measure import LARGEST_BYTES, SMALLEST_BYTES, measure_mean
+from tests.tables import crossed
 from tests.virtual.helpers import LATENCY, LINK
 
 from .helpers import on
@@ -34,9 +35,10 @@ def ring_seconds(workers: int, size: float) -> float:
     return ring.latency(lambda a, b: LATENCY) + ring.bytes_per_connection / LINK
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("workers", [2, 3, 8])
-@pytest.mark.parametrize("largest", [100, 4096, 300_000, 100_000_000])
+@pytest.mark.parametrize(
+    ("workers", "lanes", "largest"),
+    crossed(2, [2, 3, 8], [1, 2], [100, 4096, 300_000, 100_000_000]),
+)
 def test_the_curve_is_the_rings(workers, lanes, largest):
     answers, _ = on(workers, lambda rank: measured(largest), lanes=lanes)
     cost = answers[0]

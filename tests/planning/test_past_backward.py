@@ -21,6 +21,7 @@ from paceline.network import Workload
 from paceline.planning import PROFILED_STEPS, TRIAL_STEPS, GoesPast, Planner
 from paceline.planning.sides import from_numbers, to_numbers
 from tests.fusion.test_past_backward import random_cases
+from tests.tables import crossed
 from tests.virtual.helpers import cluster, rack
 
 from .helpers import (
@@ -334,8 +335,7 @@ def test_plans_survive_as_whole_numbers() -> None:
 # ---- methods that follow the plan ----
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("method", ["priority", "dear"])
+@pytest.mark.parametrize(("method", "lanes"), crossed(2, ["priority", "dear"], [1, 2]))
 def test_methods_take_what_is_predicted(method: str, lanes: int) -> None:
     """Each pass of backward and forward, in turn with what its plan predicts; and never
     longer than bsp's."""

@@ -56,8 +56,8 @@ def uneven(steps: list[int], watch_every: int | None = None) -> Watched:
 @pytest.mark.parametrize(
     ("compute", "stride"),
     [
-        pytest.param(ComputeModel(), 5, id="exact"),
-        pytest.param(NOISY, 4, id="noisy"),
+        pytest.param(ComputeModel(), 7, id="exact"),
+        pytest.param(NOISY, 6, id="noisy"),
         pytest.param(NOISY, 1, id="noisy, every step", marks=pytest.mark.slow),
     ],
 )

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.forked import Forked
+
 SCRIPTS = Path(__file__).parent / "scripts"
 PYTHON = (sys.executable,)
 PACELINE = (sys.executable, "-m", "paceline")
@@ -40,10 +42,24 @@ class Job:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    forked: bool = False
+    """The launcher is; those that it starts are processes as people have them."""
 
     def __post_init__(self) -> None:
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir(parents=True)
+        own = {
+            MARK: self.mark,
+            "TMPDIR": str(self.temporary),
+            # torch keeps this folder from one process to the next, in TMPDIR.
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+            "OMP_NUM_THREADS": "1",
+        }
+        if self.forked:
+            self.process: Forked | subprocess.Popen[bytes] = Forked(
+                self.command[1:], self.folder, own | self.environment
+            )
+            return
         inherited = {
             key: value
             for key, value in os.environ.items()
@@ -57,15 +73,7 @@ class Job:
             stdin=subprocess.DEVNULL,
             stdout=self._stdout,
             stderr=self._stderr,
-            env=inherited
-            | {
-                MARK: self.mark,
-                "TMPDIR": str(self.temporary),
-                # torch keeps this folder from one process to the next, in TMPDIR.
-                "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
-                "OMP_NUM_THREADS": "1",
-            }
-            | self.environment,
+            env=inherited | own | self.environment,
         )
 
     def wait(self, seconds: float = 60) -> "Job":
@@ -85,24 +93,30 @@ class Job:
         if self.process.poll() is None:
             for process in self.processes():
                 kill(process)
-            self.process.wait()
-        self._stdout.close()
-        self._stderr.close()
+            self.process.kill()
+            self.process.wait(BAD_END_SECONDS)
+        if not self.forked:
+            self._stdout.close()
+            self._stderr.close()
 
     def processes(self) -> list[int]:
         """Its processes that are alive."""
         return [process for process in all_processes() if carries(process, self.mark)]
 
     @property
-    def status(self) -> int:
+    def status(self) -> int | None:
         return self.process.returncode
 
     @property
     def stdout(self) -> str:
+        if isinstance(self.process, Forked):
+            return self.process.stdout
         return (self.folder / "stdout").read_text(errors="replace")
 
     @property
     def stderr(self) -> str:
+        if isinstance(self.process, Forked):
+            return self.process.stderr
         return (self.folder / "stderr").read_text(errors="replace")
 
     @property
@@ -129,11 +143,13 @@ def launch(
     script: str | Path,
     *arguments: object,
     folder: Path,
+    forked: bool = False,
     **environment: str,
 ) -> Job:
-    """Start ``LAUNCHER OPTIONS SCRIPT ARGUMENTS``."""
+    """Start ``LAUNCHER OPTIONS SCRIPT ARGUMENTS``. *forked*: the launcher is, which need not
+    import torch; not where it is tried how the launcher itself starts and ends."""
     words = [*launcher, *options, str(SCRIPTS / script), *map(str, arguments)]
-    return Job(words, folder, environment)
+    return Job(words, folder, environment, forked=forked)
 
 
 def torchrun(
@@ -152,11 +168,14 @@ def run(
     *arguments: object,
     folder: Path,
     options: list[str] | None = None,
+    forked: bool = False,
     **others: str,
 ) -> Job:
     """Start a script under ``paceline run``."""
     words = ["run", f"--workers={workers}", *(options or [])]
-    return launch(PACELINE, words, script, *arguments, folder=folder, **others)
+    return launch(
+        PACELINE, words, script, *arguments, folder=folder, forked=forked, **others
+    )
 
 
 def wait_for_all(jobs: Iterable[Job], seconds: float = 90) -> list[Job]:

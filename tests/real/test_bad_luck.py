@@ -51,10 +51,12 @@ def start(tmp_path) -> Iterator:
     """Starts bad_luck.py; whatever happens, nothing of it outlives the test."""
     jobs: list[Job] = []
 
-    def start_one(launcher, what, name="job", workers=WORKERS):
+    def start_one(launcher, what, name="job", workers=WORKERS, **options):
         folder = tmp_path / name
         folder.mkdir()
-        job = launcher(workers, "bad_luck.py", what, folder, folder=folder / "job")
+        job = launcher(
+            workers, "bad_luck.py", what, folder, folder=folder / "job", **options
+        )
         jobs.append(job)
         return job, folder
 
@@ -83,10 +85,8 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["raise", *(pytest.param(w, marks=pytest.mark.slow) for w in [*FAILURES][1:])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", FAILURES)
 def test_a_worker_fails(start, what):
     job, folder = start(run, what)
     wait_for_step(job, folder, rank=1, step=1)
@@ -142,10 +142,12 @@ def test_a_worker_fails_under_torchrun(start):
     job.check_nothing_left()
 
 
-def check_kill(start, seed, workers=WORKERS):
+def check_kill(start, seed, workers=WORKERS, forked=False):
     choose = random.Random(seed)
     rank, step = choose.randrange(workers), choose.randrange(1, 150)
-    job, folder = start(run, "wait", name=f"seed-{seed}", workers=workers)
+    job, folder = start(
+        run, "wait", name=f"seed-{seed}", workers=workers, forked=forked
+    )
     process, _ = wait_for_step(job, folder, rank, step)
     kill(process)
     job.wait(BAD_END_SECONDS)
@@ -153,7 +155,7 @@ def check_kill(start, seed, workers=WORKERS):
 
 
 def test_a_worker_is_killed(start):
-    check_kill(start, seed=0)
+    check_kill(start, seed=0, forked=True)
 
 
 @pytest.mark.slow
@@ -193,7 +195,9 @@ def test_the_port_is_in_use(tmp_path):
         port = taken.getsockname()[1]
         options = ["run", "--workers=2", "--master-addr=127.0.0.1"]
         options.append(f"--master-port={port}")
-        job = launch(PACELINE, options, "loops.py", folder=tmp_path / "job")
+        job = launch(
+            PACELINE, options, "loops.py", folder=tmp_path / "job", forked=True
+        )
         job.wait(BAD_END_SECONDS)
     assert job.status == 1
     assert "paceline: the job could not start: " in job.stderr

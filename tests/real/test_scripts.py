@@ -25,10 +25,17 @@ def beginning(job, *words):
     return [line for line in lines if line.startswith(words)]
 
 
-def test_ddp_idioms_give_the_same_metric_everywhere(tmp_path):
+@pytest.mark.parametrize(
+    "launcher", ["none", pytest.param("torchrun", marks=pytest.mark.slow)]
+)
+def test_ddp_idioms_give_the_same_metric_everywhere(launcher, tmp_path):
     """And the script's own ``destroy_process_group`` loses no figures."""
-    job = torchrun(2, "ddp_idioms.py", folder=tmp_path / "torchrun").wait()
-    real = beginning(job.check_ended_well(), "epoch", "accuracy")
+    if launcher == "torchrun":
+        job = torchrun(2, "ddp_idioms.py", folder=tmp_path / "torchrun").wait()
+        first = job.check_ended_well()
+    else:
+        first, _ = forked.run_together(2, [SCRIPTS / "ddp_idioms.py"], folder=tmp_path)
+    real = beginning(first, "epoch", "accuracy")
     assert len(real) == 3
     assert float(real[-1].split()[-1]) > 0.9
     words = ["-m", "paceline", "simulate", "--workers=2", SCRIPTS / "ddp_idioms.py"]
@@ -196,7 +203,10 @@ def test_two_machines(tmp_path):
 )
 def test_scripts_without_ceremony(tmp_path, end):
     """No ``__main__`` guard, and no destroy_process_group: starts, and ends with 0."""
-    check_bare_script(tmp_path, end, [run] if end == "returns" else [run, torchrun])
+    if end == "returns":
+        check_bare_script(tmp_path, end, [run], forked=True)
+    else:
+        check_bare_script(tmp_path, end, [run, torchrun])
 
 
 @pytest.mark.slow
@@ -212,9 +222,10 @@ def test_scripts_without_ceremony_many_times(tmp_path, end):
             job.check_ended_well()
 
 
-def check_bare_script(folder, end, launchers):
+def check_bare_script(folder, end, launchers, **options):
     jobs = [
-        start(2, "bare.py", end, folder=folder / start.__name__) for start in launchers
+        start(2, "bare.py", end, folder=folder / start.__name__, **options)
+        for start in launchers
     ]
     for job in wait_for_all(jobs):
         job.check_ended_well()

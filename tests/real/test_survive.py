@@ -499,13 +499,15 @@ def start(tmp_path):
     """Starts survive.py; whatever happens, nothing of it outlives the test."""
     jobs: list[Job] = []
 
-    def start_one(method, what, name="job", launcher=run, options=(), **environment):
+    def start_one(
+        method, what, name="job", launcher=run, options=(), forked=False, **environment
+    ):
         folder = tmp_path / name
         folder.mkdir()
         environment["PACELINE_SERVER_COUNTS"] = str(folder / "counts")
         if launcher is run:
             words = ["--survive", f"--method={method}", *options]
-            environment["options"] = words
+            environment |= {"options": words, "forked": forked}
         arguments = ("survive.py", folder, what)
         job = launcher(WORKERS, *arguments, folder=folder / "job", **environment)
         jobs.append(job)
@@ -529,9 +531,9 @@ def check_counts(folder, method, kills):
     assert not counts.get("requests refused"), counts
 
 
-def check_kills(start, method, kills, seed=0):
+def check_kills(start, method, kills, seed=0, **options):
     choose = random.Random(f"{method} {seed}")
-    job, folder = start(method, "until")
+    job, folder = start(method, "until", **options)
     for rank in range(WORKERS):
         wait_for_steps(job, folder, rank, 0, 1)
     killed, in_vain = {}, set()
@@ -561,7 +563,8 @@ def check_kills(start, method, kills, seed=0):
 
 
 def test_a_worker_is_killed(start):
-    check_kills(start, METHODS[0], kills=1)
+    """Steps are long: meanwhile the others do not keep processors busy."""
+    check_kills(start, METHODS[0], kills=1, forked=True, PAUSE="0.02")
 
 
 KILLS = {"asp": 20, "backup": 20}
@@ -674,7 +677,7 @@ def test_a_script_that_always_fails_is_given_up(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)")
     options = ["run", "--survive", "--workers=2", "--method=asp"]
-    job = launch(PACELINE, options, script, folder=tmp_path / "job")
+    job = launch(PACELINE, options, script, folder=tmp_path / "job", forked=True)
     job.wait(BAD_END_SECONDS)
     assert job.status == 1
     assert (

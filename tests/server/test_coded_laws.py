@@ -234,16 +234,19 @@ def check_laws(case: Case, differs: bool, choices: bytes) -> None:
     training.check_end()
 
 
-FEW = settings(QUICK, max_examples=40)
+FEW, MANY = settings(QUICK, max_examples=15), settings(QUICK, max_examples=120)
 
 
+@pytest.mark.parametrize(
+    "length", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"]
+)
 @pytest.mark.parametrize("differs", [False, True], ids=["dense", "differences"])
 @pytest.mark.parametrize("name", ["asp", "ssp 1", "r2sp"])
-def test_laws_of_compressed_pushes(name: str, differs: bool) -> None:
+def test_laws_of_compressed_pushes(name: str, differs: bool, length: settings) -> None:
     def check(case: Case, choices: bytes) -> None:
         check_laws(case, differs, choices)
 
-    FEW(given(cases(name), st.binary(min_size=400, max_size=3000))(check))()
+    length(given(cases(name), st.binary(min_size=400, max_size=3000))(check))()
 
 
 def test_the_laws_see_differences() -> None:

@@ -21,6 +21,7 @@ from tests.compression.test_training import counted
 from tests.compression.test_training import step as do_step
 from tests.compression.toys import Halves
 from tests.server.test_coded import Largest, alone
+from tests.tables import crossed
 
 SHAPES = ((40, 30), (300, 200), (50,), ())
 LR = 0.5
@@ -124,9 +125,15 @@ def train(
 # ---- laws ----
 
 
-@pytest.mark.parametrize("answers", ["dense", "differences"])
-@pytest.mark.parametrize("servers", [1, 3])
-@pytest.mark.parametrize("method", ["asp", "ssp:staleness=1", "backup", "r2sp"])
+@pytest.mark.parametrize(
+    ("method", "servers", "answers"),
+    crossed(
+        2,
+        ["asp", "ssp:staleness=1", "backup", "r2sp"],
+        [1, 3],
+        ["dense", "differences"],
+    ),
+)
 def test_what_was_applied_and_what_is_left_are_all_gradients(method, servers, answers):
     world = simulation(3, servers)
     ends = train(world, method, compression="largest:residuals=true", answers=answers)
@@ -166,10 +173,14 @@ def test_without_residuals_that_law_fails():
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str
+    ("method", "servers", "dtype"),
+    crossed(
+        3,
+        ["asp", "ssp:staleness=1", "backup"],
+        [1, 2],
+        [torch.float64, torch.float32, torch.bfloat16],
+    ),
 )
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("method", ["asp", "ssp:staleness=1", "backup"])
 def test_servers_know_what_a_worker_holds_to_the_bit(method, servers, dtype):
     world, looked = simulation(3, servers), []
 
@@ -403,8 +414,9 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all(answers):
 # ---- checkpoints ----
 
 
-@pytest.mark.parametrize("answers", ["dense", "differences"])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    ("servers", "answers"), crossed(2, [1, 2], ["dense", "differences"])
+)
 def test_a_checkpoint_in_the_middle_changes_nothing(servers, answers, tmp_path):
     """Each worker's residuals are in its own part. (All hold the same when it is loaded: so
     differences begin anew, and are those of a training that was straight only where they

@@ -767,8 +767,9 @@ def check_laws(case: Case, choices: bytes) -> None:
 
 
 QUICK = settings(
-    max_examples=200, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
+"""Each run of the tests draws others."""
 DEEP = settings(QUICK, max_examples=800)
 
 
@@ -896,18 +897,23 @@ def _operation(number: int) -> Any:
     return ("mean", "sum", "max")[number % 3]
 
 
-@QUICK
-@given(
-    st.integers(1, 4),
-    st.integers(1, 6),
-    st.integers(0, 3),
-    st.sampled_from(["rank", "arrival"]),
-    st.binary(min_size=100, max_size=800),
+@pytest.mark.parametrize(
+    "length", [QUICK, pytest.param(DEEP, marks=pytest.mark.slow)], ids=["quick", "deep"]
 )
-def test_laws_of_reductions(
-    workers: int, count: int, deaths: int, order: Any, choices: bytes
-) -> None:
-    reducing = Reducing(workers, count, deaths, order)
-    reducing.play(choices)
-    reducing.drain()
-    reducing.check_end()
+def test_laws_of_reductions(length: settings) -> None:
+    def check(
+        workers: int, count: int, deaths: int, order: Any, choices: bytes
+    ) -> None:
+        reducing = Reducing(workers, count, deaths, order)
+        reducing.play(choices)
+        reducing.drain()
+        reducing.check_end()
+
+    drawn = given(
+        st.integers(1, 4),
+        st.integers(1, 6),
+        st.integers(0, 3),
+        st.sampled_from(["rank", "arrival"]),
+        st.binary(min_size=100, max_size=800),
+    )
+    length(drawn(check))()

@@ -204,14 +204,20 @@ def scenes(draw: st.DrawFn, deadly: bool) -> Scene:
 
 
 QUICK = settings(
-    max_examples=200, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
+DEEP = settings(QUICK, max_examples=600)
+
+
+@pytest.mark.parametrize(
+    "length", [QUICK, pytest.param(DEEP, marks=pytest.mark.slow)], ids=["quick", "deep"]
+)
 @pytest.mark.parametrize("deadly", [False, True], ids=["all live", "some die"])
-def test_laws_of_the_ring(deadly: bool) -> None:
+def test_laws_of_the_ring(deadly: bool, length: settings) -> None:
     def laws(scene: Scene) -> None:
         scene.play()
         scene.check()
 
-    QUICK(given(scenes(deadly))(laws))()
+    length(given(scenes(deadly))(laws))()

@@ -600,6 +600,7 @@ SCHEDULES = st.builds(
     st.sampled_from([100, 300, 1000, 3000]),
 )
 """Longer ones than Hypothesis would draw by itself: a step takes dozens of events."""
+DEEP = settings(QUICK, max_examples=300)
 METHODS = {
     "nothing": OSP(defer="nothing"),
     "importance": OSP(defer="most", most=0.6, budget="constant", order="importance"),
@@ -667,13 +668,16 @@ def test_laws_of_two_stages(defer: str) -> None:
     QUICK(given(cases(METHODS[defer]), SCHEDULES)(check_laws))()
 
 
-def test_one_worker_is_plain_sgd() -> None:
-    QUICK(given(cases(METHODS["importance"], 1), SCHEDULES)(check_plain))()
+@pytest.mark.parametrize(
+    "length", [QUICK, pytest.param(DEEP, marks=pytest.mark.slow)], ids=["quick", "deep"]
+)
+def test_one_worker_is_plain_sgd(length: settings) -> None:
+    length(given(cases(METHODS["importance"], 1), SCHEDULES)(check_plain))()
 
 
 @pytest.mark.slow
 def test_with_nothing_deferred_it_is_backup() -> None:
-    QUICK(given(cases(METHODS["nothing"]), SCHEDULES)(check_same_as_backup))()
+    DEEP(given(cases(METHODS["nothing"]), SCHEDULES)(check_same_as_backup))()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from pathlib import Path
 folder, what = Path(sys.argv[1]), sys.argv[2]
 rank = int(os.environ["RANK"])
 life = os.environ.get("PACELINE_INCARNATION", "0")
+PAUSE = float(os.environ.get("PAUSE", "0.002"))
 part = folder / f"part-{rank}"
 part.write_text(f"{os.getpid()} {life}")
 part.replace(folder / f"process-{rank}")
@@ -58,7 +59,7 @@ with open(folder / f"steps-{rank}-{life}", "a", buffering=1) as record:
                     model(centers_of(rank, step))
         optimizer.zero_grad()
         model(centers_of(rank, step)).backward()
-        time.sleep(0.002)  # what a larger model computes
+        time.sleep(PAUSE)  # what a larger model computes
         optimizer.step()
         print(step, file=record)
 optimizer.finish()
