@@ -695,7 +695,7 @@ BAD_INPUT = {
     ),
     "bsp": (
         ["--survive", "--method=bsp"],
-        "Use one whose server updates: asp, backup, osp",
+        "Use one whose server updates: asp, backup, ",
     ),
     "torchrun": (["--survive", "--nnodes=2"], "leave out --nnodes=2"),
     "unknown": (["--survive", "--method=asq"], "unknown method 'asq'"),
