@@ -24,7 +24,7 @@ def start(*words, environment=PLAIN):
 def test_it_makes_a_token_sums_and_says_what_it_has_counted():
     process = start("--listen", "127.0.0.1:0", "--json")
     try:
-        wait_until(lambda: "export" in process.stderr, 20, "the aggregator")
+        wait_until(lambda: "export" in process.stderr, 60, "the aggregator")
         (port,) = re.findall(r"aggregating at 127.0.0.1:(\d+)", process.stderr)
         (token,) = re.findall(rf"export {TOKEN}=(\w+)", process.stderr)
         client = AggregatorClient(
@@ -35,7 +35,7 @@ def test_it_makes_a_token_sums_and_says_what_it_has_counted():
         assert (values == np.arange(1000)).all()
         client.close()
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
     counts = json.loads(process.stdout)
@@ -53,7 +53,7 @@ def test_it_makes_a_token_sums_and_says_what_it_has_counted():
     ],
 )
 def test_what_cannot_work_is_said(words, said):
-    done = start(*words).done(20)
+    done = start(*words).done(60)
     assert done.returncode == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -62,7 +62,7 @@ def test_what_cannot_work_is_said(words, said):
 def test_a_port_in_use_is_said():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        done = start("--listen", f"127.0.0.1:{port}").done(20)
+        done = start("--listen", f"127.0.0.1:{port}").done(60)
     assert done.returncode == 1
     assert "a port that is free" in done.stderr
 
