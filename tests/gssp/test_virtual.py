@@ -1,0 +1,101 @@
+"""Whole trainings in virtual time whose workers change groups.
+
+Gradients are all one, so parameters say how many gradients are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline
+from paceline.network import uniform_cluster
+from paceline.testing.task import Counting, flat_parameters
+from paceline.worlds.join import join_world
+from paceline.worlds.virtual import Simulation
+
+RATE = 0.25
+Seconds = Callable[[int, float], float]
+
+
+def job(
+    workers: int,
+    method: str,
+    seconds: Seconds,
+    counts: list[int],
+    save: tuple[int, Path] | None = None,
+) -> tuple[torch.Tensor, list[float], list[str]]:
+    """How many steps of all are in the parameters at the end, element by element; when each ended; and
+    what was said. *seconds* of a step by rank and moment; *save* after so many own steps."""
+    models, ends = dict[int, torch.Tensor](), dict[int, float]()
+    notes: list[str] = []
+
+    def train(rank: int) -> None:
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        optimizer = paceline.distribute(model, inner, method=method, fusion="wfbp")
+        for step in range(counts[rank]):
+            if save is not None and step == save[0]:
+                paceline.save(save[1])
+            paceline.pace(seconds(rank, paceline.now()))
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        ends[rank] = paceline.now()
+        optimizer.finish()
+        models[rank] = flat_parameters(model)
+        notes[:] = join_world().journal.notes
+
+    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(train)
+    for rank in range(workers):
+        assert torch.equal(models[rank], models[0]), "they end with different models"
+    return -models[0] / RATE, [ends[rank] for rank in range(workers)], notes
+
+
+def test_groups_are_found_and_every_gradient_is_in_every_model() -> None:
+    counts = [36, 12, 36, 12]
+    steps, ends, notes = job(
+        4, "gssp:measure_steps=3", lambda rank, _: (1.0, 3.0)[rank % 2], counts
+    )
+    assert steps == pytest.approx(torch.full_like(steps, sum(counts) / 4))
+    # Three steps at the slowest one's pace, and those of ssp's bound; then nobody waits.
+    assert max(ends) < 36 + 3 * 3
+    assert notes == []
+
+
+def test_where_nobody_is_slower_it_says_that_it_is_ssp() -> None:
+    _, _, notes = job(3, "gssp:measure_steps=3", lambda rank, _: 1.0, [8] * 3)
+    (note,) = notes
+    assert "one group, for which this is ssp" in note
+
+
+def test_all_meet_though_who_has_changed_groups_is_far_ahead(tmp_path: Path) -> None:
+    """Worker 0 becomes slow, and joins a group that has done a third of its steps. It is the first
+    of it where all save after their 60th step: they get there, too."""
+
+    def seconds(rank: int, now: float) -> float:
+        return 3.0 if rank > 1 or (rank == 0 and now > 40) else 1.0
+
+    method = "gssp:measure_steps=3,staleness=2"
+    steps, ends, _ = job(4, method, seconds, [66] * 4, (60, tmp_path / "saved"))
+    assert steps == pytest.approx(torch.full_like(steps, 66))
+    assert min(ends) > 60 * 3  # they have met
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "gssp:measure_steps=3,momentum=samples,staleness=0,period=1",
+        "gssp:measure_steps=3,exchange=models",
+        "gssp:measure_steps=2,number_of_groups=2,compression=gd-top-k,"
+        "compression.small=0,answers=differences",
+        "cluster-hybrid:measure_steps=3",
+        "grouping-sgd:members=0.2+1.3",
+    ],
+)
+def test_trainings_end_with_one_model(method: str) -> None:
+    job(4, method, lambda rank, _: (1.0, 3.0)[rank % 2], [30, 10, 30, 10])
