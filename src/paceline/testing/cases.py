@@ -30,6 +30,8 @@ class Case:
     with what they have moved: laws that read from parameters how many gradients are in them
     say nothing there.
     *state*: the optimizer needs one, so SGD gets a momentum too small to change anything.
+    *together*: workers begin every so many steps together where ends are looked at (0: they do not):
+    who waits for nobody's gradients may be done before others have begun, and then ends anywhere.
     *racks*: where two workers or more are simulated they stand in two racks, which are two
     groups by hand.
     """
@@ -43,6 +45,7 @@ class Case:
     lossy: float = 0.0
     counts: bool = True
     state: bool = False
+    together: int = 0
     racks: bool = False
     reference: Callable[[torch.optim.Optimizer], None] | None = None
 
@@ -140,10 +143,8 @@ _SPARSE_LOCO = Case(
 
 
 def _in_groups(method: str, racks: bool = True) -> Case:
-    """Servers round by themselves what they pass on to each other, and where one has no workers
-    any more nobody's gradients take that back: near the optimum, where updates are as small as
-    a number's last bit, each of them counts."""
-    return replace(_asynchronous(method), racks=racks, lossy=2.0**-12)
+    """Workers in groups whose servers wait for nobody."""
+    return replace(_asynchronous(method), together=4, racks=racks)
 
 
 def _pushed(method: str, **others: Any) -> Case:

@@ -50,7 +50,9 @@ def converges(case: Case, rule: str) -> None:
     optima; where timing decides who is heard how often, at the one that all share."""
     model, optimizer = begin(case, rule)
     own = centers_of(paceline.rank() if case.timing_free else 0)
-    for _ in range(case.steps):
+    for number in range(case.steps):
+        if case.together and number % case.together == 0:
+            dist.barrier()
         step(model, optimizer, own)
     optimizer.finish()
     workers = range(paceline.world_size()) if case.timing_free else [0]
