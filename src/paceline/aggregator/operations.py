@@ -80,6 +80,9 @@ class IntegerSum:
     def bring(self, chunks: Array, packets: Array) -> None:
         packets["header"]["elements"] = self._elements
         whole = chunks < self._whole
+        if whole.all():
+            packets["values"][:, : self._elements] = self._rows[chunks]
+            return
         packets["values"][whole, : self._elements] = self._rows[chunks[whole]]
         for row in np.flatnonzero(~whole):
             packets["header"]["elements"][row] = len(self._rest)
@@ -87,6 +90,9 @@ class IntegerSum:
 
     def take(self, chunks: Array, packets: Array) -> None:
         whole = chunks < self._whole
+        if whole.all():
+            self._rows[chunks] = packets["values"][:, : self._elements]
+            return
         self._rows[chunks[whole]] = packets["values"][whole, : self._elements]
         for row in np.flatnonzero(~whole):
             self._rest[:] = packets["values"][row, : len(self._rest)]

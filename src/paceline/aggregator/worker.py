@@ -148,7 +148,9 @@ class Stream:
         here = here[self._chunk[slot[here]] == chunk[here]]
         kind = header["kind"][here]
         sums = here[(kind == Kind.RESULT) & ~self._summed[slot[here]]]
-        sums = sums[np.unique(slot[sums], return_index=True)[1]]
+        once_each, firsts = np.unique(slot[sums], return_index=True)
+        if len(once_each) < len(sums):
+            sums = sums[firsts]
         freed = slot[here[kind == Kind.FREED]]
         self._summed[slot[sums]] = True
         self._freed[freed] = True
@@ -161,7 +163,8 @@ class Stream:
         once = done[self._times[done] == 1]
         self.round_trip.observe(now - self._sent_at[once])
         if len(sums):
-            self._operation.take(chunk[sums] - self._first, packets[sums])
+            mine = packets if len(sums) == len(packets) else packets[sums]
+            self._operation.take(chunk[sums] - self._first, mine)
         self._chunk[done] = _IDLE
         self._due_at[done] = np.inf
         self._left -= len(done)
