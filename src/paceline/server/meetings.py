@@ -61,6 +61,8 @@ class Meetings:
         self.follows = False
         """Another server decides what pushes wait for: they may be answered without anybody
         else's."""
+        self.sees_all = True
+        """All workers push to this server: it knows who has trained."""
         self._shard = shard
         self._members = shard.members
         self._pushes = pushes
@@ -228,6 +230,8 @@ class Meetings:
                 f"{self._here()} to load, and {_workers(missing)} for them, in the middle "
                 f"of training: {HOW_TO_LOAD}"
             )
+            return
+        if not self.sees_all:
             return
         fresh = [w for w in self._arrived if not self._has_trained(w)]
         passed = [w for w in missing if self._has_trained(w)]

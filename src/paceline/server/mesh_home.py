@@ -50,6 +50,7 @@ class Home(ParameterServer):
             None if make is None else made,
             remembers=False,
         )
+        self._meetings.sees_all = False
         self.number = number
         self.held: list[Answer] = []
         """What is held back."""

@@ -109,7 +109,7 @@ class Meetings:
 
     def answer(self) -> None:
         """Tell server 0, once that is so, that this one has drained."""
-        if self._asked is None:
+        if self._asked is None or self.takes_over:
             return
         if not self.is_still:
             self.is_still = True
