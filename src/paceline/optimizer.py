@@ -228,6 +228,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         that was started again (``paceline run --survive``)."""
         return self._training.first_step
 
+    @property
+    def steps_of_all(self) -> float:
+        """How many steps of all workers are in the model, as this worker knows it: gradients,
+        divided by workers. Where groups of workers do not wait for each other that is neither
+        one's own steps nor another's, and what a schedule by samples follows. Elsewhere it is
+        this worker's own steps."""
+        known: float | None = getattr(self._training.state, "steps_of_all", None)
+        own = self.first_step + self._world.journal.step_count
+        return float(own) if known is None else known
+
     def _sets_the_pace(self) -> bool:
         """Of several optimizers the first one's steps are counted and measured: the others
         step within them."""

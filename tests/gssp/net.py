@@ -37,7 +37,7 @@ from paceline.messages import (
     Request,
     Unit,
 )
-from paceline.methods.gssp.speeds import Report, read_groups, written
+from paceline.methods.gssp.speeds import Report, read_groups, read_news, written
 from paceline.server.protocol import ParameterServer
 
 SGD: dict[str, Any] = {
@@ -68,6 +68,7 @@ class Worker:
     done: int = 0
     words: bytes = b""
     version: int = 0
+    steps_of_all: float = 0.0
     unanswered: set[int] = field(default_factory=set)
     began: list[float] = field(default_factory=list)
     """When each of its steps began."""
@@ -239,7 +240,9 @@ class Net:
         if worker.lost:
             return
         self.pushed.append(Pushed(bucket, worker.number, worker.done))
-        report = b"" if bucket or not worker.words else written(Report(worker.words))
+        report, steps = b"", worker.steps_of_all
+        if steps and not bucket:
+            report = written(Report(worker.words, steps=steps))
         push = Push(
             step=worker.step,
             bucket=bucket,
@@ -264,7 +267,9 @@ class Net:
             return  # to a pull
         worker.unanswered.discard(message.bucket)
         if message.told:
-            worker.words = message.told
+            news = read_news(message.told)
+            worker.words = news.groups or worker.words
+            worker.steps_of_all = max(worker.steps_of_all, news.steps)
         if not worker.unanswered:
             worker.step, worker.done = message.step, worker.done + 1
             self.after(0.0, lambda: self.go_on(worker))

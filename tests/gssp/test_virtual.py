@@ -66,6 +66,48 @@ def test_groups_are_found_and_every_gradient_is_in_every_model() -> None:
     assert notes == []
 
 
+def test_schedules_by_samples_are_at_the_same_rate_everywhere(tmp_path: Path) -> None:
+    """Also where servers come into use later, and in a job that loads what another has saved."""
+    rates: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
+    own: dict[int, int] = {}
+
+    def train(rank: int) -> None:
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        optimizer = paceline.distribute(
+            model, inner, method="gssp:measure_steps=3,looks=1", fusion="wfbp"
+        )
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5)
+        if (tmp_path / "saved").exists():
+            paceline.load(tmp_path / "saved")
+            rates[rank].append((paceline.now(), optimizer.steps_of_all))
+        count = (30, 10)[rank]
+        for _ in range(count):
+            paceline.pace((1.0, 3.0)[rank])
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+            rates[rank].append((paceline.now(), optimizer.steps_of_all))
+            while scheduler.last_epoch < int(optimizer.steps_of_all):
+                scheduler.step()
+        own[rank] = count
+        paceline.save(tmp_path / "saved")
+        optimizer.finish()
+
+    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+    # Both have seen about as much at the same time, however many steps each has done.
+    fast, slow = rates[0], rates[1]
+    for now, steps in slow[4:]:
+        there = max(s for at, s in fast if at <= now + 1e-3)
+        assert abs(steps - there) <= 2
+    assert fast[-1][1] == pytest.approx(20, abs=2)
+    for its in rates.values():
+        its.clear()
+    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+    assert rates[0][0][1] == pytest.approx(20, abs=2)
+    assert rates[0][-1][1] == pytest.approx(40, abs=3)
+
+
 def test_where_nobody_is_slower_it_says_that_it_is_ssp() -> None:
     _, _, notes = job(3, "gssp:measure_steps=3", lambda rank, _: 1.0, [8] * 3)
     (note,) = notes

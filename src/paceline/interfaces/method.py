@@ -96,6 +96,9 @@ class Method(Protocol):
     `UsageError` that says why they cannot be, and what to use instead. With
     ``default_compression = "SPEC"`` it says what that is where the user says nothing.
 
+    Where workers do different numbers of steps, its state may have a number `steps_of_all`: what
+    `DistributedOptimizer.steps_of_all` is.
+
     An exception from a hook reaches the user's script out of ``forward``,
     ``backward()`` or ``step()``; the training cannot go on after it.
     """

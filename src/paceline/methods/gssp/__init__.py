@@ -35,8 +35,11 @@ shorter than under bsp, as it is under ssp. With ``momentum=samples`` an update 
 forgets m^w, for SGD and Adam: see `weighting`.
 
 Hyperparameters travel with pushes, those of its last push with a parcel. So a schedule that counts a worker's
-own steps is ahead in a fast group and behind in a slow one. Where all are to be at the same rate, step
-the schedule by samples: by the gradients that all have made, divided by n.
+own steps is ahead in a fast group and behind in a slow one. `DistributedOptimizer.steps_of_all` counts
+samples instead: gradients of all that are in the model, divided by n. A schedule follows it so:
+
+    while scheduler.last_epoch < int(optimizer.steps_of_all):
+        scheduler.step()
 
 ``exchange=models``: servers pass on parameters, and mix in what comes by its weight. A group then
 steps as if it were all (weights times n/k), since others' gradients do not come to it.

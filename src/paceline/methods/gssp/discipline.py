@@ -34,6 +34,7 @@ from paceline.methods.gssp.outbox import Outbox
 from paceline.methods.gssp.speeds import (
     Known,
     Looks,
+    News,
     Regroup,
     Report,
     StepTimes,
@@ -101,6 +102,7 @@ class GroupDiscipline:
         report = push.report if isinstance(push.report, Report) else Report()
         if report.groups not in (b"", self._said[1]):
             self._known.adopt(read_groups(report.groups))
+        self._known.steps = max(self._known.steps, report.steps)
         worker, step = push.worker, None
         is_whole = shard.clock(worker) > push.step
         if is_whole:
@@ -222,6 +224,8 @@ class GroupDiscipline:
 
     def _has_come(self, source: int, bucket: int, gradients: int) -> None:
         self._applied[bucket] += gradients
+        if bucket == 0:
+            self._known.steps += gradients / len(self.groups.of)
         self._until[source, bucket] = self._applied[bucket]
 
     def _damped(self, source: int, bucket: int) -> float:
@@ -264,11 +268,11 @@ class GroupDiscipline:
     def tells(self, bucket: int) -> bytes:
         """With the first bucket: each server has it, and its answers come first."""
         groups = self.groups
-        if bucket or not groups.version:
+        if bucket:
             return b""
         if self._said[0] != groups.version:
             self._said = groups.version, written(groups)
-        return self._said[1]
+        return written(News(self._said[1], self._known.steps))
 
     # ---- speeds ----
 

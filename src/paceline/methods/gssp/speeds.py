@@ -28,6 +28,9 @@ NEW = 0.7
 MOST_VERSIONS = 1 << 40
 """A version beyond it is a mistake."""
 
+MOST_STEPS = float(1 << 40)
+"""So are so many steps."""
+
 
 @dataclass
 class Known:
@@ -41,6 +44,8 @@ class Known:
     """By worker: what was measured of its steps."""
     fresh: set[int] = field(default_factory=set)
     """Workers that were measured anew since the last look."""
+    steps: float = 0.0
+    """Of all workers: gradients that are in the model, divided by how many workers there are."""
 
     def __deepcopy__(self, memo: object) -> Known:
         return self
@@ -152,14 +157,23 @@ class Words(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker tells its server: the groups that it knows, as it was told; and how long it
-    has computed for this step, where it says so."""
+    """What a worker tells its server: what it was told last, of which a server that was away has
+    missed something; and how long it has computed for a step, where it says so."""
 
     groups: bytes = b""
     computed: float | None = None
+    steps: float = 0.0
 
 
-def written(words: Words | Report | Groups) -> bytes:
+class News(msgspec.Struct, frozen=True, array_like=True):
+    """What a server tells its workers: the groups, as bytes, where they are not the first ones;
+    and how many steps of all are in the model (`Known.steps`)."""
+
+    groups: bytes
+    steps: float
+
+
+def written(words: Words | Report | News | Groups) -> bytes:
     return msgspec.msgpack.encode(words)
 
 
@@ -180,8 +194,14 @@ def read_words(words: bytes, like: Groups) -> Words:
 def read_report(report: bytes) -> Report:
     """Raises `UsageError` for bytes that are none."""
     found: Report = _decoded(report, Report)
-    if found.computed is not None and not 0 <= found.computed < math.inf:
-        raise UsageError(f"a time that makes no sense: {found.computed} s")
+    if not (0 <= (found.computed or 0) < math.inf and 0 <= found.steps < MOST_STEPS):
+        raise UsageError(f"a time, or steps of all, that make no sense: {found}")
+    return found
+
+
+def read_news(words: bytes) -> News:
+    """Raises `UsageError` for bytes that are none."""
+    found: News = _decoded(words, News)
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.interfaces import Groups, ServerRun, read_members
-from paceline.methods.gssp.speeds import Report, read_groups, written
+from paceline.methods.gssp.speeds import Report, read_groups, read_news, written
 from paceline.methods.push_pull import PushPull, PushPullState
 from paceline.tensors import Bucket
 
@@ -16,12 +16,14 @@ from paceline.tensors import Bucket
 class GroupState(PushPullState):
     """*version* and *words* of the groups that this worker was told last: it tells them to its
     server, which may have been away. *computed*: seconds of computing in the last step, where they
-    are measured, as they are from the moment *began* on."""
+    are measured, as they are from the moment *began* on. *steps_of_all*: how many there are in this
+    worker's model, counted in gradients divided by workers."""
 
     version: int = 0
     words: bytes = b""
     computed: float | None = None
     began: Any = None
+    steps_of_all: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,27 +61,50 @@ class InGroups(PushPull):
         assert isinstance(state, GroupState)
         for bucket in buckets:
             report = b""
-            # Groups go with the first bucket, how long it took with the last.
-            words = b"" if bucket.index else state.words
+            # How long it took goes with the last bucket, all else with the first.
             computed = state.computed if bucket.last else None
-            if words or computed is not None:
-                report = written(Report(words, computed))
+            if not bucket.index:
+                told = Report(state.words, computed, state.steps_of_all)
+                report = written(told)
+            elif computed is not None:
+                report = written(Report(computed=computed))
             run.remote.push(bucket, state.step, report=report)
 
     def _hear(self, state: PushPullState, run: ServerRun) -> None:
         """What the server has told of groups."""
         assert isinstance(state, GroupState)
         for told in run.remote.told(0):
-            groups = read_groups(told.words) if told.words else None
+            if not told.words:
+                continue
+            news = read_news(told.words)
+            state.steps_of_all = max(state.steps_of_all, news.steps)
+            groups = read_groups(news.groups) if news.groups else None
             if groups is None or groups.version <= state.version:
                 continue
-            state.version, state.words = groups.version, told.words
+            state.version, state.words = groups.version, news.groups
             mine = groups.of[run.comm.rank]
             if mine != run.remote.group:
                 run.remote.move(mine, state.step)
             if groups.speeds:
                 run.remote.has_speed(groups.speeds[mine])
             self._has_changed(groups, run)
+
+    # ---- what a checkpoint holds ----
+
+    def save_state(self, state: PushPullState, run: ServerRun) -> dict[str, Any]:
+        assert isinstance(state, GroupState)
+        return {"steps_of_all": state.steps_of_all}
+
+    def load_state(
+        self, state: PushPullState, run: ServerRun, saved: dict[str, Any]
+    ) -> None:
+        assert isinstance(state, GroupState)
+        state.steps_of_all = max(state.steps_of_all, saved["steps_of_all"])
+
+    def redistribute_state(
+        self, state: PushPullState, run: ServerRun, parts: Iterable[dict[str, Any]]
+    ) -> dict[str, Any]:
+        return {"steps_of_all": max(part["steps_of_all"] for part in parts)}
 
     def _has_changed(self, groups: Groups, run: ServerRun) -> None:
         """This worker was told of other groups, or of other speeds."""
