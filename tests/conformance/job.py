@@ -1,7 +1,6 @@
 """``python -m tests.conformance.job``: a row of each method, on the ranks of a real job."""
 
 import sys
-from collections import Counter
 
 import paceline
 from paceline.methods import METHODS
@@ -9,6 +8,7 @@ from paceline.spec import parse
 from paceline.testing import CASES
 from paceline.testing.__main__ import rows, run_table
 from paceline.testing.checks import RULES, trials
+from tests.conformance.table import Row, one_of_each
 
 
 def cases():
@@ -21,16 +21,9 @@ def cases():
 
 
 def chosen(workers):
-    """Of each case the trial whose law, and then whose rule, was chosen least before."""
-    times, found = Counter(), []
-    for case in cases():
-        trial = min(
-            trials(workers, [case]),
-            key=lambda trial: (times[trial.check.name], times[trial.rule]),
-        )
-        times.update((trial.check.name, trial.rule))
-        found.append(trial)
-    return found
+    """A check of each."""
+    rows = [[Row(t, workers) for t in trials(workers, [case])] for case in cases()]
+    return [row.trial for row in one_of_each(rows)]
 
 
 def ends():

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.testing import CASES
@@ -10,7 +12,7 @@ from paceline.testing.checks import Trial, trials
 
 SLOW_REAL, SLOW_REAL_OF_TWO = 9, 16
 """One in so many trials of each row, in the slow tests; the fast ones have `job`."""
-FAST_VIRTUAL, SLOW_VIRTUAL = 41, 3
+SLOW_VIRTUAL = 3
 """One in so many of all trials of a row, whatever the number of workers."""
 
 
@@ -33,6 +35,20 @@ def rows_of_cases() -> list[list[Row]]:
     for workers in (1, 2, 3):
         for trial in trials(workers):
             found[numbers[trial.case.name]].append(Row(trial, workers))
+    return found
+
+
+def one_of_each(rows: Sequence[Sequence[Row]]) -> list[Row]:
+    """Of each case the row whose law, on its number of workers, was chosen least before, and
+    then its rule: few rows try every law and every rule."""
+    times, found = Counter[tuple[object, int]](), []
+    for of_case in rows:
+        row = min(
+            of_case,
+            key=lambda row: [times[key, row.workers] for key in row.trial[:0:-1]],
+        )
+        times.update((key, row.workers) for key in row.trial[1:])
+        found.append(row)
     return found
 
 

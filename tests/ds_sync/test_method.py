@@ -55,11 +55,16 @@ def moments(optimizer, key):
 @pytest.mark.parametrize(
     ("overlap", "make", "keys"),
     [
-        ("none", adam, ["exp_avg", "exp_avg_sq"]),
-        ("forward", sgd, ["momentum_buffer"]),
-        ("step", adam, ["exp_avg", "exp_avg_sq"]),
+        pytest.param("none", adam, ["exp_avg", "exp_avg_sq"], id="none"),
+        pytest.param("forward", sgd, ["momentum_buffer"], id="forward"),
+        pytest.param(
+            "step",
+            adam,
+            ["exp_avg", "exp_avg_sq"],
+            id="step",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["none", "forward", "step"],
 )
 def test_the_optimizers_state_is_averaged_where_that_is_asked_for(make, keys, overlap):
     def each(model, optimizer):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.ds_sync.helpers import spread, walk
+from tests.tables import crossed
 
 SETTLED = 12
 """Steps until the spread of random walks is what it stays."""
@@ -55,8 +56,10 @@ def test_digit_wise_groups_agree_exactly_after_as_many_steps_as_digits(
         assert (places[step] - places[step, 0]).abs().max() <= rounding
 
 
-@pytest.mark.parametrize("shuffle", ["pairs", "digits", "random", "fixed"])
-@pytest.mark.parametrize("workers", [2, 3, 5, 7])
+@pytest.mark.parametrize(
+    ("shuffle", "workers"),
+    crossed(2, ["pairs", "digits", "random", "fixed"], [2, 3, 5, 7]),
+)
 def test_the_mean_of_all_models_is_kept(shuffle, workers):
     """Whatever the sizes of groups are: who is in one counts as much as it gets."""
     places = walk(f"ds-sync:shuffle={shuffle}", workers, 8, own=True)

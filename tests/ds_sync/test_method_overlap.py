@@ -89,7 +89,13 @@ def test_overlap_hides_what_the_group_sends():
 # ---- evaluations, loads ----
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize(
+    "overlap",
+    [
+        pytest.param(overlap, marks=[] if overlap == "step" else pytest.mark.slow)
+        for overlap in OVERLAPS
+    ],
+)
 def test_an_evaluation_is_of_the_mean_wherever_it_is_made(overlap):
     """Before the first step, between backward and step, after each, after the last; and takes
     nothing along."""

@@ -63,6 +63,7 @@ def with_rules(folder, *rules):
     return f"--cluster={path}"
 
 
+@pytest.mark.slow
 def test_a_job_trains_and_says_what_it_was(tmp_path):
     status, out, err = emulate(tmp_path, "--workers=2", "--link=200mbit")
     assert status == 0, err

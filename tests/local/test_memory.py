@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.local.helpers import Trained, train
 from tests.osp.helpers import flat
+from tests.tables import crossed
 
 METHODS = [
     "local-sgd:every=3",
@@ -48,7 +49,7 @@ def trained(method: str, moves: bool) -> tuple[list[Trained], dict[int, torch.Te
     return train(method, 4, 7, watch=watch), own
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", crossed(2, METHODS))
 def test_other_memory_changes_no_bit(method: str) -> None:
     plain, own = trained(method, False)
     moved, own_of_moved = trained(method, True)

@@ -75,7 +75,7 @@ def test_a_sample_of_the_kit_in_virtual_time(toy, workers):
     ("workers", "every"),
     [
         pytest.param(2, 13, id="2 processes, a sample", marks=pytest.mark.slow),
-        pytest.param(3, 13, id="3 processes, a sample"),
+        pytest.param(3, 29, id="3 processes, a sample"),
         pytest.param(2, 1, id="2 processes", marks=pytest.mark.slow),
         pytest.param(3, 1, id="3 processes", marks=pytest.mark.slow),
     ],

@@ -52,16 +52,25 @@ def uneven(steps: list[int], watch_every: int | None = None) -> Watched:
     return watched
 
 
-@pytest.mark.parametrize("short", [0, 1])
 @pytest.mark.parametrize(
-    ("compute", "stride"),
+    ("short", "compute", "stride"),
     [
-        pytest.param(ComputeModel(), 7, id="exact"),
-        pytest.param(NOISY, 6, id="noisy"),
-        pytest.param(NOISY, 1, id="noisy, every step", marks=pytest.mark.slow),
+        pytest.param(0, ComputeModel(), 7, id="exact"),
+        pytest.param(1, NOISY, 6, id="noisy"),
+        *(
+            pytest.param(
+                short,
+                compute,
+                1,
+                id=f"{name}, every step, {short}",
+                marks=pytest.mark.slow,
+            )
+            for short in (0, 1)
+            for name, compute in (("exact", ComputeModel()), ("noisy", NOISY))
+        ),
     ],
 )
-def test_data_may_end_in_any_phase(compute, stride, short, monkeypatch, capsys):
+def test_data_may_end_in_any_phase(short, compute, stride, monkeypatch, capsys):
     monkeypatch.setattr("paceline.planning.WATCH_EVERY", 5)
     monkeypatch.setattr("paceline.planning.WATCHED_STEPS", 2)
     for end in range(2 + short, 46, stride):

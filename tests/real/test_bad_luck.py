@@ -168,7 +168,7 @@ def test_a_worker_is_killed_at_any_moment(start, seed):
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_the_launcher_is_told_to_end(start, number):
-    job, folder = start(run, "wait")
+    job, folder = start(run, "wait", forked=number == signal.SIGINT)
     _, port = wait_for_step(job, folder, rank=1, step=20)
     job.process.send_signal(number)
     job.wait(BAD_END_SECONDS)

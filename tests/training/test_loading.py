@@ -12,6 +12,7 @@ import paceline
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import uniform_cluster
 from paceline.worlds.virtual import Simulation
+from tests.tables import crossed
 
 METHODS = [
     *("asp", "ssp", "ssp:staleness=0", "r2sp:warm_up=2", "backup", "backup:wait_for=1"),
@@ -64,8 +65,7 @@ def optimum() -> dict[str, torch.Tensor]:
 # ---- loads ----
 
 
-@pytest.mark.parametrize("late", range(WORKERS))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "late"), crossed(3, METHODS, range(WORKERS)))
 def test_no_gradient_of_what_was_there_before_reaches_what_is_loaded(
     method: str, late: int
 ) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import paceline
 from paceline.errors import DeadlockError, UsageError, WorkerFailedError
 from paceline.network import Cluster
+from tests.tables import crossed
 from tests.virtual.helpers import cluster, rack, run, run_on, simulation
 
 N = 5
@@ -39,8 +40,10 @@ def operation(name: str) -> dist.ReduceOp:
 # ---- reductions ----
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    crossed(3, OPERATIONS, [torch.float32, torch.float64, torch.bfloat16]),
+)
 def test_all_reduce(play: bool, name: str, dtype: torch.dtype) -> None:
     def body(rank: int) -> torch.Tensor:
         mine = value(rank).to(dtype)
@@ -125,8 +128,7 @@ def test_inference_tensors(play: bool) -> None:
     assert run(N, body, play=play) == [[2.0 * N, 2.0 * N, 2.0]] * N
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("root", [0, 3])
+@pytest.mark.parametrize(("name", "root"), crossed(2, OPERATIONS, [0, 3]))
 def test_reduce(play: bool, name: str, root: int) -> None:
     def body(rank: int) -> torch.Tensor:
         mine = value(rank)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import paceline
 from paceline.errors import CollectiveMismatchError, DeadlockError
 from paceline.network import Cluster
+from tests.tables import crossed
 from tests.virtual.helpers import cluster, rack, run, run_on, simulation
 
 MS = 1e-3
@@ -38,8 +39,9 @@ def test_ring_alone_costs_what_the_formula_says(n: int) -> None:
     assert run(n, timed_all_reduce) == [pytest.approx(expected, rel=1e-6)] * n
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 8, 16])
-@pytest.mark.parametrize("size", [4, 64, 960_000, 4 * 99_991])
+@pytest.mark.parametrize(
+    ("n", "size"), crossed(2, [2, 3, 5, 8, 16], [4, 64, 960_000, 4 * 99_991])
+)
 def test_ring_played_equals_priced(n: int, size: int) -> None:
     def body(rank: int) -> float:
         all_reduce(size)

@@ -12,6 +12,7 @@ from paceline.server.wire import HEADER_BYTES
 from paceline.testing.task import Quadratic, centers_of, flat_parameters
 from paceline.worlds.virtual import ComputeModel, Simulation
 from paceline.worlds.virtual.servers import ServerRates
+from tests.tables import crossed
 
 MB = 1_000_000
 
@@ -37,13 +38,16 @@ def end_of(method, workers, make=torch.optim.SGD, servers=0, **settings):
     return ends[0]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("make", "settings"),
-    [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {})],
-    ids=["SGD", "AdamW"],
+    ("workers", "optimizer"),
+    crossed(
+        2,
+        [1, 2, 3, 4],
+        [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {})],
+    ),
 )
-def test_a_mean_is_the_same_wherever_parameters_live(workers, make, settings):
+def test_a_mean_is_the_same_wherever_parameters_live(workers, optimizer):
+    make, settings = optimizer
     mean = end_of("bsp:collective=parameter-server", workers, make, **settings)
     for method, servers in (
         ("backup", 0),
