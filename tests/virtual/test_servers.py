@@ -229,7 +229,10 @@ def test_hyperparameters_of_methods_are_checked_when_they_are_made():
         end_of("backup:wait_for=3", 2)
 
 
-SERVERS_UPDATE = ["asp", "backup", "osp", "r2sp", "ssp", "sync-switch"]
+SERVERS_UPDATE = [
+    *("asp", "backup", "cluster-hybrid", "dssp", "grouping-sgd", "gssp", "osp"),
+    *("r2sp", "ssp", "sync-switch"),
+]
 
 
 def test_these_are_the_methods_whose_servers_update():
