@@ -58,6 +58,12 @@ class Hearing:
         now: float,
     ) -> None:
         """A peer asks. Raises `UsageError` for what makes no sense."""
+        if isinstance(message, Enter):  # what it has asked before is not meant any more
+            self._waiting = [
+                one
+                for one in self._waiting
+                if one[0] is not peer or not isinstance(one[2], Enter)
+            ]
         if isinstance(message, Pass | Tell | Enter):
             self._waiting.append((peer, sender, message, payload))
             self.take_what_waits(now)
