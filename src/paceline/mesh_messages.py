@@ -128,11 +128,12 @@ class Standing(msgspec.Struct, tag="standing", kw_only=True):
 class Manifest(msgspec.Struct, tag="manifest", kw_only=True):
     """Everything that a server has, as of one moment. *join* is what is trained, in msgpack;
     empty where nothing was loaded yet. *gradients*: how many were passed on to it, or by it.
-    *step*: with which workers that begin now go on.
+    *step*: with which workers that begin now go on. *active*: as in `Standing`.
     *taken*: of each source and life, the number that is to come next. *parts*: dtype and
     elements of each payload: parameters and the optimizer's state, for each bucket that is
     held; then what nobody trains, and buffers, the first *floats* of which are mixed."""
 
+    active: bool
     join: bytes = b""
     step: int = 0
     loads: int = 0

@@ -29,7 +29,9 @@ Part = tuple[torch.Tensor, list[list[tuple[str, int | float]]]]
 class Captured:
     """What a server that holds parameters has, as of now; *key* names it."""
 
-    def __init__(self, key: int, home: Home, passing: Passing, meeting: int) -> None:
+    def __init__(
+        self, key: int, home: Home, passing: Passing, meeting: int, active: bool
+    ) -> None:
         self.key = key
         shard, rest = home.shard, home.rest
         self._parts: list[Part] = []
@@ -45,6 +47,7 @@ class Captured:
         self._parts += [(rest.bytes, []), (buffers, [])]
         step = shard.ended()
         self.manifest = Manifest(
+            active=active,
             join=home.saved().numpy().tobytes(),
             step=shard.slowest() if step is None else step,
             loads=home.loads,

@@ -141,6 +141,9 @@ class Entering:
 
     def _take_copy(self, via: Peer, reply: Reply) -> None:
         assert isinstance(reply, Manifest), reply
+        if self._standings[via.number].active and not reply.active:
+            self.begin()  # it has gone meanwhile: others have what it has not
+            return
         if not reply.join:  # nothing was loaded there yet
             self._has_copy(reply)
             return

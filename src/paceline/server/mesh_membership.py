@@ -75,7 +75,7 @@ class Membership:
             return self._capture(key, {peer.number: peer})
         line = *self._passing.line, self._passing.next
         taken = [*self._passing.taken.saved(), line]
-        return Manifest(meeting=self.meetings.ended, taken=taken)
+        return Manifest(active=self.is_in, meeting=self.meetings.ended, taken=taken)
 
     def part_of_copy(self, peer: Peer, key: int, part: int) -> Part | None:
         """What *peer* is to have of the copy with that *key*; None where it has all. Raises
@@ -98,7 +98,9 @@ class Membership:
         """Keep what this server has, for these to take over. Whatever it has applied was passed
         on before."""
         self._pass_on_everything()
-        captured = Captured(key, self._home, self._passing, self.meetings.ended)
+        captured = Captured(
+            *(key, self._home, self._passing, self.meetings.ended), active=self.is_in
+        )
         self._copies.update(dict.fromkeys(peers, captured))
         return captured.manifest
 
