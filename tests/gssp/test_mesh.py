@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.interfaces import HeldPush, Shard, members_text
+from paceline.interfaces import Groups, HeldPush, Shard, members_text
 from paceline.methods.gssp import GSSP
+from paceline.methods.gssp.clocks import Clocks
 from paceline.methods.gssp.discipline import GroupDiscipline
 from tests.server.mesh_net import Case, MeshNet
 
@@ -85,3 +86,31 @@ def test_what_nobody_is_told_at_the_end_would_be_missed() -> None:
 
     with pytest.raises(AssertionError):
         check()
+
+
+def test_after_a_meeting_all_of_a_group_go_on_together() -> None:
+    """Without staleness: the first one's push is a round of all, as before."""
+    clocks, members = Clocks(), Groups((0, 0, 1), 2)
+    shard: Any = Scene({0: 4, 1: 4, 2: 9})
+    clocks.look(shard, members, 0, (), lambda: 0)
+    assert clocks.expected(4) == {0, 1}
+    clocks.look(shard, members, 0, [0], lambda: 0)
+    assert clocks.expected(4) == {1}
+    clocks.look(shard, members, 0, [0, 1], lambda: 0)
+    assert clocks.expected(4) == set()
+    clocks.look(shard, members, 0, (), lambda: 7)
+    assert clocks.expected(6) == set()
+    assert clocks.expected(7) == {0, 1}
+
+
+class Scene:
+    """What `Clocks` sees of a shard: the workers' own clocks."""
+
+    def __init__(self, clocks: dict[int, int]) -> None:
+        self._clocks = clocks
+
+    def expected(self, step: int) -> list[int]:
+        return sorted(self._clocks)
+
+    def clock(self, worker: int) -> int:
+        return self._clocks[worker]

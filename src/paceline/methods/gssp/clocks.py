@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from paceline.interfaces import Groups, Shard
 
@@ -21,12 +21,14 @@ class Clocks:
     into a fast group holds up nobody. Where nobody has changed groups it is the worker's own.
 
     Who waits where all workers meet is not waited for: others of its group may have to do many steps
-    until they come there, too. It enters anew.
+    until they come there, too. When they have met all of them enter again, together.
     """
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}
         self._first: dict[int, int] = {}
+        self._resting: set[int] = set()
+        """Who had entered, and waits where all meet."""
         self._here: set[int] = set()
         """Who trains, here or elsewhere, and sends gradients."""
         self.is_begun = False
@@ -47,19 +49,34 @@ class Clocks:
         return len(self._here)
 
     def look(
-        self, shard: Shard, groups: Groups, number: int, meeting: Collection[int]
+        self,
+        shard: Shard,
+        groups: Groups,
+        number: int,
+        meeting: Collection[int],
+        entry: Callable[[], int],
     ) -> None:
         """Who has come or gone since the last look. *number*: of this server; *meeting*: who
-        waits for workers of all groups."""
-        here = set(shard.expected(EVER)).difference(meeting)
+        waits for workers of all groups; *entry*: the step with which a member enters now."""
+        trains = set(shard.expected(EVER))
+        members = trains.intersection(groups.members(number))
+        here = trains.difference(meeting)
+        self._resting.update(self._steps.keys() & meeting)
+        self._resting &= members
         if not groups.version and (groups.servers == 1 or not self.is_begun):
             for worker in sorted(here - self._here):
-                if groups.of[worker] == number and worker not in self._steps:
+                if worker in members and worker not in self._steps:
                     self.enter(worker, shard.clock(worker))
         self._here, self.is_begun = here, True
         for worker in list(self._steps):
-            if worker not in here or groups.of[worker] != number:
+            if worker not in here & members:
                 del self._steps[worker], self._first[worker]
+        back = sorted(self._resting & here)
+        if back:
+            step = entry()
+            self._resting.difference_update(back)
+            for worker in back:
+                self.enter(worker, step)
 
     def enter(self, worker: int, step: int) -> None:
         """A member takes part from this step of the group on."""

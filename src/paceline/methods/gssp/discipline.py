@@ -108,7 +108,7 @@ class GroupDiscipline:
         if is_whole:
             self._measure(shard, worker, report.computed)
         if worker in self._meeting and self._known.number:
-            self._meeting.remove(worker)  # server 0 is yet to say it
+            self._meeting = []  # all have met; server 0 is yet to say it
         self._enter(push)
         self._look_who_is_here(shard)
         if worker in self.clocks:
@@ -142,7 +142,10 @@ class GroupDiscipline:
         meeting: Collection[int] = self._meeting
         if self._known.number == 0 and self.groups.servers > 1:
             meeting = shard.meeting()  # it is there that they meet
-        self.clocks.look(shard, self.groups, self._known.number, meeting)
+        number = self._known.number
+        self.clocks.look(
+            shard, self.groups, number, meeting, lambda: self._gate.entry(self)
+        )
 
     def first_step(self, shard: Shard) -> int:
         return self._gate.first_step(self, shard)

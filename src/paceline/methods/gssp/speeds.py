@@ -181,6 +181,8 @@ def read_words(words: bytes, like: Groups) -> Words:
     """Raises `UsageError` for what makes no sense where groups are *like* these."""
     found: Words = _decoded(words, Words)
     _check(found.groups, like)
+    if not all(0 <= worker < len(like.of) for worker in found.meeting):
+        raise UsageError(f"workers that there are not: {found.meeting}")
     for worker, its in found.seconds.items():
         if not (
             0 <= worker < len(like.of)
