@@ -144,9 +144,8 @@ class Membership:
         if home.number == 0 or not self.is_in or self.meetings.is_still:
             return False
         zero = self._peers[0]
-        if zero.lost is not None or zero.items() or not home.is_loaded:
-            return False
-        return not home.has_workers()
+        has_all = zero.active and zero.lost is None and not zero.items()
+        return has_all and home.is_loaded and not home.has_workers()
 
     def _has_entered(self, meeting: int) -> None:
         self.is_active, self._is_going = True, False
