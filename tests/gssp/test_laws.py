@@ -356,3 +356,9 @@ def test_models_are_mixed_by_weight() -> None:
     # Each steps as if it were all, and then all have the mean.
     for server in range(2):
         assert net.ledger(server, 0).view(-1).tolist() == [1.0, 1.0]
+
+
+def test_a_class_outlives_the_slower_groups() -> None:
+    net = Net(GSSP(measure_steps=3), each(1.0, 3.0), [60, 6]).play()
+    groups = net.meshed(0).groups
+    assert [groups.speeds[group] for group in groups.of] == ["fastest", "slowest"]

@@ -136,7 +136,8 @@ class Looks:
         of = before.of
         if self._regroup is not None:
             of = tuple(self._regroup.look(before, seconds))
-        wholes = {worker: math.fsum(its) for worker, its in seconds.items()}
+        # Also of those that have left: who stays is no other class for that.
+        wholes = {worker: math.fsum(its) for worker, its in known.seconds.items()}
         speeds = speed_classes(of, before.servers, wholes)
         if (of, speeds) == (before.of, before.speeds):
             return False
