@@ -319,7 +319,8 @@ class GroupServer:
         life = getattr(message, "life", None)
         if isinstance(message, Pass) and message.source != peer.number:
             life = None  # another server's
-        if life is not None and life != peer.life:
+        # It may pass on what an earlier life of it has said.
+        if life is not None and (peer.life is None or life > peer.life):
             self._lives(peer, life)
         try:
             self._hearing.hear(peer, sender, message, payload, self._now)
