@@ -389,7 +389,10 @@ def test_profile_prints_a_table_and_names_the_file(tmp_path):
             id="trains nothing",
         ),
         pytest.param(
-            FAILS, "the job failed: rank 0 ended with exit status 1", id="fails"
+            FAILS,
+            "the job failed: rank 0 ended with exit status 1",
+            marks=pytest.mark.slow,
+            id="fails",
         ),
         pytest.param(
             CALLS_A_PART,

@@ -15,6 +15,7 @@ from paceline.methods.osp import OSP
 from paceline.network import uniform_cluster
 from paceline.worlds.virtual import Simulation
 
+STEPS = 9
 FIRST_DEFERRED = 2
 """With ``budget=constant`` the first decision is made in step 0, and known after step 1."""
 
@@ -127,7 +128,7 @@ def train(
     make: Callable[[], nn.Module] = network,
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
     loss: Callable[[nn.Module, int, int], torch.Tensor | None] = loss_of,
-    steps: int | Sequence[int] = 12,
+    steps: int | Sequence[int] = STEPS,
     same: bool = False,
     fusion: str = "wfbp",
     prepare: Callable[[Any], Callable[[], None]] | None = None,
@@ -170,7 +171,7 @@ def train_alone(
     make: Callable[[], nn.Module] = network,
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
     loss: Callable[[nn.Module, int, int], torch.Tensor] = loss_of,
-    steps: int = 12,
+    steps: int = STEPS,
     prepare: Callable[[Any], Callable[[], None]] | None = None,
 ) -> torch.Tensor:
     """The same training in plain torch, without paceline."""

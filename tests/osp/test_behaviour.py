@@ -15,6 +15,7 @@ from tests.osp.helpers import (
     ALL,
     HALF,
     MASKS,
+    STEPS,
     Gradients,
     decide_often,
     flat,
@@ -350,7 +351,7 @@ def test_frozen_parameters_and_those_the_optimizer_does_not_have(mask):
         optimizer = paceline.distribute(
             model, sgd(rest), method=MASKS[mask], fusion="ddp"
         )
-        for step in range(12):
+        for step in range(STEPS):
             optimizer.zero_grad()
             loss(model, rank, step).backward()
             optimizer.step()

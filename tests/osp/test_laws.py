@@ -230,7 +230,7 @@ def test_deferring_needs_a_smaller_rate_than_bsp(rate, diverges):
 # ---- T6: every gradient is applied, once ----
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", crossed(2, MASKS))
 def test_the_exact_value_is_the_start_minus_all_mean_gradients(mask):
     seen, loss = Watcher(3, 14), Gradients(3, 14)
     end = train(
@@ -249,9 +249,11 @@ def test_the_exact_value_is_the_start_minus_all_mean_gradients(mask):
     assert torch.equal(end, seen.exact[-1][0])
 
 
-@pytest.mark.parametrize("mask", ["0.5 random", "all"])
 @pytest.mark.parametrize(
-    "steps", [(4, 9, 14), (14, 4, 9), (0, 6, 11), (13, 13, 1)], ids=str
+    ("steps", "mask"),
+    crossed(
+        2, [(4, 9, 14), (14, 4, 9), (0, 6, 11), (13, 13, 1)], ["0.5 random", "all"]
+    ),
 )
 def test_gradients_of_uneven_data_are_applied_once(steps, mask):
     """Rank 0, which decides, ends first, in the middle, or last."""

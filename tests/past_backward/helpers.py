@@ -33,7 +33,7 @@ def train(
     make=perceptron,
     optimizer=sgd,
     loss=squares,
-    steps=12,
+    steps=9,
     fusion="wfbp",
     around=lambda rank, step, model, optimizer, schedule: None,
     backward=None,

@@ -62,14 +62,16 @@ def test_all_take_the_model_of_one_who_stepped(method, leavers):
     assert torch.equal(models[0], whole(method)) == (len(leavers) < WORKERS)
 
 
-@pytest.mark.parametrize(("method", "leavers"), crossed(2, OTHERS_UPDATE, LEAVERS))
+@pytest.mark.parametrize(("method", "leavers"), crossed(4, OTHERS_UPDATE, LEAVERS))
 def test_a_gradient_that_has_left_counts(method, leavers):
     models = train(method, leavers)
     assert_all_equal(models)
     assert torch.equal(models[0], whole(method))
 
 
-@pytest.mark.parametrize("method", [*WORKER_UPDATES, *OTHERS_UPDATE, "asp", "r2sp"])
+@pytest.mark.parametrize(
+    "method", crossed(2, ["asp", "r2sp", *WORKER_UPDATES, *OTHERS_UPDATE])
+)
 def test_the_others_may_train_on(method):
     models = train(method, leavers=(1,), more=4)
     assert_all_equal(models)

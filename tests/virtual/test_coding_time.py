@@ -16,6 +16,7 @@ from paceline.network.workload import CodingTimes
 from paceline.worlds.virtual import ComputeModel
 from paceline.worlds.virtual.compute import UnmeasuredCodeError
 from tests.profiling.toys import SETTLED
+from tests.tables import crossed
 from tests.virtual.helpers import run, run_on, simulation
 
 TIMES = CodingTimes(encode=3.0, decode=1.0, decode_per_worker=0.25)
@@ -133,7 +134,7 @@ def bytes_of_steps(stands_in: bool, compression: str, fusion: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "fusion"),
-    [*((name, "single") for name in COMPRESSORS), ("powersgd", "wfbp")],
+    [*crossed(2, COMPRESSORS, ["single"]), ("powersgd", "wfbp")],
 )
 def test_a_stand_in_sends_what_the_model_sends(name, fusion):
     compression = full_spec(make(SETTLED.get(name, name)))
