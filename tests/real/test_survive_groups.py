@@ -34,8 +34,9 @@ def start(tmp_path):
     """Starts counts_gradients.py; whatever happens, nothing of it outlives the test."""
     jobs: list[Job] = []
 
-    def start_one(method, workers, *options, **environment):
+    def start_one(method, workers, *options, forked=False, **environment):
         environment["options"] = ["--survive", f"--method={method}", *options]
+        environment["forked"] = forked
         script = ("counts_gradients.py", tmp_path)
         job = run(workers, *script, folder=tmp_path / f"job-{len(jobs)}", **environment)
         jobs.append(job)
@@ -78,7 +79,8 @@ def not_passed_on(servers, members):
 
 
 def test_all_workers_of_a_group_are_killed_and_then_its_server(start):
-    job, folder = start(TWO, 2)
+    """Steps are long: meanwhile the others do not keep processors busy."""
+    job, folder = start(TWO, 2, forked=True, PAUSE="0.02")
     kill(life_of(folder, 1)[0])
     wait_for_lives(job, folder, {1: 1})
     assert life_of(folder, 0)[1] == 0, "nobody else is started again"

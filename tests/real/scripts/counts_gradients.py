@@ -13,6 +13,7 @@ from pathlib import Path
 folder = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
 life = os.environ.get("PACELINE_INCARNATION", "0")
+PAUSE = float(os.environ.get("PAUSE", "0.002"))
 part = folder / f"part-{rank}"
 part.write_text(f"{os.getpid()} {life}")
 part.replace(folder / f"process-{rank}")
@@ -36,7 +37,7 @@ with open(folder / f"steps-{rank}-{life}", "a", buffering=1) as record:
             break
         optimizer.zero_grad()
         model().backward()
-        time.sleep(0.002)  # what a larger model computes
+        time.sleep(PAUSE)  # what a larger model computes
         optimizer.step()
         print(step, file=record)
 optimizer.finish()
