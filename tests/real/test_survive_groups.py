@@ -23,6 +23,7 @@ from tests.real.lives import (
 PERIOD = 4
 """A server passes on what it has applied after so many pushes."""
 STALENESS = 3
+ONE = f"gssp:members=0-1,period={PERIOD},staleness={STALENESS}"
 TWO = f"gssp:members=0+1,period={PERIOD},staleness={STALENESS}"
 THREE = f"gssp:members=0.1+2+3,period={PERIOD},staleness={STALENESS}"
 """Of 4 workers: sums of quarters are exact."""
@@ -136,10 +137,19 @@ def test_all_servers_are_killed_and_there_is_no_snapshot(start):
     job.check_nothing_left()
 
 
+FROM_SNAPSHOT = {
+    ONE: "the parameter server was killed by SIGKILL after step",
+    TWO: "all servers go on from the snapshot of step",
+}
+
+
 @pytest.mark.slow
-def test_all_servers_are_killed_and_go_on_from_the_snapshot(start, tmp_path):
+@pytest.mark.parametrize("method", FROM_SNAPSHOT)
+def test_all_servers_are_killed_and_go_on_from_the_snapshot(start, tmp_path, method):
     path = tmp_path / "snapshot"
-    job, folder = start(TWO, 2, f"--snapshot={path}", PACELINE_SNAPSHOT_SECONDS="0.001")
+    job, folder = start(
+        method, 2, f"--snapshot={path}", PACELINE_SNAPSHOT_SECONDS="0.001"
+    )
     wait_in(job, path.exists, "a snapshot")
     before = done_by_all(folder)
     for process in servers_of(job):
@@ -148,7 +158,7 @@ def test_all_servers_are_killed_and_go_on_from_the_snapshot(start, tmp_path):
     applied, noted = end(job, folder, 2)
     check(applied, noted, ended=2, lost=before)
     assert applied.min() > 0
-    assert "all servers go on from the snapshot of step" in job.stderr
+    assert FROM_SNAPSHOT[method] in job.stderr
     assert not path.exists(), "the job has ended well"
 
 
