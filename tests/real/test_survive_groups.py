@@ -27,6 +27,8 @@ ONE = f"gssp:members=0-1,period={PERIOD},staleness={STALENESS}"
 TWO = f"gssp:members=0+1,period={PERIOD},staleness={STALENESS}"
 THREE = f"gssp:members=0.1+2+3,period={PERIOD},staleness={STALENESS}"
 """Of 4 workers: sums of quarters are exact."""
+FOUND = f"gssp:period={PERIOD},staleness={STALENESS}"
+"""Both workers are in group 0 at first, and stay there if they are about as fast."""
 SILENT_SECONDS = 4
 
 
@@ -102,6 +104,15 @@ def test_any_of_three_servers_is_killed(start, number):
     assert f"server {number} was killed by SIGKILL after step" in job.stderr
     assert "the others hold the model, and it takes that over" in job.stderr
     assert job.stderr.count("all workers are started again") == 1
+
+
+@pytest.mark.slow
+def test_the_server_of_all_workers_is_killed(start):
+    """Another one, of no group, has what it has."""
+    job, folder = start(FOUND, 2)
+    kill(servers_of(job)[0])
+    wait_for_lives(job, folder, {0: 1, 1: 1})
+    check(*end(job, folder, 2), ended=2, lost=not_passed_on(1, 2))
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ Its first line of input is the job's token (so that no process list shows it); i
 listens and the step that it goes on from, and serves until all workers have said goodbye,
 or its input ends because who started it did. Both then say more, a line of JSON each (see
 `orders`): the supervisor, which workers are done or were lost to another server, and where this
-server's peers are; the server, which workers it takes for lost, and that it has entered.
+server's peers are; the server, which workers it takes for lost, and that it has entered, or gone.
 
 Of several group servers each is told which it is. One that *enters* takes over from its peers
 what they hold; until then nobody is answered.
@@ -35,6 +35,7 @@ from paceline.server.mesh import GroupServer, make_group_machine
 from paceline.server.orders import (
     Entered,
     Evicted,
+    Gone,
     Introduction,
     IsDone,
     IsLost,
@@ -91,6 +92,7 @@ class Supervised:
                 enters=arguments.enters,
                 around=self._around,
                 entered=lambda: _say(Entered()),
+                gone=lambda: _say(Gone()),
             )
         else:
             self.server = self._around(make_machine(workers, name))
@@ -233,7 +235,7 @@ def _report(worker: int, incarnation: int, seconds: float) -> None:
     _say(Evicted(worker=worker, incarnation=incarnation))
 
 
-def _say(words: Listens | Evicted | Entered) -> None:
+def _say(words: Listens | Evicted | Entered | Gone) -> None:
     print(msgspec.json.encode(words).decode(), flush=True)
 
 

@@ -111,6 +111,7 @@ class GroupServer:
         agree: bool = True,
         around: Callable[[ParameterServer], Server] = lambda machine: machine,
         entered: Callable[[], None] = lambda: None,
+        gone: Callable[[], None] = lambda: None,
     ) -> None:
         number, self._name = home.number, servers[home.number]
         self.home, self._around = home, around(home)
@@ -127,6 +128,7 @@ class GroupServer:
             *(home, peers, self._mail, self._passing, self._telling),
             agree=agree,
             entered=entered,
+            gone=gone,
             mistaken=self._give_up,
         )
         self._entering = self._membership.entering
@@ -345,6 +347,7 @@ def make_group_machine(
     enters: bool = False,
     around: Callable[[ParameterServer], Server] = lambda machine: machine,
     entered: Callable[[], None] = lambda: None,
+    gone: Callable[[], None] = lambda: None,
 ) -> GroupServer:
     """The server of one group, as a service is told to start: see `GroupServer`. Raises
     `UsageError` where its peers are not the other servers of its job."""
@@ -370,4 +373,5 @@ def make_group_machine(
         patience=lifelines.patience(),
         around=around,
         entered=entered,
+        gone=gone,
     )

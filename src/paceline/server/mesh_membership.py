@@ -17,7 +17,7 @@ from paceline.server.mesh_telling import Telling
 
 class Membership:
     """Where this server stands. *entered* is called when it has taken everything from another
-    one, *mistaken* where that does not fit; *agree*: see `Meetings`."""
+    one, *gone* when it is away, *mistaken* where copies do not fit; *agree*: see `Meetings`."""
 
     def __init__(
         self,
@@ -28,11 +28,12 @@ class Membership:
         telling: Telling,
         agree: bool,
         entered: Callable[[], None],
+        gone: Callable[[], None],
         mistaken: Callable[[str], None],
     ) -> None:
         self._home, self._peers = home, peers
         self._passing, self._telling = passing, telling
-        self._tell_entered = entered
+        self._tell_entered, self._tell_gone = entered, gone
         self.is_active, self._is_going = True, False
         """Whether it takes what is passed on; and has told that it will not."""
         self.entering = Entering(
@@ -131,6 +132,7 @@ class Membership:
                 return False
             self.is_active = self._is_going = False
             self.entering.has_gone()
+            self._tell_gone()
         elif wanted or not self._may_go():
             return False
         elif not self._pass_on_everything():
@@ -139,9 +141,11 @@ class Membership:
         return True
 
     def _may_go(self) -> bool:
-        """The others go on without it, and server 0, which stays, has whatever this one had."""
+        """The others go on without it, and server 0, which stays, has whatever this one had. Where
+        who dies comes back, server 1 stays, too: one of the two may die, and nothing is lost."""
         home = self._home
-        if home.number == 0 or not self.is_in or self.meetings.is_still:
+        stays = 2 if home.shard.members.return_from_loss else 1
+        if home.number < stays or not self.is_in or self.meetings.is_still:
             return False
         zero = self._peers[0]
         has_all = zero.active and zero.lost is None and not zero.items()

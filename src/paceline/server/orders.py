@@ -73,3 +73,8 @@ class Evicted(msgspec.Struct, tag="evicted", kw_only=True):
 
 class Entered(msgspec.Struct, tag="entered", kw_only=True):
     """A server that was to take over what its peers hold has done so."""
+
+
+class Gone(msgspec.Struct, tag="gone", kw_only=True):
+    """A server whose group has no workers gets nothing from its peers any more: what it holds is of
+    before, until it says that it has entered."""

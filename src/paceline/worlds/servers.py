@@ -23,6 +23,7 @@ from paceline.errors import UsageError
 from paceline.server.orders import (
     Entered,
     Evicted,
+    Gone,
     Introduction,
     IsDone,
     IsLost,
@@ -101,14 +102,16 @@ class ServerProcess:
         """Say this to it, if it has not ended."""
         self._write(msgspec.json.encode(words))
 
-    def news(self) -> list[Evicted | Entered]:
+    def news(self) -> list[Evicted | Entered | Gone]:
         """What it has said since this was last called. Does not wait."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 0)
         if ready:
             self._heard += os.read(self.process.stdout.fileno(), 65536)
         *lines, self._heard = self._heard.split(b"\n")
-        return [msgspec.json.decode(line, type=Evicted | Entered) for line in lines]
+        return [
+            msgspec.json.decode(line, type=Evicted | Entered | Gone) for line in lines
+        ]
 
     def close(self) -> None:
         """End it, if its workers' goodbyes have not."""

@@ -19,6 +19,7 @@ from paceline.errors import UsageError
 from paceline.server.orders import (
     Entered,
     Evicted,
+    Gone,
     Introduction,
     IsDone,
     IsLost,
@@ -38,7 +39,8 @@ _HOST = "127.0.0.1"
 @dataclass
 class SurvivingServer:
     """Server *number*: its processes, one after the other. *lives*: how often it was started.
-    *holds*: whether it has what is trained; until then it waits for the others."""
+    *holds*: whether it has all that is trained: not before it has entered, nor when it has gone
+    because its group has no workers."""
 
     number: int
     process: ServerProcess | None = None
@@ -187,8 +189,8 @@ class SurvivingServers:
         for server in self.each:
             assert server.process is not None
             for words in server.process.news():
-                if isinstance(words, Entered):
-                    server.holds = True
+                if isinstance(words, Entered | Gone):
+                    server.holds = isinstance(words, Entered)
                     continue
                 found.append(words)
                 lost = IsLost(worker=words.worker, incarnation=words.incarnation)
