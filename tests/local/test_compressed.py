@@ -99,7 +99,7 @@ def test_a_tensor_that_moves_little_is_not_lost_beside_one_that_moves_far() -> N
 # ---- what is coded: differences, and never parameters ----
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", crossed(2, METHODS))
 def test_a_code_that_loses_nothing_changes_nothing(method: str) -> None:
     """Rounding apart, where the mean would have been assigned as it is."""
     keys = {"compression": "none"}
@@ -318,8 +318,10 @@ def restarted(
 # ---- bytes ----
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("code", ["int8", "int4", "top-k:density=0.1", "bf16"])
+@pytest.mark.parametrize(
+    ("code", "workers"),
+    crossed(2, ["int8", "int4", "top-k:density=0.1", "bf16"], [2, 4]),
+)
 def test_a_round_costs_what_the_code_says(code: str, workers: int) -> None:
     """Each of a bucket's legs, and what says who weighs what."""
     parameters = list(wide().parameters())

@@ -11,6 +11,7 @@ import paceline
 from paceline.errors import UsageError, WorkerFailedError
 from tests.local.helpers import double, momentum, simulate
 from tests.osp.helpers import flat, loss_of
+from tests.tables import crossed
 
 METHODS = [
     "local-sgd:every=4",
@@ -53,7 +54,7 @@ def train(
     return simulate(4, body)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", crossed(2, METHODS))
 def test_a_scale_changes_no_bit(method: str) -> None:
     for plain, scaled in zip(train(method, 0.0), train(method, 8.0), strict=True):
         assert all(torch.equal(plain[name], scaled[name]) for name in plain)

@@ -81,6 +81,7 @@ def not_passed_on(servers, members):
     return servers * (PERIOD + members * (STALENESS + 1))
 
 
+@pytest.mark.slow
 def test_all_workers_of_a_group_are_killed_and_then_its_server(start):
     """Steps are long: meanwhile the others do not keep processors busy."""
     job, folder = start(TWO, 2, forked=True, PAUSE="0.02")
