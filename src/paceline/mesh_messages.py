@@ -92,9 +92,10 @@ class Copy(msgspec.Struct, tag="copy", kw_only=True):
 
 
 class Drain(msgspec.Struct, tag="drain", kw_only=True):
-    """Server 0: all workers meet. Do nothing for workers, and pass on what is owed. Answer:
-    `Drained`, once all others have it."""
+    """Server 0, in this *life* of it: all workers meet. Do nothing for workers, and pass on what
+    is owed. Answer: `Drained`, once all others have it."""
 
+    life: int
     meeting: int
 
 

@@ -228,7 +228,7 @@ def test_workers_do_not_say_what_servers_say_nor_the_reverse():
     server = machine()
     for message in (
         passed(Away()),
-        Drain(meeting=1),
+        Drain(life=0, meeting=1),
         Tell(life=0, number=0, words=b""),
     ):
         [refused] = server.on_message(of_worker(0, 3), message, None, 0.0)

@@ -74,12 +74,14 @@ class Meetings:
             self._tell_to_drain(peer, self.ended + 1)
 
     def _tell_to_drain(self, peer: Peer, meeting: int) -> None:
+        drain = Drain(life=self._passing.life, meeting=meeting)
+
         def drained(reply: Reply, payload: torch.Tensor | None) -> None:
             assert isinstance(reply, Drained), reply
             if self.is_still and meeting == self.ended + 1:
                 self._drained[peer.number] = reply.changed
 
-        self._mail.post(peer, Letter(lambda: Drain(meeting=meeting), drained))
+        self._mail.post(peer, Letter(lambda: drain, drained))
 
     def _end(self) -> None:
         self.ended += 1
