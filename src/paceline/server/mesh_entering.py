@@ -134,7 +134,7 @@ class Entering:
         if self._first.keys() | {self._via} != self._peers.keys() | {self._via}:
             return
         if self._via == self._number:
-            self._has_all(max(s.meeting for s in self._standings.values()))
+            self._has_all(0)
         else:
             assert self._via is not None
             self._post(self._peers[self._via], self._entry(), self._take_copy)
@@ -168,4 +168,5 @@ class Entering:
             for number, first in self._first.items():
                 self._passing.taken.skip((number, first.life), first.number)
         self.is_under_way, self._copy = False, None
-        self._entered(meeting)
+        # Some may have ended a meeting that an earlier server 0 was lost in.
+        self._entered(max([meeting, *(s.meeting for s in self._standings.values())]))
