@@ -11,13 +11,14 @@ import torch
 import paceline
 from paceline.compression import COMPRESSORS, full_spec, make
 from paceline.errors import WorkerFailedError
-from paceline.network import Workload
+from paceline.network import Cluster, Workload
+from paceline.network.cluster import Processor
 from paceline.network.workload import CodingTimes
 from paceline.worlds.virtual import ComputeModel
 from paceline.worlds.virtual.compute import UnmeasuredCodeError
 from tests.profiling.toys import SETTLED
 from tests.tables import crossed
-from tests.virtual.helpers import run, run_on, simulation
+from tests.virtual.helpers import cluster, rack, run, run_on, simulation
 
 TIMES = CodingTimes(encode=3.0, decode=1.0, decode_per_worker=0.25)
 STEPS = 3
@@ -60,7 +61,9 @@ def train(trained: torch.nn.Module, steps: int = STEPS, **options: Any) -> Any:
     return optimizer._world.journal
 
 
-def coding_seconds(given: ComputeModel, workers: int, **options: Any) -> float:
+def coding_seconds(
+    given: ComputeModel, workers: int | Cluster, **options: Any
+) -> float:
     """Of worker 0, in all steps."""
     world = simulation(workers, compute=given, trace=True)
     run_on(world, lambda rank: train(model(), **options) and None)
@@ -78,6 +81,16 @@ def test_a_step_is_charged_what_the_workload_says(workers, fusion):
     compute = ComputeModel(workload=workload(**{full_spec(make("bf16")): TIMES}))
     seconds = coding_seconds(compute, workers, compression="bf16", fusion=fusion)
     assert seconds == pytest.approx(MEANS * (3.0 + 1.0 + workers * 0.25))
+
+
+@pytest.mark.parametrize(
+    ("cores", "crowd"), [(None, 1.0), (8, 1.0), (2, 2.0), (1, 4.0)]
+)
+def test_workers_that_share_cores_code_in_turn(cores, crowd):
+    compute = ComputeModel(workload=workload(**{full_spec(make("bf16")): TIMES}))
+    shared = replace(cluster(rack(4)), processor=Processor(cores=cores))
+    seconds = coding_seconds(compute, shared, compression="bf16", fusion="single")
+    assert seconds == pytest.approx(crowd * MEANS * (3.0 + 1.0 + 4 * 0.25))
 
 
 def test_dense_first_steps_are_no_other_compressor():

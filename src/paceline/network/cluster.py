@@ -143,6 +143,11 @@ class Processor:
         if self.cores is not None and self.cores < 1:
             raise ClusterError(f"key 'cores': expected 1 or more, got {self.cores}")
 
+    def crowd(self, workers: int) -> float:
+        """How many of so many workers are on each core where all are busy at once: 1 where
+        every host has cores of its own."""
+        return 1.0 if self.cores is None else max(1.0, workers / self.cores)
+
     def describe(self) -> str:
         """One line for people."""
         text = f"{units.show_seconds(self.message)} of a processor a message"

@@ -92,7 +92,9 @@ class VirtualCompute:
     where it may wait for tensors, as it uses them; in
     proportion to its number of samples over that of the first training batch; also
     without gradients (evaluation). From the first `pace` on the script is taken to pace
-    itself, and nothing else is charged.
+    itself, and nothing else is charged. *crowd*: how many workers code on one core, where
+    hosts share cores. Gradients are ready at about the same time everywhere, so they all do so at
+    once.
     """
 
     def __init__(
@@ -101,8 +103,10 @@ class VirtualCompute:
         rank: int,
         speed: float,
         spend: Callable[[float, str], None],
+        crowd: float = 1.0,
     ) -> None:
         self.costs = model
+        self.crowd = crowd
         self._rank = rank
         self._speed = speed
         self._spend = spend
@@ -289,7 +293,7 @@ class ModelCompute:
             seconds = whole * size / self._bytes
         # Also where the script says what it computes: it does not know of this.
         self._worker.settle()
-        self._worker.spend(seconds, "coding")
+        self._worker.spend(seconds * self._worker.crowd, "coding")
 
     def update_begins(self) -> None:
         self._worker.charge(self._workload.update, "update")

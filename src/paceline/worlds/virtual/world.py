@@ -54,11 +54,13 @@ class VirtualWorld:
         self.journal = Journal(rank, self.now, kept)
         if rank == 0:
             self.journal.observers.append(simulation.conditions.reached)
+        processor = self.cluster.processor
         self._compute = VirtualCompute(
             simulation.compute_model,
             rank,
             simulation.speeds[rank],
             self._spend,
+            1.0 if processor is None else processor.crowd(self.size),
         )
 
     def connect(self) -> None:
