@@ -67,12 +67,20 @@ class PushPull:
         self, state: PushPullState, run: ServerRun, bucket: Bucket
     ) -> None:
         if self.overlap:
-            run.remote.push(bucket, state.step)
+            self._push(state, run, bucket)
 
     def backward_ended(self, state: PushPullState, run: ServerRun) -> None:
         if not self.overlap:
             for bucket in run.buckets:
-                run.remote.push(bucket, state.step)
+                self._push(state, run, bucket)
+
+    def _push(self, state: PushPullState, run: ServerRun, bucket: Bucket) -> None:
+        run.remote.push(bucket, state.step, report=self._report(state, bucket))
+
+    def _report(self, state: PushPullState, bucket: Bucket) -> bytes:
+        """What the method's servers are to know with the push of *bucket*: for disciplines
+        that are `Informed`."""
+        return b""
 
     def after_update(self, state: PushPullState, run: ServerRun) -> None:
         state.step = run.remote.wait()

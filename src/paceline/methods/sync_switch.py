@@ -79,22 +79,9 @@ class SyncSwitch(PushPull):
         self.loaded(state, run)
         return state
 
-    def bucket_ready(
-        self, state: PushPullState, run: ServerRun, bucket: Bucket
-    ) -> None:
-        if self.overlap:
-            self._push(state, run, [bucket])
-
-    def backward_ended(self, state: PushPullState, run: ServerRun) -> None:
-        if not self.overlap:
-            self._push(state, run, run.buckets)
-
-    def _push(
-        self, state: PushPullState, run: ServerRun, buckets: Iterable[Bucket]
-    ) -> None:
+    def _report(self, state: PushPullState, bucket: Bucket) -> bytes:
         assert isinstance(state, SyncSwitchState)
-        for bucket in buckets:
-            run.remote.push(bucket, state.step, report=_written(state.before))
+        return _written(state.before)
 
     # ---- how many steps there were before this job ----
 

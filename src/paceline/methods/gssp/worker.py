@@ -41,34 +41,17 @@ class InGroups(PushPull):
         self._hear(state, run)
         return state
 
-    def bucket_ready(
-        self, state: PushPullState, run: ServerRun, bucket: Bucket
-    ) -> None:
-        if self.overlap:
-            self._push(state, run, [bucket])
-
-    def backward_ended(self, state: PushPullState, run: ServerRun) -> None:
-        if not self.overlap:
-            self._push(state, run, run.buckets)
-
     def after_update(self, state: PushPullState, run: ServerRun) -> None:
         state.step = run.remote.wait()
         self._hear(state, run)
 
-    def _push(
-        self, state: PushPullState, run: ServerRun, buckets: Iterable[Bucket]
-    ) -> None:
+    def _report(self, state: PushPullState, bucket: Bucket) -> bytes:
+        """How long a step took goes with the last bucket, all else with the first."""
         assert isinstance(state, GroupState)
-        for bucket in buckets:
-            report = b""
-            # How long it took goes with the last bucket, all else with the first.
-            computed = state.computed if bucket.last else None
-            if not bucket.index:
-                told = Report(state.words, computed, state.steps_of_all)
-                report = written(told)
-            elif computed is not None:
-                report = written(Report(computed=computed))
-            run.remote.push(bucket, state.step, report=report)
+        computed = state.computed if bucket.last else None
+        if not bucket.index:
+            return written(Report(state.words, computed, state.steps_of_all))
+        return b"" if computed is None else written(Report(computed=computed))
 
     def _hear(self, state: PushPullState, run: ServerRun) -> None:
         """What the server has told of groups."""
