@@ -84,7 +84,7 @@ def together(workers, work):
 @pytest.mark.parametrize("way", [moving.Single, Batched])
 def test_sums_are_exact_though_one_datagram_in_a_hundred_is_lost(way, monkeypatch):
     monkeypatch.setattr("paceline.aggregator.udp.datagrams", way)
-    monkeypatch.setattr("paceline.aggregator.client.datagrams", way)
+    monkeypatch.setattr("paceline.aggregator.ends.datagrams", way)
     random_ = np.random.default_rng(0)
     sizes_ = (100_003, 1, 5000)
     made = [

@@ -7,6 +7,6 @@
 - `fixed_point`: numbers as integers that add up exactly, without overflow.
 - `worker`, `operations`, `forwarding`, `timers`: a worker's side.
 - All of these are machines without I/O, and work on whole batches. Sockets are in `udp` (the
-  aggregator) and `client` (a worker's end), over `datagrams`; `control` is the connection on
+  aggregator) and `client` (a worker's end, on `ends`), over `datagrams`; `control` is the connection on
   which a job registers.
 """

@@ -1,0 +1,142 @@
+"""A `Stream` behind a UDP socket: what workers' ends have in common. It blocks; one thread's."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from paceline.aggregator.control import Registration
+from paceline.aggregator.datagrams import Addresses, Datagrams, datagrams
+from paceline.aggregator.operations import Operation
+from paceline.aggregator.packets import LOCAL, Array, Flag, Seal, well_formed
+from paceline.aggregator.worker import Stream
+from paceline.errors import PeerLostError
+
+SILENT_SECONDS = 1800.0
+"""With nothing back of all that was sent again: as long as gloo waits for a slow worker.
+Whether datagrams get through at all is tried before the first sum."""
+WATCH_SECONDS = 0.1
+"""Between two looks of `StreamEnd.watch`."""
+
+Lossy = Callable[[int], Array]
+"""Tests: which of so many datagrams get through."""
+
+
+class StreamEnd:
+    """One worker's end. *where*: what answers it, in words."""
+
+    watch: Callable[[], None] | None = None
+    """Called now and then while answers are awaited; what it raises ends `run`."""
+    addresses: Addresses | None = None
+    """Where datagrams go, a row for each of the places that `_places` gives; None: to the
+    socket's peer."""
+
+    def __init__(
+        self,
+        udp: socket.socket,
+        seal: Seal,
+        *,
+        where: str,
+        silent_seconds: float = SILENT_SECONDS,
+        lossy: Lossy | None = None,
+    ) -> None:
+        self._udp, self._seal, self._where = udp, seal, where
+        self._silent_seconds, self._lossy = silent_seconds, lossy
+        self.dropped: Counter[str] = Counter()
+        self._control: Registration | None = None
+        self._poll = select.poll()
+        self._poll.register(udp, select.POLLIN)
+
+    def _has_stream(
+        self, *, slots: int, elements: int, worker: int, number: int
+    ) -> None:
+        """The terms are known: see `Stream`."""
+        self.slots, self.elements, self.number = slots, elements, number
+        self._datagrams: Datagrams = datagrams(self._udp, elements)
+        self._stream = Stream(
+            slots=slots, elements=elements, worker=worker, number=number
+        )
+
+    def _has_control(self, control: Registration) -> None:
+        self._control = control
+        self._poll.register(control.socket, select.POLLIN)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What was sent and received, by word."""
+        return self._stream.counts + self.dropped + self._datagrams.counts
+
+    def run(self, operation: Operation, *, mode: Flag = LOCAL) -> None:
+        """Carry out one operation. Raises `PeerLostError` where the aggregator, or another
+        worker, is lost; the buffers are then undefined."""
+        stream = self._stream
+        stream.begin(operation, time.monotonic(), mode=mode)
+        while not stream.finished:
+            self._send_due()
+            now = time.monotonic()
+            silent = stream.silent_seconds(now)
+            if silent > self._silent_seconds:
+                raise PeerLostError(
+                    f"{self._where} has answered nothing for {silent:.0f} s, "
+                    "though its connection stands: either datagrams do not get through "
+                    "(a firewall for UDP?), or a worker stands still"
+                )
+            until = min(stream.deadline, now + self._silent_seconds)
+            if self.watch is not None:
+                self.watch()
+                until = min(until, now + WATCH_SECONDS)
+            self._wait(max(until - time.monotonic(), 0.0))
+            for packets in self._received():
+                stream.take(packets, time.monotonic())
+                self._send_due()  # before more is read: all have something to do
+
+    def close(self, *, well: bool = True) -> None:
+        """Give back what was leased: with all workers' goodbyes; at once and for all of them,
+        where one is lost (not *well*)."""
+        self._udp.close()
+        if self._control is not None:
+            self._control.close(well=well)
+
+    def _wait(self, seconds: float) -> None:
+        for end, _ in self._poll.poll(1000 * seconds + 1):
+            if self._control is not None and end == self._control.socket.fileno():
+                self._control.check()
+
+    def _send_due(self) -> None:
+        packets = self._stream.due(time.monotonic())
+        if len(packets):
+            self._seal.sign(packets)
+            self._send(packets)
+
+    def _places(self, packets: Array) -> Array:
+        """To which of its addresses each goes."""
+        return np.zeros(len(packets), np.int64)
+
+    def _send(self, packets: Array) -> None:
+        rows, places = np.arange(len(packets)), self._places(packets)
+        if self._lossy is not None:
+            rows = rows[self._lossy(len(rows))]
+        self._datagrams.send(packets, rows, self.addresses, places[rows])
+
+    def _received(self) -> Iterator[Array]:
+        """Genuine datagrams that are there, in batches; each is valid until the next."""
+        while True:
+            packets, lengths = self._datagrams.receive()
+            if not len(packets):
+                return
+            good = well_formed(packets, lengths, self.dropped)
+            good &= packets["header"]["job"] == self.number
+            if self._lossy is not None:
+                good &= self._lossy(len(packets))
+            if not good.all():
+                packets = packets[good]
+            genuine = self._seal.genuine(packets)
+            if not genuine.all():
+                self.dropped["forged"] += int(np.count_nonzero(~genuine))
+                packets = packets[genuine]
+            yield packets
