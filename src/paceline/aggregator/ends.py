@@ -7,6 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -27,8 +28,26 @@ Lossy = Callable[[int], Array]
 """Tests: which of so many datagrams get through."""
 
 
+class Beside(Protocol):
+    """What comes to a worker from elsewhere while its own stream goes on."""
+
+    def fileno(self) -> int: ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether all that the operation awaits is here."""
+        ...
+
+    def read(self) -> None:
+        """Deal with what is there."""
+        ...
+
+
 class StreamEnd:
     """One worker's end. *where*: what answers it, in words."""
+
+    beside: Beside | None = None
+    """What operations wait for, too."""
 
     watch: Callable[[], None] | None = None
     """Called now and then while answers are awaited; what it raises ends `run`."""
@@ -71,12 +90,21 @@ class StreamEnd:
         """What was sent and received, by word."""
         return self._stream.counts + self.dropped + self._datagrams.counts
 
-    def run(self, operation: Operation, *, mode: Flag = LOCAL) -> None:
-        """Carry out one operation. Raises `PeerLostError` where the aggregator, or another
+    def has_beside(self, beside: Beside) -> None:
+        """Look after *beside*, too, from now on."""
+        self.beside = beside
+        self._poll.register(beside, select.POLLIN)
+
+    def run(self, operation: Operation, *, mode: Flag | Array = LOCAL) -> None:
+        """Carry out one operation; see `Stream.begin`. Raises `PeerLostError` where the aggregator, or another
         worker, is lost; the buffers are then undefined."""
-        stream = self._stream
+        stream, beside = self._stream, self.beside
         stream.begin(operation, time.monotonic(), mode=mode)
-        while not stream.finished:
+        while True:
+            if beside is not None:
+                beside.read()  # what came may be sent on at once
+            if stream.finished and (beside is None or beside.finished):
+                return
             self._send_due()
             now = time.monotonic()
             silent = stream.silent_seconds(now)

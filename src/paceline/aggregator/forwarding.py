@@ -5,8 +5,8 @@ datagram                                   what changes                   answer
 ========================================== ============================== ================
 a forwarded sum of a chunk that is awaited the operation takes it         received
 the same, of a chunk that was taken        -                              received
-the same, of a chunk not yet asked for     -                              - (it is sent
-                                                                          again)
+the same, of a chunk not yet asked for     it is kept, one per slot       - (once it is
+                                                                          asked for)
 ========================================== ============================== ================
 
 The rack before has *slots* of its own, in which it counts chunks on and on; so does this side,
@@ -24,8 +24,25 @@ import numpy as np
 
 from paceline.aggregator.packets import MODES, NOBODY, Array, Flag, Kind, blank
 
+_NONE = np.zeros(0, np.int64)
+
 Taken = Callable[[Array, Array], None]
 """Gets chunks, counted from the operation's first one, and their datagrams."""
+
+
+def sent_alone(packets: Array) -> Array:
+    """A worker's contributions, as the sums of a group that has no other: *packets*, in place.
+    They go straight to the next agents, who acknowledge them as any."""
+    packets["header"]["kind"] = Kind.RESULT
+    packets["header"]["worker"] = NOBODY
+    return packets
+
+
+def freed_alone(packets: Array) -> Array:
+    """What the next agents answer to a worker that is alone, as his `Stream` takes it."""
+    packets = packets[packets["header"]["kind"] == Kind.RECEIVED]
+    packets["header"]["kind"] = Kind.FREED
+    return packets
 
 
 class Inbox:
@@ -46,15 +63,26 @@ class Inbox:
         self._first = self._end = 0
         self._here = np.zeros(0, np.bool_)
         self._take: Taken | None = None
+        self._early: dict[int, Array] = {}
+        """By slot: what came for an operation that is not yet here."""
         self.counts: Counter[str] = Counter()
 
-    def begin(self, chunks: int, take: Taken) -> None:
-        """So many chunks are awaited now, once those before are `finished`."""
+    def begin(self, chunks: int, take: Taken, leaving: Array | bool = True) -> Array:
+        """So many chunks are awaited now, once those before are `finished`: those whose sums are
+        *leaving* the rack. Returns the answers to those that were here already, without
+        tag."""
         assert self.finished, "an operation is under way"
+        self._here = ~(self.turns(chunks) & leaving)
         self._first, self._end = self._end, self._end + chunks
-        slots, (number, agents) = np.arange(self._first, self._end), self._turn
-        self._here = slots % self._slots % agents != number
         self._take = take
+        early, self._early = list(self._early.values()), {}
+        return self.take(np.concatenate(early)) if early else self._asking(_NONE)
+
+    def turns(self, chunks: int) -> Array:
+        """Which of the next so many chunks come to this agent."""
+        number, agents = self._turn
+        slots = np.arange(self._end, self._end + chunks) % self._slots
+        return np.asarray(slots % agents == number)
 
     def skip(self, chunks: int) -> None:
         """The rack before carries out an operation of so many chunks whose sums it keeps."""
@@ -75,7 +103,10 @@ class Inbox:
         )
         slot = header["slot"].astype(np.int64)
         chunk = header["round"].astype(np.int64) * self._slots + slot
-        known = forwarded & (slot < self._slots) & (chunk < self._end)
+        forwarded &= slot < self._slots
+        known = forwarded & (chunk < self._end)
+        for row in np.flatnonzero(forwarded & ~known).tolist():
+            self._early[int(slot[row])] = packets[row : row + 1].copy()
         rows = np.flatnonzero(known & (chunk >= self._first))
         place = chunk[rows] - self._first
         new = ~self._here[place]

@@ -50,7 +50,8 @@ class Stream:
         self.slots, self.elements = slots, elements
         self._worker, self._number = worker, number
         self._operation: Operation | None = None
-        self._mode = LOCAL
+        self._modes = np.zeros(0, np.uint8)
+        """Of the operation's chunks."""
         self._first = self._end = 0
         """The operation's chunks, counted over the stream."""
         self._next = np.arange(slots)
@@ -67,8 +68,11 @@ class Stream:
         self.round_trip = RoundTrip()
         self.counts: Counter[str] = Counter()
 
-    def begin(self, operation: Operation, now: float, *, mode: Flag = LOCAL) -> None:
-        """The next operation, once the last one is `finished`. With *mode* FORWARD its sums
+    def begin(
+        self, operation: Operation, now: float, *, mode: Flag | Array = LOCAL
+    ) -> None:
+        """The next operation, once the last one is `finished`. With *mode* (one, or one per
+        chunk) FORWARD its sums
         leave the rack: nothing is taken, and a chunk is done when its slot is freed; with
         ONWARD it is done when that has happened and its sum is here. Raises
         `UsageError` after 2^32 rounds: some 100 TB for each 32 slots."""
@@ -79,7 +83,8 @@ class Stream:
                 "under another name"
             )
         self._operation = operation
-        self._mode = mode & MODES
+        modes = np.broadcast_to(np.asarray(mode, np.uint8), operation.chunks)
+        self._modes = modes & np.uint8(MODES)
         self._first, self._end = self._end, self._end + operation.chunks
         self._left = operation.chunks
         self._heard_at = now
@@ -110,8 +115,9 @@ class Stream:
             self._next[new] += self.slots
             self._sent_at[new] = now
             self._times[new] = 0
-            self._summed[new] = self._mode == Flag.FORWARD
-            self._freed[new] = self._mode == LOCAL
+            modes = self._modes[self._chunk[new] - self._first]
+            self._summed[new] = modes == Flag.FORWARD
+            self._freed[new] = modes == LOCAL
         again = np.flatnonzero(self._due_at <= now)
         self.counts["chunks"] += len(new)
         self.counts["repeats"] += len(again)
@@ -130,7 +136,7 @@ class Stream:
             return packets
         chunks, header = self._chunk[slots], packets["header"]
         header["kind"] = Kind.CONTRIBUTION
-        header["flags"] = self._mode
+        header["flags"] = self._modes[chunks - self._first]
         header["job"] = self._number
         header["slot"] = slots
         header["round"] = chunks // self.slots
