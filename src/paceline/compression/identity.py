@@ -14,6 +14,7 @@ from paceline.interfaces import (
     Compressor,
     Leg,
     Place,
+    Quality,
     Shape,
     State,
     StateKind,
@@ -29,6 +30,7 @@ class Identity(Compressor):
     """
 
     name: ClassVar[str] = "none"
+    quality: ClassVar[Quality] = "exact"
     linear: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True
     rounds: ClassVar[int] = 1

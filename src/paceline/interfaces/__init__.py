@@ -13,6 +13,7 @@ Files are split by who implements a seam and who uses it. Low to high:
 - `server`: a server, or another service, as a state machine, and what it sends.
 - `remote`: a model's parameters on their servers, as one worker's method sees them.
 - `compression`: a `Compressor` says what is sent of a mean's tensors.
+- `quality`: what becomes of a gradient, from exact to asynchronous.
 - `rhythm`: in which steps workers communicate.
 - `sending`: in which messages gradients travel that the next forward pass waits for.
 - `run`: one worker's training as its method sees it, and sees nothing else: parameters,
@@ -81,6 +82,7 @@ from paceline.interfaces.method import (
     UpdatesOn,
     UpdatesOnServer,
 )
+from paceline.interfaces.quality import QUALITIES, Quality, weaker
 from paceline.interfaces.remote import Arrived, Remote, Told, UnitPlace
 from paceline.interfaces.rhythm import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rhythm
 from paceline.interfaces.run import Run, ServerRun, UpdatingRun
@@ -107,6 +109,7 @@ __all__ = [
     "EVERY_STEP",
     "HOOKS",
     "ON_SERVERS",
+    "QUALITIES",
     "Answer",
     "AnyServer",
     "Arrived",
@@ -144,6 +147,7 @@ __all__ = [
     "Piece",
     "Place",
     "Priced",
+    "Quality",
     "Reception",
     "ReduceOperation",
     "Remote",
@@ -183,4 +187,5 @@ __all__ = [
     "read_members",
     "refused",
     "shares_of",
+    "weaker",
 ]

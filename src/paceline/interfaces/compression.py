@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import torch
 
 from paceline.interfaces.groups import SpeedClass
+from paceline.interfaces.quality import Quality
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ class Compressor(Protocol):
     that is not finite on any worker is not finite in the result. Shapes and types stay.
     Sizes of codes depend on shapes, types and common state, and never on numbers.
     """
+
+    quality: ClassVar[Quality] = "lossy"
+    """What becomes of gradients that travel so."""
 
     residuals_by_default: ClassVar[bool] = False
     """Whether it goes with `residuals` where nobody says otherwise."""

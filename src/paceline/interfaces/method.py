@@ -96,6 +96,10 @@ class Method(Protocol):
     `UsageError` that says why they cannot be, and what to use instead. With
     ``default_compression = "SPEC"`` it says what that is where the user says nothing.
 
+    What `paceline plan` needs: ``quality`` is its `Quality` with uncompressed gradients (a method
+    that says nothing is taken for asynchronous), ``in_the_long_run`` are keys with which a
+    short run shows what a long one comes to: without a warm-up, say.
+
     Where workers do different numbers of steps, its state may have a number `steps_of_all`: what
     `DistributedOptimizer.steps_of_all` is.
 

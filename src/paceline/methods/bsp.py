@@ -21,6 +21,7 @@ from paceline.interfaces import (
     Clips,
     GradientSeen,
     Pending,
+    Quality,
     Rhythm,
     Run,
     UpdatesOn,
@@ -42,6 +43,7 @@ class BSP:
 
     name: ClassVar[str] = "bsp"
     rhythm: ClassVar[Rhythm] = EVERY_STEP
+    quality: ClassVar[Quality] = "exact"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"

@@ -14,6 +14,7 @@ from paceline.interfaces import (
     GradientSeen,
     Groups,
     HeldPush,
+    Quality,
     Rhythm,
     ServerRun,
     Shard,
@@ -36,6 +37,7 @@ class PushPull:
     without, send after it, the textbook form that papers compare with."""
 
     rhythm: ClassVar[Rhythm] = ON_SERVERS
+    quality: ClassVar[Quality] = "asynchronous"
     updates_on: ClassVar[UpdatesOn] = "server"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
     pushes_codes: ClassVar[bool] = True

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -56,6 +56,7 @@ class R2SP(PushPull):
     the second half is measured."""
 
     name: ClassVar[str] = "r2sp"
+    in_the_long_run: ClassVar[Mapping[str, str]] = {"warm_up": "2"}
 
     slack: float = 1.2
     warm_up: int = 10

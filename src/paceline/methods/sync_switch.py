@@ -32,7 +32,7 @@ was never stopped. A job that has switched never goes back, whatever it loads.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -56,6 +56,7 @@ class SyncSwitch(PushPull):
     becomes of it in between."""
 
     name: ClassVar[str] = "sync-switch"
+    in_the_long_run: ClassVar[Mapping[str, str]] = {"bsp_steps": "0"}
 
     bsp_steps: int = 500
     momentum: Literal["zero", "keep"] = "zero"

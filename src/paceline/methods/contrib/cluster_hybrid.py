@@ -48,6 +48,7 @@ class ClusterHybrid(InGroups):
     times as long as another, to compute or to communicate."""
 
     name: ClassVar[str] = "cluster-hybrid"
+    in_the_long_run: ClassVar[Mapping[str, str]] = {"measure_steps": "2"}
 
     most_groups: int = 4
     ratio: float = 1.25

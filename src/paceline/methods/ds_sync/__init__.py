@@ -26,6 +26,7 @@ from paceline.interfaces import (
     Clips,
     Compressor,
     GradientSeen,
+    Quality,
     Rhythm,
     Run,
     UpdatesOn,
@@ -41,6 +42,7 @@ class DSSync(DSSyncOptions):
 
     name: ClassVar[str] = "ds-sync"
     rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+    quality: ClassVar[Quality] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
     clips: ClassVar[Clips] = "own"

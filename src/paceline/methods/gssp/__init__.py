@@ -55,6 +55,7 @@ server steps for all groups. Groups, hysteresis and momentum in samples are infe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -78,6 +79,7 @@ class GSSP(InGroups):
     """Let no worker be more than *staleness* steps ahead of another one of its group."""
 
     name: ClassVar[str] = "gssp"
+    in_the_long_run: ClassVar[Mapping[str, str]] = {"measure_steps": "2"}
 
     number_of_groups: int = 0
     most_groups: int = 4

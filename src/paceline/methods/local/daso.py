@@ -44,6 +44,7 @@ from paceline.interfaces import (
     Compressor,
     GradientSeen,
     Pending,
+    Quality,
     Rhythm,
     Run,
     UpdatesOn,
@@ -126,6 +127,7 @@ class DASO:
     """Average gradients in each *group*, and parameters between groups every so many steps."""
 
     name: ClassVar[str] = "daso"
+    quality: ClassVar[Quality] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"

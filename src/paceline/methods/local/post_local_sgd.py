@@ -14,6 +14,7 @@ at the first decay of the learning rate (epoch 150 of 300): give `each_until` as
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ class PostLocalSGD(LocalUpdates):
     """Average the parameters in each step until one, and every so many from then on."""
 
     name: ClassVar[str] = "post-local-sgd"
+    in_the_long_run: ClassVar[Mapping[str, str]] = {"each_until": "0"}
 
     every: int = 16
     each_until: int = 1000

@@ -43,6 +43,7 @@ from paceline.interfaces import (
     Clips,
     Compressor,
     GradientSeen,
+    Quality,
     Rhythm,
     Run,
     UpdatesOn,
@@ -77,6 +78,7 @@ class SelSync:
     copy of the model."""
 
     name: ClassVar[str] = "sel-sync"
+    quality: ClassVar[Quality] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
     clips: ClassVar[Clips] = "own"

@@ -33,6 +33,7 @@ from paceline.interfaces import (
     Clips,
     Compressor,
     GradientSeen,
+    Quality,
     Rhythm,
     Run,
     UpdatesOn,
@@ -50,6 +51,7 @@ from paceline.methods.local.whole import mean_of_all, settle
 class LocalUpdates(Options):
     """Workers step by themselves, and average what they have become every so many steps."""
 
+    quality: ClassVar[Quality] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
     clips: ClassVar[Clips] = "own"

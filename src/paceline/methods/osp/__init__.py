@@ -29,6 +29,7 @@ from paceline.interfaces import (
     Discipline,
     GradientSeen,
     Groups,
+    Quality,
     Rhythm,
     UpdatesOn,
 )
@@ -44,6 +45,8 @@ class OSP(OSPOptions):
     """Average what is ready early before the step ends, and the rest during the next one."""
 
     name: ClassVar[str] = "osp"
+    quality: ClassVar[Quality] = "late"
+    in_the_long_run: ClassVar[Mapping[str, str]] = {"budget": "constant"}
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
     coordinates: ClassVar[bool] = False
     forms: ClassVar[Sequence[Mapping[str, str]]] = ({"collective": "native"},)

@@ -24,6 +24,7 @@ from paceline.interfaces import (
     GradientSeen,
     Message,
     Pending,
+    Quality,
     Rhythm,
     UpdatesOn,
     UpdatingRun,
@@ -38,6 +39,7 @@ class Priority:
 
     name: ClassVar[str] = "priority"
     rhythm: ClassVar[Rhythm] = EVERY_STEP
+    quality: ClassVar[Quality] = "exact"
     updates_on: ClassVar[UpdatesOn] = "method"
     gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"
