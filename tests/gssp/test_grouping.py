@@ -14,12 +14,14 @@ from paceline.methods.contrib.cluster_hybrid import clusters
 from paceline.methods.gssp.grouping import (
     BySpeed,
     Hysteresis,
+    Merging,
     fewest,
     found,
     partition,
     renumbered,
     speed_classes,
 )
+from paceline.methods.gssp.measuring import Measured
 
 TIMES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=7)
 
@@ -125,10 +127,10 @@ NOW = Groups((0, 0, 0, 1, 1), 3, version=1)
 
 def looks(*times: list[float], margin: float = 0.15, rows: int = 2) -> list[list[int]]:
     """The groups after each look."""
-    by_speed = BySpeed(0, 3, 1.25, Hysteresis(margin, rows))
+    by_speed = BySpeed(0, 3, 1.25, Hysteresis(margin, rows), Merging(1.25, rows))
     groups, after = NOW, []
     for its in times:
-        of = by_speed.look(groups, {w: (t,) for w, t in enumerate(its)})
+        of = by_speed.look(groups, {w: Measured((t,)) for w, t in enumerate(its)})
         groups = groups._replace(of=tuple(of))
         after.append(list(of))
     return after
@@ -151,10 +153,43 @@ def test_a_third_class_gets_the_server_that_is_free() -> None:
     assert looks(third, third)[-1] == [0, 0, 2, 1, 1]
 
 
-def test_a_lonely_one_comes_back_when_another_needs_its_server() -> None:
-    recovered, other = [1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 3.0, 1.0, 1.0, 1.0]
-    assert looks(recovered, recovered)[-1] == list(NOW.of)  # nothing waits for it
-    assert looks(*[other] * 6)[-1][1] not in looks(*[other] * 6)[-1][2:]
+def test_groups_that_have_become_alike_are_one_at_the_second_look() -> None:
+    alike = [1.0, 1.05, 1.0, 1.1, 1.05]
+    assert looks(alike, alike) == [list(NOW.of), [0] * 5]
+    assert looks(FAST, alike, FAST, alike, FAST)[-1] == list(NOW.of)
+
+
+def test_who_would_part_again_soon_does_not_become_one() -> None:
+    """Two groups are as alike as the ratio allows, and stay; so do those of a number by hand."""
+    hardly = [1.0, 1.0, 1.0, 1.2, 1.2]
+    assert looks(*[hardly] * 4)[-1] == list(NOW.of)
+    by_hand = BySpeed(2, 3, 1.25, Hysteresis(0.15, 1), Merging(1.25, 1))
+    times = {worker: Measured((1.0,)) for worker in range(5)}
+    assert len(set(by_hand.look(NOW, times))) == 2
+
+
+def test_the_smaller_group_goes_and_takes_along_who_is_away() -> None:
+    merging = Merging(1.25, 1)
+    times = {worker: Measured((1.0,)) for worker in (0, 1, 2, 3)}
+    assert merging.look((2, 0, 0, 0, 2), times) == [0] * 5
+
+
+def test_who_is_as_fast_again_may_be_one_group_while_others_part() -> None:
+    other = [1.0, 3.0, 1.0, 1.0, 1.0]
+    of = looks(*[other] * 6)[-1]
+    assert of[1] not in of[2:]
+    assert of[3] == of[0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=2, max_size=6), st.floats(0, 0.2), st.data()
+)
+def test_of_errors_there_are_never_more_groups(
+    times: list[float], error: float, data: st.DataObject
+) -> None:
+    errors = [data.draw(st.floats(0.0, error)) for _ in times]
+    assert fewest(times, 1.25, errors) <= fewest(times, 1.25)
 
 
 @settings(max_examples=40, deadline=None)

@@ -114,6 +114,17 @@ def test_where_nobody_is_slower_it_says_that_it_is_ssp() -> None:
     assert "one group, for which this is ssp" in note
 
 
+def test_who_has_become_as_fast_is_in_one_group_again_and_it_is_said() -> None:
+    method = "gssp:measure_steps=5,looks=1"
+    steps, _, notes = job(
+        3, method, lambda rank, now: 2.0 if rank == 2 and now < 30 else 1.0, [60] * 3
+    )
+    assert steps == pytest.approx(torch.full_like(steps, 60), rel=1e-5)
+    (note,) = notes
+    assert "fast again" in note
+    assert "one group" in note
+
+
 def test_all_meet_though_who_has_changed_groups_is_far_ahead(tmp_path: Path) -> None:
     """Worker 0 becomes slow, and joins a group that has done a third of its steps. It is the first
     of it where all save after their 60th step: they get there, too."""

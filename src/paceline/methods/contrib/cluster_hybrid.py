@@ -38,6 +38,7 @@ from paceline.methods.gssp.grouping import (
     renumbered,
     settled,
 )
+from paceline.methods.gssp.measuring import Measured
 from paceline.methods.gssp.worker import GroupState, InGroups
 from paceline.methods.push_pull import PushPullState
 
@@ -94,17 +95,18 @@ class ClusterHybrid(InGroups):
 class ByParts:
     """Clusters by the two parts of a step: computing, and all else."""
 
+    error = 0.0
+    """See `Regroup`: nothing is known of that of each part."""
+
     def __init__(self, most: int, ratio: float) -> None:
         self._most, self._ratio = most, ratio
         self._hysteresis = Hysteresis(margin=0.15, looks=2)
 
-    def look(
-        self, groups: Groups, seconds: Mapping[int, tuple[float, ...]]
-    ) -> Sequence[int]:
+    def look(self, groups: Groups, times: Mapping[int, Measured]) -> Sequence[int]:
         """See `Regroup`."""
-        workers = sorted(seconds)
-        wholes = {worker: math.fsum(seconds[worker]) for worker in workers}
-        labels = clusters([seconds[worker] for worker in workers], self._ratio)
+        workers = sorted(times)
+        wholes = {worker: times[worker].whole for worker in workers}
+        labels = clusters([times[worker].seconds for worker in workers], self._ratio)
         if max(labels) >= self._most:
             labels = partition([wholes[worker] for worker in workers], self._most)
         wanted = renumbered(dict(zip(workers, labels, strict=True)), groups.of)

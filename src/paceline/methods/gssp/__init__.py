@@ -19,11 +19,14 @@ script's; how stale those of other groups are is not bounded.
 Groups
 ------
 All begin in group 0. Servers measure steps: from the moment at which a worker goes on until its next
-gradient is in. When all were measured, server 0 forms `number_of_groups` groups, or with 0 as few
+gradient is in. When that is known well enough of all, after 5 steps of each where they vary
+little and `measure_steps` at most (`measuring`), server 0 forms `number_of_groups` groups, or with 0 as few
 as let nobody take more than `ratio` times as long as another one of its group, at most
-`most_groups` (`grouping`). Later a worker moves to another group when it has been nearer to it by
-`margin`, at `looks` looks in a row. If all are about as fast there is one group: this is
-ssp then, and says so. ``members=0-3+4-7`` gives groups by hand, which stay.
+`most_groups` (`grouping`); what may be chance parts nobody. Later it looks whenever `measure_steps`
+of each were measured anew. A worker moves to another group when it has been nearer to it by
+`margin`, at `looks` looks in a row, and groups that were alike as often become one. If all are
+about as fast there is one group: this is ssp then, and says so. ``members=0-3+4-7`` gives groups by hand,
+which stay.
 
 What a step is to the optimizer
 -------------------------------
@@ -67,7 +70,7 @@ from paceline.methods.gssp.discipline import (
     Passing,
 )
 from paceline.methods.gssp.gates import Bounded, Gate, Rounds
-from paceline.methods.gssp.grouping import BySpeed, Hysteresis
+from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
 from paceline.methods.gssp.weighting import by_samples, by_updates
 from paceline.methods.gssp.worker import GroupState, InGroups
 
@@ -129,9 +132,16 @@ class GSSP(InGroups):
         gate: Gate = Bounded(self.staleness) if self.staleness else Rounds()
         regroup = None
         if not self.members:
-            moves = Hysteresis(self.margin, self.looks) if self.regroup else None
+            hysteresis = merging = None
+            if self.regroup:
+                hysteresis = Hysteresis(self.margin, self.looks)
+                merging = Merging(self.ratio, self.looks)
             regroup = BySpeed(
-                self.number_of_groups, self.most_groups, self.ratio, moves
+                self.number_of_groups,
+                self.most_groups,
+                self.ratio,
+                hysteresis,
+                merging,
             )
         return GroupDiscipline(
             self.groups(workers),
@@ -149,8 +159,9 @@ class GSSP(InGroups):
         return super().init(run)
 
     def _has_changed(self, groups: Groups, run: ServerRun) -> None:
-        if groups.version == 1 and len(set(groups.of)) == 1:
+        if len(set(groups.of)) == 1:
+            again = " again" if groups.version > 1 else ""
             run.say(
-                f"gssp: all workers are about as fast (within a factor of {self.ratio:g}): "
-                "they are one group, for which this is ssp"
+                f"gssp: all workers are about as fast{again} (within a factor of {self.ratio:g}, "
+                "or of what can be told): they are one group, for which this is ssp"
             )

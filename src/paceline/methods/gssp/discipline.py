@@ -5,6 +5,7 @@ What happens where
 - `clocks`: who pushes here, and how far each is. `gates`: when gradients of the group are
   applied, and when their workers go on.
 - `outbox`: what was applied here, until the other servers are told.
+- `measuring`: how long steps take.
 - `speeds`: who is in which group; server 0 decides. `grouping`: how.
 - `weighting`: what an update is to the optimizer.
 - here: which of them an event concerns.
@@ -30,6 +31,7 @@ from typing import Literal
 from paceline.interfaces import Groups, HeldPush, Hyperparameters, Parcel, Shard
 from paceline.methods.gssp.clocks import EVER, Clocks
 from paceline.methods.gssp.gates import Gate
+from paceline.methods.gssp.measuring import Measured, StepTimes, smoothed
 from paceline.methods.gssp.outbox import Outbox
 from paceline.methods.gssp.speeds import (
     Known,
@@ -37,12 +39,10 @@ from paceline.methods.gssp.speeds import (
     News,
     Regroup,
     Report,
-    StepTimes,
     Words,
     read_groups,
     read_report,
     read_words,
-    smoothed,
     written,
 )
 from paceline.methods.gssp.weighting import Weighted, by_updates
@@ -64,8 +64,8 @@ class Passing:
 
 
 class GroupDiscipline:
-    """One group's server; *gate* says who waits there, *regroup* how groups follow speeds, after
-    every *measure_steps* steps; *weigh* what an update of a weight is to the optimizer."""
+    """One group's server; *gate* says who waits there, *regroup* how groups follow speeds, which
+    are of *measure_steps* steps at most; *weigh* what an update of a weight is to the optimizer."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class GroupDiscipline:
         """By server and bucket: how many those were when something came from there."""
         self._waiting: Counter[int] = Counter()
         """By worker: its pushes that are not answered."""
-        self._news: dict[int, tuple[float, ...]] = {}
+        self._news: dict[int, Measured] = {}
         self._meeting: list[int] = []
         """Who waits where all meet, as far as server 0 has said it; on server 0, as far as it
         has."""
@@ -251,8 +251,8 @@ class GroupDiscipline:
         newer = self._known.adopt(theirs.groups)
         if self._known.number == 0 and theirs.groups.version < self.groups.version:
             self._speaks = True  # it was away
-        for worker, seconds in theirs.seconds.items():
-            self._known.measured(worker, seconds)
+        for worker, times in theirs.times.items():
+            self._known.measured(worker, times)
         met = source == 0 and theirs.meeting != self._meeting
         if met:
             self._meeting = theirs.meeting
@@ -281,13 +281,18 @@ class GroupDiscipline:
 
     def _measure(self, shard: Shard, worker: int, computed: float | None) -> None:
         times = self._times.step_is_in(worker, shard.now, computed)
-        if times is None or self.groups.servers == 1:
+        if self.groups.servers == 1:
             return
-        times = smoothed(self._known.seconds.get(worker), times)
-        self._known.measured(worker, times)
-        if self._known.number:
-            self._news[worker] = times
-        else:
+        new = {} if times is None else {worker: times}
+        error = self._looks.error_of(self.groups)
+        if not new and error and not self._known.number:
+            new = self._times.soon(shard.expected(EVER), error)
+        for one, its in new.items():
+            its = smoothed(self._known.times.get(one), its)
+            self._known.measured(one, its)
+            if self._known.number:
+                self._news[one] = its
+        if new:
             self._look(shard)
 
     def _look(self, shard: Shard) -> bool:

@@ -5,6 +5,10 @@ best partition of numbers is one of runs of them in order: whatever lies between
 group can join it and widens nothing. `partition` finds the one whose widest group is least wide,
 since the slowest of a group is who the others wait for.
 
+Times are known to within an error. Of two workers it says nothing that they seem to differ by no
+more than `APART` standard errors of their difference: they may share a group whatever the ratio. So
+steps that vary, of workers that are equally fast, form no groups.
+
 How the paper forms its groups is not known: its code takes ranks modulo 4. All here is inferred
 but the speed classes, which are the published code's rule for GDTopK.
 """
@@ -15,14 +19,30 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from paceline.interfaces import Groups, SpeedClass
+from paceline.methods.gssp.measuring import Measured
+
+APART = 4.0
+"""So many standard errors; chance alone gets there once in some 16,000 pairs."""
 
 
-def fewest(seconds: Sequence[float], ratio: float) -> int:
+def fewest(seconds: Sequence[float], ratio: float, errors: Sequence[float] = ()) -> int:
     """How many groups there are at least, if nobody in a group takes more than *ratio* times
-    as long as another."""
-    return len(_runs(sorted(seconds), ratio))
+    as long as another, as far as can be told. *errors*: standard errors of the logarithms of
+    *seconds*; none by default. They are not well known themselves, so half of each one's square
+    is the mean of all."""
+    errors = errors or (0.0,) * len(seconds)
+    mean = math.fsum(error**2 for error in errors) / len(errors)
+    errors = [math.sqrt((error**2 + mean) / 2) for error in errors]
+    times = sorted(zip(seconds, errors, strict=True))
+    count, (fastest, its) = 1, times[0]
+    for one, error in times:
+        apart = one / fastest
+        if apart > ratio and math.log(apart) > APART * math.hypot(error, its):
+            count, fastest, its = count + 1, one, error
+    return count
 
 
 def partition(seconds: Sequence[float], groups: int) -> list[int]:
@@ -43,9 +63,11 @@ def partition(seconds: Sequence[float], groups: int) -> list[int]:
     return of
 
 
-def found(seconds: Sequence[float], ratio: float, most: int) -> list[int]:
-    """As `partition`, of as few groups as *ratio* allows, and of *most* at most."""
-    return partition(seconds, min(fewest(seconds, ratio), most))
+def found(
+    seconds: Sequence[float], ratio: float, most: int, errors: Sequence[float] = ()
+) -> list[int]:
+    """As `partition`, of as few groups as `fewest` says, and of *most* at most."""
+    return partition(seconds, min(fewest(seconds, ratio, errors), most))
 
 
 def _runs(times: Sequence[float], ratio: float) -> list[tuple[int, int]]:
@@ -148,33 +170,78 @@ def _means(logs: Mapping[int, float], of: Mapping[int, int]) -> dict[int, float]
     return {group: math.fsum(its) / len(its) for group, its in members.items()}
 
 
+class Merging:
+    """Makes one group of two that have become alike, at several *looks* in a row: nobody of both
+    takes more than *ratio* times as long as another, and their means differ by half of that at
+    most, in logarithms. So they do not part again soon after."""
+
+    def __init__(self, ratio: float, looks: int) -> None:
+        self._ratio, self._looks = ratio, looks
+        self._alike: dict[tuple[int, int], int] = {}
+        """At how many looks in a row two groups, the faster one first, were."""
+
+    def look(self, of: Sequence[int], times: Mapping[int, Measured]) -> list[int]:
+        """The groups from now on; at most two become one, which has the larger one's number."""
+        logs = {worker: math.log(its.whole) for worker, its in times.items()}
+        means = _means(logs, {worker: of[worker] for worker in logs})
+        order = sorted(means, key=means.__getitem__)
+        alike = {
+            (a, b): self._alike.get((a, b), 0) + 1
+            for a, b in pairwise(order)
+            if means[b] - means[a] <= math.log(self._ratio) / 2
+            and self._are_one([its for w, its in times.items() if of[w] in (a, b)])
+        }
+        self._alike = alike
+        for (a, b), looks in alike.items():
+            if looks >= self._looks:
+                stays, goes = (a, b) if of.count(a) >= of.count(b) else (b, a)
+                self._alike = {}
+                return [stays if group == goes else group for group in of]
+        return list(of)
+
+    def _are_one(self, times: Sequence[Measured]) -> bool:
+        seconds, errors = [t.whole for t in times], [t.error for t in times]
+        return fewest(seconds, self._ratio, errors) == 1
+
+
 class BySpeed:
     """Groups of workers that are about as fast, *number* of them, or with 0 as few as *ratio*
-    allows, *most* at most. The first look decides; then workers move with *hysteresis*, or,
-    without one, not at all."""
+    allows, *most* at most. The first look decides; then workers move with *hysteresis*, and groups
+    that were found become one with *merging*; or, without them, nobody does."""
 
     def __init__(
-        self, number: int, most: int, ratio: float, hysteresis: Hysteresis | None
+        self,
+        number: int,
+        most: int,
+        ratio: float,
+        hysteresis: Hysteresis | None,
+        merging: Merging | None = None,
     ) -> None:
         self._number, self._most, self._ratio = number, most, ratio
-        self._hysteresis = hysteresis
+        self._hysteresis, self._merging = hysteresis, merging
 
-    def look(
-        self, groups: Groups, seconds: Mapping[int, tuple[float, ...]]
-    ) -> Sequence[int]:
+    @property
+    def error(self) -> float:
+        """See `Regroup`: that of who seem to differ by the ratio, and do by chance alone."""
+        return math.log(self._ratio) / APART / math.sqrt(2)
+
+    def look(self, groups: Groups, times: Mapping[int, Measured]) -> Sequence[int]:
         """See `Regroup`."""
         if groups.version and self._hysteresis is None:
             return groups.of
-        workers = sorted(seconds)
-        times = [math.fsum(seconds[worker]) for worker in workers]
+        workers = sorted(times)
+        wholes = {worker: times[worker].whole for worker in workers}
+        seconds = list(wholes.values())
         if self._number:
-            labels = partition(times, min(self._number, len(times)))
+            labels = partition(seconds, min(self._number, len(seconds)))
         else:
-            labels = found(times, self._ratio, self._most)
+            errors = [times[worker].error for worker in workers]
+            labels = found(seconds, self._ratio, self._most, errors)
         wanted = renumbered(dict(zip(workers, labels, strict=True)), groups.of)
-        return settled(
-            groups, wanted, dict(zip(workers, times, strict=True)), self._hysteresis
-        )
+        of = settled(groups, wanted, wholes, self._hysteresis)
+        if self._merging is None or self._number or not groups.version:
+            return of
+        return self._merging.look(of, times)
 
 
 def settled(

@@ -1,19 +1,15 @@
-"""Who is in which group, and how that is decided: step times, measured by servers.
+"""Who is in which group, and how that is decided.
 
-A step of a worker lasts from when its server has let it go on until all of its next gradient is
-in: pull, compute and push, without the gate. Each server takes the median of so many steps of a
-worker, so that an evaluation in between counts for nothing, and smooths it as the published code
-does (0.7 of what is new). Server 0 is told by the others. When all workers that train were measured
-anew it *looks*, and tells its decision to servers, which tell their workers.
+Servers measure the steps of their workers (`measuring`). Server 0 is told by the others. When all
+workers that train were measured anew it *looks*, and tells its decision to servers, which tell their
+workers.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, Protocol
 
 import msgspec
@@ -21,15 +17,16 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.interfaces import Groups
 from paceline.methods.gssp.grouping import speed_classes
-
-NEW = 0.7
-"""The weight of a new time: the published code's."""
+from paceline.methods.gssp.measuring import Measured
 
 MOST_VERSIONS = 1 << 40
 """A version beyond it is a mistake."""
 
+MOST_ERROR = 1e4
+"""So is such an error of a logarithm."""
+
 MOST_STEPS = float(1 << 40)
-"""So are so many steps."""
+"""So are so many steps of all."""
 
 
 @dataclass
@@ -40,8 +37,8 @@ class Known:
     groups: Groups
     number: int = 0
     """Of this server."""
-    seconds: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """By worker: what was measured of its steps."""
+    times: dict[int, Measured] = field(default_factory=dict)
+    """By worker."""
     fresh: set[int] = field(default_factory=set)
     """Workers that were measured anew since the last look."""
     steps: float = 0.0
@@ -57,66 +54,22 @@ class Known:
             self.groups = groups
         return newer
 
-    def measured(self, worker: int, seconds: tuple[float, ...]) -> None:
-        self.seconds[worker] = seconds
+    def measured(self, worker: int, times: Measured) -> None:
+        self.times[worker] = times
         self.fresh.add(worker)
-
-
-class StepTimes:
-    """Measures the steps of those who push here: medians of *steps* each. What a worker itself
-    tells of a step may come with it."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._began: dict[int, float] = {}
-        self._times: defaultdict[int, list[tuple[float, ...]]] = defaultdict(list)
-
-    def goes_on(self, worker: int, now: float) -> None:
-        self._began[worker] = now
-
-    def step_is_in(
-        self, worker: int, now: float, computed: float | None = None
-    ) -> tuple[float, ...] | None:
-        """The median of its last steps, where there are enough: seconds of a step; with
-        *computed*, those of computing and all others."""
-        began = self._began.pop(worker, None)
-        if began is None or now <= began:
-            return None
-        whole = now - began
-        times = self._times[worker]
-        if computed is None:
-            times.append((whole,))
-        else:
-            # Neither is nothing: they are compared by their ratios.
-            part = min(max(computed, 0.01 * whole), 0.99 * whole)
-            times.append((part, whole - part))
-        if len(times) < self._steps:
-            return None
-        del self._times[worker]
-        return tuple(median(column) for column in zip(*times, strict=True))
-
-    def forget(self, worker: int) -> None:
-        """It pushes elsewhere, or nowhere."""
-        self._began.pop(worker, None)
-        self._times.pop(worker, None)
-
-
-def smoothed(
-    before: tuple[float, ...] | None, now: tuple[float, ...]
-) -> tuple[float, ...]:
-    """T = 0.3 T + 0.7 T_new; the first time T_new."""
-    if before is None or len(before) != len(now):
-        return now
-    return tuple((1 - NEW) * a + NEW * b for a, b in zip(before, now, strict=True))
 
 
 class Regroup(Protocol):
     """How groups follow from what was measured: server 0's."""
 
-    def look(
-        self, groups: Groups, seconds: Mapping[int, tuple[float, ...]]
-    ) -> Sequence[int]:
-        """The groups by rank, as they are from now on. *seconds*: of those that train."""
+    @property
+    def error(self) -> float:
+        """The first groups are formed as soon as times are known better than that
+        (`StepTimes.soon`); 0: not before all were measured for as long as may be."""
+        ...
+
+    def look(self, groups: Groups, times: Mapping[int, Measured]) -> Sequence[int]:
+        """The groups by rank, as they are from now on. *times*: of those that train."""
         ...
 
 
@@ -126,18 +79,22 @@ class Looks:
     def __init__(self, regroup: Regroup | None) -> None:
         self._regroup = regroup
 
+    def error_of(self, groups: Groups) -> float:
+        """As `Regroup.error`, while there are no groups yet."""
+        return 0.0 if self._regroup is None or groups.version else self._regroup.error
+
     def look(self, known: Known, training: Collection[int]) -> bool:
         """Whether there is something new: there never is before all who train were measured."""
         if not training or not known.fresh.issuperset(training):
             return False
         known.fresh.clear()
-        seconds = {worker: known.seconds[worker] for worker in training}
+        times = {worker: known.times[worker] for worker in training}
         before = known.groups
         of = before.of
         if self._regroup is not None:
-            of = tuple(self._regroup.look(before, seconds))
+            of = tuple(self._regroup.look(before, times))
         # Also of those that have left: who stays is no other class for that.
-        wholes = {worker: math.fsum(its) for worker, its in known.seconds.items()}
+        wholes = {worker: its.whole for worker, its in known.times.items()}
         speeds = speed_classes(of, before.servers, wholes)
         if (of, speeds) == (before.of, before.speeds):
             return False
@@ -153,7 +110,7 @@ class Words(msgspec.Struct, frozen=True, array_like=True):
     server 0, who waits where all meet."""
 
     groups: Groups
-    seconds: dict[int, tuple[float, ...]] = {}
+    times: dict[int, Measured] = {}
     meeting: list[int] = []
 
 
@@ -184,11 +141,12 @@ def read_words(words: bytes, like: Groups) -> Words:
     _check(found.groups, like)
     if not all(0 <= worker < len(like.of) for worker in found.meeting):
         raise UsageError(f"workers that there are not: {found.meeting}")
-    for worker, its in found.seconds.items():
+    for worker, its in found.times.items():
         if not (
             0 <= worker < len(like.of)
-            and 1 <= len(its) <= 2
-            and all(0 < one < math.inf for one in its)
+            and 1 <= len(its.seconds) <= 2
+            and all(0 < one < math.inf for one in its.seconds)
+            and 0 <= its.error <= MOST_ERROR
         ):
             raise UsageError(f"step times of worker {worker} that make no sense: {its}")
     return found
