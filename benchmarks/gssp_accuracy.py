@@ -16,7 +16,9 @@ that ends best. SGD's learning rate is searched as what a gradient moves in the 
 (1 - momentum): servers that apply every gradient by itself take momentum over fewer samples.
 Rows that only vary another one have its pair. Then five seeds, each paired with ssp's, and with bsp's.
 
-The second table is at 100 Mbit/s, where codes count, with the hyperparameters of the first. There
+Three tables more, of digits alone, are of other speeds and of 16 workers, with these hyperparameters.
+
+One is at 100 Mbit/s, where codes count, with the hyperparameters of the first. There
 ssp has two hosts for servers, between which digits' model is cut: among four so small a bucket
 would go to one as a whole. gssp has four, one for each group.
 
@@ -33,8 +35,11 @@ from pathlib import Path
 from accuracy import SEEDS, Results, standard_error
 from gssp_trainings import (
     AMPLE,
+    MIX,
+    MIXES,
     SCARCE,
     TASKS,
+    WORKERS,
     Training,
     seconds_to,
     train,
@@ -61,10 +66,13 @@ class Row:
     link: str = AMPLE
     like: str = ""
     servers: int = 4
+    mix: str = MIX
+    workers: int = WORKERS
 
 
 GSSP = "gssp"
 BY_HAND = "gssp:members=0-1+2-3+4-5+6-7"
+BY_HAND_16 = "gssp:members=0-3+4-7+8-11+12-15"
 ROWS = {
     "bsp": Row("bsp"),
     "bsp, shares": Row("bsp", shares=True, like="bsp"),
@@ -72,7 +80,6 @@ ROWS = {
     "dssp": Row("dssp", like="ssp"),
     "asp": Row("asp"),
     "gssp": Row(GSSP),
-    "gssp, measure_steps=5": Row("gssp:measure_steps=5", like="gssp"),
     "gssp, by hand": Row(BY_HAND, like="gssp"),
 }
 CODED = {
@@ -97,6 +104,32 @@ CODED = {
         like="gssp",
     ),
 }
+
+
+def elsewhere(mix, workers):
+    """The rows among other workers, with the hyperparameters that these eight have."""
+    return {
+        name: replace(
+            row,
+            spec=BY_HAND_16 if workers == 16 and row.spec == BY_HAND else row.spec,
+            like=row.like or name,
+            mix=mix,
+            workers=workers,
+        )
+        for name, row in ROWS.items()
+    }
+
+
+TABLES = {"rows": (f"{AMPLE}, {MIX}", ROWS), "coded": (f"{SCARCE}, {MIX}", CODED)}
+TABLES |= {
+    part: (f"{AMPLE}, {mix}, {workers} workers", elsewhere(mix, workers))
+    for part, mix, workers in (
+        ("mild", next(iter(MIXES)), WORKERS),
+        ("wide", list(MIXES)[-1], WORKERS),
+        ("sixteen", MIX, 16),
+    )
+}
+ONLY_DIGITS = ("mild", "wide", "sixteen")
 
 
 # ---- which hyperparameters ----
@@ -152,7 +185,7 @@ def trainings_of(task, results, name, row, seeds):
     pair = chosen(task, results, row.like or name)
     if pair is None:
         return []
-    any_of = grid(task, row)[pair][0]
+    any_of = replace(grid(task, row)[pair][0], mix=row.mix, workers=row.workers)
     return [replace(any_of, seed=seed) for seed in range(seeds)]
 
 
@@ -188,6 +221,16 @@ def described(task, results, rows, seeds):
                 ]
             row[f"against {base}"] = with_error(off)
         yield row
+
+
+def tables_of(task):
+    """By part: where it is trained, and rows."""
+    every = task.name == "digits"
+    return [
+        (part, table)
+        for part, table in TABLES.items()
+        if every or part not in ONLY_DIGITS
+    ]
 
 
 def seconds(task, figures):
@@ -251,7 +294,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=sorted(TASKS), help="else both")
     parser.add_argument("--only", nargs="*", default=[], help="rows of these names")
-    parser.add_argument("--part", choices=("search", "rows", "coded"), help="else all")
+    parser.add_argument("--part", choices=("search", *TABLES), help="else all")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -260,7 +303,6 @@ def main():
     given = parser.parse_args()
     results = Results(given.results, Training)
     tasks = [TASKS[given.task]] if given.task else list(TASKS.values())
-    tables = {"rows": ROWS, "coded": CODED}
     for task in [] if given.no_training else tasks:
         if given.part in (None, "search"):
             wanted = [
@@ -271,7 +313,7 @@ def main():
                 for one in trainings
             ]
             results.train(wanted, given.processes, train)
-        for part, rows in tables.items():
+        for part, (_, rows) in tables_of(task):
             if given.part in (None, part):
                 wanted = [
                     one
@@ -284,9 +326,8 @@ def main():
     for task in tasks:
         if not given.json:
             show_search(task, results)
-        for part, rows in tables.items():
-            link = AMPLE if part == "rows" else SCARCE
-            title = f"{task.name}, {link}"
+        for _, (where, rows) in tables_of(task):
+            title = f"{task.name}, {where}"
             found[title] = list(described(task, results, rows, given.seeds))
             if not given.json:
                 show(title, task, found[title])

@@ -1,6 +1,6 @@
 """What `gssp_accuracy.py` runs: trainings by workers of four speeds, in virtual time.
 
-Eight workers in four classes of speed, 1 : 1.5 : 2 : 3, and hosts for servers. Every method
+Workers in four classes of speed, as many of each, and hosts for servers. Every method
 sees the same data and as many samples, and has the same initial model, seed by seed; learning
 rates follow the samples that *all* workers have seen, since a worker's own steps say little where
 each goes at its own pace. Batches are those of `paceline.Sampler`, with parts that go round where
@@ -34,9 +34,14 @@ import paceline
 from paceline.network import Cluster, Rack, ServerHost
 from paceline.worlds.virtual import ComputeModel, Simulation
 
-TIMES = (1.0, 1.0, 1.5, 1.5, 2.0, 2.0, 3.0, 3.0)
-"""Of each worker's step, over the fastest one's."""
-WORKERS = len(TIMES)
+MIXES = {
+    "1 : 1.33 : 1.6 : 2": (1.0, 1.33, 1.6, 2.0),
+    "1 : 1.5 : 2 : 3": (1.0, 1.5, 2.0, 3.0),
+    "1 : 2 : 3 : 4": (1.0, 2.0, 3.0, 4.0),
+}
+"""Times of a step by class, over the fastest one's."""
+MIX = "1 : 1.5 : 2 : 3"
+WORKERS = 8
 STEP_SECONDS = 0.02
 JITTER = 0.05
 LATENCY = 50e-6
@@ -49,7 +54,7 @@ PATIENCE = 900.0
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """*spec*: of a method; *shares*: whether batches are cut by speed; *rate*: the learning rate
-    over 1 - *momentum*, under Adam as it is; *servers*: hosts for them."""
+    over 1 - *momentum*, under Adam as it is; *servers*: hosts for them; *mix*: of speeds."""
 
     task: str
     spec: str
@@ -59,6 +64,8 @@ class Training:
     shares: bool = False
     link: str = AMPLE
     servers: int = 4
+    mix: str = MIX
+    workers: int = WORKERS
 
 
 @dataclass(frozen=True)
@@ -150,10 +157,12 @@ BYTES = Task(
 TASKS = {task.name: task for task in (DIGITS, BYTES)}
 
 
-def cluster(link, servers):
-    speeds = tuple(1 / time for time in TIMES)
-    rack = Rack(workers=WORKERS, link=LINKS[link], latency=LATENCY, speed=speeds)
-    return Cluster((rack,), servers=(ServerHost(),) * servers)
+def cluster(training):
+    times, workers = MIXES[training.mix], training.workers
+    speeds = tuple(1 / times[rank * len(times) // workers] for rank in range(workers))
+    link = LINKS[training.link]
+    rack = Rack(workers=workers, link=link, latency=LATENCY, speed=speeds)
+    return Cluster((rack,), servers=(ServerHost(),) * training.servers)
 
 
 class Seen:
@@ -235,9 +244,7 @@ def train(training: Training) -> dict[str, Any]:
         jitter=JITTER,
         seed=training.seed,
     )
-    simulation = Simulation(
-        cluster(training.link, training.servers), compute=compute, patience=PATIENCE
-    )
+    simulation = Simulation(cluster(training), compute=compute, patience=PATIENCE)
     journals = simulation.run(body).journals
     result["sent"] = sum(s.bytes_sent for journal in journals for s in journal.steps)
     return result
