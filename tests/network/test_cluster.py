@@ -16,7 +16,7 @@ from paceline.network import (
     parse_cluster,
     uniform_cluster,
 )
-from paceline.network.cluster import MAX_WORKERS
+from paceline.network.rack import MAX_WORKERS
 
 GOOD = """
 [[rack]]
@@ -167,6 +167,15 @@ def test_description_says_what_people_wrote() -> None:
         ({"cores": "0"}, "cores", "got 0", "1 or more"),
         ({"names": '["a"]'}, "names", "got 1", "2 names, one per host"),
         ({"names": '"a"'}, "names", "got 'a'", "a list of names in quotes"),
+        ({"aggregates": "1"}, "aggregates", "got 1", "true or false"),
+        ({"slots": "8"}, "slots", "adds nothing up", "set aggregates = true"),
+        ({"aggregates": "true", "slots": "0"}, "slots", "got 0", "1 or more"),
+        (
+            {"aggregation_rate": '"1 Gbit/s"'},
+            "aggregation_rate",
+            "adds nothing up",
+            "set aggregates = true",
+        ),
         ({"group": "3"}, "group", "got 3", "a name in quotes, or a list of them"),
         ({"group": '""'}, "group", "got ''", "a name in quotes, or a list of them"),
         ({"group": "[]"}, "group", "got []", "a name in quotes, or a list of them"),
@@ -194,6 +203,30 @@ def test_groups_are_numbered_as_they_are_named() -> None:
         cluster = parse_cluster(text)
         assert parse_cluster(cluster_toml(cluster, exact=True)) == cluster
     assert "50 us, in slow; 2 workers" in parse_cluster(by_rack).describe()
+
+
+def test_what_adds_up_at_a_switch() -> None:
+    text = rack_text(aggregates="true", aggregation_rate='"2 Gbit/s"', slots="64")
+    cluster = parse_cluster(text + rack_text(aggregates="true") + rack_text())
+    assert [rack.aggregates for rack in cluster.racks] == [True, True, False]
+    for exact in (False, True):
+        assert parse_cluster(cluster_toml(cluster, exact=exact)) == cluster
+    assert cluster.describe().count("its switch adds up") == 2
+    # Two workers' packets of 1432 bytes, 64 each, in 50 us and twice 25 us to another rack.
+    slots = 2 * 64 * 1432 / 100e-6
+    assert cluster.aggregation == pytest.approx((250e6, math.inf, math.inf))
+    assert slots > 250e6
+    few = parse_cluster(rack_text(aggregates="true", slots="4") + rack_text())
+    assert few.aggregation == pytest.approx((2 * 4 * 1432 / 100e-6, math.inf))
+    # What goes there crosses the host's link out, and then what takes it in.
+    own, other = few.aggregator_of(0), few.aggregator_of(1)
+    assert few.host_path(0, own) == (few.link_out_of(0), len(few.capacities))
+    assert few.host_path(own, 0) == (few.link_out_of(0) + 1,)
+    assert len(few.host_path(own, 2)) == 3
+    assert few.host_latency(0, own) == pytest.approx(25e-6)
+    assert few.rack_of_host(other) == 1
+    assert few.is_switch(own)
+    assert not few.is_aggregator(few.switch_of(1))
 
 
 @pytest.mark.parametrize("racks", [(None, '"a"'), ('"a"', None)])

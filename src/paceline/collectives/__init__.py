@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.collectives.aggregated import Aggregated
 from paceline.collectives.auto import Auto
+from paceline.collectives.rina import Rina
 from paceline.collectives.rows import (
     HalvingDoubling,
     Hierarchical,
@@ -21,6 +23,7 @@ from paceline.collectives.rows import (
     Ring,
     Tree,
 )
+from paceline.collectives.switchml import SwitchML
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Collective, Endpoint, World
 
@@ -35,7 +38,9 @@ COLLECTIVES: dict[str, type[Collective]] = {
     Hierarchical.name: Hierarchical,
     Native.name: Native,
     ParameterServer.name: ParameterServer,
+    Rina.name: Rina,
     Ring.name: Ring,
+    SwitchML.name: SwitchML,
     Tree.name: Tree,
 }
 
@@ -74,7 +79,12 @@ def over(
     on_streams = device.type == "cuda" and comm.follows_streams
     if isinstance(collective, Hierarchical) and on_streams and comm.size > 1:
         collective.prepare(made)
-    if isinstance(collective, Auto) and (told := collective.begin(made, world, device)):
+    told = ""
+    if isinstance(collective, Auto):
+        told = collective.begin(made, world, device)
+    elif isinstance(collective, Aggregated):
+        told = collective.begin(made)
+    if told:
         world.journal.note(told)
         if comm.rank == 0:
             print(f"paceline: {told}", file=sys.stderr)

@@ -18,6 +18,7 @@ class AloneComm:
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.rank, world.size
         self.racks = None
+        self.aggregating: frozenset[int] = frozenset()
 
     def lanes(self, device: torch.device) -> int:
         return 1

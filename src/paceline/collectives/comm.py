@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, ClassVar
 
 import torch
@@ -97,6 +97,10 @@ class TorchComm(Messages):
     @property
     def racks(self) -> Sequence[int] | None:
         return self.places.racks
+
+    @property
+    def aggregating(self) -> Set[int]:
+        return self.places.aggregating
 
     def leave(self) -> None:
         """This worker's last all-reduce is over."""

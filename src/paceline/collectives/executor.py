@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.interfaces import ReduceOperation, Schedule
+from paceline.interfaces import ReduceOperation, Schedule, servers_of, switches_of
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -100,6 +100,8 @@ def worked_out(
     schedule: Schedule, held: Sequence[torch.Tensor], combine: Combine
 ) -> None:
     """What all ranks end with, in their flat buffers *held*."""
+    others = len(switches_of(schedule)) + len(servers_of(schedule))
+    held = [*held, *(torch.zeros_like(held[0]) for _ in range(others))]
     for number in range(schedule.steps):
         moving = [
             (t, held[t.source][t.offset : t.offset + t.size].clone())

@@ -13,7 +13,15 @@ from paceline.collectives import chains, executor
 from paceline.collectives.chains import Chain
 from paceline.collectives.pending import Job, OneWait, WorkPending
 from paceline.errors import UsageError
-from paceline.interfaces import Pending, ReduceOperation, Runner, Schedule, World
+from paceline.interfaces import (
+    Pending,
+    ReduceOperation,
+    Runner,
+    Schedule,
+    World,
+    servers_of,
+    switches_of,
+)
 from paceline.tensors import stand_alike, wire_bytes
 from paceline.torch_private import follows_streams, virtual_end
 
@@ -110,6 +118,11 @@ class Messages:
                 end = end.shared(f"{self.name}, after {path}", range(self.size))
             work = end.perform(schedule, flat, operation, timed, unit)
         else:
+            if switches_of(schedule) or servers_of(schedule):
+                raise UsageError(
+                    "a schedule with nodes that are no ranks is performed in virtual time "
+                    "only: elsewhere programs do what these do (`paceline aggregate`)"
+                )
             if path not in self._lanes:
                 self._lanes[path] = _Lanes(self._world, f"{self.name}{path}")
             lanes = self._lanes[path]

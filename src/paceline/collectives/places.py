@@ -13,11 +13,14 @@ from paceline.network import Cluster
 @dataclass(frozen=True)
 class Places:
     """*racks*: in which rack each rank is. *cluster*: the network, of which rank i is worker
-    ``workers[i]``. None: nobody knows."""
+    ``workers[i]``. None: nobody knows. *aggregating*: the racks that have something at their
+    switch that adds up. *servers*: how many have hosts of their own."""
 
     racks: tuple[int, ...] | None = None
     cluster: Cluster | None = None
     workers: tuple[int, ...] = ()
+    aggregating: frozenset[int] = frozenset()
+    servers: int = 0
 
     @classmethod
     def of(cls, world: World) -> Places:
@@ -33,7 +36,11 @@ class Places:
                     "give the description of this job's hosts, with a worker for each rank"
                 )
         return cls(
-            None if racks is None else tuple(racks), cluster, tuple(range(world.size))
+            None if racks is None else tuple(racks),
+            cluster,
+            tuple(range(world.size)),
+            aggregating_racks(cluster),
+            0 if cluster is None else len(cluster.servers),
         )
 
     def among(self, members: Sequence[int]) -> Places:
@@ -43,4 +50,12 @@ class Places:
             None if racks is None else tuple(racks[member] for member in members),
             self.cluster,
             tuple(self.workers[member] for member in members),
+            self.aggregating,
+            self.servers,
         )
+
+
+def aggregating_racks(cluster: Cluster | None) -> frozenset[int]:
+    """The racks of *cluster* that aggregate; none where nobody knows it."""
+    racks = () if cluster is None else cluster.racks
+    return frozenset(i for i, rack in enumerate(racks) if rack.aggregates)

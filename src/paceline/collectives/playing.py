@@ -6,12 +6,12 @@ agenda of its own, without a world.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from paceline.interfaces import Priced, Schedule, Transfer
+from paceline.interfaces import Priced, Schedule, Transfer, servers_of, switches_of
 from paceline.network import Cluster
 from paceline.network.links import Events, Links
 
@@ -32,31 +32,50 @@ class Prices:
         self._cluster, self._workers = cluster, workers
         self._known: dict[Hashable, Price] = {}
 
-    def of(self, activity: Priced) -> Price:
-        """The price of *activity*, of whatever size."""
-        pattern = activity.pattern
+    def of(self, activity: Priced, schedule: Schedule) -> Price:
+        """The price of *activity* of *schedule*, of whatever size."""
+        pattern = activity.pattern, switches_of(schedule), servers_of(schedule)
         if pattern not in self._known:
-            self._known[pattern] = self._work_out(activity)
+            hosts = hosts_of(schedule, self._cluster, self._workers)
+            self._known[pattern] = self._work_out(activity, hosts)
         return self._known[pattern]
 
-    def _work_out(self, activity: Priced) -> Price:
-        cluster, workers = self._cluster, self._workers
-        demand: Counter[int] = Counter()
-        for source, destination in activity.connections:
-            demand.update(cluster.path(workers[source], workers[destination]))
+    def _work_out(self, activity: Priced, hosts: Sequence[int]) -> Price:
+        cluster = self._cluster
+        demand: defaultdict[int, float] = defaultdict(float)
+        streams: Mapping[tuple[int, int], float] | None
+        streams = getattr(activity, "streams", None)
+        if streams is None:
+            streams = Counter(activity.connections)
+        for (source, destination), count in streams.items():
+            for link in cluster.host_path(hosts[source], hosts[destination]):
+                demand[link] += count
         messages: Counter[int] = Counter()
         for member in activity.members if activity.messages_sent else ():
-            messages[cluster.host_of(workers[member])] += activity.messages_sent
-        latency = activity.latency(lambda a, b: cluster.latency(workers[a], workers[b]))
+            messages[hosts[member]] += activity.messages_sent
+        latency = activity.latency(
+            lambda a, b: cluster.host_latency(hosts[a], hosts[b])
+        )
         return Price(latency, demand, messages)
 
 
+def hosts_of(schedule: Schedule, cluster: Cluster, workers: Sequence[int]) -> list[int]:
+    """Where the nodes of *schedule* are: its ranks, which are *workers*, what adds up at its
+    switches, its servers. Numbers of hosts, as `Cluster` has them."""
+    return [
+        *(cluster.host_of(worker) for worker in workers),
+        *(cluster.aggregator_of(rack) for rack in switches_of(schedule)),
+        *(cluster.host_of_server(server) for server in servers_of(schedule)),
+    ]
+
+
 class Phases:
-    """One schedule's activities, phase by phase, from `start` on. One unit of them is *unit*
-    bytes; *done* is called when the last has ended."""
+    """The activities of *schedule*, its *phases* one by one, from `start` on. One unit of them is
+    *unit* bytes; *done* is called when the last has ended."""
 
     def __init__(
         self,
+        schedule: Schedule,
         phases: Sequence[Sequence[Priced]],
         prices: Prices,
         clock: Events,
@@ -65,6 +84,7 @@ class Phases:
         done: Callable[[], None],
     ) -> None:
         self._phases, self._prices, self._done = phases, prices, done
+        self._schedule = schedule
         self._clock, self._links, self._unit = clock, links, unit
         self._next = self._under_way = 0
 
@@ -77,7 +97,7 @@ class Phases:
         self._next += 1
         self._under_way = len(phase)
         for activity in phase:
-            price = self._prices.of(activity)
+            price = self._prices.of(activity, self._schedule)
             start = self._clock.now + price.latency
             self._clock.at(start, partial(self._move, activity, price))
         if not phase:
@@ -99,7 +119,7 @@ class Play:
     messages all have left and come.
 
     A message starts when both its ends are present and what its source must have received
-    has arrived.
+    has arrived. Nodes that are no ranks are always present.
     """
 
     def __init__(
@@ -111,10 +131,14 @@ class Play:
         name: Hashable,
         done: Callable[[int], None],
     ) -> None:
-        self._workers, self._links, self._name = workers, links, name
+        self._links, self._name = links, name
         self._unit, self._done = unit, done
-        n = len(workers)
-        self._present = [False] * n
+        self._ranks = len(workers)
+        self._hosts = hosts_of(schedule, links.cluster, workers)
+        others = len(self._hosts) - len(workers)
+        self._ends = [*workers, *(-1 - node for node in range(others))]  # by name
+        n = len(self._hosts)
+        self._present = [position >= self._ranks for position in range(n)]
         # Each rank's messages out, in order: how many of the messages into the rank must
         # have arrived before, and the message's own place among those into its
         # destination. Places count in step order: a message of a later step may arrive
@@ -158,19 +182,18 @@ class Play:
             and self._received[position] == self._expected[position]
         ):
             self._unsent[position] = -1  # done once
-            self._done(position)
+            if position < self._ranks:
+                self._done(position)
 
     def _send(self, place: int, transfer: Transfer) -> None:
-        source = self._workers[transfer.source]
-        destination = self._workers[transfer.destination]
-        host_of = self._links.cluster.host_of
+        source, destination = transfer.source, transfer.destination
         self._links.send(
-            (self._name, source, destination),
-            host_of(source),
-            host_of(destination),
+            (self._name, self._ends[source], self._ends[destination]),
+            self._hosts[source],
+            self._hosts[destination],
             self._unit * transfer.size,
-            partial(self._sent, transfer.source),
-            partial(self._arrived, transfer.destination, place),
+            partial(self._sent, source),
+            partial(self._arrived, destination, place),
         )
 
     def _sent(self, position: int) -> None:

@@ -41,6 +41,7 @@ def seconds(
     phases = None if play else schedule.priced
     if phases is not None:
         Phases(
+            schedule,
             phases,
             Prices(cluster, workers),
             agenda,

@@ -86,7 +86,13 @@ from paceline.interfaces.quality import QUALITIES, Quality, weaker
 from paceline.interfaces.remote import Arrived, Remote, Told, UnitPlace
 from paceline.interfaces.rhythm import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rhythm
 from paceline.interfaces.run import Run, ServerRun, UpdatingRun
-from paceline.interfaces.schedule import Priced, Schedule, Transfer
+from paceline.interfaces.schedule import (
+    Priced,
+    Schedule,
+    Transfer,
+    servers_of,
+    switches_of,
+)
 from paceline.interfaces.sending import Half, Message
 from paceline.interfaces.server import (
     Answer,
@@ -186,6 +192,8 @@ __all__ = [
     "members_text",
     "read_members",
     "refused",
+    "servers_of",
     "shares_of",
+    "switches_of",
     "weaker",
 ]

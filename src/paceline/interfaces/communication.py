@@ -7,7 +7,7 @@ and a `Runner` for what is chained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -148,6 +148,11 @@ class Comm(Protocol):
     @property
     def racks(self) -> Sequence[int] | None:
         """In which rack each rank is, where that is known: the same on all ranks."""
+        ...
+
+    @property
+    def aggregating(self) -> Set[int]:
+        """The racks at whose switches something adds up workers' numbers."""
         ...
 
     def channel(self, name: str) -> Comm:

@@ -9,6 +9,10 @@ of the buffer to perform it, bytes to price it.
 A transfer may start when every transfer of an earlier step into its source has arrived:
 that is all the order there is. What is sent in a step is what the buffer held before that
 step. Messages between the same two ranks never overtake.
+
+Beside n ranks other nodes may take part in a schedule: what adds up at racks' switches, as n,
+n + 1, ... (see `switches_of`), and after them servers on hosts of their own (`servers_of`). These are always present, and hold
+zeros at first; such schedules are performed in virtual time only.
 """
 
 from __future__ import annotations
@@ -59,9 +63,25 @@ class Schedule(Protocol):
         ...
 
 
+def switches_of(schedule: Schedule) -> tuple[int, ...]:
+    """The racks whose aggregators are nodes of *schedule*, its attribute ``switches``: most
+    schedules have none."""
+    found: tuple[int, ...] = getattr(schedule, "switches", ())
+    return found
+
+
+def servers_of(schedule: Schedule) -> tuple[int, ...]:
+    """The numbers of a cluster's servers on hosts of their own that are nodes of *schedule*, its
+    attribute ``servers``: most schedules have none."""
+    found: tuple[int, ...] = getattr(schedule, "servers", ())
+    return found
+
+
 class Priced(Protocol):
     """Messages that keep step with each other, so that they can be taken for one activity:
-    after the latency of the longest chain all connections carry the same."""
+    after the latency of the longest chain all connections carry the same. Where they do not, it has
+    ``streams`` as well, which counts instead: how many connections' bytes go from one node to
+    another, by pair."""
 
     @property
     def pattern(self) -> Hashable:

@@ -13,111 +13,8 @@ from dataclasses import dataclass, field
 
 from paceline import units
 from paceline.errors import ClusterError
+from paceline.network.rack import PACKET_BYTES, Rack
 from paceline.network.rules import Rule
-
-MAX_WORKERS = 100_000
-"""More workers than any world here can hold: a typing mistake, not a cluster."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rack:
-    """Hosts behind one switch.
-
-    *link* (one for all hosts, or one each) and *uplink* are goodput in bytes per second, each direction (*uplink* None:
-    never the limit); *latency* and *uplink_latency* are one-way seconds; *speed* holds a
-    factor per worker, 1 for normal and 0.5 for half as fast; *cores* is the number of
-    cores of each host, *workers_per_host* how many workers share a host and its link;
-    *names*, what the hosts call themselves, tells a real job whether these are its own;
-    *group* (one for all workers, or one each) names the group that a worker is in, for methods
-    with groups.
-    """
-
-    workers: int
-    link: float | tuple[float, ...]
-    latency: float
-    uplink: float | None = None
-    uplink_latency: float = 0.0
-    speed: tuple[float, ...] = ()
-    cores: int = 1
-    workers_per_host: int = 1
-    names: tuple[str, ...] = ()
-    group: str | tuple[str, ...] = ""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.workers <= MAX_WORKERS:
-            raise ClusterError(
-                f"key 'workers': expected 1 to {MAX_WORKERS}, got {self.workers}"
-            )
-        if self.workers_per_host < 1 or self.workers % self.workers_per_host:
-            raise ClusterError(
-                f"key 'workers_per_host': expected a divisor of the {self.workers} "
-                f"workers, got {self.workers_per_host}"
-            )
-        for key, rates in (("link", self.links), ("uplink", (self.uplink,))):
-            for rate in rates:
-                if rate is not None and not (rate > 0 and math.isfinite(rate)):
-                    raise ClusterError(
-                        f"key {key!r}: expected a rate above zero, got {rate:g} bytes/s"
-                    )
-        for key in ("latency", "uplink_latency"):
-            value = getattr(self, key)
-            if not (value >= 0 and math.isfinite(value)):
-                raise ClusterError(
-                    f"key {key!r}: expected a time of zero or more, got {value:g} s"
-                )
-        if not self.speed:
-            object.__setattr__(self, "speed", (1.0,) * self.workers)
-        if len(self.speed) != self.workers:
-            raise ClusterError(
-                f"key 'speed': expected {self.workers} factors, one per worker, "
-                f"got {len(self.speed)}"
-            )
-        for factor in self.speed:
-            if not (factor > 0 and math.isfinite(factor)):
-                raise ClusterError(
-                    f"key 'speed': expected factors above zero, got {factor:g}"
-                )
-        if self.cores < 1:
-            raise ClusterError(f"key 'cores': expected 1 or more, got {self.cores}")
-
-        if len(self.links) != self.hosts:
-            raise ClusterError(
-                f"key 'link': expected one rate, or {self.hosts}, one per host, got "
-                f"{len(self.links)}"
-            )
-
-        if len(self.names) not in (0, self.hosts):
-            raise ClusterError(
-                f"key 'names': expected {self.hosts} names, one per host, got "
-                f"{len(self.names)}"
-            )
-
-        if len(self.groups) != self.workers or not (
-            all(self.groups) or not any(self.groups)
-        ):
-            raise ClusterError(
-                f"key 'group': expected a name, or {self.workers}, one per worker, got "
-                f"{self.group!r}"
-            )
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts in the rack."""
-        return self.workers // self.workers_per_host
-
-    @property
-    def links(self) -> tuple[float, ...]:
-        """Goodput of each host's link, bytes per second."""
-        if isinstance(self.link, tuple):
-            return self.link
-        return (self.link,) * self.hosts
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The name of each worker's group; empty ones where nobody has said it."""
-        if isinstance(self.group, tuple):
-            return self.group
-        return (self.group,) * self.workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +77,7 @@ class Cluster:
     hosts for *servers*.
 
     Workers and hosts are numbered rack by rack, the servers' hosts after all others, and
-    then each rack's switch, where services may run, too.
+    then each rack's switch, where services may run, too, and what adds up there.
     ``capacities[i]`` is the goodput of directed link *i* in bytes per second.
     """
 
@@ -286,9 +183,18 @@ class Cluster:
         goes there from a host of the rack crosses that host's link and nothing else."""
         return len(self._rack_of) + rack
 
+    def aggregator_of(self, rack: int) -> int:
+        """The number, as of a host, of what adds up at a rack's switch: it is where the switch
+        is, and takes in only what `aggregation` says."""
+        return len(self._rack_of) + len(self.racks) + rack
+
     def is_switch(self, host: int) -> bool:
-        """Whether that is a rack's switch."""
+        """Whether that is a rack's switch, or what adds up there."""
         return host >= len(self._rack_of)
+
+    def is_aggregator(self, host: int) -> bool:
+        """Whether that is what adds up at a rack's switch."""
+        return host >= len(self._rack_of) + len(self.racks)
 
     def rack_of(self, worker: int) -> int:
         """The rack that a worker's host stands in."""
@@ -297,7 +203,7 @@ class Cluster:
     def rack_of_host(self, host: int) -> int:
         """The rack that a host, or a switch, stands in."""
         beyond = host - len(self._rack_of)
-        return self._rack_of[host] if beyond < 0 else beyond
+        return self._rack_of[host] if beyond < 0 else beyond % len(self.racks)
 
     @property
     def speeds(self) -> tuple[float, ...]:
@@ -320,9 +226,34 @@ class Cluster:
             links += (self.link_out_of(source),)
         if from_rack != to_rack:
             links += (base + 2 * from_rack, base + 2 * to_rack + 1)
-        if not self.is_switch(destination):
+        if self.is_aggregator(destination):
+            links += (len(self.capacities) + to_rack,)
+        elif not self.is_switch(destination):
             links += (self.link_out_of(destination) + 1,)
         return links
+
+    @property
+    def aggregation(self) -> tuple[float, ...]:
+        """By rack, how much what adds up at its switch takes in, in bytes per second of all
+        contributions together. In a path it is as a link, numbered after all links.
+
+        Slots bound it, too: a sum has its slot from the moment at which its packets leave the
+        rack's hosts until these, and the furthest host that the sum may go to, have said that
+        it is there. So of each of the rack's workers come no more than *slots* packets in that time.
+        """
+        return tuple(
+            min(rack.aggregation_rate or math.inf, self._rate_of_slots(number))
+            for number, rack in enumerate(self.racks)
+        )
+
+    def _rate_of_slots(self, number: int) -> float:
+        rack, switch = self.racks[number], self.switch_of(number)
+        if rack.slots is None:
+            return math.inf
+        furthest = max(self.host_latency(switch, host) for host in range(self.hosts))
+        held = rack.latency + 2 * furthest
+        most = rack.workers * rack.slots * PACKET_BYTES
+        return most / held if held else math.inf
 
     def link_out_of(self, host: int) -> int:
         """The link out of a host; the one into it comes next."""
@@ -394,6 +325,8 @@ class Cluster:
                 text += f", uplink {units.show_rate(rack.uplink)}"
             if set(rack.speed) != {1.0}:
                 text += ", speeds " + " ".join(f"{s:g}" for s in rack.speed)
+            if rack.aggregates:
+                text += ", its switch adds up"
             if any(rack.groups):
                 text += ", in " + " and ".join(dict.fromkeys(rack.groups))
             parts.append(text)

@@ -12,6 +12,9 @@
     names = ["a", "b"]      # what hosts call themselves; left out: a job does not look
     group = "fast"          # for methods with groups: of all workers, or a list, one each;
                             # left out everywhere: the method finds groups
+    aggregates = true       # what adds up workers' numbers is at its switch; left out: it is not
+    aggregation_rate = "4 Gbit/s"  # contributions that it takes in; left out: all that come
+    slots = 512             # packets whose sums it has under way; left out: enough
 
     [processor]             # left out: communication costs processors nothing
     message = "150 us"      # of a core, for one message, at both its ends together
@@ -37,7 +40,8 @@ from typing import Any, TypeVar
 
 from paceline import units
 from paceline.errors import ClusterError, UsageError, unknown
-from paceline.network.cluster import Cluster, Processor, Rack, ServerHost
+from paceline.network.cluster import Cluster, Processor, ServerHost
+from paceline.network.rack import Rack
 from paceline.network.rules import ACTIONS, Rule
 
 T = TypeVar("T")
@@ -136,6 +140,12 @@ def _whole(key: str, value: object) -> int:
     return value
 
 
+def _flag(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ClusterError(f"key {key!r}: expected true or false, got {value!r}")
+    return value
+
+
 def _text(key: str, value: object) -> str:
     if not isinstance(value, str):
         raise ClusterError(f"key {key!r}: expected text in quotes, got {value!r}")
@@ -209,6 +219,9 @@ _READERS: dict[Callable[..., object], dict[str, Callable[[str, object], Any]]] =
         "workers_per_host": _whole,
         "names": _texts,
         "group": _group,
+        "aggregates": _flag,
+        "aggregation_rate": _rate,
+        "slots": _whole,
     },
     Processor: {"message": _time, "byte": _time, "cores": _whole},
     ServerHost: {"rack": _whole, "link": _rate},
@@ -239,33 +252,7 @@ def cluster_toml(cluster: Cluster, comment: str = "", *, exact: bool = False) ->
     digits = ".17g" if exact else ".4g"
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     for rack in cluster.racks:
-        same = len(set(rack.links)) == 1
-        rates = [_quoted(rate_text(rate)) for rate in rack.links]
-        lines += [
-            "",
-            "[[rack]]",
-            f"workers = {rack.workers}",
-            f"link = {rates[0] if same else '[' + ', '.join(rates) + ']'}",
-            f"latency = {_quoted(time_text(rack.latency))}",
-        ]
-        if rack.uplink is not None:
-            lines.append(f"uplink = {_quoted(rate_text(rack.uplink))}")
-        if rack.uplink_latency:
-            lines.append(f"uplink_latency = {_quoted(time_text(rack.uplink_latency))}")
-        if set(rack.speed) != {1.0}:
-            lines.append(f"speed = [{', '.join(f'{s:{digits}}' for s in rack.speed)}]")
-        if rack.cores != 1:
-            lines.append(f"cores = {rack.cores}")
-        if rack.workers_per_host != 1:
-            lines.append(f"workers_per_host = {rack.workers_per_host}")
-        if rack.names:
-            lines.append(f"names = [{', '.join(map(_quoted, rack.names))}]")
-        if any(rack.groups):
-            groups = [_quoted(name) for name in rack.groups]
-            same = len(set(groups)) == 1
-            lines.append(
-                f"group = {groups[0] if same else '[' + ', '.join(groups) + ']'}"
-            )
+        lines += ["", "[[rack]]", *_rack_lines(rack, rate_text, time_text, digits)]
     if cluster.processor is not None:
         lines += ["", "[processor]"]
         lines.append(f"message = {_quoted(time_text(cluster.processor.message))}")
@@ -286,6 +273,45 @@ def cluster_toml(cluster: Cluster, comment: str = "", *, exact: bool = False) ->
         else:
             lines.append(f"step = {rule.step}")
     return "\n".join(lines).strip() + "\n"
+
+
+def _rack_lines(
+    rack: Rack,
+    rate_text: Callable[[float], str],
+    time_text: Callable[[float], str],
+    digits: str,
+) -> list[str]:
+    same = len(set(rack.links)) == 1
+    rates = [_quoted(rate_text(rate)) for rate in rack.links]
+    lines = [
+        f"workers = {rack.workers}",
+        f"link = {rates[0] if same else '[' + ', '.join(rates) + ']'}",
+        f"latency = {_quoted(time_text(rack.latency))}",
+    ]
+    if rack.uplink is not None:
+        lines.append(f"uplink = {_quoted(rate_text(rack.uplink))}")
+    if rack.uplink_latency:
+        lines.append(f"uplink_latency = {_quoted(time_text(rack.uplink_latency))}")
+    if set(rack.speed) != {1.0}:
+        lines.append(f"speed = [{', '.join(f'{s:{digits}}' for s in rack.speed)}]")
+    if rack.cores != 1:
+        lines.append(f"cores = {rack.cores}")
+    if rack.workers_per_host != 1:
+        lines.append(f"workers_per_host = {rack.workers_per_host}")
+    if rack.names:
+        lines.append(f"names = [{', '.join(map(_quoted, rack.names))}]")
+    if any(rack.groups):
+        groups = [_quoted(name) for name in rack.groups]
+        same = len(set(groups)) == 1
+        lines.append(f"group = {groups[0] if same else '[' + ', '.join(groups) + ']'}")
+    if rack.aggregates:
+        lines.append("aggregates = true")
+    if rack.aggregation_rate is not None:
+        rate = rate_text(rack.aggregation_rate)
+        lines.append(f"aggregation_rate = {_quoted(rate)}")
+    if rack.slots is not None:
+        lines.append(f"slots = {rack.slots}")
+    return lines
 
 
 def _quoted(text: str) -> str:

@@ -60,7 +60,9 @@ class Links:
     def __init__(self, clock: Events, cluster: Cluster) -> None:
         self.cluster = cluster
         self._clock = clock
-        self._sharing = Sharing([*cluster.capacities, *_processors(cluster)])
+        self._sharing = Sharing(
+            [*cluster.capacities, *cluster.aggregation, *_processors(cluster)]
+        )
         self._settle_at: float | None = None
         self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
 
@@ -101,7 +103,7 @@ class Links:
         processor = self.cluster.processor
         if processor is None:
             return {}
-        first = len(self.cluster.capacities)
+        first = len(self.cluster.capacities) + len(self.cluster.racks)
         work: dict[int, float] = {}
         for host, count in messages.items():
             index = first if processor.cores is not None else first + host

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.network.cluster import Cluster, Processor, Rack
+from paceline.network.cluster import Cluster, Processor
+from paceline.network.rack import Rack
 from paceline.probe.findings import Findings, Size
 
 Seconds = NDArray[np.float64]

@@ -194,7 +194,13 @@ class Communicator:
             if operation.present_count == len(self.ranks):
                 done = partial(self._done_everywhere, operation)
                 Phases(
-                    phases, self._prices, self.clock, self.links, operation.unit, done
+                    operation.schedule,
+                    phases,
+                    self._prices,
+                    self.clock,
+                    self.links,
+                    operation.unit,
+                    done,
                 ).start()
             return
         if operation.play is None:
