@@ -1,5 +1,6 @@
 """The header, what is dropped because of it, and what a datagram's size may be."""
 
+import hashlib
 from collections import Counter
 
 import numpy as np
@@ -71,6 +72,27 @@ def test_each_bit_of_a_datagram_is_under_the_tag_and_no_byte_beyond_it():
         data[place] ^= 4
         assert Seal(KEY).genuine(packets)[0] == (place >= size)
         data[place] ^= 4
+
+
+def test_a_tag_is_what_its_formula_says_whatever_else_is_in_the_batch():
+    """By plain numbers, one datagram at a time; sizes differ within the batch."""
+    packets, seal = sealed(6), Seal(KEY)
+    header = packets["header"]
+    header["elements"] = [ELEMENTS, 0, 1, ELEMENTS, 3, 0]
+    seal.sign(packets)
+    for row, size in enumerate(sizes(packets).tolist()):
+        data = packets[row].tobytes()[8:size]
+        words = np.frombuffer(data, "<u4").tolist()
+        by = seal.multipliers(len(words)).tolist()
+        sums = [
+            sum(word * pair[k] for word, pair in zip(words, by, strict=True)) % 2**64
+            for k in (0, 1)
+        ]
+        text = seal.last_key + b"".join(number.to_bytes(8, "little") for number in sums)
+        tag = hashlib.blake2s(text, digest_size=8).digest()
+        assert int.from_bytes(tag, "little") == header["tag"][row]
+    assert (seal.multipliers(3) == Seal(KEY).multipliers(50)[:3]).all()
+    assert len(np.unique(seal.multipliers(50))) == 100
 
 
 @settings(max_examples=200, deadline=None)
