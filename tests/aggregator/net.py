@@ -12,7 +12,7 @@ import numpy as np
 from paceline.aggregator.best_effort import BestEffort, FallbackServer
 from paceline.aggregator.forwarding import Inbox
 from paceline.aggregator.packets import LOCAL, Flag, Kind
-from paceline.aggregator.protocol import EVERYONE, NEXT, Memory, Slots
+from paceline.aggregator.protocol import EVERYONE, NEXT, Memory, Slots, all_bits
 from paceline.aggregator.worker import Stream
 
 ELEMENTS = 4
@@ -205,7 +205,8 @@ class Contended(Net):
         }
 
     def to_switch(self, job, packet):
-        out = self.switch.take(job, len(self.workers[job]), packet)
+        expected = np.array([all_bits(len(self.workers[job]))])
+        out = self.switch.take(job, expected, packet)
         self.post_all(job, out)
 
     def to_next(self, job, packet):

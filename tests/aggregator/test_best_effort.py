@@ -1,11 +1,12 @@
 """Single steps of the switch and of the server behind it: the rows of the table in
 `paceline.aggregator.best_effort`."""
 
+import numpy as np
 import pytest
 
 from paceline.aggregator.best_effort import BestEffort, FallbackServer
 from paceline.aggregator.packets import NOBODY, Flag, Kind
-from paceline.aggregator.protocol import EVERYONE, NEXT
+from paceline.aggregator.protocol import EVERYONE, NEXT, all_bits
 from tests.aggregator.net import ELEMENTS
 from tests.aggregator.test_protocol import packet
 
@@ -17,6 +18,10 @@ def switch():
     return BestEffort(1, ELEMENTS)
 
 
+def everyone(workers):
+    return np.array([all_bits(workers)])
+
+
 def take(switch, rows, job=JOB, workers=2):
     return [
         (
@@ -25,7 +30,7 @@ def take(switch, rows, job=JOB, workers=2):
             int(row["header"]["bitmap"]),
             row["values"][: row["header"]["elements"]].tolist(),
         )
-        for row, to in zip(*switch.take(job, workers, rows), strict=True)
+        for row, to in zip(*switch.take(job, everyone(workers), rows), strict=True)
     ]
 
 
@@ -52,19 +57,19 @@ def test_a_whole_sum_goes_to_the_server_and_its_answer_frees_the_place(switch):
     assert take(switch, packet(1, values=(10, 20))) == whole
     assert take(switch, packet(1, values=(10, 20))) == whole  # it may have been lost
     assert switch.taken == 1
-    answer = [(Kind.RESULT, EVERYONE, 0, [3])]
+    answer = [(Kind.PARAMETERS, EVERYONE, 0, [3])]
     assert take(switch, parameters()) == answer
     assert switch.taken == 0
     assert take(switch, parameters()) == answer
 
 
 def test_an_answer_may_be_for_one(switch):
-    assert take(switch, parameters(worker=1)) == [(Kind.RESULT, 1, 0, [3])]
+    assert take(switch, parameters(worker=1)) == [(Kind.PARAMETERS, 1, 0, [3])]
 
 
 def test_a_collision_passes_on_what_finds_no_place(switch):
     take(switch, packet(0), OTHER)
-    out = switch.take(JOB, 2, packet(1, values=(5,)))
+    out = switch.take(JOB, everyone(2), packet(1, values=(5,)))
     assert out.packets["header"]["flags"] == Flag.COLLIDED
     assert out.packets["values"][0, 0] == 5
     assert out.to == [NEXT]

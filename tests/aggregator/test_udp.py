@@ -381,7 +381,7 @@ def test_jobs_that_compete_for_few_places_fall_back_to_their_servers():
     with running(places=3) as aggregator:
         servers = {
             job: UdpFallbackServer(
-                ("127.0.0.1", aggregator.port),
+                "127.0.0.1",
                 job=job,
                 workers=2,
                 slots=8,
@@ -390,6 +390,8 @@ def test_jobs_that_compete_for_few_places_fall_back_to_their_servers():
             )
             for job in made
         }
+        for server in servers.values():
+            server.lead([(0b11, "127.0.0.1", aggregator.port)])
         threads = [threading.Thread(target=one.run) for one in servers.values()]
         for thread in threads:
             thread.start()

@@ -7,6 +7,7 @@
 - `fixed_point`: numbers as integers that add up exactly, without overflow.
 - `worker`, `operations`, `forwarding`, `timers`: a worker's side.
 - All of these are machines without I/O, and work on whole batches. Sockets are in `udp` (the
-  aggregator) and `client` (a worker's end, on `ends`), over `datagrams`; `control` is the connection on
-  which a job registers.
+  aggregator), `client` (a worker's end, on `ends`), `fallback` (a best-effort job's server) and
+  `served` (its workers' ends), over `datagrams`; `control` is the connection on which a job
+  registers.
 """

@@ -22,13 +22,20 @@ contribution                   the slot's, in a newer   -                      -
 contribution                   another's: collision     -                      as it is, to the
                                                                                server
 contribution, repeated         this round's             added if new; free     merged, to the
-                                                                               server
+                                                                               server, as one
+                                                                               repeated
 contribution, repeated         any other                -                      as it is, to the
                                                                                server
-parameters, from the server    this round's             free                   the sum, to all or
-                                                                               to one
-parameters                     any other                -                      the sum, likewise
+parameters, from the server    this round's             free                   as they are, to
+                                                                               all or to one
+parameters                     any other                -                      likewise
 ============================== ======================== ====================== =================
+
+*All*, and *the last bit*: of the workers whose contributions come through this switch. A job's
+slots may differ in that, in turn: slot j has those in ``expected[j mod len(expected)]``. So one
+switch may be the first that some slots' contributions meet, and for others that of the server's
+rack, where the sums of all racks are added up before the last link (ATP aggregates at both).
+What merges several workers' is a contribution as any.
 
 So a place is held from the first contribution to the server's answer. A copy that the network
 held back may claim a place for a round that is over: the job's next round takes it over (whoever
@@ -58,7 +65,6 @@ from paceline.aggregator.protocol import (
     Memory,
     Outgoing,
     Slots,
-    all_bits,
     joined,
     passes,
 )
@@ -101,20 +107,20 @@ class BestEffort:
         """How many places are held."""
         return int(np.count_nonzero(self._held.job))
 
-    def take(self, job: int, workers: int, packets: Array) -> Outgoing:
-        """Deal with a batch of genuine packets of *job*, in order."""
-        columns, all_of_job = Columns.of(packets), all_bits(workers)
+    def take(self, job: int, expected: Array, packets: Array) -> Outgoing:
+        """Deal with a batch of genuine packets of *job*, in order. *expected*: the bits of those
+        whose contributions come through this switch, for slots in turn."""
+        columns = Columns.of(packets)
         places = self._places_of(job, columns)
-        bits = columns.bits
-        good = (bits & ~all_of_job == 0) & (
-            (bits != 0) | (columns.kind == Kind.PARAMETERS)
-        )
+        bits, everyone = columns.bits, expected[columns.slot % len(expected)]
+        answered = columns.kind == Kind.PARAMETERS
+        good = answered | ((bits & ~everyone == 0) & (bits != 0))
         self._drop("of no worker", ~good)
         found: list[Outgoing] = []
         for rows in passes(places, good):
             kind = columns.kind[rows]
             gradient = rows[kind == Kind.CONTRIBUTION]
-            found += self._contribute(packets, columns, places, gradient, job, workers)
+            found += self._contribute(packets, columns, places, gradient, job, everyone)
             answers = rows[kind == Kind.PARAMETERS]
             found.append(self._answer(packets, columns, places, answers, job))
             known = (Kind.CONTRIBUTION, Kind.PARAMETERS)
@@ -135,7 +141,7 @@ class BestEffort:
         places: Array,
         rows: Array,
         job: int,
-        workers: int,
+        everyone: Array,
     ) -> Iterator[Outgoing]:
         if not len(rows):
             return
@@ -153,9 +159,9 @@ class BestEffort:
         claims = free & ~repeated
         new = same & agrees & (bits & held.bits[place] == 0)
         self._put(columns, rows, place, claims, new, job)
-        full = held.bits[place] == all_bits(workers)
+        full = held.bits[place] == everyone[rows]
         merged = (claims | (same & agrees)) & (full | (same & repeated))
-        yield self._merged(place, merged)
+        yield self._merged(place, merged, repeated)
         flushed = same & agrees & repeated
         held.job[place[flushed]] = 0
         aside = ~(claims | same | late)
@@ -197,9 +203,9 @@ class BestEffort:
         held.slot[place] = columns.slot[rows]
         held.round[place] = columns.round[rows]
 
-    def _merged(self, place: Array, which: Array) -> Outgoing:
+    def _merged(self, place: Array, which: Array, repeated: Array) -> Outgoing:
         """What these places hold, for the server."""
-        held, place = self._held, place[which]
+        held, place, repeated = self._held, place[which], repeated[which]
         packets = blank(len(place), held.values.shape[1])
         header = packets["header"]
         header["kind"] = Kind.CONTRIBUTION
@@ -207,6 +213,7 @@ class BestEffort:
         header["elements"] = held.elements[place]
         header["exponent"] = held.exponents[place]
         header["bitmap"] = held.bits[place]
+        header["flags"][repeated] = Flag.REPEATED
         packets["values"] = held.values[place]
         return Outgoing(packets, np.full(len(place), NEXT))
 
@@ -220,10 +227,8 @@ class BestEffort:
             & (held.round[place] == columns.round[rows])
         )
         held.job[place[same]] = 0
-        answers = packets[rows]
-        answers["header"]["kind"] = Kind.RESULT
         worker = columns.worker[rows]
-        return Outgoing(answers, np.where(worker == NOBODY, EVERYONE, worker))
+        return Outgoing(packets[rows], np.where(worker == NOBODY, EVERYONE, worker))
 
     def _drop(self, word: str, which: Array) -> None:
         count = int(np.count_nonzero(which))
@@ -232,8 +237,8 @@ class BestEffort:
 
 
 class FallbackServer:
-    """The server behind the switches, for one job: what it answers goes to the aggregator
-    that the job registered at, which passes it on."""
+    """The server behind the switches, for one job of *workers*, or for some of its slots: what
+    it answers goes to all, or to one of them, by way of the switches."""
 
     def __init__(self, slots: int, elements: int, workers: int) -> None:
         self._slots = Slots(Memory.of(slots, elements), workers)
@@ -244,7 +249,7 @@ class FallbackServer:
         return self._slots.dropped
 
     def take(self, packets: Array) -> Array:
-        """Deal with a batch of contributions; the answers, all for the aggregator."""
+        """Deal with a batch of contributions; the answers: `NOBODY` as worker is for all."""
         answers = self._slots.take(packets)
         header = answers.packets["header"]
         header["kind"] = Kind.PARAMETERS

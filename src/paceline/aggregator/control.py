@@ -40,7 +40,7 @@ from paceline.errors import PeerLostError, UsageError
 from paceline.server.security import TRUSTED, derived, is_loopback
 
 VERSION = 1
-LINE_BYTES = 4096
+LINE_BYTES = 16384
 ANSWER_SECONDS = 30.0
 
 
@@ -55,7 +55,9 @@ class Register(
     msgspec.Struct, tag="register", kw_only=True, forbid_unknown_fields=True
 ):
     """A worker's wish: see `Terms`. *port*: of its datagrams; *host*: theirs, where it is not
-    that of this connection; *next*: host and port of each next agent, or of the server behind."""
+    that of this connection; *next*: host and port of each next agent, or of what is behind for
+    slots in turn: servers, or the aggregators before them. *routes*: bits, host and port, of
+    workers that do not register here, and of the way to them."""
 
     job: str
     worker: int
@@ -68,6 +70,9 @@ class Register(
     fewest: int = 1
     elements: int = 1
     rules: Rules = "slots"
+    here: int = 0
+    expected: list[int] = []
+    routes: list[tuple[int, str, int]] = []
     proof: str = ""
 
     def terms(self) -> Terms:
@@ -79,6 +84,8 @@ class Register(
             fewest=self.fewest,
             elements=self.elements,
             rules=self.rules,
+            here=self.here,
+            expected=tuple(self.expected),
         )
 
 

@@ -1,8 +1,8 @@
 """The server that a job's contributions fall back to, behind a UDP socket: one thread's.
 
-It stands beside a worker, or on a host of its own, and registers nowhere: a worker of the job
-tells the aggregator its address (`AggregatorClient(next_agents=...)`). Its answers go to the
-aggregator, which passes them on.
+It stands beside a worker, or on a host of its own, and registers nowhere: workers tell
+aggregators its address (`control.Register.next`), and it is told the ways to workers. Its
+answers go by these: to an aggregator, which passes them on, or to a worker itself.
 """
 
 from __future__ import annotations
@@ -11,40 +11,61 @@ import os
 import select
 import socket
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from paceline.aggregator.best_effort import FallbackServer
-from paceline.aggregator.datagrams import datagrams, open_socket
-from paceline.aggregator.jobs import key_of
-from paceline.aggregator.packets import Seal, well_formed
+from paceline.aggregator.datagrams import Addresses, datagrams, open_socket
+from paceline.aggregator.ends import Lossy
+from paceline.aggregator.jobs import key_of, number_of
+from paceline.aggregator.packets import NOBODY, Array, Kind, Seal, well_formed
+
+Route = tuple[int, str, int]
+"""Bits of workers, and the host and port of the way to them."""
 
 
 class UdpFallbackServer:
-    """For one *job* of *workers* at the *aggregator* (host, port): *slots* and *elements* as its
-    workers have them."""
+    """For one best-effort *job* of *workers*: *slots* and *elements* as its workers have them.
+    It listens at *host*, a numeric address of this machine. *lossy*: as `StreamEnd` has it."""
 
     def __init__(
         self,
-        aggregator: tuple[str, int],
+        host: str,
         *,
         job: str,
         workers: int,
         slots: int,
         elements: int,
         token: str,
+        lossy: Lossy | None = None,
     ) -> None:
-        """Raises `OSError` where nothing leads to the aggregator."""
-        family = socket.AF_INET6 if ":" in aggregator[0] else socket.AF_INET
+        """Raises `OSError` where it cannot listen."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._udp = open_socket(family)
-        self._udp.connect(aggregator)  # from elsewhere nothing is taken
+        self._udp.bind((host, 0))
         self.address: tuple[str, int] = self._udp.getsockname()[:2]
-        """Where it listens, as the aggregator is to be told."""
+        """Where it listens."""
+        self._number = number_of(token, job)
         self._seal = Seal(key_of(token, job))
         self._machine = FallbackServer(slots, elements, workers)
         self._datagrams = datagrams(self._udp, elements)
+        self._lossy = lossy
+        self._addresses = Addresses()
+        self._way_to = np.full(workers, -1)
+        """By worker: a row of the addresses."""
         self._dropped: Counter[str] = Counter()
+        self.taken = 0
+        """Datagrams."""
         self._stop, self._stopper = os.pipe()
+
+    def lead(self, routes: Sequence[Route]) -> None:
+        """The ways to workers, before `run`."""
+        for bits, host, port in routes:
+            way = self._addresses.add((host, port))
+            for worker in range(len(self._way_to)):
+                if bits >> worker & 1:
+                    self._way_to[worker] = way
 
     @property
     def counts(self) -> Counter[str]:
@@ -72,15 +93,37 @@ class UdpFallbackServer:
         if not len(packets):
             return False
         good = well_formed(packets, lengths, self._dropped)
+        good &= packets["header"]["job"] == self._number
+        if self._lossy is not None:
+            good &= self._lossy(len(packets))
         packets = packets if good.all() else packets[good]
         genuine = self._seal.genuine(packets)
         if not genuine.all():
             self._dropped["forged"] += int(np.count_nonzero(~genuine))
             packets = packets[genuine]
+        probes = packets["header"]["kind"] == Kind.PROBE
+        if probes.any():
+            self._send(packets[probes])
+            packets = packets[~probes]
         if len(packets):
-            answers = self._machine.take(packets)
-            answers["header"]["job"] = packets["header"]["job"][0]  # the only one there
-            self._seal.sign(answers)
-            rows = np.arange(len(answers))
-            self._datagrams.send(answers, rows, None, np.zeros_like(rows))
+            self.taken += len(packets)
+            self._send(self._machine.take(packets))
         return True
+
+    def _send(self, answers: Array) -> None:
+        answers["header"]["job"] = self._number
+        self._seal.sign(answers)
+        worker = answers["header"]["worker"]
+        rows, places = [], []
+        shared = np.flatnonzero(worker == NOBODY)
+        for way in range(len(self._addresses.plain)):
+            rows.append(shared)
+            places.append(np.full(len(shared), way))
+        single = np.flatnonzero(worker < len(self._way_to))
+        rows.append(single)
+        places.append(self._way_to[worker[single]])
+        row, place = np.concatenate(rows), np.concatenate(places)
+        known = place >= 0
+        if self._lossy is not None:
+            known &= self._lossy(len(known))
+        self._datagrams.send(answers, row[known], self._addresses, place[known])

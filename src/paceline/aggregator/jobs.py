@@ -7,7 +7,8 @@ slots from the lease's first one). When it ends, its slots are free at once; wha
 is for a job that nobody knows.
 
 Which rules a job's datagrams follow it says itself: `protocol.Slots`, with a lease, or
-`best_effort.BestEffort`, with none.
+`best_effort.BestEffort`, with none. Those of the latter pass from one aggregator to the next, so
+its number is the same everywhere: made of the token and of its name, which no other job has had.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from paceline.server.security import derived
 
 Rules = Literal["slots", "best-effort"]
 MOST_JOBS = 256
+MOST_TURNS = 64
+"""Servers of one best-effort job."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ class Terms:
     """What a job asks for, the same for all of its workers.
 
     *slots*: as many as it would like; *fewest*: it cannot do with fewer. *elements*: values in a
-    datagram.
+    datagram. With best effort *here* are the bits of those workers that register at this
+    aggregator (0: all do), and *expected* of those whose contributions come through it, for
+    slots in turn (none: all do): see `best_effort`.
     """
 
     name: str
@@ -44,6 +49,23 @@ class Terms:
     elements: int
     fewest: int = 1
     rules: Rules = "slots"
+    here: int = 0
+    expected: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Raise `UsageError` for terms that do not fit together."""
+        everyone = int(all_bits(self.workers))
+        bits = (self.here, *self.expected)
+        if len(bits) > 1 + MOST_TURNS or not all(0 <= b <= everyone for b in bits):
+            raise UsageError(
+                f"who registers here: {self.here:#x}, who comes through here: {self.expected}: "
+                f"expected bits of {self.workers} workers, for up to {MOST_TURNS} slots in turn"
+            )
+
+    @property
+    def everybody_here(self) -> int:
+        """The bits of those who register at this aggregator."""
+        return self.here or int(all_bits(self.workers))
 
 
 @dataclass
@@ -55,6 +77,8 @@ class Job:
     seal: Seal
     lease: range
     slots: Slots | None
+    expected: Array
+    """Of best-effort slots in turn: see `Terms`."""
     present: set[int] = field(default_factory=set)
     departed: set[int] = field(default_factory=set)
 
@@ -63,6 +87,11 @@ def key_of(token: str, name: str) -> bytes:
     """The key of job *name*'s datagrams, for whoever has the aggregator's *token*: the same at
     every aggregator with that token, and never sent."""
     return derived(token.encode(), f"datagrams of job {name}").encode()
+
+
+def number_of(token: str, name: str) -> int:
+    """The number of best-effort job *name*, at every aggregator with that *token*."""
+    return max(1, int(derived(token.encode(), f"number of job {name}")[:8], 16))
 
 
 class Jobs:
@@ -112,6 +141,11 @@ class Jobs:
             raise UsageError(
                 f"worker {worker} of {terms.workers}: expected 0 to {terms.workers - 1}"
             )
+        terms.check()
+        if not terms.everybody_here >> worker & 1:
+            raise UsageError(
+                f"worker {worker} registers where workers {terms.here:#b} (bits) are expected"
+            )
         job = next((job for job in self if job.terms.name == terms.name), None)
         if job is None:
             job = self._begin(terms)
@@ -130,7 +164,7 @@ class Jobs:
         ended."""
         job.present.discard(worker)
         job.departed.add(worker)
-        if len(job.departed) == job.terms.workers:
+        if len(job.departed) == job.terms.everybody_here.bit_count():
             self.end(job)
             return True
         return False
@@ -161,13 +195,27 @@ class Jobs:
             lease = self._lease(terms)
             memory = self._memory.part(lease.start, lease.stop)
             slots = Slots(memory, terms.workers)
+        number = self._number_for(terms)
+        seal = Seal(key_of(self._token, terms.name))
+        through = terms.expected or (int(all_bits(terms.workers)),)
+        expected = np.array(through, np.uint64)
+        job = self._jobs[number] = Job(terms, number, seal, lease, slots, expected)
+        self.counts["jobs"] += 1
+        return job
+
+    def _number_for(self, terms: Terms) -> int:
+        if terms.rules == "best-effort":
+            number = number_of(self._token, terms.name)
+            if number in self._jobs:
+                raise UsageError(
+                    f"job {terms.name}: another one has its number {number}: begin it anew "
+                    "under another name"
+                )
+            return number
         number = 0
         while number == 0 or number in self._jobs:
             number = secrets.randbits(32)
-        seal = Seal(key_of(self._token, terms.name))
-        job = self._jobs[number] = Job(terms, number, seal, lease, slots)
-        self.counts["jobs"] += 1
-        return job
+        return number
 
     def _lease(self, terms: Terms) -> range:
         """The largest part of what is asked for that is free in one piece."""
@@ -238,7 +286,7 @@ class Jobs:
         self.counts["contributions"] += len(packets)
         if job.slots is not None:
             return job.slots.take(packets)
-        return self.best_effort.take(job.number, job.terms.workers, packets)
+        return self.best_effort.take(job.number, job.expected, packets)
 
 
 def slots_for(

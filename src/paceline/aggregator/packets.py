@@ -77,7 +77,7 @@ class Kind(enum.IntEnum):
     WANTED = 5
     """To it: send the sum again."""
     PARAMETERS = 6
-    """To it, from a server behind it: the sum, for all workers or for one."""
+    """From a server: the sum, for all workers or for one; to aggregators, which pass it on."""
     PROBE = 7
     """To it, and back to the same worker: whether datagrams of this size get through."""
 

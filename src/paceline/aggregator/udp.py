@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -78,11 +78,40 @@ class _Caller:
 
 @dataclass
 class _Ways:
-    """Where a job's datagrams go: rows of its table."""
+    """Where a job's datagrams go: rows of its *table*. *workers*: by worker; some share a way.
+    *expected*: see `Terms`."""
 
+    expected: Array
     table: Addresses = field(default_factory=Addresses)
     workers: dict[int, int] = field(default_factory=dict)
     next: list[int] = field(default_factory=list)
+    _shared: list[Array] = field(default_factory=list)
+
+    def lead(
+        self, words: Register, own: tuple[str, int], others: Sequence[tuple[str, int]]
+    ) -> None:
+        """One more worker is here: its *own* address, and the *others* that it names, those
+        behind and then those of routes."""
+        self.workers[words.worker] = self.table.add(own)
+        if words.next:
+            self.next = [self.table.add(one) for one in others[: len(words.next)]]
+        for (bits, _, _), address in zip(
+            words.routes, others[len(words.next) :], strict=True
+        ):
+            place = self.table.add(address)
+            for worker in range(bits.bit_length()):
+                if bits >> worker & 1:
+                    self.workers[worker] = place
+        self._shared.clear()
+
+    def shared(self, turn: int) -> Array:
+        """The ways to all whose contributions to slots of that turn come through here."""
+        if not self._shared:
+            self._shared = [
+                np.unique([p for w, p in self.workers.items() if bits >> w & 1])
+                for bits in self.expected.tolist()
+            ]
+        return self._shared[turn]
 
 
 class UserSpaceAggregator:
@@ -229,19 +258,21 @@ class UserSpaceAggregator:
             self._refuse(peer, "it expects another token than the worker's")
             return
         try:
-            table = Addresses()
-            host = words.host or str(peer.getpeername()[0])
-            table.add((_plain(host), _port(words.port)))
-            for host, port in words.next[:MOST_WORKERS]:
-                table.add((_plain(host), _port(port)))
+            own = words.host or str(peer.getpeername()[0]), words.port
+            named = [*words.next, *(way[1:] for way in words.routes)]
+            if len(named) > 2 * MOST_WORKERS:
+                raise UsageError(
+                    f"{len(named)} addresses behind: expected fewer than workers"
+                )
+            if any(not 0 <= way[0] < 1 << words.workers for way in words.routes):
+                raise UsageError("routes: expected bits of the job's workers")
+            plain = [(_plain(host), _port(port)) for host, port in (own, *named)]
             job = self.jobs.register(words.terms(), words.worker)
         except (ValueError, OSError) as error:  # UsageError is one of the former
             self._refuse(peer, str(error))
             return
-        ways = self._ways.setdefault(job.number, _Ways())
-        ways.workers[words.worker] = ways.table.add(table.plain[0])
-        if words.next:
-            ways.next = [ways.table.add(address) for address in table.plain[1:]]
+        ways = self._ways.setdefault(job.number, _Ways(job.expected))
+        ways.lead(words, plain[0], plain[1:])
         caller.job, caller.worker = job, words.worker
         self._callers.know(peer)
         slots = len(job.lease) or job.terms.slots
@@ -297,13 +328,15 @@ def _destinations(out: Outgoing, ways: _Ways) -> tuple[Array, Array]:
         slot = out.packets["header"]["slot"][plain]
         agents = np.array(ways.next)[slot % len(ways.next)]
         places = np.where(targets == NEXT, agents, places)
+    rows, ends = [plain], [places]
     shared = np.flatnonzero(to == EVERYONE)
-    everyone = np.array(sorted(ways.workers.values()), np.int64)
-    # One worker after the other: each one's buffer gets a run of datagrams.
-    return (
-        np.concatenate((plain, np.tile(shared, len(everyone)))),
-        np.concatenate((places, np.repeat(everyone, len(shared)))),
-    )
+    turns = out.packets["header"]["slot"][shared] % len(ways.expected)
+    for turn in np.unique(turns).tolist():
+        mine, everyone = shared[turns == turn], ways.shared(turn)
+        # One worker after the other: each one's buffer gets a run of datagrams.
+        rows.append(np.tile(mine, len(everyone)))
+        ends.append(np.repeat(everyone, len(mine)))
+    return np.concatenate(rows), np.concatenate(ends)
 
 
 def _listen(

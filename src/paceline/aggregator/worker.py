@@ -153,7 +153,8 @@ class Stream:
         here = np.flatnonzero(slot < self.slots)
         here = here[self._chunk[slot[here]] == chunk[here]]
         kind = header["kind"][here]
-        sums = here[(kind == Kind.RESULT) & ~self._summed[slot[here]]]
+        summed = (kind == Kind.RESULT) | (kind == Kind.PARAMETERS)
+        sums = here[summed & ~self._summed[slot[here]]]
         once_each, firsts = np.unique(slot[sums], return_index=True)
         if len(once_each) < len(sums):
             sums = sums[firsts]
