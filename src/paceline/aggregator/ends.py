@@ -123,6 +123,23 @@ class StreamEnd:
                 stream.take(packets, time.monotonic())
                 self._send_due()  # before more is read: all have something to do
 
+    def idle(self, seconds: float, wake: int) -> None:
+        """Between operations: answer what still comes, for so long, or until *wake* can be
+        read. Raises `PeerLostError` where the aggregator, or another worker, is lost."""
+        over = time.monotonic() + seconds
+        self._poll.register(wake, select.POLLIN)
+        try:
+            while (left := over - time.monotonic()) > 0:
+                came = self._wait(left)
+                if self.beside is not None:
+                    self.beside.read()
+                for _ in self._received():
+                    pass  # of what is over
+                if wake in came:
+                    return
+        finally:
+            self._poll.unregister(wake)
+
     def close(self, *, well: bool = True) -> None:
         """Give back what was leased: with all workers' goodbyes; at once and for all of them,
         where one is lost (not *well*)."""
@@ -130,10 +147,12 @@ class StreamEnd:
         if self._control is not None:
             self._control.close(well=well)
 
-    def _wait(self, seconds: float) -> None:
-        for end, _ in self._poll.poll(1000 * seconds + 1):
-            if self._control is not None and end == self._control.socket.fileno():
-                self._control.check()
+    def _wait(self, seconds: float) -> set[int]:
+        """Until something can be read, or so long: the descriptors of what can."""
+        came = {end for end, _ in self._poll.poll(1000 * seconds + 1)}
+        if self._control is not None and self._control.socket.fileno() in came:
+            self._control.check()
+        return came
 
     def _send_due(self) -> None:
         packets = self._stream.due(time.monotonic())
@@ -153,18 +172,32 @@ class StreamEnd:
 
     def _received(self) -> Iterator[Array]:
         """Genuine datagrams that are there, in batches; each is valid until the next."""
-        while True:
-            packets, lengths = self._datagrams.receive()
-            if not len(packets):
-                return
-            good = well_formed(packets, lengths, self.dropped)
-            good &= packets["header"]["job"] == self.number
-            if self._lossy is not None:
-                good &= self._lossy(len(packets))
-            if not good.all():
-                packets = packets[good]
-            genuine = self._seal.genuine(packets)
-            if not genuine.all():
-                self.dropped["forged"] += int(np.count_nonzero(~genuine))
-                packets = packets[genuine]
-            yield packets
+        return genuine(
+            self._datagrams, self._seal, self.number, self.dropped, self._lossy
+        )
+
+
+def genuine(
+    end: Datagrams,
+    seal: Seal,
+    number: int,
+    dropped: Counter[str],
+    lossy: Lossy | None = None,
+) -> Iterator[Array]:
+    """Genuine datagrams of job *number* that are there, in batches; each is valid until the
+    next. All others are counted."""
+    while True:
+        packets, lengths = end.receive()
+        if not len(packets):
+            return
+        good = well_formed(packets, lengths, dropped)
+        good &= packets["header"]["job"] == number
+        if lossy is not None:
+            good &= lossy(len(packets))
+        if not good.all():
+            packets = packets[good]
+        ours = seal.genuine(packets)
+        if not ours.all():
+            dropped["forged"] += int(np.count_nonzero(~ours))
+            packets = packets[ours]
+        yield packets
