@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 import weakref
 from collections.abc import Mapping, Sequence
@@ -49,7 +51,7 @@ class Forked:
         self.args = [str(word) for word in words]
         output = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, output)
-        self._files = Path(output, "stdout"), Path(output, "stderr")
+        self._files = [Path(output, name) for name in ("stdout", "stderr", "stacks")]
         place, files = str(folder or Path.cwd()), [str(file) for file in self._files]
         everything = dict(os.environ) | dict(environment or {})
         self._process = _context().Process(
@@ -69,15 +71,32 @@ class Forked:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self, seconds: float) -> int:
-        """Its exit status; a process that takes longer is killed, with all it started."""
+    def wait(self, seconds: float, job: Sequence[Forked] = ()) -> int:
+        """Its exit status. A process that takes longer is killed, with all it started, and
+        the error says what each thread of it, and of the others of its *job*, was at."""
         self._process.join(seconds)
         status = self._process.exitcode
         if status is None:
+            found = [other.stacks() for other in job if other is not self]
+            said = [self.stdout + self.stderr, self.stacks(), *found]
             self.kill()
-            said = self.stdout + self.stderr
-            raise AssertionError(f"{self.args} still runs after {seconds} s\n{said}")
+            said.insert(0, f"{self.args} still runs after {seconds} s")
+            raise AssertionError("\n".join(said))
         return status
+
+    def stacks(self) -> str:
+        """Where its threads are; nothing, if it has ended or does not say so soon."""
+        if self.poll() is not None:
+            return ""
+        title = f"--- threads of process {self.pid}\n"
+        self.send_signal(signal.SIGUSR1)
+        end, stacks = time.monotonic() + 5, ""
+        while time.monotonic() < end and self.poll() is None:
+            before, stacks = stacks, self._said(2)
+            if stacks and stacks == before:
+                break
+            time.sleep(0.1)
+        return title + stacks
 
     @property
     def stdout(self) -> str:
@@ -101,9 +120,11 @@ class Forked:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join()
 
-    def done(self, seconds: float) -> subprocess.CompletedProcess[str]:
+    def done(
+        self, seconds: float, job: Sequence[Forked] = ()
+    ) -> subprocess.CompletedProcess[str]:
         """Wait for its end; what it was and said."""
-        status = self.wait(seconds)
+        status = self.wait(seconds, job)
         return subprocess.CompletedProcess(self.args, status, self.stdout, self.stderr)
 
 
@@ -158,7 +179,7 @@ def run_together(
     """A job to its good end: what each rank said. Whatever happens, nothing of it is left."""
     ranks = together(workers, words, folder=folder, environment=environment)
     try:
-        ends = [rank.done(seconds) for rank in ranks]
+        ends = [rank.done(seconds, ranks) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -189,10 +210,12 @@ def _become(
 ) -> None:
     """Be ``python WORDS``, from here to the end of this process."""
     os.setsid()
-    for number, file in enumerate(files, 1):
-        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-        os.dup2(opened, number)
-        os.close(opened)
+    how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    *opened, stacks = [os.open(file, how) for file in files]
+    for number, descriptor in enumerate(opened, 1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - open to the end
     sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)

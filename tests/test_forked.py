@@ -70,6 +70,25 @@ def test_one_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path):
     text = "import subprocess; print('up', flush=True); subprocess.run(['sleep', '99'])"
     process = forked.Forked([script(tmp_path, text)])
     wait_until(lambda: process.stdout, 20, "its first words")
-    with pytest.raises(AssertionError, match=r"still runs after 0\.01 s\nup"):
+    with pytest.raises(AssertionError, match=r"still runs after 0\.01 s\nup") as found:
         process.wait(0.01)
+    assert "subprocess.py" in str(found.value)  # where it stood
     assert process.returncode == -signal.SIGKILL
+
+
+def test_what_hangs_is_told_of_every_process_of_the_job(tmp_path):
+    text = """
+import os, threading
+def here_stands_rank_0(): threading.Event().wait()
+def here_stands_rank_1(): threading.Event().wait()
+print("up", flush=True)
+globals()["here_stands_rank_" + os.environ["RANK"]]()
+"""
+    ranks = forked.together(2, [script(tmp_path, text)])
+    for rank in ranks:
+        wait_until(lambda rank=rank: rank.stdout, 20, "its first words")
+    with pytest.raises(AssertionError) as found:
+        ranks[0].done(0.01, ranks)
+    ranks[1].kill()
+    assert "here_stands_rank_0" in str(found.value)
+    assert "here_stands_rank_1" in str(found.value)

@@ -49,7 +49,7 @@ LAYERS = [
         "hooks launchers mesh_messages options python_private ring_sum spec torch_private",
         "small parts, each for itself",
     ),
-    ("clipping units", "numbers"),
+    ("clipping patient_store units", "numbers; a store that nobody waits in"),
     ("errors", "what is raised"),
 ]
 LEVELS = [names.split() for names, _ in reversed(LAYERS)]

@@ -6,11 +6,8 @@ Checked against torch 2.13. When a newer torch renames one, this is the file to 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
-from functools import partial
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -19,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.checkpoint
 
-from paceline.errors import UsageError
+from paceline.patient_store import PatientStore, meet
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
@@ -28,9 +25,9 @@ WorkBase: Any = torch._C._distributed_c10d.Work
 """Their C++ signatures cannot be overridden in a way that a type checker accepts."""
 
 
-def default_store() -> Any:
+def default_store() -> PatientStore:
     """The store by which the default process group was set up."""
-    return c10d._get_default_store()
+    return PatientStore(c10d._get_default_store())
 
 
 def forget_default_group() -> None:
@@ -147,16 +144,18 @@ def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGr
     key = name, tuple(ranks)
     times = _times_made[key] = _times_made.get(key, 0) + 1
     store = c10d.PrefixStore(f"{name}/{times}/", parent.get_group_store())
+    patient = PatientStore(store)
     rank = list(ranks).index(parent.rank())
-    meet = partial(_meet, store, rank, list(ranks), f"process group {name!r}", timeout)
-    meet("before")
-    gloo = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=timeout)
+    what = f"process group {name!r}"
+    meet(patient, rank, ranks, what, timeout, "before")
+    gloo = dist.ProcessGroupGloo(patient, rank, len(ranks), timeout=timeout)
     group: Any = dist.ProcessGroup(store, rank, len(ranks))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     for device in devices:
         group._register_backend(device, dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(name)
-    meet("after")  # whoever lets go of it now breaks no connection that is being made
+    # Whoever lets go of it from now on breaks no connection that is being made.
+    meet(patient, rank, ranks, what, timeout, "after")
     found: dist.ProcessGroup = group
     return found
 
@@ -164,37 +163,6 @@ def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGr
 _times_made: dict[tuple[str, tuple[int, ...]], int] = {}
 """How often this process has made a group: its members have done so equally often. What lies
 in the store for one is not for the next."""
-
-
-def _meet(
-    store: Any,
-    rank: int,
-    members: Sequence[int],
-    what: str,
-    timeout: timedelta,
-    when: str,
-) -> None:
-    """Return when all members are here.
-
-    It asks again and again: who waits in a store holds up all threads of the process that
-    share it, and one of them may be what the others wait for.
-    """
-    store.set(f"{when} {rank}", "here")
-    deadline, pause = time.monotonic() + timeout.total_seconds(), 0.0002
-    keys = [f"{when} {member}" for member in range(len(members))]
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            missing = [
-                m
-                for key, m in zip(keys, members, strict=True)
-                if not store.check([key])
-            ]
-            raise UsageError(
-                f"{what}: rank {missing} has not asked for it within {timeout}; all "
-                "members ask for the same groups and channels, in the same order"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.01)
 
 
 def _registered_group(

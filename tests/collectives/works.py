@@ -73,6 +73,20 @@ def three_rounds_nested_and_in_a_row(comm: TorchComm) -> None:
         assert torch.equal(in_a_row[index], torch.full_like(nested[index], value))
 
 
+def many_chains_begin_to_issue_at_once(comm: TorchComm) -> None:
+    """Each makes its own queue, in a thread of its own: in another order on each rank."""
+    channels = [comm.channel(f"at once {number}") for number in range(BUCKETS)]
+    ends, own = [], []
+    for channel in channels:
+        value = torch.tensor([float(comm.rank)])
+        own.append(value)
+        first = channel.all_reduce(value, "sum")
+        ends.append(first.then(lambda c=channel, v=value: c.all_reduce(v, "sum")))
+    for end in ends:
+        end.wait()
+    assert [value.item() for value in own] == [9.0] * len(own)
+
+
 def a_group_s_result_goes_on_among_all(comm: TorchComm) -> None:
     """Works on a group, one of them of a single worker, issue on the whole."""
     members = (0, 1) if comm.rank < 2 else (2,)
@@ -264,6 +278,7 @@ def averages_over_servers_can_be_followed(comm: TorchComm) -> None:
 CASES = (
     two_rounds_run_in_the_order_of_issue,
     three_rounds_nested_and_in_a_row,
+    many_chains_begin_to_issue_at_once,
     a_group_s_result_goes_on_among_all,
     every_collective_can_be_followed,
     an_error_of_a_work_reaches_wait,

@@ -28,8 +28,9 @@ found = {
 if len(sys.argv) > 1:
     with open(sys.argv[1]) as file:
         ways = json.load(file)
+    whole = default_store()
     for name, files in ways:
-        store = dist.PrefixStore(name, default_store())
+        store = dist.PrefixStore(name, whole)
         try:
             find_cluster(world.rank, world.size, files[world.rank], store)
             found[name] = ""

@@ -1,0 +1,80 @@
+"""A key-value store in which nobody holds up others by waiting.
+
+torch's store has one connection per process, and whoever waits there for a key holds it: all
+threads of the process that want to say or ask something wait, too. What they would say may
+be what another process waits for, in the same way: then neither goes on. gloo itself waits in
+the store, for the addresses of a new group's members, so two threads that each make a group
+(`collectives.chains`: works that issue something for the first time) were enough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.errors import UsageError
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01  # seconds
+
+
+class PatientStore(dist.Store):  # type: ignore[name-defined] # C++ has it
+    """*store*, asked again and again where one would wait in it. gloo takes it for one of
+    torch's own while a group is made; later it needs none."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        self.wait([key])
+        return self._store.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._store.check(list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all *keys* are there; raises torch's `DistStoreError` after
+        *timeout* (None: the store's own)."""
+        limit = self._store.timeout if timeout is None else timeout
+        deadline, pause = time.monotonic() + limit.total_seconds(), _FIRST_PAUSE
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                missing = [key for key in keys if not self.check([key])]
+                raise dist.DistStoreError(
+                    f"nobody has put {', '.join(missing)} into the job's store within "
+                    f"{limit}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def meet(
+    store: PatientStore,
+    rank: int,
+    members: Sequence[int],
+    what: str,
+    timeout: timedelta,
+    when: str,
+) -> None:
+    """Return when all *members* of *what* are here; *rank* is the caller's place among them."""
+    keys = [f"{when} {place}" for place in range(len(members))]
+    store.set(keys[rank], "here")
+    try:
+        store.wait(keys, timeout)
+    except dist.DistStoreError as error:
+        missing = [
+            member
+            for key, member in zip(keys, members, strict=True)
+            if not store.check([key])
+        ]
+        raise UsageError(
+            f"{what}: rank {missing} has not asked for it within {timeout}; all "
+            "members ask for the same groups and channels, in the same order"
+        ) from error

@@ -1,0 +1,90 @@
+"""Nobody waits in the job's store: who waits there holds up the other threads."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import UsageError
+from paceline.patient_store import PatientStore, meet
+
+SOON = timedelta(seconds=0.01)
+
+
+class Impatient(dist.Store):
+    """A store that says at once what it has, and refuses whoever would wait in it."""
+
+    timeout = timedelta(seconds=20)
+
+    def __init__(self):
+        super().__init__()
+        self.held = {}
+        self.asked = threading.Event()
+
+    def set(self, key, value):
+        self.held[key] = value
+
+    def check(self, keys):
+        self.asked.set()
+        return all(key in self.held for key in keys)
+
+    def get(self, key):
+        return self.held[key]
+
+    def wait(self, keys, timeout=None):
+        raise AssertionError(f"waits in the store for {keys}")
+
+
+def test_who_gets_what_is_not_there_yet_asks_until_it_is():
+    store, found = Impatient(), []
+    patient = PatientStore(store)
+    thread = threading.Thread(target=lambda: found.append(patient.get("key")))
+    thread.start()
+    assert store.asked.wait(20)
+    patient.set("key", b"here")
+    thread.join(20)
+    assert found == [b"here"]
+
+
+def test_what_never_comes_is_named():
+    store = Impatient()
+    store.set("one", b"")
+    with pytest.raises(dist.DistStoreError, match="nobody has put two into"):
+        PatientStore(store).wait(["one", "two"], SOON)
+    store.timeout = SOON
+    with pytest.raises(dist.DistStoreError, match="nobody has put three into"):
+        PatientStore(store).get("three")
+
+
+def test_who_has_not_come_is_named():
+    store = PatientStore(Impatient())
+    store.set("before 2", b"here")
+    with pytest.raises(UsageError, match=r"group 'g': rank \[7\] has not asked for it"):
+        meet(store, 0, (3, 7, 9), "group 'g'", SOON, "before")
+
+
+def test_gloo_makes_a_group_and_waits_in_no_store():
+    store, made = Impatient(), {}
+
+    def make(rank):
+        made[rank] = dist.ProcessGroupGloo(
+            PatientStore(store), rank, 2, timeout=timedelta(seconds=20)
+        )
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    values = [torch.tensor([1.0]), torch.tensor([2.0])]
+    works = [made[rank].allreduce([values[rank]]) for rank in (0, 1)]
+    for work in works:
+        work.wait()
+    assert [value.item() for value in values] == [3.0, 3.0]
+
+
+def test_control_gloo_waits_in_a_store_that_lets_it():
+    with pytest.raises(AssertionError, match="waits in the store"):
+        dist.ProcessGroupGloo(Impatient(), 0, 2, timeout=timedelta(seconds=1))
