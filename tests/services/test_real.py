@@ -15,7 +15,11 @@ def check(launcher, folder, hosts):
     """Run the job, and look at what each worker has said, and at what is left."""
     script = ROOT / "tests" / "services" / "job.py"
     words = [*PACELINE, *launcher, f"--workers={WORKERS}", str(script)]
-    environment = {"PYTHONPATH": str(ROOT), "PACELINE_SWITCHES": f"0={hosts[0]}"}
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "PACELINE_SWITCHES": f"0={hosts[0]}",
+        "PYTHONUNBUFFERED": "1",  # and lines of four workers come out whole
+    }
     job = Job([*words, "--", *hosts_as_places(hosts)], folder, environment)
     job.wait(120).check_ended_well()
     lines = re.findall(r"^(?:\[\d\] )?rank (\d): (.*)$", job.stdout, re.MULTILINE)

@@ -37,6 +37,7 @@ from paceline.worlds.liveness import Liveness, end_after_grace
 from paceline.worlds.pacing import PacedCompute
 from paceline.worlds.servers import SURVIVE_VARIABLE
 from paceline.worlds.services import RealServices
+from paceline.worlds.whole_lines import write_whole_lines
 
 
 class RealWorld:
@@ -52,6 +53,8 @@ class RealWorld:
         self.options = options
         place = _find_place()
         self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)
+        if self.size > 1:
+            write_whole_lines()
         self.cluster: Cluster | None = None
         self._records: WorkerRecords | None = None
         if options.records is not None:
