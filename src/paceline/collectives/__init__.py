@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.collectives.aggregated import Aggregated
+from paceline.collectives.atp import ATP
 from paceline.collectives.auto import Auto
 from paceline.collectives.rina import Rina
 from paceline.collectives.rows import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 COLLECTIVES: dict[str, type[Collective]] = {
+    ATP.name: ATP,
     Auto.name: Auto,
     HalvingDoubling.name: HalvingDoubling,
     Hierarchical.name: Hierarchical,

@@ -1,0 +1,65 @@
+"""All-reduce by servers behind aggregating switches, after ATP (Lao et al., NSDI 2021).
+
+`atp_ways` says who merges what, `atp_schedule` when, `atp_routes` what datagrams' ends are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from paceline.aggregator.ring import Group
+from paceline.collectives.aggregated import Aggregated
+from paceline.collectives.atp_schedule import PIECES, ServerBehindSwitches
+from paceline.collectives.atp_ways import Server, Ways, beside_workers
+from paceline.collectives.schedule import Ring
+from paceline.interfaces import Comm, Schedule
+
+if TYPE_CHECKING:
+    from paceline.collectives.comm import TorchComm
+
+
+class ATP(Aggregated):
+    """Formed by: servers, behind switches of which those that aggregate add up what comes from
+    their rack, and that of a server's own rack what comes from all (ATP, NSDI 2021): on hosts of
+    their own where the cluster has some, else one beside each worker. Sends: the buffer once per
+    rank; n times the buffer, divided by the number of servers, goes to each of them and
+    back, n being racks that aggregate and workers in others. Good for: clusters whose switches all aggregate."""
+
+    name: ClassVar[str] = "atp"
+
+    def ways(self, comm: Comm) -> Ways:
+        """Who merges what for *comm*."""
+        places = cast("TorchComm", comm).places
+        racks = tuple(comm.racks or (0,) * comm.size)
+        servers = beside_workers(racks)
+        if places.cluster is not None and places.cluster.servers:
+            servers = tuple(
+                Server(server.rack, None, number)
+                for number, server in enumerate(places.cluster.servers)
+            )
+        return Ways(racks, tuple(sorted(comm.aggregating)), servers)
+
+    def groups(self, comm: Comm) -> tuple[Group, ...]:
+        ways = self.ways(comm)
+        return (
+            *(Group(ways.members[rack], rack) for rack in ways.merging),
+            *(Group((rank,)) for rank in ways.alone),
+        )
+
+    def plain(self, comm: Comm) -> bool:
+        if comm.size == 1:
+            return True
+        ways = self.ways(comm)
+        return not ways.merging and all(s.rank is not None for s in ways.servers)
+
+    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
+        return self._in_pieces(size, comm, 1)
+
+    def timed(self, size: int, comm: Comm) -> Schedule:
+        return self._in_pieces(size, comm, PIECES)
+
+    def _in_pieces(self, size: int, comm: Comm, pieces: int) -> Schedule:
+        if self.plain(comm):
+            return Ring(comm.size, size)
+        return ServerBehindSwitches(self.ways(comm), size, pieces)
