@@ -6,7 +6,6 @@ makes a training's communicator form its averages so.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -85,11 +84,9 @@ def over(
     if isinstance(collective, Auto):
         told = collective.begin(made, world, device)
     elif isinstance(collective, Aggregated):
-        told = collective.begin(made)
+        told = collective.begin(made, world)
     if told:
-        world.journal.note(told)
-        if comm.rank == 0:
-            print(f"paceline: {told}", file=sys.stderr)
+        made.tell(told)
     return made
 
 

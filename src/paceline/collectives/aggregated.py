@@ -28,11 +28,16 @@ from paceline.aggregator.packets import Array
 from paceline.aggregator.protocol import all_bits
 from paceline.aggregator.ring import Group
 from paceline.collectives.aggregation import Aggregation, ScheduledAggregation
+from paceline.collectives.datagram_sums import (
+    UdpAggregation,
+    check_found,
+    terms_of,
+)
 from paceline.collectives.halving_doubling import HalvingDoubling
 from paceline.collectives.messages import flat_of
 from paceline.collectives.rows import Scheduled
 from paceline.collectives.schedule import Ring
-from paceline.interfaces import Comm, Pending, ReduceOperation, Schedule
+from paceline.interfaces import Comm, Pending, ReduceOperation, Schedule, World
 from paceline.tensors import stand_in_for, stands_in, wire_bytes
 from paceline.torch_private import virtual_end
 
@@ -57,6 +62,7 @@ class Aggregated:
     def __init__(self) -> None:
         self._aggregations: dict[str, Aggregation] = {}
         self._ring = _Ring()
+        self._datagrams: UdpAggregation | None = None
 
     # ---- what a row says ----
 
@@ -78,9 +84,11 @@ class Aggregated:
 
     # ---- at the start ----
 
-    def begin(self, comm: TorchComm) -> str:
+    def begin(self, comm: TorchComm, world: World) -> str:
         """Returns what to tell people. Raises `UsageError` where more workers would be at one
-        aggregator than it takes. Collective."""
+        aggregator than it takes, and where one refuses; `PeerLostError` where there is none.
+        Collective."""
+        check_found(comm, world)
         groups = self.groups(comm)
         for group in groups:
             all_bits(len(group.ranks))
@@ -90,6 +98,10 @@ class Aggregated:
                 "that adds up at its switch (key 'aggregates' of the cluster file), so sums "
                 "go around the plain ring"
             )
+        if virtual_end(comm.process_group) is None:
+            self._datagrams = UdpAggregation(self, terms_of(comm, world))
+            comm.at_close(self._datagrams.close)
+            self._datagrams.start(comm)
         at_switches = sum(group.rack is not None for group in groups)
         return (
             f"collective={self.name}: sums of {at_switches} of {len(groups)} groups of workers "
@@ -100,7 +112,8 @@ class Aggregated:
         """What adds up for *comm*; None: nothing does. Collective."""
         if comm.name not in self._aggregations:
             if virtual_end(comm.process_group) is None:
-                return None
+                # Groups that come and go have no queue of their own.
+                return self._datagrams if comm.has_own_group else None
             self._aggregations[comm.name] = ScheduledAggregation(self)
         return self._aggregations[comm.name]
 

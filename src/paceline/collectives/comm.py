@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import sys
+from collections.abc import Callable, Sequence, Set
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +81,7 @@ class TorchComm(Messages):
         self._groups: dict[tuple[int, ...], TorchComm] = {}
         self._times_made: dict[tuple[int, ...], int] = {}
         self._rounds: dict[str, TorchComm] = {}
+        self._at_close: list[Callable[[], None]] = []
         self._ring_bytes: dict[int, int] = {}
         self._reduce_options = {
             name: all_reduce_options(kind) for name, kind in _OPERATIONS.items()
@@ -105,9 +107,21 @@ class TorchComm(Messages):
     def leave(self) -> None:
         """This worker's last all-reduce is over."""
 
+    def at_close(self, action: Callable[[], None]) -> None:
+        """Call *action* when this is closed, before anything else ends."""
+        self._at_close.append(action)
+
+    def tell(self, sentence: str) -> None:
+        """Say it to people, and keep it beside the run's figures."""
+        self._world.journal.note(sentence)
+        if self.rank == 0:
+            print(f"paceline: {sentence}", file=sys.stderr, flush=True)
+
     def close(self) -> None:
         """Let go of the process groups, whose threads end with the last reference, and of
         works that were not run (`Pending.then`)."""
+        while self._at_close:
+            self._at_close.pop()()
         if self._owns_chain:
             self.chain.close()
         for others in (self._channels, self._groups, self._rounds):

@@ -131,6 +131,15 @@ class Messages:
             lanes.start(work)
         return WorkPending(self, issuer, work, "perform")
 
+    def perform_here(self, schedule: Schedule, flat: torch.Tensor, what: str) -> None:
+        """Perform a sum to its end in the caller's own thread, where there are real processes.
+        *what* tells its messages from all others; it is not counted."""
+        self._move(schedule, flat, "sum", self._tag(what, None))
+
+    def count_sent(self, size: int) -> None:
+        """So many bytes leave this rank otherwise than by this object's methods."""
+        self._world.journal.sent(size)
+
     def _move(
         self,
         schedule: Schedule,

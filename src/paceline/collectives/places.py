@@ -35,11 +35,16 @@ class Places:
                     f"{what} have room for {count} workers, and this job has {world.size}: "
                     "give the description of this job's hosts, with a worker for each rank"
                 )
+        aggregating, found = aggregating_racks(cluster), world.aggregators
+        if found is not None:
+            aggregating = frozenset(found)
+            if racks is None and len(found) == 1:  # then it is everybody's
+                racks = (*found,) * world.size
         return cls(
             None if racks is None else tuple(racks),
             cluster,
             tuple(range(world.size)),
-            aggregating_racks(cluster),
+            aggregating,
             0 if cluster is None else len(cluster.servers),
         )
 

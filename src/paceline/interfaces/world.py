@@ -7,7 +7,7 @@ collectives use it, among others. Methods never see it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol
 
@@ -121,6 +121,12 @@ class World(Protocol):
     @property
     def racks(self) -> Sequence[int] | None:
         """In which rack each worker is, where the world knows it: the same on all ranks."""
+        ...
+
+    @property
+    def aggregators(self) -> Mapping[int, tuple[str, int]] | None:
+        """Host and port of what adds up at racks' switches, by rack; None where it is as the
+        cluster says, and nothing has to be found."""
         ...
 
     @property

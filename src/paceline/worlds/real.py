@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from paceline import launchers
 from paceline.collectives.chains import ThreadRunner, WaitingRunner
+from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, aggregators_from
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal
 from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
@@ -86,6 +87,10 @@ class RealWorld:
         if self.cluster is None:
             return None
         return [self.cluster.rack_of(worker) for worker in range(self.size)]
+
+    @property
+    def aggregators(self) -> Mapping[int, tuple[str, int]]:
+        return aggregators_from(os.environ.get(AGGREGATORS_VARIABLE, ""))
 
     def connect(self) -> None:
         if self.alone:

@@ -43,7 +43,8 @@ from paceline.worlds.emulated.shaping import UNLIMITED, wire_rate
 class Fabric:
     """Hosts with shaped links, as a *cluster* describes them, plus *extra_hosts* servers.
 
-    ``hosts`` has the cluster's hosts first, then the servers'. ``warnings`` says what of
+    ``hosts`` has the cluster's hosts first, then the servers'; ``aggregators`` those of what
+    adds up at racks' switches. ``warnings`` says what of
     the cluster is not emulated; it is complete once the ``with`` has been entered. All
     methods may be called from any thread.
     """
@@ -63,8 +64,10 @@ class Fabric:
         self.cluster = cluster
         self._plan = Plan(cluster, extra_hosts)
         self.hosts: tuple[Host, ...] = self._plan.hosts
-        servers = len(self.hosts) - cluster.hosts
-        memory.check(len(self.hosts), cluster.workers + servers, process_bytes)
+        self.aggregators: tuple[Host, ...] = self._plan.aggregators
+        hosts = len(self.hosts) + len(self.aggregators)
+        others = hosts - cluster.hosts
+        memory.check(hosts, cluster.workers + others, process_bytes)
         self.rates = list(self._plan.capacities)
         self.warnings: list[str] = []
         self._client: Client | None = None

@@ -23,6 +23,7 @@ from paceline.network.rules import Rule
 from paceline.options import RunOptions
 from paceline.server.security import TOKEN, TRUSTED
 from paceline.worlds import progress
+from paceline.worlds.emulated.aggregators import Aggregators
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.messages import INTERFACE
 from paceline.worlds.emulated.output import Shown, WorkerOutput
@@ -65,6 +66,7 @@ class EmulatedJob:
         self._servers: list[HostProcess] = []
         self._killed_by_rule: set[int] = set()
         self._timers: list[threading.Timer] = []
+        self._aggregators = Aggregators(fabric)
 
     def run(self) -> int:
         """Run until all workers have ended; returns the exit status.
@@ -89,7 +91,10 @@ class EmulatedJob:
             except ToldToEnd as told:
                 return told.say()
             finally:
-                end_all([*self._processes, *self._servers])
+                self._aggregators.forget()
+                end_all(
+                    [*self._processes, *self._servers, *self._aggregators.processes]
+                )
                 self._output.finish()
                 for timer in self._timers:
                     timer.cancel()
@@ -120,6 +125,7 @@ class EmulatedJob:
         # Hosts are no machine of their own, and have no network but this job's.
         base.setdefault(TOKEN, secrets.token_hex(16))
         base |= self._start_servers(base)
+        base |= self._aggregators.start(base)
         for worker, host in enumerate(per_host):
             own = {
                 "RANK": str(worker),

@@ -9,6 +9,10 @@ cluster is the egress of exactly one device::
 
 Hosts beyond the cluster's own (servers) stand in rack 0, have the first rack's link,
 and their links are numbered after all links of the cluster: out, in, out, in.
+
+After all these come the hosts of what adds up at racks' switches, one for each rack that
+aggregates. They stand at the switch: on no link of the cluster, and as fast as the machine lets
+them be.
 """
 
 from __future__ import annotations
@@ -43,7 +47,9 @@ class Plan:
         """Raises `UsageError` for a number of hosts that no bridge can take."""
         if extra_hosts < 0:
             raise UsageError(f"extra_hosts: expected 0 or more, got {extra_hosts}")
-        wanted = cluster.hosts + len(cluster.servers) + extra_hosts
+        aggregating = [i for i, rack in enumerate(cluster.racks) if rack.aggregates]
+        servers = len(cluster.servers) + extra_hosts
+        wanted = cluster.hosts + servers + len(aggregating)
         if wanted > MAX_HOSTS:
             raise UsageError(
                 f"expected at most {MAX_HOSTS} hosts in an emulated cluster, got "
@@ -58,10 +64,19 @@ class Plan:
             Host(
                 number=i,
                 name=self.link_name(self.host_link(i, inwards=False))[: -len(" out")],
-                address=f"10.77.{(i + 1) // 256}.{(i + 1) % 256}",
+                address=_address(i),
                 rack=rack,
             )
             for i, rack in enumerate(racks)
+        )
+        self.aggregators = tuple(
+            Host(
+                number=count + i,
+                name=f"the aggregator of rack {rack}",
+                address=_address(count + i),
+                rack=rack,
+            )
+            for i, rack in enumerate(aggregating)
         )
 
     def link_name(self, link: int) -> str:
@@ -86,10 +101,9 @@ class Plan:
 
     def check_host(self, host: int) -> None:
         """Raises `UsageError`, naming the range, for a host that does not exist."""
-        if not 0 <= host < len(self.hosts):
-            raise UsageError(
-                f"unknown host {host}: expected 0 to {len(self.hosts) - 1}"
-            )
+        count = len(self.hosts) + len(self.aggregators)
+        if not 0 <= host < count:
+            raise UsageError(f"unknown host {host}: expected 0 to {count - 1}")
 
     def build(self) -> Build:
         """What the keeper has to make."""
@@ -100,7 +114,7 @@ class Plan:
                 hardware_address="02:00:0a:4d:"
                 f"{(host.number + 1) // 256:02x}:{(host.number + 1) % 256:02x}",
             )
-            for host in self.hosts
+            for host in (*self.hosts, *self.aggregators)
         ]
         links: list[LinkPlan | None] = [None] * len(self.capacities)
         for host in self.hosts:
@@ -131,3 +145,7 @@ class Plan:
             hosts=hosts,
             links=[link for link in links if link is not None],
         )
+
+
+def _address(number: int) -> str:
+    return f"10.77.{(number + 1) // 256}.{(number + 1) % 256}"

@@ -47,6 +47,7 @@ class VirtualWorld:
         self.size = simulation.cluster.workers
         self.speeds = simulation.speeds
         self.cluster, self.racks = simulation.cluster, simulation.racks
+        self.aggregators = None
         kept = None
         if simulation.trace:
             kept = Kept([], [])

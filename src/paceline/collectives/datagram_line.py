@@ -1,0 +1,325 @@
+"""Integers added up by aggregators for one queue of a communicator, in a thread of its own.
+
+Theory of operation
+-------------------
+One `RingEnd` at a time carries out the sums in the order of issue. Where an aggregator is lost, all
+ranks go on around the plain ring, over the connections that they have, until it is back:
+
+1. Who notices says so in the job's store, under the *epoch* (how often this queue has lost an
+   aggregator). Who waits, or idles, looks there ten times a second.
+2. All meet, and say how many sums they have. Nobody has one that not all have contributed to, so
+   these numbers differ by one at most; and each rank keeps what it brought to its last one.
+   So all form that one again, if some do not have it. Integers add up to the same bits in any
+   order.
+3. Each rank says before each sum where it stands (`standing`), and learns the maximum of all: twice
+   the epoch, and one more while rank 0 finds that somebody is still missing. An even number of
+   this epoch sends all to the aggregators at the same sum. Who does not find them there says so to
+   all, and they stay on the ring.
+
+At its end a rank meets the others once more: what it has acknowledged may have been lost.
+Everything that is waited for is either watched, or is of gloo, which learns of dead peers, as
+`worlds.liveness` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from paceline.aggregator.packets import Array
+from paceline.aggregator.ring import Group
+from paceline.aggregator.ring_end import Address, RingEnd
+from paceline.collectives.pending import Job
+from paceline.collectives.schedule import Ring
+from paceline.errors import PeerLostError
+
+if TYPE_CHECKING:
+    from paceline.collectives.comm import TorchComm
+
+LOOK_SECONDS = 0.1
+IDLE_SECONDS = 1.0
+RETRY_SECONDS = 2.0
+REACH_SECONDS = 1.0
+CLOSING_SECONDS = 5.0
+"""How long `Line.close` waits for the others' ends."""
+_WORDS_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all queues of a job have in common. *where*: each rack's aggregator. *job*: what their
+    jobs are named after. *ends*: a lost aggregator ends the job."""
+
+    where: Mapping[int, Address]
+    store: Any
+    job: str
+    token: str
+    mtu: int
+    slots: int
+    ends: bool
+
+
+class _Met(msgspec.Struct):
+    """What ranks say when they meet."""
+
+    completed: int
+    leaving: bool = False
+
+
+class Line:
+    """The queue of *comm*'s sums that works of the chain *path* issue, and *groups* form."""
+
+    def __init__(
+        self, comm: TorchComm, path: str, groups: Sequence[Group], terms: Terms
+    ) -> None:
+        self._comm, self._terms = comm, terms
+        self._path = f"{comm.name}|{path}"
+        self._groups = groups
+        used = {group.rack for group in groups}
+        self._where = {rack: at for rack, at in terms.where.items() if rack in used}
+        self._end: RingEnd | None = None
+        self._epoch = self._exchanges = self._completed = 0
+        self._joined = self._missing = False
+        self._kept: Array | None = None
+        self._looked = 0.0
+        self._broken: BaseException | None = None
+        self._left = False
+        self._jobs: deque[Job | None] = deque()
+        self._woken, self._wake = os.pipe()
+        self._thread = threading.Thread(
+            target=self._serve, name=f"paceline sums of {path}", daemon=True
+        )
+        self._thread.start()
+
+    # ---- from other threads ----
+
+    @property
+    def standing(self) -> int:
+        """See step 3 above."""
+        return 2 * self._epoch + self._missing
+
+    def start(self) -> Job:
+        """Find the aggregators now, so that what is wrong with them is an error at the start."""
+        return self._put_job(Job(self._join))
+
+    def add_up(self, values: torch.Tensor, standing: int) -> Job:
+        return self._put_job(Job(partial(self._sum, values.numpy(), standing)))
+
+    def close(self) -> None:
+        """All sums that were asked for are in: leave, when all others do."""
+        self._put(None)
+        self._thread.join(CLOSING_SECONDS)
+
+    def _put_job(self, job: Job) -> Job:
+        self._put(job)
+        return job
+
+    def _put(self, job: Job | None) -> None:
+        self._jobs.append(job)
+        os.write(self._wake, b".")
+
+    # ---- the thread ----
+
+    def _serve(self) -> None:
+        while True:
+            job = self._next()
+            if job is None:
+                break
+            job.run(None)
+        with contextlib.suppress(Exception):  # nobody is left to be told
+            self._leave()
+        if self._end is not None:
+            self._end.close(well=self._left)
+
+    def _next(self) -> Job | None:
+        """The next job, once there is one; until then others are served."""
+        while not self._jobs:
+            try:
+                if self._end is not None and self._broken is None:
+                    self._end.idle(IDLE_SECONDS, self._woken)
+                    self._look()
+                else:
+                    _readable(self._woken)
+            except PeerLostError as error:
+                with contextlib.suppress(BaseException):  # the next sum is told
+                    self._lose(error)
+        os.read(self._woken, 1)
+        return self._jobs.popleft()
+
+    def _sum(self, values: Array, standing: int) -> None:
+        if self._broken is not None:
+            raise self._broken
+        try:
+            self._sum_somewhere(values, standing)
+        except BaseException as error:
+            self._broken = error
+            raise
+        self._completed += 1
+
+    def _sum_somewhere(self, values: Array, standing: int) -> None:
+        if self._end is None and (not self._joined or standing == 2 * self._epoch):
+            self._return()
+        if self._end is not None:
+            kept = values.copy()
+            try:
+                self._end.sum_integers(values)
+                self._kept = kept
+                return
+            except PeerLostError as error:
+                self._lose(error)
+        self._around(values, self._completed)
+
+    # ---- at the aggregators ----
+
+    def _join(self) -> None:
+        """Collective. Raises `UsageError` and `PeerLostError`, on all ranks."""
+        self._end = RingEnd(
+            self._groups,
+            self._comm.rank,
+            self._where,
+            self._exchange,
+            job=f"{self._terms.job} {self._path} {self._epoch}",
+            token=self._terms.token,
+            slots=self._terms.slots,
+            mtu=self._terms.mtu,
+            watch=self._look,
+        )
+        self._joined = True
+
+    def _return(self) -> None:
+        """Be at the aggregators, if all of them are there."""
+        again, self._joined = self._joined, True
+        try:
+            self._join()
+        except PeerLostError as error:
+            self._check_may_go_on(error)
+            if not again:
+                self._epoch += 1
+                self._say(f"{error}; its sums go around the ring")
+            self._await_return()
+        else:
+            if again:
+                self._say("aggregators are back, and are used again")
+
+    def _look(self) -> None:
+        """Raise `PeerLostError` where somebody has said that an aggregator is lost."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        if self._terms.store.check([self._key]):
+            raise PeerLostError(self._terms.store.get(self._key).decode())
+
+    @property
+    def _key(self) -> str:
+        return f"paceline/aggregation/{self._terms.job}/{self._path}/{self._epoch}"
+
+    # ---- when one is lost ----
+
+    def _lose(self, error: PeerLostError) -> None:
+        """All go on around the ring from the same sum on."""
+        try:
+            self._terms.store.set(self._key, str(error))
+            assert self._end is not None
+            self._end.close(well=False)
+            self._end = None
+            self._check_may_go_on(error)
+            self._epoch += 1
+            self._form_again(self._meet())
+            self._say(f"{error}; sums go around the ring until it is back")
+            self._await_return()
+        except BaseException as fault:
+            self._broken = fault
+            raise
+
+    def _form_again(self, all_met: Sequence[_Met]) -> None:
+        fewest = min(met.completed for met in all_met)
+        if fewest < self._completed:
+            assert self._kept is not None
+            self._around(self._kept, fewest)
+
+    def _check_may_go_on(self, error: PeerLostError) -> None:
+        if self._terms.ends:
+            raise PeerLostError(
+                f"{error}. PACELINE_AGGREGATOR_LOSS=end says that the job ends with it; "
+                "without that it goes on around the ring of all workers"
+            ) from None
+
+    def _await_return(self) -> None:
+        """Rank 0 looks out for all aggregators."""
+        if self._comm.rank == 0:
+            self._missing = True
+            threading.Thread(target=self._look_out, daemon=True).start()
+
+    def _look_out(self) -> None:
+        while not self._left:
+            time.sleep(RETRY_SECONDS)
+            if all(_is_reached(at) for at in self._where.values()):
+                self._missing = False
+                return
+
+    # ---- the others ----
+
+    def _around(self, values: Array, number: int) -> None:
+        """Sum number *number*, around the ring of all ranks."""
+        self._comm.perform_here(
+            Ring(self._comm.size, len(values)),
+            torch.from_numpy(values),
+            f"{self._path} sum {number}",
+        )
+
+    def _exchange(self, words: bytes) -> list[bytes]:
+        """Collective: what all ranks say."""
+        size, number = self._comm.size, self._exchanges
+        self._exchanges += 1
+        said = torch.zeros(size, _WORDS_BYTES, dtype=torch.uint8)
+        mine = words[: _WORDS_BYTES - 2].ljust(_WORDS_BYTES, b"\0")
+        said[self._comm.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        ring = Ring(size, said.numel(), rounds=1, gather=True)
+        self._comm.perform_here(ring, said.view(-1), f"{self._path} words {number}")
+        return [bytes(row.numpy()).rstrip(b"\0") for row in said]
+
+    def _meet(self, *, leaving: bool = False) -> list[_Met]:
+        words = msgspec.json.encode(_Met(self._completed, leaving))
+        return [msgspec.json.decode(one, type=_Met) for one in self._exchange(words)]
+
+    def _leave(self) -> None:
+        """Until all others have all sums, and say so."""
+        while self._broken is None and not self._left:
+            meet = partial(self._meet, leaving=True)
+            all_met = meet() if self._end is None else self._end.serve_while(meet)
+            self._left = all(met.leaving for met in all_met)
+            if not self._left:  # somebody has lost an aggregator
+                if self._end is not None:
+                    self._end.close(well=False)
+                    self._end = None
+                self._form_again(all_met)
+
+    def _say(self, text: str) -> None:
+        if self._comm.rank == 0:
+            self._comm.tell(text)
+
+
+def _readable(descriptor: int) -> None:
+    """Wait until it is, but not for ever."""
+    select.select([descriptor], [], [], IDLE_SECONDS)
+
+
+def _is_reached(address: Address) -> bool:
+    try:
+        socket.create_connection(address, REACH_SECONDS).close()
+    except OSError:
+        return False
+    return True
