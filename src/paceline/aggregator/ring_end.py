@@ -3,53 +3,43 @@
 A worker of a rack that aggregates sends to its aggregator, a worker alone straight to the
 next group. What comes from the group before comes to a socket of its own, whatever that group
 is: an aggregator's sums, or a worker's.
-
-Workers find each other by an `Exchange`, a collective that somebody else brings. Whoever finds a
-fault says so there, so that all raise, and nobody waits.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from paceline.aggregator.client import PROBE_SECONDS, SLOTS, AggregatorClient
 from paceline.aggregator.datagrams import Addresses, datagrams, open_socket
 from paceline.aggregator.ends import Lossy, StreamEnd, genuine
 from paceline.aggregator.forwarding import Inbox, freed_alone, sent_alone
+from paceline.aggregator.job_end import (
+    Address,
+    Card,
+    Exchange,
+    JobEnd,
+    towards,
+)
 from paceline.aggregator.jobs import key_of
 from paceline.aggregator.packets import IP6_BYTES, IP_BYTES, Array, Seal, elements_for
 from paceline.aggregator.ring import Group, RingSum, Stages, datagrams_of
-from paceline.errors import PeerLostError, UsageError
-
-Address = tuple[str, int]
-Served = TypeVar("Served")
-SERVE_SECONDS = 1.0
-Exchange = Callable[[bytes], Sequence[bytes]]
-"""Collective: every rank's words, in rank order, for this one's. Raises what the transport
-raises."""
+from paceline.errors import UsageError
 
 
-class _Card(msgspec.Struct):
+class _Card(Card):
     """What a rank tells the others. *inbox*: where sums come to it; *sends*: where a worker alone
     has its own acknowledged. *number* and *slots*: of its group's stream, once that is known."""
 
     inbox: Address = ("", 0)
     sends: Address = ("", 0)
-    elements: int = 0
     number: int = 0
     slots: int = 0
-    fault: str = ""
-    lost: bool = False
 
 
 class SumsFromBefore:
@@ -131,7 +121,7 @@ class AloneEnd(StreamEnd):
         return map(freed_alone, super()._received())
 
 
-class RingEnd:
+class RingEnd(JobEnd[_Card, AggregatorClient | AloneEnd]):
     """*rank*'s end of the *ring*. *aggregators*: where each rack's is. *job*: a name that no
     other job has; *token*: the aggregators'. *slots*: as many as are asked for. *watch* is called now
     and then while a sum is under way; what it raises calls it off.
@@ -154,19 +144,18 @@ class RingEnd:
         watch: Callable[[], None] | None = None,
         lossy: Lossy | None = None,
     ) -> None:
+        super().__init__(_Card)
         self._groups = len(ring)
         self._position = next(i for i, g in enumerate(ring) if rank in g.ranks)
         group, before = ring[self._position], ring[self._position - 1]
         behind = ring[(self._position + 1) % len(ring)]
         self._alone, self._alone_before = group.rack is None, before.rack is None
-        self._end: AggregatorClient | AloneEnd | None = None
         self._inbox: SumsFromBefore | None = None
         self._seal, self._lossy = Seal(key_of(token, job)), lossy
-        card = self._try(_Card(), lambda: self._open(aggregators, mtu, slots))
+        card = self._try(lambda: self._open(aggregators, mtu, slots))
         try:
             cards = self._tell(exchange, card)
             card = self._try(
-                card,
                 lambda: self._join(
                     card,
                     [cards[other].inbox for other in behind.ranks],
@@ -191,7 +180,7 @@ class RingEnd:
                 assert self._end is not None
                 self._end.has_beside(self._inbox)
             most = max(len(one.ranks) for one in ring)
-            card = self._try(card, lambda: self._try_ways(most))
+            card = self._try(lambda: self._try_ways(most))
             self.serve_while(lambda: self._tell(exchange, card))
         except BaseException:
             self.close(well=False)
@@ -202,7 +191,7 @@ class RingEnd:
 
     def _open(self, aggregators: Mapping[int, Address], mtu: int, slots: int) -> _Card:
         """The sockets that need nobody's answer."""
-        family, host = _towards(next(iter(aggregators.values())))
+        family, host = towards(next(iter(aggregators.values())))
         ip_bytes = IP6_BYTES if family == socket.AF_INET6 else IP_BYTES
         card = _Card(elements=elements_for(mtu, ip_bytes=ip_bytes))
         if self._groups > 1:
@@ -252,26 +241,6 @@ class RingEnd:
         self.sum_integers(values)
         return _Card()
 
-    def _try(self, card: _Card, work: Callable[[], _Card]) -> _Card:
-        try:
-            return work()
-        except (UsageError, PeerLostError, OSError) as error:
-            lost = not isinstance(error, UsageError)
-            return _Card(fault=str(error) or type(error).__name__, lost=lost)
-
-    def _tell(self, exchange: Exchange, card: _Card) -> list[_Card]:
-        said = exchange(msgspec.json.encode(card))
-        cards = [msgspec.json.decode(words, type=_Card) for words in said]
-        for other in cards:
-            if other.fault:
-                raise (PeerLostError if other.lost else UsageError)(other.fault)
-        sizes = {other.elements for other in cards if other.elements}
-        if len(sizes) > 1:
-            raise UsageError(
-                f"datagrams of {sorted(sizes)} values: expected one MTU on all workers"
-            )
-        return cards
-
     # ---- sums ----
 
     def sum_integers(self, values: Array) -> None:
@@ -294,63 +263,12 @@ class RingEnd:
         end.run(operation, mode=stages.modes())
         operation.finish()
 
-    def idle(self, seconds: float, wake: int) -> None:
-        """Between sums: answer what still comes, for so long, or until *wake* can be read. Raises
-        `PeerLostError` where an aggregator or a worker is lost."""
-        assert self._end is not None
-        self._end.idle(seconds, wake)
-
-    def serve_while(self, work: Callable[[], Served]) -> Served:
-        """Do *work*, which waits for other ranks, and answer what still comes meanwhile: who
-        has all sums may still have to acknowledge what others need."""
-        done, wake = os.pipe()
-        results: list[Served] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:
-                errors.append(error)
-            os.write(wake, b".")
-
-        thread = threading.Thread(target=run, name="paceline meets", daemon=True)
-        thread.start()
-        try:
-            with contextlib.suppress(PeerLostError):  # who is in need finds out, too
-                while thread.is_alive():
-                    self.idle(SERVE_SECONDS, done)
-        finally:
-            thread.join()
-            os.close(done)
-            os.close(wake)
-        if errors:
-            raise errors[0]
-        return results[0]
-
     def close(self, *, well: bool = True) -> None:
         """Give back what was leased; not *well*: at once, and for all workers."""
         if self._end is not None:
             self._end.close(well=well)
         if self._inbox is not None:
             self._inbox.close()
-
-    @property
-    def watch(self) -> Callable[[], None] | None:
-        return None if self._end is None else self._end.watch
-
-    @watch.setter
-    def watch(self, watch: Callable[[], None] | None) -> None:
-        assert self._end is not None
-        self._end.watch = watch
-
-
-def _towards(address: Address) -> tuple[socket.AddressFamily, str]:
-    """The family of *address*, and this machine's own one on the way there."""
-    found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
-        probe.connect(found[4])  # sends nothing: only finds the way
-        return socket.AddressFamily(found[0]), str(probe.getsockname()[0])
 
 
 def _bound(udp: socket.socket, host: str) -> Address:

@@ -38,9 +38,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from paceline.aggregator.job_end import Address
 from paceline.aggregator.packets import Array
 from paceline.aggregator.ring import Group
-from paceline.aggregator.ring_end import Address, RingEnd
+from paceline.aggregator.ring_end import RingEnd
 from paceline.collectives.pending import Job
 from paceline.collectives.schedule import Ring
 from paceline.errors import PeerLostError
