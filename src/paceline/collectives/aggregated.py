@@ -1,7 +1,9 @@
 """What collectives have in common whose sums are formed at switches: numbers become integers.
 
 1. The buffer is cut into blocks of `BLOCK` numbers, as many as a datagram has on an Ethernet;
-   whatever datagrams really are, so that all worlds have the same bits. All ranks agree on each block's
+   whatever datagrams really are, so that all worlds have the same bits. The last number is a block
+   by itself: a worker that has something to tell makes it NaN (`training.roll_call`), and all
+   others must get through. All ranks agree on each block's
    exponent: the largest of theirs, by a schedule of 2 log2 n steps. One element more is what ranks
    have to say (`Aggregation.standing`).
 2. Numbers become 32-bit integers (`aggregator.fixed_point`), whose sums cannot overflow.
@@ -171,7 +173,7 @@ class _Integers:
         agreed[: self.blocks] = self.exponents()
         agreed[self.blocks] = self._aggregation.standing(comm)
         schedule = HalvingDoubling(comm.size, len(agreed))
-        blocks = -(-self._elements // BLOCK) if self.blocks else 0
+        blocks = blocks_of(self._elements) if self.blocks else 0
         timed = HalvingDoubling(comm.size, 4 * (blocks + 1))
         pending = comm.perform(schedule, agreed, "max", timed)
         return pending.then(lambda: self._add_up(agreed))
@@ -209,7 +211,7 @@ class _Numbers(_Integers):
         operation: ReduceOperation,
     ) -> None:
         super().__init__(aggregation, comm, flat, elements, operation)
-        self.blocks = -(-len(flat) // BLOCK)
+        self.blocks = blocks_of(len(flat))
         self._fixed = FixedPoint(comm.size)
         self._numbers = flat.to("cpu", torch.float32)
 
@@ -241,12 +243,18 @@ class _Numbers(_Integers):
             self._flat.copy_(numbers)
 
 
+def blocks_of(elements: int) -> int:
+    """How many blocks so many numbers have, one or more."""
+    return -(-(elements - 1) // BLOCK) + 1
+
+
 def _slabs(values: Array) -> Iterator[tuple[int, Array]]:
-    """Views of *values*, some rows of `BLOCK` at a time, and the number of the first; the rest,
-    if any, is a shorter row."""
-    whole = len(values) // BLOCK
+    """Views of *values*, some blocks at a time as rows, and the number of the first; a shorter one
+    and the last number are rows by themselves."""
+    whole, rest = divmod(len(values) - 1, BLOCK)
     rows = values[: whole * BLOCK].reshape(-1, BLOCK)
     for first in range(0, whole, SLAB):
         yield first, rows[first : first + SLAB]
-    if len(values) % BLOCK:
-        yield whole, values[whole * BLOCK :].reshape(1, -1)
+    if rest:
+        yield whole, values[whole * BLOCK : -1].reshape(1, -1)
+    yield blocks_of(len(values)) - 1, values[-1:].reshape(1, 1)

@@ -3,8 +3,8 @@
 After Rina (ICNP 2024), of which the idea is certain and what follows is this project's own
 design. The buffer has a part for each of G groups (`aggregator.ring`: who they are, and who
 does what in which stage), so the ring has 2 (G - 1) steps, however many workers there are. What
-comes for a group its workers take in turn, piece by piece; the one whose turn it is, the
-piece's *agent*, adds it to its own numbers and sends both to the switch.
+comes for a group its workers take in turn, datagram by datagram; the one whose turn it is, the
+datagram's *agent*, adds it to its own numbers and sends both to the switch.
 
 ===================== ============================= =====================================
 moves                 between                       of the buffer, for G groups, w workers
@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from paceline.aggregator.ring import Group, ring_of_racks
 from paceline.collectives.aggregated import Aggregated
@@ -64,6 +64,22 @@ class Rina(Aggregated):
         if all(group.rack is None for group in groups):
             return Ring(comm.size, size)
         return RingOfRacks(groups, size, pieces)
+
+
+class Cut(NamedTuple):
+    """One of so many equal parts of a piece."""
+
+    parts: int
+    number: int
+
+
+WHOLE = Cut(1, 0)
+
+
+def turns(group: Group) -> Iterator[tuple[int, Cut]]:
+    """What each worker of a group is the agent of, of each piece."""
+    for index, rank in enumerate(group.ranks):
+        yield rank, Cut(len(group.ranks), index)
 
 
 @dataclass(frozen=True)
@@ -103,31 +119,29 @@ class RingOfRacks:
                 offset = offset_of(self.size, len(self.groups), part)
                 offset += offset_of(whole, self.pieces, piece)
                 moves = self._out if out else self._in
-                for source, destination, adds in moves(stage, position, piece):
-                    if size:
-                        yield Transfer(number, source, destination, size, offset, adds)
+                for source, destination, cut, adds in moves(stage, position):
+                    length = segment(size, cut.parts, cut.number)
+                    start = offset + offset_of(size, cut.parts, cut.number)
+                    if length:
+                        yield Transfer(number, source, destination, length, start, adds)
 
-    def _in(
-        self, stage: int, position: int, piece: int
-    ) -> Iterator[tuple[int, int, bool]]:
+    def _in(self, stage: int, position: int) -> Iterator[tuple[int, int, Cut, bool]]:
         """What goes into the switch of a group."""
         group, node = self.groups[position], self._nodes[position]
         if group.rack is None:
             return
         adds = stage < len(self.groups)
-        ranks = group.ranks if adds else (_agent(group, piece),)
-        yield from ((rank, node, adds) for rank in ranks)
+        for rank, turn in turns(group):
+            yield rank, node, WHOLE if adds else turn, adds
 
-    def _out(
-        self, stage: int, position: int, piece: int
-    ) -> Iterator[tuple[int, int, bool]]:
+    def _out(self, stage: int, position: int) -> Iterator[tuple[int, int, Cut, bool]]:
         """What leaves a group, and what its switch gives to its own workers."""
         group, node = self.groups[position], self._nodes[position]
         if stage >= len(self.groups) - 1 and group.rack is not None:
-            yield from ((node, rank, False) for rank in group.ranks)
+            yield from ((node, rank, WHOLE, False) for rank in group.ranks)
         if stage < self.stages - 1:
-            following = self._after(position)
-            yield node, _agent(following, piece), stage < len(self.groups) - 1
+            for rank, turn in turns(self._after(position)):
+                yield node, rank, turn, stage < len(self.groups) - 1
 
     @cached_property
     def _nodes(self) -> tuple[int, ...]:
@@ -146,9 +160,12 @@ class RingOfRacks:
         parts = [segment(self.size, count, position - s) for s in range(self.stages)]
         if group.rack is None:
             return sum(parts[:-1])
-        turns = range(group.ranks.index(rank), self.pieces, len(group.ranks))
+        turn = dict(turns(group))[rank]
         spread = {
-            part: sum(segment(part, self.pieces, piece) for piece in turns)
+            part: sum(
+                segment(segment(part, self.pieces, piece), turn.parts, turn.number)
+                for piece in range(self.pieces)
+            )
             for part in set(parts)
         }
         return self.size + sum(spread[part] for part in parts[count:])
@@ -216,8 +233,3 @@ class RingOfRacks:
             around - steps[last] - steps[last + 1] + into[last] + own[last]
             for last in range(-2, len(self.groups) - 2)
         )
-
-
-def _agent(group: Group, piece: int) -> int:
-    """Whose turn it is."""
-    return group.ranks[piece % len(group.ranks)]

@@ -33,7 +33,7 @@ class Case:
     *together*: workers begin every so many steps together where ends are looked at (0: they do not):
     who waits for nobody's gradients may be done before others have begun, and then ends anywhere.
     *racks*: where two workers or more are simulated they stand in two racks, which are two
-    groups by hand.
+    groups by hand. *aggregates*: so they do, and both racks' switches add up.
     """
 
     method: str | Method
@@ -47,6 +47,7 @@ class Case:
     state: bool = False
     together: int = 0
     racks: bool = False
+    aggregates: bool = False
     reference: Callable[[torch.optim.Optimizer], None] | None = None
 
     @property
@@ -56,13 +57,14 @@ class Case:
 
     def cluster(self, workers: int) -> Cluster:
         """On which it is simulated."""
-        return cluster_of(workers, 2 if self.racks else 1)
+        two = self.racks or self.aggregates
+        return cluster_of(workers, 2 if two else 1, aggregates=self.aggregates)
 
 
-def cluster_of(workers: int, racks: int = 1) -> Cluster:
+def cluster_of(workers: int, racks: int = 1, *, aggregates: bool = False) -> Cluster:
     """So many workers in one rack; or in two, if there are as many: the first half of them,
     and the others, with an uplink of half a link. Those of two racks are two groups, for methods
-    that take groups by hand."""
+    that take groups by hand. *aggregates*: racks' switches add up."""
     sizes = (
         [workers] if racks == 1 or workers == 1 else [workers // 2, -(-workers // 2)]
     )
@@ -70,7 +72,14 @@ def cluster_of(workers: int, racks: int = 1) -> Cluster:
     names = ("near", "far") if racks > 1 else ("",)
     return Cluster(
         tuple(
-            Rack(workers=n, link=rate, latency=50e-6, uplink=uplink, group=name)
+            Rack(
+                workers=n,
+                link=rate,
+                latency=50e-6,
+                uplink=uplink,
+                group=name,
+                aggregates=aggregates,
+            )
             for n, name in zip(sizes, names, strict=False)
         )
     )
@@ -174,6 +183,7 @@ CASES: tuple[Case, ...] = (
     Case(method="bsp:collective=halving-doubling"),
     Case(method="bsp:collective=hierarchical", racks=True),
     Case(method="bsp:collective=auto", racks=True),
+    Case(method="bsp:collective=rina", aggregates=True),
     Case(method="bsp:compression=bf16", lossy=2**-8),
     Case(method="bsp:compression=int8", lossy=1 / 127),
     Case(method="bsp:compression=int4,compression.residuals=true", lossy=1 / 7),

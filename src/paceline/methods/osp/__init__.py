@@ -58,7 +58,9 @@ class OSP(OSPOptions):
         "auto",
         "halving-doubling",
         "hierarchical",
+        "rina",
         "ring",
+        "switchml",
         "tree",
     ] = "parameter-server"
     """Parameters on servers, which update them; or all-reduces among workers, formed so."""

@@ -1,0 +1,217 @@
+"""Sums that are formed as integers, in virtual time: the same bits on all ranks, within the
+bound of fixed point, wherever means are formed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import paceline
+from paceline.aggregator.fixed_point import FixedPoint, exponents_of
+from paceline.collectives import aggregated, make, over
+from paceline.collectives.aggregated import BLOCK
+from paceline.collectives.comm import TorchComm
+from paceline.worlds.join import join_world
+from tests.collectives.test_rina import LAYOUTS, cluster_of
+from tests.virtual.helpers import run
+
+ROWS = ("rina", "switchml")
+
+
+def summed(layout, name, held, operation="sum"):
+    """What each rank has of *held* (a tensor each), and how long it took."""
+
+    def body(rank):
+        world = join_world()
+        comm = over(make(name), world, TorchComm(world))
+        mine, start = held[rank].clone(), world.now()
+        comm.all_reduce(mine, operation).wait()
+        return mine, world.now() - start
+
+    return zip(*run(cluster_of(layout), body), strict=True)
+
+
+def some(generator, size, spread=6):
+    """Numbers whose blocks are of very different sizes."""
+    scale = torch.exp2(torch.randint(-spread, spread + 1, (size,), generator=generator))
+    return torch.randn(size, generator=generator) * scale
+
+
+def blocks(size):
+    """Where each begins and ends: the last number is one by itself."""
+    cuts = sorted({*range(0, size, BLOCK), size - 1, size})
+    return list(pairwise(cuts))
+
+
+def bound_of(held):
+    """By how much each number of the sum may be off: N / (2 f), and the result's rounding."""
+    bounds = []
+    for start, stop in blocks(len(held[0])):
+        block = torch.stack([one[start:stop].float() for one in held])
+        exponent = exponents_of(block.numpy()).max(keepdims=True)
+        off = FixedPoint(len(held)).bound(exponent)[0]
+        largest = block.abs().max().item() * len(held)
+        bounds += [off + largest * 2.0**-23] * block.shape[1]
+    return torch.tensor(bounds, dtype=torch.float64)
+
+
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(LAYOUTS, st.integers(1, 900), st.integers(0, 2**31), st.sampled_from(ROWS))
+def test_sums_are_within_the_bound_and_equal_on_all(layout, size, seed, name):
+    ranks = sum(n for n, _ in layout)
+    generator = torch.Generator().manual_seed(seed)
+    held = [some(generator, size) for _ in range(ranks)]
+    found, _ = summed(layout, name, held)
+    exact = torch.stack(held).double().sum(0)
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert ((found[0].double() - exact).abs() <= bound_of(held)).all()
+    whole = [torch.randint(-(2**27), 2**27, (size,)).int() for _ in range(ranks)]
+    found, _ = summed(layout, name, whole)
+    total = sum(one.long() for one in whole).int()
+    assert all(torch.equal(one, total) for one in found)
+
+
+def test_the_bound_is_not_there_for_nothing():
+    """With a digit less of headroom to each worker sums are further off than it allows."""
+    layout = [(3, True), (2, True)]
+    held = [some(torch.Generator().manual_seed(i), 720) for i in range(5)]
+    exact = torch.stack(held).double().sum(0)
+    off = (next(iter(summed(layout, "rina", held)))[0].double() - exact).abs()
+    assert (off <= bound_of(held)).all()
+    assert (off > bound_of(held) / 256).any()  # and integers it is
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2.0**127])
+def test_what_no_integer_can_stand_for_is_nan_in_its_block_alone(bad, name):
+    size = 3 * BLOCK + 7
+    held = [torch.ones(size) for _ in range(5)]
+    held[3][BLOCK + 5] = bad
+    held[1][size - 3] = bad
+    found, _ = summed([(3, True), (1, True), (1, False)], name, held)
+    spoilt = torch.zeros(size, dtype=torch.bool)
+    spoilt[BLOCK : 2 * BLOCK] = True
+    spoilt[3 * BLOCK : -1] = True
+    for one in found:
+        assert torch.equal(one.isnan(), spoilt)
+        assert torch.allclose(one[~spoilt], torch.tensor(5.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_means_keep_their_type_and_do_not_overflow_on_the_way(dtype):
+    """The sum of 5 times 30000 is no float16; the mean is."""
+    held = [torch.full((400,), 30_000.0, dtype=dtype) for _ in range(5)]
+    found, _ = summed([(3, True), (2, True)], "rina", held, "mean")
+    for one in found:
+        assert one.dtype == dtype
+        assert torch.equal(one, held[0])
+
+
+@pytest.mark.parametrize(
+    ("buffer", "operation"),
+    [
+        (torch.tensor([2.5, -1.0]), "max"),
+        (torch.tensor([2.0**40 + 1, 3.0], dtype=torch.float64), "sum"),
+        (torch.tensor([2**40, 3]), "sum"),
+    ],
+    ids=["maxima", "double precision", "whole numbers"],
+)
+def test_everything_else_goes_around_the_ring(buffer, operation):
+    held = [buffer + rank for rank in range(4)]
+    stacked = torch.stack(held)
+    expected = stacked.amax(0) if operation == "max" else stacked.sum(0)
+    for name in ROWS:
+        found, took = summed([(4, True)], name, held, operation)
+        assert all(torch.equal(one, expected) for one in found)
+        _, ring = summed([(4, True)], "ring", held, operation)
+        assert took == ring
+
+
+def test_where_nothing_adds_up_it_has_the_ring_s_bits_and_time():
+    held = [some(torch.Generator().manual_seed(rank), 5000) for rank in range(5)]
+    layout = [(3, False), (2, False)]
+    ring, seconds = summed(layout, "ring", held, "mean")
+    for name in ROWS:
+        found, took = summed(layout, name, held, "mean")
+        assert all(torch.equal(a, b) for a, b in zip(found, ring, strict=True))
+        assert took == seconds
+
+
+def test_the_last_number_is_a_block_by_itself():
+    """Who has something to tell makes it NaN: every other one must get through."""
+    held = [torch.ones(2 * BLOCK) for _ in range(4)]
+    held[2][-1] = float("nan")
+    found, _ = summed([(4, True)], "rina", held)
+    for one in found:
+        assert torch.equal(one[:-1], torch.full((2 * BLOCK - 1,), 4.0))
+        assert one[-1].isnan()
+
+
+def test_slabs_are_all_of_it_in_order():
+    slab = BLOCK * aggregated.SLAB
+    for size in (1, 2, BLOCK, BLOCK + 1, BLOCK + 2, slab, slab + 1, 2 * slab + 3):
+        values = np.arange(size)
+        found = list(aggregated._slabs(values))
+        assert np.array_equal(np.concatenate([v.ravel() for _, v in found]), values)
+        firsts = [row[0] for _, rows in found for row in rows]
+        assert firsts == [start for start, _ in blocks(size)]
+        assert len(firsts) == aggregated.blocks_of(size)
+        numbers = [first + i for first, rows in found for i in range(len(rows))]
+        assert numbers == list(range(len(firsts)))
+
+
+# ---- wherever means are formed ----
+
+SPECS = (
+    "bsp:collective=rina,fusion=2+2",
+    "bsp:collective=rina,fusion=wfbp,clip_norm=1",
+    "bsp:collective=switchml",
+    "bsp:collective=rina,compression=bf16",
+    "bsp:collective=rina,compression=fp16",
+    "bsp:collective=rina,compression=powersgd,compression.rank=2",
+    "local-sgd:every=2,collective=rina",
+    "diloco:every=2,collective=rina",
+    "ds-sync:collective=rina",
+    "osp:collective=rina",
+)
+LAYOUT = [(3, True), (2, False), (2, True)]
+
+
+def trained(spec, layout):
+    """All ranks' parameters at the end."""
+
+    def body(rank):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3)
+        )
+        optimizer = paceline.distribute(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), method=spec
+        )
+        data = torch.Generator().manual_seed(rank)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=data)).square().mean().backward()
+            optimizer.step()
+        optimizer.finish()
+        with optimizer.consolidated():
+            return torch.cat([p.detach().view(-1).clone() for p in model.parameters()])
+
+    return run(cluster_of(layout), body)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_trainings_are_native_s_up_to_rounding(spec):
+    mine = trained(spec, LAYOUT)
+    assert all(torch.equal(one, mine[0]) for one in mine)
+    theirs = trained(
+        spec.replace("=rina", "=native").replace("=switchml", "=native"), LAYOUT
+    )[0]
+    coded = "compression" in spec
+    assert torch.allclose(mine[0], theirs, rtol=0, atol=2e-3 if coded else 2e-6)
+    assert not torch.equal(mine[0], theirs)  # else nothing was summed as integers
