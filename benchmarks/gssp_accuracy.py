@@ -16,11 +16,10 @@ that ends best. SGD's learning rate is searched as what a gradient moves in the 
 (1 - momentum): servers that apply every gradient by itself take momentum over fewer samples.
 Rows that only vary another one have its pair. Then five seeds, each paired with ssp's, and with bsp's.
 
-Three tables more, of digits alone, are of other speeds and of 16 workers, with these hyperparameters.
-
-One is at 100 Mbit/s, where codes count, with the hyperparameters of the first. There
+One table is at 100 Mbit/s, where codes count, with the hyperparameters of the first. There
 ssp has two hosts for servers, between which digits' model is cut: among four so small a bucket
-would go to one as a whole. gssp has four, one for each group.
+would go to one as a whole. gssp has four, one for each group. Three more, of digits alone, are of other
+speeds and of 16 workers; they have searches of their own.
 
 Trainings that are done are lines of a file, and are not done again.
 """
@@ -107,12 +106,11 @@ CODED = {
 
 
 def elsewhere(mix, workers):
-    """The rows among other workers, with the hyperparameters that these eight have."""
+    """The rows among other workers."""
     return {
         name: replace(
             row,
             spec=BY_HAND_16 if workers == 16 and row.spec == BY_HAND else row.spec,
-            like=row.like or name,
             mix=mix,
             workers=workers,
         )
@@ -148,6 +146,8 @@ def grid(task, row):
                 shares=row.shares,
                 link=row.link,
                 servers=row.servers,
+                mix=row.mix,
+                workers=row.workers,
             )
             for seed in SEARCHED[task.name]
         ]
@@ -167,9 +167,9 @@ def merit(task, results, trainings):
     return statistics.fmean(seconds), end if task.falls else -end
 
 
-def chosen(task, results, name):
+def chosen(task, results, name, row):
     """The rate and the momentum of a row; None while its search is not done."""
-    row = ROWS[name]
+    row = replace(ROWS[row.like or name], mix=row.mix, workers=row.workers)
     merits = {
         pair: merit(task, results, trainings)
         for pair, trainings in grid(task, row).items()
@@ -182,10 +182,10 @@ def chosen(task, results, name):
 
 
 def trainings_of(task, results, name, row, seeds):
-    pair = chosen(task, results, row.like or name)
+    pair = chosen(task, results, name, row)
     if pair is None:
         return []
-    any_of = replace(grid(task, row)[pair][0], mix=row.mix, workers=row.workers)
+    any_of = grid(task, row)[pair][0]
     return [replace(any_of, seed=seed) for seed in range(seeds)]
 
 
@@ -203,7 +203,7 @@ def described(task, results, rows, seeds):
         if len(mine) < 2:
             continue
         row = {"method": name, "seeds": len(mine)}
-        row["rate"], row["momentum"] = chosen(task, results, rows[name].like or name)
+        row["rate"], row["momentum"] = chosen(task, results, name, rows[name])
         row["seconds"] = mean_of(seconds(task, one) for one in mine.values())
         row["whole"] = mean_of(one["seconds"] for one in mine.values())
         row["sent"] = mean_of(one["sent"] for one in mine.values())
@@ -272,12 +272,12 @@ def spread(pair, sign):
     return "" if math.isnan(mean) else f"{mean:{sign}.2f} ± {error:.2f}"
 
 
-def show_search(task, results):
-    pairs = list(grid(task, ROWS["bsp"]))
+def show_search(where, task, rows, results):
+    pairs = list(grid(task, rows["bsp"]))
     head = " | ".join(f"{rate:g}, {momentum:g}" for rate, momentum in pairs)
-    print(f"\n## {task.name}: seconds to {task.target:g}, by rate and momentum\n")
-    print(f"| method | {head} |\n|{'---|' * (len(pairs) + 1)}")
-    for name, row in ROWS.items():
+    print(f"\n## {task.name}, {where}: seconds to {task.target:g}\n")
+    print(f"| rate, momentum | {head} |\n|{'---|' * (len(pairs) + 1)}")
+    for name, row in rows.items():
         if row.like:
             continue
         cells = []
@@ -294,7 +294,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=sorted(TASKS), help="else both")
     parser.add_argument("--only", nargs="*", default=[], help="rows of these names")
-    parser.add_argument("--part", choices=("search", *TABLES), help="else all")
+    parser.add_argument("--part", choices=tuple(TABLES), help="else all")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -304,32 +304,36 @@ def main():
     results = Results(given.results, Training)
     tasks = [TASKS[given.task]] if given.task else list(TASKS.values())
     for task in [] if given.no_training else tasks:
-        if given.part in (None, "search"):
-            wanted = [
+        for part, (_, rows) in tables_of(task):
+            if given.part not in (None, part):
+                continue
+            wanted = {
+                name: row
+                for name, row in rows.items()
+                if not given.only or name in given.only
+            }
+            to_search = [
                 one
-                for name, row in ROWS.items()
-                if not row.like and (not given.only or name in given.only)
+                for name, row in wanted.items()
+                if not row.like
                 for trainings in grid(task, row).values()
                 for one in trainings
             ]
-            results.train(wanted, given.processes, train)
-        for part, (_, rows) in tables_of(task):
-            if given.part in (None, part):
-                wanted = [
-                    one
-                    for name, row in rows.items()
-                    if not given.only or name in given.only
-                    for one in trainings_of(task, results, name, row, given.seeds)
-                ]
-                results.train(wanted, given.processes, train)
+            results.train(to_search, given.processes, train)
+            of_rows = [
+                one
+                for name, row in wanted.items()
+                for one in trainings_of(task, results, name, row, given.seeds)
+            ]
+            results.train(of_rows, given.processes, train)
     found = {}
     for task in tasks:
-        if not given.json:
-            show_search(task, results)
-        for _, (where, rows) in tables_of(task):
+        for part, (where, rows) in tables_of(task):
             title = f"{task.name}, {where}"
             found[title] = list(described(task, results, rows, given.seeds))
             if not given.json:
+                if part != "coded":
+                    show_search(where, task, rows, results)
                 show(title, task, found[title])
     if given.json:
         print(json.dumps(found))
