@@ -15,7 +15,7 @@ from paceline.aggregator.client import AggregatorClient
 from paceline.aggregator.control import Challenge, Registration, line_of
 from paceline.aggregator.fallback import UdpFallbackServer
 from paceline.aggregator.forwarding import Inbox
-from paceline.aggregator.jobs import key_of
+from paceline.aggregator.jobs import key_of, number_of
 from paceline.aggregator.packets import Flag, Kind, Seal, blank, sizes
 from paceline.aggregator.udp import UserSpaceAggregator
 from paceline.errors import PeerLostError, UsageError
@@ -382,11 +382,11 @@ def test_jobs_that_compete_for_few_places_fall_back_to_their_servers():
         servers = {
             job: UdpFallbackServer(
                 "127.0.0.1",
-                job=job,
+                number=number_of(TOKEN, job),
+                key=key_of(TOKEN, job),
                 workers=2,
                 slots=8,
                 elements=358,
-                token=TOKEN,
             )
             for job in made
         }

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 
 from paceline.aggregator.fallback import UdpFallbackServer
+from paceline.aggregator.jobs import key_of, number_of
 from paceline.aggregator.served import ServedClient
 from paceline.collectives.atp_routes import at_server, at_switch, at_worker
 from tests.aggregator.test_udp import TOKEN, lossy, running, together
@@ -20,22 +21,23 @@ class Job:
     def __init__(self, name, ways, aggregators, slots=8, loss=0.0):
         self.name, self.ways, self.aggregators = name, ways, aggregators
         terms = {
-            "job": name,
             "workers": len(ways.racks),
             "slots": -(-slots // len(ways.servers)) * len(ways.servers),
             "elements": ELEMENTS,
-            "token": TOKEN,
         }
+        signed = {"number": number_of(TOKEN, name), "key": key_of(TOKEN, name)}
 
         def faulty(number):
             return {"lossy": lossy(number, loss) if loss else None}
 
         self.servers = [
-            UdpFallbackServer(HOST, **terms, **faulty(100 + part))
+            UdpFallbackServer(HOST, **signed, **terms, **faulty(100 + part))
             for part in range(len(ways.servers))
         ]
         self.clients = [
-            ServedClient(HOST, worker=rank, **terms, **faulty(rank))
+            ServedClient(
+                HOST, job=name, token=TOKEN, worker=rank, **terms, **faulty(rank)
+            )
             for rank in range(len(ways.racks))
         ]
         self.threads = [threading.Thread(target=one.run) for one in self.servers]

@@ -18,7 +18,6 @@ import numpy as np
 from paceline.aggregator.best_effort import FallbackServer
 from paceline.aggregator.datagrams import Addresses, datagrams, open_socket
 from paceline.aggregator.ends import Lossy
-from paceline.aggregator.jobs import key_of, number_of
 from paceline.aggregator.packets import NOBODY, Array, Kind, Seal, well_formed
 
 Route = tuple[int, str, int]
@@ -26,29 +25,29 @@ Route = tuple[int, str, int]
 
 
 class UdpFallbackServer:
-    """For one best-effort *job* of *workers*: *slots* and *elements* as its workers have them.
-    It listens at *host*, a numeric address of this machine. *lossy*: as `StreamEnd` has it."""
+    """For one best-effort job of *workers*, by its *number* and the *key* of its datagrams
+    (`jobs.number_of`, `jobs.key_of`): *slots* and *elements* as its workers have them. It
+    listens at *host*, a numeric address of this machine. *lossy*: as `StreamEnd` has it."""
 
     def __init__(
         self,
         host: str,
         *,
-        job: str,
+        number: int,
+        key: bytes,
         workers: int,
         slots: int,
         elements: int,
-        token: str,
         lossy: Lossy | None = None,
     ) -> None:
-        """Raises `OSError` where it cannot listen."""
+        """Raises `OSError` where it cannot listen, `UsageError` for too many workers."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._machine = FallbackServer(slots, elements, workers)
         self._udp = open_socket(family)
         self._udp.bind((host, 0))
         self.address: tuple[str, int] = self._udp.getsockname()[:2]
         """Where it listens."""
-        self._number = number_of(token, job)
-        self._seal = Seal(key_of(token, job))
-        self._machine = FallbackServer(slots, elements, workers)
+        self._number, self._seal = number, Seal(key)
         self._datagrams = datagrams(self._udp, elements)
         self._lossy = lossy
         self._addresses = Addresses()
@@ -86,6 +85,12 @@ class UdpFallbackServer:
     def stop(self) -> None:
         """End `run`, from any thread; once."""
         os.close(self._stopper)
+
+    def close(self) -> None:
+        """It was never run."""
+        self.stop()
+        self._udp.close()
+        os.close(self._stop)
 
     def _answer(self) -> bool:
         """Deal with one batch; whether there was one."""

@@ -124,3 +124,9 @@ def towards(address: Address) -> tuple[socket.AddressFamily, str]:
     with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
         probe.connect(found[4])  # sends nothing: only finds the way
         return socket.AddressFamily(found[0]), str(probe.getsockname()[0])
+
+
+def numeric(address: Address) -> Address:
+    """The same in numbers, as others are told it. Raises `OSError` for what is not found."""
+    found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0][4]
+    return str(found[0]), int(found[1])

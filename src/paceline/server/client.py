@@ -137,6 +137,16 @@ class RemoteServer:
         return reception
 
     @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, as this worker knows them."""
+        return self._host, self._port
+
+    def look(self) -> None:
+        """Read what has come, without waiting. Raises `PeerLostError` if the server is lost."""
+        self._loop.handle(0)
+        self._check()
+
+    @property
     def failure(self) -> UsageError | PeerLostError | None:
         """Why nothing more is expected of the server, if so."""
         return self._failure

@@ -52,9 +52,15 @@ def _server(start: Start) -> ParameterServer:
     return ParameterServer(start.workers, discipline, start.name, remembers=False)
 
 
+def _fallback_server(start: Start) -> AnyServer:
+    """Of a part above this one, as a kind of somebody's own is."""
+    return make("paceline.aggregator.sums_service:make", start)
+
+
 KINDS: dict[str, Factory] = {
     "server": _server,
     "group-server": make_group_machine,
+    "fallback-server": _fallback_server,
 }
 
 

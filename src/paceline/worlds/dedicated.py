@@ -57,7 +57,7 @@ def introduce(
     ends: Sequence[Endpoint],
 ) -> None:
     """Tell those that are at an address already what they are, and then where their peers are:
-    those that have peers. Raises `UsageError` where one cannot be that."""
+    those that have peers, or are no parameter servers. Raises `UsageError` where one cannot be that."""
     at = {
         service.name: (address.host, address.port)
         for service, address in zip(services, addresses, strict=True)
@@ -76,7 +76,7 @@ def introduce(
                 )
             )
             for number, (service, end) in enumerate(zip(services, ends, strict=True))
-            if service.name in at and service.peers
+            if service.name in at and (service.peers or service.kind != "server")
         ]
         for reception in waiting:
             reception.wait()

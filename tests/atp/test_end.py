@@ -1,0 +1,179 @@
+"""Ends of ATP's sums over real sockets: they find each other, servers of their own included."""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+
+from paceline.aggregator.packets import FEWEST_ELEMENTS
+from paceline.aggregator.sums_service import ServerHosts
+from paceline.collectives.atp_end import ServedEnd
+from paceline.collectives.atp_ways import Server, Ways, beside_workers
+from paceline.errors import PeerLostError, UsageError
+from paceline.messages import Introduce
+from paceline.server.client import RemoteServer
+from paceline.server.dedicated import make_shell
+from tests.aggregation.test_ring_end import Exchanges, addresses, aggregators
+from tests.aggregator.test_udp import TOKEN, lossy, together
+
+RACKS = (0, 0, 1, 1, 2)
+LONG_TOKEN = 3 * TOKEN
+
+
+@contextlib.contextmanager
+def served(ways):
+    """The ends of every rank's dedicated servers; none where there are none."""
+    count = sum(server.rank is None for server in ways.servers)
+    with contextlib.ExitStack() as stack:
+        shells = [
+            make_shell(len(ways.racks), "127.0.0.1", 0, LONG_TOKEN)
+            for _ in range(count)
+        ]
+        threads = [threading.Thread(target=shell.run, args=(None,)) for shell in shells]
+        for thread in threads:
+            thread.start()
+            stack.callback(thread.join, 20)
+        names = [f"sums {number}" for number in range(count)]
+
+        def ends_of(rank):
+            ends = [
+                RemoteServer(
+                    name, "127.0.0.1", shell.port, worker=rank, token=LONG_TOKEN
+                )
+                for name, shell in zip(names, shells, strict=True)
+            ]
+            for number, end in enumerate(ends):
+                words = Introduce(kind="fallback-server", services=names, number=number)
+                end.request(words).wait()
+            return ends
+
+        yield ends_of if count else lambda rank: []
+
+
+def in_a_job(ways, where, work, ends_of=lambda rank: [], faulty=False, **options):
+    exchanges = Exchanges(len(ways.racks))
+    own = {"token": TOKEN, "job": "a job", "slots": 16} | options
+
+    def one(rank):
+        chance = lossy(rank, 0.01) if faulty else None
+        ends = ends_of(rank)
+        hosts = ServerHosts(ends) if ends else None
+        try:
+            end = ServedEnd(
+                ways, hosts, rank, where, exchanges.of(rank), **own, lossy=chance
+            )
+            try:
+                return work(rank, end)
+            finally:
+                end.serve_while(lambda: exchanges.barrier.wait(60))
+                end.close()
+        finally:
+            for one in ends:
+                one.close()
+
+    return together(len(ways.racks), one)
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+@pytest.mark.parametrize(
+    ("aggregating", "servers"),
+    [
+        ((0, 1), beside_workers(RACKS)),
+        ((0, 1), (Server(2, None, 0), Server(0, None, 1))),
+        ((), (Server(1, None, 0),)),
+    ],
+    ids=["shards", "dedicated", "no switch"],
+)
+def test_sums_are_exact(aggregating, servers, faulty):
+    random = np.random.default_rng(0)
+    made = [
+        random.integers(-(2**31), 2**31, (len(RACKS), size)).astype(np.int32)
+        for size in (30_011, 1, 4000)
+    ]
+    totals = [values.sum(axis=0, dtype=np.int64).astype(np.int32) for values in made]
+    ways = Ways(RACKS, aggregating, servers)
+
+    def work(rank, end):
+        for values in made:
+            end.sum_integers(values[rank])
+
+    with aggregators(aggregating) as there, served(ways) as ends_of:
+        in_a_job(ways, addresses(there), work, ends_of, faulty)
+    for values, total in zip(made, totals, strict=True):
+        assert (values == total).all()
+
+
+def test_an_aggregator_that_dies_is_a_loss_and_values_are_as_they_were():
+    racks = (0, 0, 1, 1)
+    began, died = threading.Barrier(4), threading.Event()
+    values = [np.full(200_000, rank, np.int32) for rank in range(4)]
+
+    def told():
+        if died.is_set():
+            raise PeerLostError("told by others")
+
+    with aggregators({1}) as there, contextlib.ExitStack() as first:
+        there[0] = first.enter_context(aggregators({0}))[0]
+
+        def work(rank, end):
+            end.sum_integers(np.ones(10, np.int32))
+            began.wait(60)
+            end.watch = told if racks[rank] else None
+            if rank == 0:
+                first.close()
+                died.set()
+            with pytest.raises(PeerLostError):
+                end.sum_integers(values[rank])
+
+        ways = Ways(racks, (0, 1), beside_workers(racks))
+        in_a_job(ways, addresses(there), work)
+    for rank in range(4):
+        assert (values[rank] == rank).all()
+
+
+def refusals(ways, where, kind, **options):
+    exchanges, errors = Exchanges(len(ways.racks)), []
+
+    def one(rank):
+        own = {"token": TOKEN, "job": "refused"} | options
+        try:
+            ServedEnd(ways, None, rank, where, exchanges.of(rank), **own)
+        except kind as error:
+            errors.append(str(error))
+
+    together(len(ways.racks), one)
+    assert len(errors) == len(ways.racks)
+    return errors
+
+
+def test_what_is_refused_is_refused_on_all_ranks():
+    ways = Ways((0, 0, 1), (0,), beside_workers((0, 0, 1)))
+    with aggregators([0]) as there:
+        where = addresses(there)
+        for options, said in (
+            ({"token": "another"}, "another token"),
+            ({"mtu": 90}, "MTU 90: expected"),
+            ({"mtu": 9000}, "start it with a larger --mtu"),
+        ):
+            for error in refusals(ways, where, UsageError, **options):
+                assert said in error
+    for error in refusals(ways, where, PeerLostError):
+        assert "cannot be reached" in error
+
+
+def test_a_dedicated_server_refuses_what_makes_no_sense():
+    ways = Ways((0,), (), (Server(0, None, 0),))
+    with served(ways) as ends_of:
+        [end] = ends_of(0)
+        hosts = ServerHosts([end])
+        for slots, elements in ((0, 358), (1 << 30, 358), (8, FEWEST_ELEMENTS - 1)):
+            with pytest.raises(UsageError, match="slots of"):
+                hosts.open("job", TOKEN, workers=1, slots=slots, elements=elements)
+        with pytest.raises(UsageError, match="waiting for its routes"):
+            hosts.lead("job", TOKEN, [[]])
+        hosts.open("job", TOKEN, workers=1, slots=8, elements=358)
+        with pytest.raises(UsageError, match="one of that number"):
+            hosts.open("job", TOKEN, workers=1, slots=8, elements=358)
+        hosts.forget("job", TOKEN)
+        end.close()
