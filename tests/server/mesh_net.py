@@ -54,16 +54,21 @@ class SumsUp:
     *period* pushes of a bucket. *taken* is told the element of each gradient."""
 
     def __init__(
-        self, groups: Groups, period: int, taken: Callable[[int, int], None]
+        self,
+        groups: Groups,
+        period: int,
+        taken: Callable[[int, int], None],
+        has_root: bool = False,
     ) -> None:
         self._groups, self._period, self._taken = groups, period, taken
+        self.has_root = has_root
         self.number = -1
         self._sums: dict[int, list[HeldPush]] = {}
         self._told = 0
         self.words_heard: dict[int, list[bytes]] = {}
 
     def __deepcopy__(self, memo: object) -> SumsUp:
-        fresh = SumsUp(self._groups, self._period, self._taken)
+        fresh = SumsUp(self._groups, self._period, self._taken, self.has_root)
         fresh.number = self.number
         return fresh
 
@@ -144,7 +149,9 @@ class SumsUp:
 class Case:
     """*of*: each worker's group. *steps*: how many each does. *meets*: before which steps all
     workers meet, or load zeros. *moves*: a worker goes to another group before its step:
-    (worker, step): group. *cuts*, *kills*, *deaths*: of connections, servers, workers."""
+    (worker, step): group. *cuts*, *kills*, *deaths*: of connections, servers, workers.
+    *has_root*: servers pass on to server 0 alone. *prey*: the servers of which one is killed;
+    *peril*: how likely at each event."""
 
     of: tuple[int, ...]
     servers: int
@@ -157,8 +164,11 @@ class Case:
     cuts: int = 0
     kills: int = 0
     deaths: int = 0
+    peril: float = 0.005
     agree: bool = True
     snapshots: bool = False
+    has_root: bool = False
+    prey: tuple[int, ...] = ()
 
 
 Script = Generator[
@@ -252,7 +262,7 @@ class MeshNet:
 
     def sums_up(self, number: int) -> SumsUp:
         groups = Groups(self.case.of, self.case.servers)
-        return SumsUp(groups, self.case.period, self.takes)
+        return SumsUp(groups, self.case.period, self.takes, self.case.has_root)
 
     def takes(self, element: int, bucket: int) -> None:
         self.taken.append((element, bucket))
@@ -594,8 +604,8 @@ class MeshNet:
             if not life.dead and not life.over and self.is_loaded:
                 self.deaths -= 1
                 self.die(life)
-        if self.kills and self.is_loaded and choose.random() < 0.005:
-            number = choose.choice(list(self.servers))
+        if self.kills and self.is_loaded and choose.random() < self.case.peril:
+            number = choose.choice(self.case.prey or list(self.servers))
             if not self.entering:
                 self.kills -= 1
                 if self.case.snapshots:

@@ -41,7 +41,8 @@ Modules
 -------
 - `mesh_home`: the server of the group's workers.
 - `mesh_mail`: letters to peers, sent until they are answered.
-- `mesh_parcels`: what is passed on, and what was taken; `mesh_telling`, what is told.
+- `mesh_parcels`: what is passed on, and what was taken; `mesh_telling`, what is told; `mesh_root`,
+  what server 0 passes on for all, where it is the root.
 - `mesh_copies`, `mesh_entering`, `mesh_meetings`: how all of a server comes to another one.
 - `mesh_membership`: whether this one is in the mesh; `mesh_hearing`: what the others say.
 - here: who is told what, and who waits.
@@ -77,6 +78,7 @@ from paceline.server.mesh_home import NOW, Home
 from paceline.server.mesh_mail import Mail, Peer
 from paceline.server.mesh_membership import Membership
 from paceline.server.mesh_parcels import Passing
+from paceline.server.mesh_root import Root
 from paceline.server.mesh_telling import Telling
 from paceline.server.process import discipline_of
 from paceline.server.protocol import ParameterServer
@@ -122,8 +124,12 @@ class GroupServer:
         peers = {n: Peer(n, name) for n, name in enumerate(servers) if n != number}
         self._peers: Mapping[int, Peer] = peers
         self._mail = Mail(peers, self._out)
-        self._passing = Passing(number, life, peers, self._mail, self._is_refused)
-        self._telling = Telling(home, peers, self._mail, self._passing)
+        self._passing = Passing(
+            *(number, life, peers, self._mail, self._is_refused),
+            has_root=lambda: home.has_root,
+        )
+        root = Root(home, self._passing)
+        self._telling = Telling(home, peers, self._mail, self._passing, root)
         self._membership = Membership(
             *(home, peers, self._mail, self._passing, self._telling),
             agree=agree,
@@ -133,7 +139,9 @@ class GroupServer:
         )
         self._entering = self._membership.entering
         self._meetings = self._membership.meetings
-        self._hearing = Hearing(home, peers, self._passing, self._membership, self._out)
+        self._hearing = Hearing(
+            *(home, peers, self._passing, root, self._membership, self._out)
+        )
         self._fault = ""
         self._deferred: list[Asked] = []
         """What workers have asked, and are not served yet."""

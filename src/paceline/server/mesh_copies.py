@@ -55,6 +55,7 @@ class Captured:
             meeting=meeting,
             versions=list(shard.store.versions),
             taken=[*passing.taken.saved(), (*passing.line, passing.next)],
+            ahead=passing.taken.saved_ahead(),
             parts=[_described(payload) for payload, _ in self._parts],
             floats=home.floats,
         )

@@ -16,6 +16,7 @@ from paceline.mesh_messages import (
     Drain,
     Enter,
     Manifest,
+    Nothing,
     Pass,
     PeerRequest,
     Stand,
@@ -27,6 +28,7 @@ from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Item, Peer
 from paceline.server.mesh_membership import Membership
 from paceline.server.mesh_parcels import Passing, line_of
+from paceline.server.mesh_root import Root
 
 Received = tuple[Peer, Sender, Pass | Tell | Enter, torch.Tensor | None]
 
@@ -39,10 +41,12 @@ class Hearing:
         home: Home,
         peers: Mapping[int, Peer],
         passing: Passing,
+        root: Root,
         membership: Membership,
         out: list[Answer | Ask],
     ) -> None:
         self._home, self._peers, self._passing = home, peers, passing
+        self._root = root
         self._membership, self._out = membership, out
         self._entering, self._meetings = membership.entering, membership.meetings
         self._waiting: list[Received] = []
@@ -111,7 +115,9 @@ class Hearing:
                 self._take(received, now)
             except UsageError as error:
                 self._out.append(Answer(sender, Refused(reason=str(error))))
-        return len(self._waiting) < len(waiting)
+        answers = self._root.answers()
+        self._out += answers
+        return bool(answers) or len(self._waiting) < len(waiting)
 
     def _has_to_wait(self, message: Pass | Tell | Enter) -> bool:
         enters = self._entering.is_under_way
@@ -135,16 +141,22 @@ class Hearing:
 
     def _take(self, received: Received, now: float) -> None:
         peer, sender, message, payload = received
-        reply: Done | Standing | Manifest = Done()
+        reply: Done | Standing | Manifest | None = Done()
         if isinstance(message, Enter):
             reply = self._enter(peer, message)
         elif isinstance(message, Tell):
             self._hear_words(peer, message, now)
         elif self._is_meant(message):
-            self._take_item(peer, message, payload, now)
-        elif isinstance(message.what, Away) and message.source == peer.number:
-            self._passing.goes(peer)
-        self._out.append(Answer(sender, reply))
+            if not self._take_item(peer, sender, message, payload, now):
+                reply = None
+        else:
+            if isinstance(message.what, Away) and message.source == peer.number:
+                self._passing.goes(peer)
+            home = self._home
+            if not home.number and (home.has_root or not home.is_loaded):
+                reply = None  # it comes again, once its source knows of this life
+        if reply is not None:
+            self._out.append(Answer(sender, reply))
 
     def _hear_words(self, peer: Peer, tell: Tell, now: float) -> None:
         if tell.number >= self._told.get(peer.number, 0):
@@ -152,38 +164,49 @@ class Hearing:
             self._home.hear(peer.number, tell.words, now)
 
     def _enter(self, peer: Peer, enter: Enter) -> Standing | Manifest:
+        if not peer.number:
+            self._meetings.have_ended(enter.meeting)
         if enter.via == self._home.number:
             manifest = self._membership.is_taken_over(enter.entry, peer)
             self._passing.enters(peer, enter.entry, [])
+            self._passing.has_what_is_here(peer)
             return manifest
         via = self._peers.get(enter.via)
         if via is None:
             raise UsageError(f"enter: there is no server {enter.via}")
-        items = [] if via is peer else via.items()
+        items = [] if via is peer else self._passing.for_one_that_copies(peer, via)
         self._passing.enters(peer, enter.entry, items)
         mine = [item.number for item in items if line_of(item) == self._passing.line]
         first = min(mine, default=self._passing.next)
         return msgspec.structs.replace(self._membership.stands(), number=first)
 
     def _take_item(
-        self, peer: Peer, message: Pass, payload: torch.Tensor | None, now: float
-    ) -> None:
-        line = message.source, message.life
-        expected = self._passing.taken.next(line)
-        if line == self._passing.line or message.number < expected:
+        self,
+        peer: Peer,
+        sender: Sender,
+        message: Pass,
+        payload: torch.Tensor | None,
+        now: float,
+    ) -> bool:
+        """Whether it is answered now; if not, once all have it."""
+        line, taken = (message.source, message.life), self._passing.taken
+        number = *line, message.number
+        if line == self._passing.line or taken.has(line, message.number):
             self._home.counts["parcels that came again"] += 1
-            return
+            return not self._root.came_again(number, sender)
+        expected = taken.next(line)
         if message.number > expected:
             raise UsageError(
                 f"pass: expected number {expected} of server {message.source}, got "
                 f"{message.number}"
             )
-        source = self._peers.get(message.source)
+        source, parcel = self._peers.get(message.source), None
         if isinstance(message.what, Away):
             if source is not None and source.life == message.life:
                 self._passing.goes(source)
-        elif message.load == self._home.loads:
-            self._home.take(message.source, message.what, payload, now)
+            self._root.hurry()
+        elif message.load == self._home.loads and not isinstance(message.what, Nothing):
+            parcel = self._home.take(message.source, message.what, payload, now)
         item = Item(
             source=message.source,
             life=message.life,
@@ -193,7 +216,14 @@ class Hearing:
             what=message.what,
             payload=payload,
         )
-        self._passing.taken.take(item, peer.number, message.floor)
+        taken.take(item, peer.number, message.floor)
+        taken.cover(message.covers)
+        if not self._root.is_one:
+            return True
+        if parcel is not None:
+            self._root.add(message.source, parcel)
+        self._root.has_come(number, sender, None if parcel is None else parcel.bucket)
+        return False
 
 
 def _line(peer: Peer, message: Pass | Tell | Enter) -> tuple[int, object]:

@@ -4,13 +4,13 @@ connections do meanwhile."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from paceline.interfaces import Answer, Ask
-from paceline.mesh_messages import Away, Buffers, Gradients
+from paceline.mesh_messages import Away, Buffers, Gradients, Nothing
 from paceline.messages import Reply, Request
 
 
@@ -24,8 +24,9 @@ class Item:
     number: int
     load: int
     meeting: int
-    what: Gradients | Buffers | Away
+    what: Gradients | Buffers | Away | Nothing
     payload: torch.Tensor | None
+    covers: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclass(eq=False)
@@ -45,7 +46,8 @@ class Peer:
     """Another server, as far as is known here.
 
     *active*: items are passed on to it. *entry*: how it has last entered, or gone; *told*: the
-    same, as it has said when it entered. *lost*: why nobody answers there, since when; None
+    same, as it has said when it entered. *behind*: it is yet to take over what this one has,
+    and nothing is passed on to it before. *lost*: why nobody answers there, since when; None
     while it is connected.
     """
 
@@ -55,6 +57,7 @@ class Peer:
     entry: int = 0
     told: int = -1
     active: bool = True
+    behind: bool = False
     lost: tuple[str, float] | None = None
     letters: list[Letter] = field(default_factory=list)
     """Those that are unanswered, the oldest first."""

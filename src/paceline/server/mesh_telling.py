@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from paceline.interfaces import Parcel
 from paceline.mesh_messages import Away, Buffers, Gradients, Tell
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Letter, Mail, Peer
 from paceline.server.mesh_parcels import Passing
+from paceline.server.mesh_root import Root, described
 
 ROUNDS_UNANSWERED = 4
 """A peer may owe answers to so many parcels of each bucket. Then no more are made: what would be
@@ -21,10 +21,15 @@ class Telling:
     """What *home* wants passed on, to *peers*."""
 
     def __init__(
-        self, home: Home, peers: Mapping[int, Peer], mail: Mail, passing: Passing
+        self,
+        home: Home,
+        peers: Mapping[int, Peer],
+        mail: Mail,
+        passing: Passing,
+        root: Root,
     ) -> None:
         self._home, self._peers = home, peers
-        self._mail, self._passing = mail, passing
+        self._mail, self._passing, self._root = mail, passing, root
         self._number, self._words = 0, b""
         """How often the discipline has told something, and what it was last."""
 
@@ -39,16 +44,22 @@ class Telling:
     def pass_on(self, everything: bool, meetings: int, now: float) -> bool:
         """What is to be passed on by now, or *everything* that was not yet; returns whether
         there were parcels."""
-        home = self._home
+        home, root = self._home, self._root
         parcels = home.outgoing(everything, now)
+        buckets = [parcel.bucket for parcel in parcels]
         for parcel in parcels:
-            values = home.standing(parcel.bucket, parcel.values)
-            self._pass(_described(parcel), values, meetings)
-        if everything or any(home.is_last_bucket(p.bucket) for p in parcels):
+            if root.is_one:
+                root.add(home.number, parcel)
+            else:
+                values = home.standing(parcel.bucket, parcel.values)
+                self._pass(described(parcel), values, meetings)
+        if root.is_one:
+            buckets = root.pass_on(everything, meetings)
+        if everything or any(map(home.is_last_bucket, buckets)):
             buffers = home.buffers_to_pass()
             if buffers is not None:
                 self._pass(*buffers, meetings)
-        return bool(parcels)
+        return bool(buckets)
 
     def go(self, meetings: int) -> None:
         """Nothing is to be passed on to this server any more."""
@@ -79,15 +90,3 @@ class Telling:
         life, number = self._passing.life, self._number
         tell = Tell(life=life, number=number, words=self._words)
         self._mail.post(peer, Letter(lambda: tell, lambda *_: None))
-
-
-def _described(parcel: Parcel) -> Gradients:
-    return Gradients(
-        bucket=parcel.bucket,
-        gradients=parcel.gradients,
-        weight=parcel.weight,
-        used=list(parcel.used),
-        hyperparameters=[dict(h) for h in parcel.hyperparameters],
-        version=parcel.version,
-        is_model=parcel.is_model,
-    )

@@ -16,7 +16,7 @@ are divided by whole steps.
 
 Inferred, since the paper's score, its clusters and its merging are not known to us but in outline: all of the above but the
 two measures. There clusters stand in a tree with slow ones deeper, and their masters exchange with
-their parents; here servers pass on to all others, as under gssp, whose parts this is made of. Who has been put into a
+their parents; here servers pass on to all others, or with ``topology=root`` to one above all, as under gssp, whose parts this is made of. Who has been put into a
 cluster moves only when its whole step has become longer or shorter, with gssp's hysteresis.
 """
 
@@ -74,7 +74,7 @@ class ClusterHybrid(InGroups):
         return GroupDiscipline(
             self.groups(workers),
             Rounds(together=True),
-            Passing(period=1),
+            Passing(period=1, topology=self.topology),
             self.measure_steps,
             None if self.members else ByParts(self.most_groups, self.ratio),
         )

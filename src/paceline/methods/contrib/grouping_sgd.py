@@ -16,7 +16,8 @@ times the script's, over 1 + its staleness.
 tau is how many gradients of other groups were applied at its server since the group's last mean, in steps of all (n).
 
 Differs from the authors' system, in which all groups share one set of servers: here each has a
-server with the whole model, as under gssp, whose parts this is made of. Inferred: the form of the
+server with the whole model, as under gssp, whose parts this is made of; with ``topology=root`` means go through
+one of them. Inferred: the form of the
 weight; with tau counted as it is here, a group that is as fast as the others has a tau below 1, and 1/tau
 would let it count for more than once. The order of servers, by which fast ones own lower layers, and
 shares of data by speed are not here (`paceline.Sampler(..., shares="speed")` deals those out).
@@ -56,6 +57,7 @@ class GroupingSGD(InGroups):
             Passing(
                 period=1,
                 damping="none" if self.damping == "none" else "own-staleness",
+                topology=self.topology,
             ),
             measure_steps=20,
         )

@@ -49,11 +49,15 @@ steps as if it were all (weights times n/k), since others' gradients do not come
 ``damping=staleness``: a parcel counts 1/(1 + tau); tau is how many gradients of others came to
 its bucket since the last one from there, in steps of all (n). Servers then differ by more than order.
 
+``topology=root``: servers pass on to server 0 alone, which adds up what comes, and passes on to each what all
+but that one have applied (`paceline.server.mesh_root`). What comes from it counts as of one source for
+`damping`; with ``exchange=models`` it is the root's model, by the weight of all the others'.
+
 Differs from the published code, which does not run as it is: the push counter counts, so that
 parcels are sent; groups follow measured times, where the code takes ranks modulo 4; the gate does not
 poll; BatchNorm's statistics travel; weight decay acts as often as under bsp and not once an update; groups
-have no speed class before all were measured. There is no root: one script of the code has it, whose
-server steps for all groups. Groups, hysteresis and momentum in samples are inferred.
+have no speed class before all were measured. The root of one of its scripts steps for all groups, and its weights
+replace theirs: here each server steps. Groups, hysteresis and momentum in samples are inferred.
 """
 
 from __future__ import annotations
@@ -146,7 +150,12 @@ class GSSP(InGroups):
         return GroupDiscipline(
             self.groups(workers),
             gate,
-            Passing(period=self.period, exchange=self.exchange, damping=self.damping),
+            Passing(
+                period=self.period,
+                exchange=self.exchange,
+                damping=self.damping,
+                topology=self.topology,
+            ),
             self.measure_steps,
             regroup,
             by_samples if self.momentum == "samples" else by_updates,

@@ -49,6 +49,7 @@ from paceline.methods.gssp.weighting import Weighted, by_updates
 
 Damping = Literal["none", "staleness", "own-staleness"]
 Exchange = Literal["gradients", "models"]
+Topology = Literal["mesh", "root"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +57,13 @@ class Passing:
     """How servers pass on what they have applied. *period*: after so many gradients of a bucket;
     0: as many as the group has workers. *exchange*: gradients, or models, of which the means are
     formed. *damping*: what is stale counts for 1/(1 + tau): parcels, where they come, so that servers
-    differ; or what this group makes ("own-staleness"), here and there."""
+    differ; or what this group makes ("own-staleness"), here and there. *topology*: to whom, see
+    `Meshed.has_root`."""
 
     period: int = 0
     exchange: Exchange = "gradients"
     damping: Damping = "none"
+    topology: Topology = "mesh"
 
 
 class GroupDiscipline:
@@ -193,6 +196,10 @@ class GroupDiscipline:
     @property
     def groups(self) -> Groups:
         return self._known.groups
+
+    @property
+    def has_root(self) -> bool:
+        return self._passing.topology == "root"
 
     def is_server(self, number: int) -> None:
         self._known.number = number
