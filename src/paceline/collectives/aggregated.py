@@ -20,6 +20,7 @@ under NCCL, which performs no schedules, all is native.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
@@ -29,7 +30,9 @@ from paceline.aggregator.fixed_point import FixedPoint, exponents_of
 from paceline.aggregator.packets import Array
 from paceline.aggregator.protocol import all_bits
 from paceline.aggregator.ring import Group
+from paceline.aggregator.ring_end import RingEnd
 from paceline.collectives.aggregation import Aggregation, ScheduledAggregation
+from paceline.collectives.datagram_line import MakeEnd
 from paceline.collectives.datagram_sums import (
     UdpAggregation,
     check_found,
@@ -83,6 +86,10 @@ class Aggregated:
     def plain(self, comm: Comm) -> bool:
         """Whether no switch has anything to add up, so that all goes around the ring."""
         return all(group.rack is None for group in self.groups(comm))
+
+    def end(self, comm: TorchComm) -> MakeEnd:
+        """What makes a rank's end of what adds up for *comm*, where aggregators are programs."""
+        return partial(RingEnd, self.groups(comm))
 
     # ---- at the start ----
 

@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-One `RingEnd` at a time carries out the sums in the order of issue. Where an aggregator is lost, all
+One `End` at a time carries out the sums in the order of issue. Where an aggregator is lost, all
 ranks go on around the plain ring, over the connections that they have, until it is back:
 
 1. Who notices says so in the job's store, under the *epoch* (how often this queue has lost an
@@ -30,18 +30,16 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import torch
 
-from paceline.aggregator.job_end import Address
+from paceline.aggregator.job_end import Address, Exchange
 from paceline.aggregator.packets import Array
-from paceline.aggregator.ring import Group
-from paceline.aggregator.ring_end import RingEnd
 from paceline.collectives.pending import Job
 from paceline.collectives.schedule import Ring
 from paceline.errors import PeerLostError
@@ -49,13 +47,15 @@ from paceline.errors import PeerLostError
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm
 
+Served = TypeVar("Served")
+
 LOOK_SECONDS = 0.1
 IDLE_SECONDS = 1.0
-RETRY_SECONDS = 2.0
+RETRY_SECONDS = 1.0
 REACH_SECONDS = 1.0
 CLOSING_SECONDS = 5.0
 """How long `Line.close` waits for the others' ends."""
-_WORDS_BYTES = 1024
+_WORDS_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,46 @@ class _Met(msgspec.Struct):
     leaving: bool = False
 
 
-class Line:
-    """The queue of *comm*'s sums that works of the chain *path* issue, and *groups* form."""
+class End(Protocol):
+    """One rank's end of what adds up: see `RingEnd`."""
 
-    def __init__(
-        self, comm: TorchComm, path: str, groups: Sequence[Group], terms: Terms
-    ) -> None:
+    def sum_integers(self, values: Array) -> None: ...
+
+    def idle(self, seconds: float, wake: int) -> None: ...
+
+    def serve_while(self, work: Callable[[], Served]) -> Served: ...
+
+    def close(self, *, well: bool = True) -> None: ...
+
+
+class MakeEnd(Protocol):
+    """Collective; raises as `RingEnd` does."""
+
+    def __call__(
+        self,
+        rank: int,
+        aggregators: Mapping[int, Address],
+        exchange: Exchange,
+        *,
+        job: str,
+        token: str,
+        slots: int,
+        mtu: int,
+        watch: Callable[[], None],
+    ) -> End: ...
+
+
+class Line:
+    """The queue of *comm*'s sums that works of the chain *path* issue. *make*: this rank's end of
+    what adds up."""
+
+    def __init__(self, comm: TorchComm, path: str, make: MakeEnd, terms: Terms) -> None:
         self._comm, self._terms = comm, terms
         self._path = f"{comm.name}|{path}"
-        self._groups = groups
-        used = {group.rack for group in groups}
-        self._where = {rack: at for rack, at in terms.where.items() if rack in used}
-        self._end: RingEnd | None = None
+        self._make = make
+        self._end: End | None = None
         self._epoch = self._exchanges = self._completed = 0
+        self._around_ring = 0
         self._joined = self._missing = False
         self._kept: Array | None = None
         self._looked = 0.0
@@ -122,6 +149,11 @@ class Line:
         """All sums that were asked for are in: leave, when all others do."""
         self._put(None)
         self._thread.join(CLOSING_SECONDS)
+        if self._epoch:
+            self._say(
+                f"aggregators were lost {self._epoch} times, and {self._around_ring} of "
+                f"{self._completed} sums went around the ring"
+            )
 
     def _put_job(self, job: Job) -> Job:
         self._put(job)
@@ -186,10 +218,9 @@ class Line:
 
     def _join(self) -> None:
         """Collective. Raises `UsageError` and `PeerLostError`, on all ranks."""
-        self._end = RingEnd(
-            self._groups,
+        self._end = self._make(
             self._comm.rank,
-            self._where,
+            self._terms.where,
             self._exchange,
             job=f"{self._terms.job} {self._path} {self._epoch}",
             token=self._terms.token,
@@ -267,7 +298,7 @@ class Line:
     def _look_out(self) -> None:
         while not self._left:
             time.sleep(RETRY_SECONDS)
-            if all(_is_reached(at) for at in self._where.values()):
+            if all(_is_reached(at) for at in self._terms.where.values()):
                 self._missing = False
                 return
 
@@ -275,6 +306,7 @@ class Line:
 
     def _around(self, values: Array, number: int) -> None:
         """Sum number *number*, around the ring of all ranks."""
+        self._around_ring += 1
         self._comm.perform_here(
             Ring(self._comm.size, len(values)),
             torch.from_numpy(values),

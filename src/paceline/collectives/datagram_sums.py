@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from paceline.aggregator.client import SLOTS
-from paceline.aggregator.ring import Group
 from paceline.collectives import chains
-from paceline.collectives.datagram_line import Line, Terms
+from paceline.collectives.datagram_line import Line, MakeEnd, Terms
 from paceline.collectives.pending import WorkPending
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Schedule, World
@@ -32,9 +31,9 @@ MTU_VARIABLE = "PACELINE_AGGREGATOR_MTU"
 
 
 class Ringed(Protocol):
-    """A row: whose sums are formed where."""
+    """A row: what adds up its sums."""
 
-    def groups(self, comm: Comm) -> tuple[Group, ...]: ...
+    def end(self, comm: TorchComm) -> MakeEnd: ...
 
     def timed(self, size: int, comm: Comm) -> Schedule: ...
 
@@ -74,8 +73,7 @@ class UdpAggregation:
     def _line(self, comm: TorchComm, path: str) -> Line:
         key = comm.name, path
         if key not in self._lines:
-            groups = self._row.groups(comm)
-            self._lines[key] = Line(comm, path, groups, self._terms)
+            self._lines[key] = Line(comm, path, self._row.end(comm), self._terms)
         return self._lines[key]
 
 
@@ -85,7 +83,7 @@ def terms_of(
     """What a job's environment says of its aggregators. Collective. Raises `UsageError`."""
     found = world.aggregators or {}
     token = dedicated_token(environment)
-    if token is None:
+    if token is None and found:
         raise UsageError(
             f"aggregators are there, and neither {TOKEN} nor {SECRET}: export what `paceline "
             "aggregate` has printed, where workers are started"
@@ -98,11 +96,12 @@ def terms_of(
         raise UsageError(f"{MTU_VARIABLE}: expected a number of bytes, got {mtu!r}")
     name = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
     comm.broadcast(name).wait()  # no other job has it
+    job = bytes(name.numpy()).hex()
     return Terms(
         where=found,
         store=default_store(),
-        job=bytes(name.numpy()).hex(),
-        token=token,
+        job=job,
+        token=token or job,
         mtu=int(mtu),
         slots=SLOTS,
         ends=loss == "end",
