@@ -176,12 +176,12 @@ class _Integers:
     def start(self) -> Pending:
         """All ranks agree on exponents, and on where the sum is formed; then it is."""
         comm = self._comm
-        agreed = torch.empty(self.blocks + 1, dtype=torch.int32)
+        agreed = torch.empty(self.blocks + 1, dtype=torch.int16)
         agreed[: self.blocks] = self.exponents()
         agreed[self.blocks] = self._aggregation.standing(comm)
         schedule = HalvingDoubling(comm.size, len(agreed))
         blocks = blocks_of(self._elements) if self.blocks else 0
-        timed = HalvingDoubling(comm.size, 4 * (blocks + 1))
+        timed = HalvingDoubling(comm.size, 2 * (blocks + 1))
         pending = comm.perform(schedule, agreed, "max", timed)
         return pending.then(lambda: self._add_up(agreed))
 
@@ -195,7 +195,7 @@ class _Integers:
 
     def exponents(self) -> torch.Tensor:
         """Of this rank's blocks."""
-        return torch.empty(0, dtype=torch.int32)
+        return torch.empty(0, dtype=torch.int16)
 
     def integers(self, exponents: Array) -> torch.Tensor:
         """What this rank contributes."""
@@ -223,7 +223,7 @@ class _Numbers(_Integers):
         self._numbers = flat.to("cpu", torch.float32)
 
     def exponents(self) -> torch.Tensor:
-        found = np.empty(self.blocks, np.int32)
+        found = np.empty(self.blocks, np.int16)
         for first, rows in _slabs(self._numbers.numpy()):
             found[first : first + len(rows)] = exponents_of(rows)
         return torch.from_numpy(found)
