@@ -1,7 +1,7 @@
 """What groups of similar speed gain where compute times differ, and no communication counts.
 
     python benchmarks/gssp.py                       # the tables: 10 minutes
-    python benchmarks/gssp.py --only slow-worker    # classes, jitter, slow-worker or data
+    python benchmarks/gssp.py --only slow-worker    # classes, jitter, slow-worker, noise or data
     python benchmarks/gssp.py --json
 
 *classes*: 16 workers in four classes of speed, in virtual time, over a network that never is the
@@ -16,12 +16,19 @@ samples. *jitter*: the same with 20 %.
 *slow-worker*: 8 equal workers, and the same with one at half speed: what is left of the
 throughput.
 
+*noise*: eight workers whose steps vary at random (log-normal): after how many steps of each server 0
+decides, and how many of 100 trainings of 200 steps ever form groups where all are equally fast;
+beside it the same by medians of 20 steps whose errors nobody asks for. And how many tell 1 from 1.33 at once,
+and in the end.
+
 *data*: how often each sample was seen after the slowest class made 8 passes and the others as
 many more as they are faster: fixed parts, a new shuffle in each pass, parts that go round.
 """
 
 import argparse
 import json
+import math
+import random
 import statistics
 import sys
 from collections import Counter
@@ -31,6 +38,11 @@ from pathlib import Path
 import torch
 
 import paceline
+from paceline.interfaces import Groups
+from paceline.methods import GSSP
+from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
+from paceline.methods.gssp.measuring import StepTimes, smoothed
+from paceline.methods.gssp.speeds import Known, Looks
 from paceline.network import Cluster, Rack, ServerHost
 from paceline.worlds.virtual import ComputeModel, Simulation
 
@@ -153,6 +165,74 @@ def slow_worker_rows(workers=8, jitter=0.05):
         yield {"method": name, "left": with_slow / whole}
 
 
+# ---- noise ----
+
+
+class Blind:
+    """As gssp groups, without asking how well times are known."""
+
+    error = 0.0
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def look(self, groups, times):
+        known = {worker: its._replace(error=0.0) for worker, its in times.items()}
+        return self._inner.look(groups, known)
+
+
+def groups_over(classes, sigma, seed, blind, steps=200):
+    """The groups after each change of them, and after how many steps of each that was."""
+    draws, workers = random.Random(seed), range(len(classes))
+    method = GSSP()
+    regroup = BySpeed(
+        0,
+        method.most_groups,
+        method.ratio,
+        Hysteresis(method.margin, method.looks),
+        Merging(method.ratio, method.looks),
+    )
+    looks = Looks(Blind(regroup) if blind else regroup)
+    known = Known(Groups((0,) * len(classes), method.most_groups))
+    times, now, found = StepTimes(method.measure_steps), [0.0] * len(classes), []
+    for step in range(1, steps + 1):
+        for worker in workers:
+            times.goes_on(worker, now[worker])
+            now[worker] += classes[worker] * math.exp(draws.gauss(0.0, sigma))
+            its = times.step_is_in(worker, now[worker])
+            new = {} if its is None else {worker: its}
+            if not new and (error := looks.error_of(known.groups)):
+                new = times.soon(workers, error)
+            for one, what in new.items():
+                known.measured(one, smoothed(known.times.get(one), what))
+            if new and looks.look(known, workers):
+                found.append((step, known.groups.of))
+    return found
+
+
+def noise_rows(trials=100):
+    equal, apart = [1.0] * 8, [1.0] * 4 + [1.33] * 4
+    parted = tuple(rank // 4 for rank in range(8))
+    for sigma in (0.02, 0.05, 0.1, 0.2, 0.3):
+        seeds = range(trials)
+        alike, blind, thirds = (
+            [groups_over(classes, sigma, seed, blind) for seed in seeds]
+            for classes, blind in ((equal, False), (equal, True), (apart, False))
+        )
+        yield {
+            "steps vary by": f"{100 * sigma:g} %",
+            "decides after": statistics.fmean(its[0][0] for its in alike),
+            "groups of equal ones": ever_several(alike),
+            "by 20 steps": ever_several(blind),
+            "1 and 1.33 apart at once": sum(its[0][1] == parted for its in thirds),
+            "after 200 steps": sum(its[-1][1] == parted for its in thirds),
+        }
+
+
+def ever_several(trainings):
+    return sum(any(len(set(of)) > 1 for _, of in found) for found in trainings)
+
+
 # ---- data ----
 
 
@@ -197,13 +277,14 @@ def data_rows():
 
 
 def cell(value):
-    return value if isinstance(value, str) else f"{value:.2f}"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 TABLES = {
     "classes": lambda: class_rows(0.05),
     "jitter": lambda: class_rows(0.2),
     "slow-worker": slow_worker_rows,
+    "noise": noise_rows,
     "data": data_rows,
 }
 

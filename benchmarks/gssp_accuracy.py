@@ -12,7 +12,7 @@ figure of the model at the end.
 Each row has hyperparameters of its own, from one search that is the same for all: so many pairs of
 a learning rate and a momentum (of Adam: the first beta), and two seeds (bytes_lm: one) that are not
 used again. Of the pairs that reach the target in 1.1 times the soonest one's time it is the one
-that ends best. SGD's learning rate is searched as what a gradient moves in the end, rate /
+that ends best. If it does not get there with one of the test seeds, the next best is taken. SGD's learning rate is searched as what a gradient moves in the end, rate /
 (1 - momentum): servers that apply every gradient by itself take momentum over fewer samples.
 Rows that only vary another one have its pair. Then five seeds, each paired with ssp's, and with bsp's.
 
@@ -170,15 +170,23 @@ def merit(task, results, trainings):
 def chosen(task, results, name, row):
     """The rate and the momentum of a row; None while its search is not done."""
     row = replace(ROWS[row.like or name], mix=row.mix, workers=row.workers)
-    merits = {
-        pair: merit(task, results, trainings)
-        for pair, trainings in grid(task, row).items()
-    }
+    trainings = grid(task, row)
+    merits = {pair: merit(task, results, its) for pair, its in trainings.items()}
     if None in merits.values():
         return None
-    soonest = min(seconds for seconds, _ in merits.values())
-    close = [p for p in merits if merits[p][0] <= NEAR * soonest]
-    return min(close, key=lambda pair: (merits[pair][1], pair[0] * (1 - pair[1])))
+    near = NEAR * min(time for time, _ in merits.values())
+
+    def rank(pair):
+        time, end = merits[pair]
+        if time > near:
+            return 1, time, end
+        return 0, end, pair[0] * (1 - pair[1])
+
+    for pair in sorted(merits, key=rank):
+        tests = [replace(trainings[pair][0], seed=seed) for seed in range(SEEDS)]
+        if all(math.isfinite(seconds(task, f)) for f in map(results.get, tests) if f):
+            return pair
+    return None
 
 
 def trainings_of(task, results, name, row, seeds):
