@@ -6,14 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from paceline.aggregator.ring import Group
+from paceline.aggregator.sums_service import KIND, ServerHosts
 from paceline.collectives.aggregated import Aggregated
+from paceline.collectives.atp_end import ServedEnd
 from paceline.collectives.atp_schedule import PIECES, ServerBehindSwitches
 from paceline.collectives.atp_ways import Server, Ways, beside_workers
+from paceline.collectives.datagram_line import MakeEnd
 from paceline.collectives.schedule import Ring
-from paceline.interfaces import Comm, Schedule
+from paceline.errors import UsageError
+from paceline.interfaces import Comm, Schedule, Service, ServiceJob, World
+from paceline.server.client import RemoteServer
+from paceline.torch_private import virtual_end
 
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm
@@ -27,6 +34,10 @@ class ATP(Aggregated):
     back, n being racks that aggregate and workers in others. Good for: clusters whose switches all aggregate."""
 
     name: ClassVar[str] = "atp"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hosts: ServerHosts | None = None
 
     def ways(self, comm: Comm) -> Ways:
         """Who merges what for *comm*."""
@@ -52,6 +63,39 @@ class ATP(Aggregated):
             return True
         ways = self.ways(comm)
         return not ways.merging and all(s.rank is not None for s in ways.servers)
+
+    def end(self, comm: TorchComm) -> MakeEnd:
+        return partial(ServedEnd, self.ways(comm), self._hosts)
+
+    def begin(self, comm: TorchComm, world: World) -> str:
+        if self.plain(comm):
+            return super().begin(comm, world)
+        ways = self.ways(comm)
+        own = sum(server.rank is None for server in ways.servers)
+        if own and virtual_end(comm.process_group) is None:
+            self._hosts = self._found(comm, world, own)
+        super().begin(comm, world)
+        where = "on hosts of their own" if own else "beside workers"
+        count = len(ways.servers)
+        streams = len(ways.merging) + len(ways.alone)
+        return (
+            f"collective={self.name}: {count} server{'s' * (count > 1)} {where}: sums of "
+            f"{streams} streams, {len(ways.merging)} of which are added up at their "
+            "racks' switches"
+        )
+
+    def _found(self, comm: TorchComm, world: World, own: int) -> ServerHosts:
+        """The servers on hosts of their own. Collective."""
+        job = ServiceJob((Service("sums", kind=KIND, place="dedicated"),))
+        ends = cast("Sequence[RemoteServer]", world.services(job))
+        for end in ends:
+            comm.at_close(end.close)
+        if len(ends) != own:
+            raise UsageError(
+                f"collective={self.name}: the cluster has {own} hosts for servers, and "
+                f"{len(ends)} servers have been started: start one on each"
+            )
+        return ServerHosts(ends)
 
     def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
         return self._in_pieces(size, comm, 1)
