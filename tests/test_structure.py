@@ -17,6 +17,7 @@ DESIGN = SOURCE.parent.parent / "docs" / "design.md"
 LAYERS = [
     ("cli testing", "verbs without logic; the conformance kit"),
     ("api", "what scripts call beside `distribute`"),
+    ("plan", "which method a network and a model want, predicted in virtual time"),
     ("distributing checkpoint", "the user's side of a training"),
     ("optimizer", "what `distribute` gives back"),
     ("training probe", "hooks; what a network can do, measured"),

@@ -21,6 +21,7 @@ from paceline.cli import (
     compression,
     emulate,
     methods,
+    plan,
     probe,
     profile,
     run,
@@ -45,6 +46,7 @@ app.command(cls=LaunchCommand)(profile.profile)
 app.command(cls=Command)(emulate.emulate)
 app.command(cls=LaunchCommand)(probe.probe)
 app.command(cls=Command)(compare.compare)
+app.command(cls=Command)(plan.plan)
 app.command(cls=Command)(compress.compress)
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(aggregate.aggregate)

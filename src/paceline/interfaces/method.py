@@ -98,7 +98,8 @@ class Method(Protocol):
 
     What `paceline plan` needs: ``quality`` is its `Quality` with uncompressed gradients (a method
     that says nothing is taken for asynchronous), ``in_the_long_run`` are keys with which a
-    short run shows what a long one comes to: without a warm-up, say.
+    short run shows what a long one comes to: without a warm-up, say; and ``learns_for`` is how many
+    steps it takes beyond the planning of buckets until its steps are as they will be.
 
     Where workers do different numbers of steps, its state may have a number `steps_of_all`: what
     `DistributedOptimizer.steps_of_all` is.

@@ -26,12 +26,13 @@ def methods_page() -> str:
     """Markdown: one row per registered method."""
     rows = []
     for name, cls in sorted(METHODS.items()):
-        page = inspect.getdoc(sys.modules[cls.__module__]) or ""
         shape: Any = cls
         keys = ", ".join(
             [*map(_key, dataclasses.fields(shape)), *_own_compression(cls)]
         )
-        words = [_sentence(page, word) for word in ("Waits for", "Sends", "Guarantees")]
+        words = [
+            sentence_of(cls, word) for word in ("Waits for", "Sends", "Guarantees")
+        ]
         # A method whose properties depend on a key has a row for each of its forms.
         for form in ({}, *getattr(cls, "forms", ())):
             method: Method = cls(**form)
@@ -63,8 +64,9 @@ def _own_compression(cls: type[Method]) -> list[str]:
     return [f"`{key}={value}`" for key, value in said.items()]
 
 
-def _sentence(page: str, label: str) -> str:
-    """The sentence ``Label: ... .`` of a method's docstring."""
+def sentence_of(cls: type[Method], label: str) -> str:
+    """The sentence ``Label: ... .`` of the docstring of a method's file."""
+    page = inspect.getdoc(sys.modules[cls.__module__]) or ""
     text = " ".join(page.split())
     start = text.index(f"{label}: ") + len(label) + 2
     return text[start : text.index(".", start)]

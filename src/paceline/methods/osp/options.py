@@ -82,6 +82,8 @@ class OSPOptions:
 
     interval: ClassVar[int] = 20
     """Steps from one decision to the next."""
+    learns_for: ClassVar[int] = 2 * interval
+    """Steps until it defers what it will."""
     importance_class: ClassVar[type[Importance]] = Importance
     correction_class: ClassVar[type[LocalStep]] = LocalStep
     """Comparisons take others: ``benchmarks/osp_comparisons.py``."""

@@ -60,6 +60,22 @@ def profile_script(
         return _profile(outcome, kept, script, workers)
 
 
+def paced_workload(script: str, arguments: Sequence[str]) -> Workload | None:
+    """The times that a script says itself (`paceline.pace`), tensor by tensor; None where it
+    trains more than one model, or never calls the model itself."""
+    simulation = Simulation(
+        uniform_cluster(2, "1gbit", "50us"),
+        options=RunOptions(method="bsp", steps=PROFILED_STEPS, tells=False),
+        profile=True,
+        paced=True,
+        output="first",
+    )
+    profilers = run_script(simulation, script, arguments).profilers
+    if len(profilers) != 1 or not profilers[0].forwards:
+        return None
+    return profilers[0].workload(f"as paced by {Path(script).name}")
+
+
 def _profile(
     outcome: SimulationResult, kept: KeptGradients, script: str, workers: int
 ) -> Profile | None:

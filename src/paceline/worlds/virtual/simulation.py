@@ -16,6 +16,7 @@ from paceline.context import current_world, enter_world_in_this_thread
 from paceline.errors import UsageError
 from paceline.instruments import Journal, Kept, Span
 from paceline.interfaces import ServiceJob
+from paceline.job import Job
 from paceline.network.cluster import Cluster
 from paceline.network.links import Links
 from paceline.options import RunOptions
@@ -76,8 +77,8 @@ class Simulation:
 
     *play*: play ring collectives message by message too, instead of pricing them.
     *lanes*: collectives that a communicator moves at a time. *trace*: keep spans.
-    *profile*: measure what worker 0 really computes, and charge nothing; its first gradients
-    go into *keep*.
+    *profile*: measure what worker 0 really computes, and charge nothing; *paced*: or what its script
+    says that it computes (`paceline.pace`). Its first gradients go into *keep*.
     *patience*: real seconds without any progress after which the process is given up.
     *look*: called now and then, on the calling thread, with the virtual time. *output*:
     whose prints are shown, see `output`; None: everybody's, as they are.
@@ -93,6 +94,7 @@ class Simulation:
         lanes: int = GLOO_LANES,
         trace: bool = False,
         profile: bool = False,
+        paced: bool = False,
         keep: KeptGradients | None = None,
         patience: float = 20.0,
         look: Callable[[float], None] = lambda seconds: None,
@@ -106,7 +108,7 @@ class Simulation:
         self._output = output
         self._lanes = lanes
         self.trace = trace
-        self.profile, self.keep = profile, keep
+        self.profile, self.paced, self.keep = profile, paced, keep
         self._watchdog = partial(Watchdog, patience=patience, look=look)
         self._random = RandomStates(self.options.seed or 0)
         self.mains = MainModules()
@@ -138,6 +140,10 @@ class Simulation:
                 )
             )
         return self._services[number]
+
+    def job_of(self, rank: int) -> Job:
+        """What a worker's script does: its trainings, after the run."""
+        return self._worlds[rank].job
 
     def observe(self, span: Span) -> None:
         """Keep a span for the trace."""

@@ -105,10 +105,11 @@ class VirtualWorld:
             if self.rank:
                 return None
             # Only one worker runs at a time, so the host's clock tells what it computes.
+            clock = self.now if self._simulation.paced else time.perf_counter
             profiler = Profiler(
                 model,
                 parameters,
-                HostStopwatch(time.perf_counter),
+                HostStopwatch(clock),
                 self._simulation.keep,
             )
             self._simulation.result.profilers.append(profiler)

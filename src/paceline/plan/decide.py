@@ -1,0 +1,272 @@
+"""The plan: every candidate predicted, hopeless ones in a short run only.
+
+1. All candidates of the first round in a short run.
+2. The best of each class with one thing more changed in it, in a short run, too.
+3. Those that a short run cannot tell, as their buckets are planned from measured times, and that are
+   not `HOPELESS` in their class, in full.
+
+What it costs is counted, and not timed: in the same steps on the same machine of the planner's
+mind, so that all ranks, and all starts, decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from paceline.compression import COMPRESSORS
+from paceline.distributing import read_spec
+from paceline.errors import UsageError
+from paceline.fusion import MEASURED
+from paceline.interfaces import QUALITIES, Quality
+from paceline.methods.table import sentence_of
+from paceline.network import Cluster, Workload
+from paceline.plan.candidates import Candidate, crossed, first
+from paceline.plan.found import LeftOut, Plan, Row
+from paceline.plan.limits import alone, limit_seconds
+from paceline.plan.predict import (
+    Job,
+    MakeOptimizer,
+    Prediction,
+    Refused,
+    plain_sgd,
+    predict,
+)
+from paceline.spec import parse
+
+HOPELESS = 1.5
+"""Times the best step of its class, in a short run: planning its buckets does not mend that."""
+
+
+NOTHING = 0.01
+"""Of a step, so little that it is as if nobody waited."""
+
+
+@dataclass
+class _Search:
+    """What is known so far. *left*: seconds of the budget."""
+
+    job: Job
+    allowed: Collection[Quality]
+    left: float
+    told: Callable[[str, int, int], None]
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+    found: dict[str, Prediction] = field(default_factory=dict)
+    left_out: dict[str, LeftOut] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
+    unlooked: set[str] = field(default_factory=set)
+
+    def look(
+        self,
+        among: Sequence[Candidate],
+        left_out: Iterable[LeftOut] = (),
+        *,
+        short: bool,
+    ) -> None:
+        """Predict those that are allowed, as far as the budget goes."""
+        self.left_out |= {
+            one.spec: one for one in left_out if one.quality in self.allowed
+        }
+        wanted = [one for one in among if one.quality in self.allowed]
+        wanted = [one for one in wanted if short is False or one.spec not in self.found]
+        for number, one in enumerate(wanted):
+            self.told(one.spec, number, len(wanted))
+            self.left -= cost(self.job, one.spec, short=short)
+            if self.left < 0:
+                self.unlooked.add(one.spec)
+                continue
+            self.unlooked.discard(one.spec)
+            self.candidates[one.spec] = one
+            said = predict(self.job, one.spec, short=short)
+            if isinstance(said, Refused):
+                self.left_out[one.spec] = LeftOut(
+                    spec=one.spec, quality=one.quality, why=said.why
+                )
+            else:
+                self.found[one.spec] = said
+                if not short or not _needs_more(one.spec):
+                    self.whole.add(one.spec)
+
+    def best(self) -> dict[Quality, str]:
+        """The fastest spec of each class, so far; the first of those that are alike."""
+        best: dict[Quality, str] = {}
+        for quality in QUALITIES:
+            mine = [s for s in self.found if self.candidates[s].quality == quality]
+            if mine:
+                best[quality] = min(mine, key=self.seconds)
+        return best
+
+    def alike(self) -> dict[str, list[str]]:
+        """Specs, from the fastest to the slowest, each with those that are to the bit as it is
+        in all that a short run shows, of one method."""
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for spec, said in self.found.items():
+            if spec not in self.whole:
+                name = parse(spec).name
+                key = name, msgspec.structs.replace(said, notes=())
+                groups.setdefault(key, []).append(spec)
+        found = {specs[0]: specs[1:] for specs in groups.values()}
+        return {spec: found[spec] for spec in sorted(found, key=self.seconds)}
+
+    def varied(self) -> dict[Quality, str]:
+        """The best of each class that waits for the network: others have nothing to gain."""
+        return {
+            quality: spec
+            for quality, spec in self.best().items()
+            if self.found[spec].exposed_seconds > NOTHING * self.seconds(spec)
+        }
+
+    def seconds(self, spec: str) -> float:
+        return self.found[spec].step_seconds
+
+
+def plan(
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    allowed: Collection[Quality] = QUALITIES,
+    budget_seconds: float = 60.0,
+    optimizer: MakeOptimizer = plain_sgd,
+    jitter: float = 0.0,
+    refused: Mapping[str, str] | None = None,
+    told: Callable[[str, int, int], None] = lambda spec, number, count: None,
+) -> Plan:
+    """Predict every candidate for *workload* on *cluster*.
+
+    *allowed*: classes that count. *budget_seconds*: about what it may take on a core of
+    today; counted and not timed, so that equal arguments have equal answers. *optimizer* makes one like the
+    training's: some candidates forbid some. *refused*: methods by name, and why the script cannot
+    be trained with them. *told* is called before each prediction. Raises `UsageError` where
+    no allowed candidate can run.
+    """
+    job = Job(cluster=cluster, workload=workload, optimizer=optimizer, jitter=jitter)
+    search = _Search(job, frozenset(allowed), budget_seconds, told)
+    if cluster.workers > 1:
+        _search(search, refused or {})
+    if cluster.workers > 1 and not search.found:
+        raise UsageError(_nothing(search))
+    return _plan(search)
+
+
+def _search(search: _Search, refused: Mapping[str, str]) -> None:
+    usable = partial(_without, refused, search)
+    cluster = search.job.cluster
+    among, left_out = first(cluster)
+    search.look(usable(among), left_out, short=True)
+    codes = sorted(
+        (name for name in COMPRESSORS if f"bsp:compression={name}" in search.found),
+        key=lambda name: search.seconds(f"bsp:compression={name}"),
+    )
+    among, left_out = crossed(search.varied(), codes, cluster)
+    search.look(usable(among), left_out, short=True)
+    best = {q: search.seconds(spec) for q, spec in search.best().items()}
+    alike = search.alike()
+    hopeful = [
+        search.candidates[spec]
+        for spec in alike
+        if search.seconds(spec) <= HOPELESS * best[search.candidates[spec].quality]
+    ]
+    search.look(hopeful, short=False)
+    for one in hopeful:
+        if one.spec in search.whole:
+            search.found |= dict.fromkeys(alike[one.spec], search.found[one.spec])
+            search.whole.update(alike[one.spec])
+
+
+def _without(
+    refused: Mapping[str, str], search: _Search, among: Sequence[Candidate]
+) -> list[Candidate]:
+    """Those whose method the script can be trained with."""
+    usable = []
+    for one in among:
+        why = refused.get(parse(one.spec).name)
+        if why is None:
+            usable.append(one)
+        elif one.quality in search.allowed:
+            search.left_out[one.spec] = LeftOut(
+                spec=one.spec, quality=one.quality, why=why
+            )
+    return usable
+
+
+def _needs_more(spec: str) -> bool:
+    """Whether a full run tells more than a short one."""
+    method, settings = read_spec(spec)
+    return method.updates_on == "server" or settings.fusion in MEASURED
+
+
+def cost(job: Job, spec: str, *, short: bool) -> float:
+    """About how many seconds of a core a prediction takes."""
+    method, settings = read_spec(spec)
+    steps = 6
+    learns = 0 if short else getattr(method, "learns_for", 0)
+    if method.updates_on == "server":
+        steps = 6 if short else 24
+    elif not short and settings.fusion in MEASURED:
+        steps = 18
+    period = min(getattr(method, "every", 1) or 1, 16)
+    steps = learns + max(steps, 2 * period if period > 1 else 0)
+    tensors = len(job.workload.names)
+    return steps * job.cluster.workers * (0.6e-3 + 0.12e-3 * tensors)
+
+
+def _nothing(search: _Search) -> str:
+    classes = ", ".join(q for q in QUALITIES if q in search.allowed)
+    if search.unlooked:
+        return (
+            f"the budget of the plan is too small for one prediction of {classes}: give "
+            "it more (--budget)"
+        )
+    reasons = "; ".join(f"{one.spec}: {one.why}" for one in search.left_out.values())
+    return (
+        f"no candidate of the allowed classes ({classes}) can run here; allow more of them. "
+        f"{reasons}"
+    )
+
+
+def _plan(search: _Search) -> Plan:
+    job = search.job
+    single = alone(job)
+    limit = limit_seconds(job.cluster, job.workload)
+    rows = [
+        _row(search, spec, single, limit)
+        for spec in sorted(search.found, key=search.seconds)
+    ]
+    return Plan(
+        cluster=job.cluster.describe(),
+        workload=job.workload.source,
+        workers=job.cluster.workers,
+        batch=job.workload.batch,
+        one_machine=single,
+        limit_seconds=limit,
+        rows=tuple(rows),
+        left_out=tuple(search.left_out.values()),
+        unlooked=len(search.unlooked),
+    )
+
+
+def _row(search: _Search, spec: str, single: Row, limit: float) -> Row:
+    found, workers = search.found[spec], search.job.cluster.workers
+    batch = search.job.workload.batch
+    method, _ = read_spec(spec)
+    return Row(
+        spec=spec,
+        quality=search.candidates[spec].quality,
+        step_seconds=found.step_seconds,
+        compute_seconds=found.compute_seconds,
+        exposed_seconds=found.exposed_seconds,
+        bytes_sent=found.bytes_sent,
+        buckets=found.buckets,
+        waits_for=sentence_of(type(method), "Waits for"),
+        to_limit=found.step_seconds / limit,
+        speed_up=workers * single.step_seconds / found.step_seconds,
+        samples_per_second=None
+        if batch is None
+        else workers * batch / found.step_seconds,
+        cut=spec not in search.whole,
+        guessed=found.guessed,
+        notes=found.notes,
+    )

@@ -1,0 +1,128 @@
+"""What a script trains, found out by running a few steps of it in virtual time."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import PacelineError, UsageError, WorkerFailedError
+from paceline.interfaces import Method
+from paceline.methods import METHODS
+from paceline.network import Workload, uniform_cluster
+from paceline.options import RunOptions
+from paceline.plan.predict import MakeOptimizer, plain_sgd
+from paceline.tensors import wire_bytes
+from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.worlds.virtual.script import run_script
+from paceline.worlds.virtual.set_aside import checkpoints_set_aside
+
+TRIED_STEPS = 3
+"""A script that clips by itself does so in its first step; a scheduler may come after it."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """*optimizer* makes one like the script's; *workload* is what the script's model stands for,
+    if it does. *refused*: methods under which the script fails, and why. *names* and *sizes*: of what is
+    trained, in bytes."""
+
+    optimizer: MakeOptimizer = plain_sgd
+    workload: Workload | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def check(self, workload: Workload, what: str) -> None:
+        """Raise `UsageError` for a workload of another model."""
+        workload.check_matches(self.names, self.sizes, what)
+
+
+def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
+    """Runs two workers for a few steps under bsp, and under one method of each kind that
+    sees gradients otherwise: what the script does to them is refused by all of a kind. Checkpoints
+    that it writes go to *scratch*.
+
+    Raises what the script raises under bsp.
+    """
+    simulation = _run(script, arguments, "bsp", scratch)
+    trainings = simulation.job_of(0).trainings
+    if not trainings:
+        raise UsageError(
+            f"{script} ended without calling paceline.distribute: nothing was trained"
+        )
+    optimizer = optimizer_like(trainings[0].optimizer)
+    own = getattr(trainings[0].model, "workload", None)
+    workload = own if isinstance(own, Workload) else None
+    refused: dict[str, str] = {}
+    for kind in _kinds():
+        try:
+            _run(script, arguments, kind[0], scratch)
+        except PacelineError as error:
+            cause = error.__cause__ if isinstance(error, WorkerFailedError) else None
+            refused |= dict.fromkeys(kind, str(cause or error))
+    trained = [
+        (name, wire_bytes(parameter))
+        for name, parameter in trainings[0].model.named_parameters()
+        if parameter.requires_grad and parameter.numel()
+    ]
+    return Facts(
+        optimizer,
+        workload,
+        refused,
+        tuple(name for name, _ in trained),
+        tuple(size for _, size in trained),
+    )
+
+
+def _kinds() -> list[list[str]]:
+    """Names of methods: those whose scripts are given equal gradients at equal places. Without
+    those that are as bsp."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, cls in METHODS.items():
+        method: Method = cls()
+        kinds.setdefault((method.updates_on, method.gradient_seen_by_user), []).append(
+            name
+        )
+    return [names for names in kinds.values() if "bsp" not in names]
+
+
+def _run(
+    script: str, arguments: Sequence[str], method: str, scratch: Path
+) -> Simulation:
+    simulation = Simulation(
+        uniform_cluster(2, "10gbit", "50us"),
+        options=RunOptions(method=method, steps=TRIED_STEPS, tells=False),
+        compute=ComputeModel(),
+        output="first",
+    )
+    quiet = io.StringIO()
+    with (
+        redirect_stdout(quiet),
+        redirect_stderr(quiet),
+        checkpoints_set_aside(scratch),
+    ):
+        run_script(simulation, script, arguments)
+    return simulation
+
+
+def optimizer_like(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
+    """What makes one of the same class and hyperparameters, for other parameters; plain SGD for
+    one that cannot be made so."""
+    real: Any = getattr(optimizer, "unwrapped", optimizer)
+    cls: Any = type(real)
+    known = inspect.signature(cls).parameters
+    values = {k: v for k, v in real.defaults.items() if k in known}
+    like: MakeOptimizer = partial(cls, **values)
+    try:
+        like([torch.nn.Parameter(torch.zeros(1))])
+    except Exception:
+        return plain_sgd
+    return like

@@ -1,0 +1,75 @@
+"""What a plan says: plain data, equal on all who make it of the same cluster and workload."""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.interfaces import QUALITIES, Quality
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate, predicted: *spec* is what `distribute` takes.
+
+    *step_seconds* are those in which as many gradients are computed as there are workers:
+    of asynchronous methods the mean over workers that are not equally fast, by their rates.
+    *exposed_seconds* of them wait for the network. *bytes_sent*: by a worker, a step. *waits_for*: in the words of the
+    method's page. *to_limit*: the step over the physical limit of an exact mean (below 1 where
+    less is sent). *speed_up* and *samples_per_second* (None: nobody knows a batch) are over, and as, those of one machine.
+    *cut*: predicted in a short run alone, as hopeless in its class. *guessed*: what its code takes is a guess from bytes. *notes* are what the training said.
+    """
+
+    spec: str
+    quality: Quality
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    bytes_sent: float
+    buckets: int
+    waits_for: str = ""
+    to_limit: float = 0.0
+    speed_up: float = 0.0
+    samples_per_second: float | None = None
+    cut: bool = False
+    guessed: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A candidate that cannot run there, and *why*."""
+
+    spec: str
+    quality: Quality
+    why: str
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Every candidate on one cluster with one workload: *rows* from the fastest to the
+    slowest.
+
+    *one_machine* is a worker alone, with its own part of the batch. *limit_seconds*: no exact mean of
+    all gradients makes a step shorter. *unlooked*: how many candidates the budget left no
+    time for.
+    """
+
+    cluster: str
+    workload: str
+    workers: int
+    batch: float | None
+    one_machine: Row
+    limit_seconds: float
+    rows: tuple[Row, ...]
+    left_out: tuple[LeftOut, ...]
+    unlooked: int = 0
+
+    @property
+    def best(self) -> dict[Quality, Row]:
+        """Of each class that has a row the fastest one that was not cut, from the strongest
+        promise to the weakest."""
+        found: dict[Quality, Row] = {}
+        for row in sorted(self.rows, key=lambda row: row.cut):  # else in their order
+            found.setdefault(row.quality, row)
+        return {q: found[q] for q in QUALITIES if q in found}
+
+    def row(self, spec: str) -> Row | None:
+        """The row of that spec."""
+        return next((row for row in self.rows if row.spec == spec), None)

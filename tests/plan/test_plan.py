@@ -1,0 +1,123 @@
+"""A plan: candidates from the registries, the best of each class, what was left out and why."""
+
+import msgspec
+import pytest
+
+from paceline.collectives import COLLECTIVES
+from paceline.compression import COMPRESSORS
+from paceline.errors import UsageError
+from paceline.fusion import RULES
+from paceline.interfaces import QUALITIES
+from paceline.methods import METHODS
+from paceline.plan import Plan, plan
+from paceline.plan.candidates import candidate, first
+from paceline.spec import parse
+from tests.plan.helpers import cluster, layers
+
+
+def test_every_row_of_every_registry_is_a_candidate():
+    found, left_out = first(cluster())
+    specs = [parse(one.spec) for one in [*found, *left_out]]
+    assert set(METHODS) == {spec.name for spec in specs}
+    for key, names in (
+        ("collective", set(COLLECTIVES) - {"native", "ring"}),
+        ("compression", set(COMPRESSORS) - {"none"}),
+        ("fusion", set(RULES) - {"optimal"}),
+    ):
+        assert names <= {spec.values.get(key) for spec in specs if spec.name == "bsp"}
+    assert len(specs) == len({str(spec) for spec in specs})
+
+
+@pytest.mark.parametrize(
+    ("spec", "quality"),
+    [
+        ("bsp", "exact"),
+        ("bsp:compression=bf16", "lossy"),
+        ("osp:collective=native", "late"),
+        ("osp:collective=native,compression=top-k", "lossy"),
+        ("diloco:compression=int8", "local"),
+        ("sparse-loco", "local"),
+        ("asp:compression=qsgd", "asynchronous"),
+    ],
+)
+def test_the_weaker_promise_is_the_candidates(spec, quality):
+    assert candidate(spec).quality == quality
+
+
+def test_servers_stand_on_all_hosts_or_on_their_own():
+    specs = [one.spec for one in first(cluster())[0]]
+    assert "asp:servers=per-node" in specs
+    specs = [one.spec for one in first(cluster(servers=2))[0]]
+    assert "asp" in specs
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return plan(cluster(2), layers(2))
+
+
+def test_a_plan_is_equal_wherever_it_is_made(whole):
+    one, two = (plan(cluster(3), layers(3), allowed=("late",)) for _ in range(2))
+    assert msgspec.json.encode(one) == msgspec.json.encode(two)
+    assert msgspec.json.decode(msgspec.json.encode(whole), type=Plan) == whole
+
+
+def test_the_best_of_each_class_is_the_fastest_of_it(whole):
+    assert list(whole.best) == list(QUALITIES)
+    seconds = [row.step_seconds for row in whole.rows]
+    assert seconds == sorted(seconds)
+    for quality, best in whole.best.items():
+        mine = [row for row in whole.rows if row.quality == quality]
+        assert best.step_seconds == min(row.step_seconds for row in mine)
+        assert not best.cut
+    exact = whole.best["exact"]
+    assert exact.to_limit >= 1 - 1e-9
+    one = whole.one_machine
+    assert one.step_seconds == pytest.approx(0.09)
+    assert exact.speed_up == pytest.approx(2 * one.step_seconds / exact.step_seconds)
+    assert exact.samples_per_second == pytest.approx(16 / exact.step_seconds)
+
+
+def test_only_allowed_classes_are_looked_at():
+    found = plan(cluster(2), layers(2), allowed=("late",))
+    assert {row.quality for row in found.rows} == {"late"}
+    assert {one.quality for one in found.left_out} <= {"late"}
+
+
+def test_methods_that_the_script_forbids_are_left_out_with_the_reason():
+    found = plan(
+        cluster(2),
+        layers(2),
+        allowed=("late", "exact"),
+        refused={"osp": "the script clips"},
+    )
+    assert "late" not in found.best
+    assert {one.why for one in found.left_out if one.quality == "late"} == {
+        "the script clips"
+    }
+
+
+def test_nothing_that_is_allowed_can_run():
+    with pytest.raises(
+        UsageError, match=r"no candidate of the allowed classes \(late\).*clips"
+    ):
+        plan(
+            cluster(2),
+            layers(2),
+            allowed=("late",),
+            refused={"osp": "the script clips"},
+        )
+
+
+def test_a_small_budget_looks_at_less_and_says_so(whole):
+    small = plan(cluster(2), layers(2), budget_seconds=0.2)
+    assert small.unlooked
+    assert len(small.rows) < len(whole.rows)
+    with pytest.raises(UsageError, match="--budget"):
+        plan(cluster(2), layers(2), budget_seconds=1e-6)
+
+
+def test_one_worker_has_nothing_to_compare():
+    found = plan(cluster(1), layers(2))
+    assert not found.rows
+    assert found.one_machine.speed_up == 1

@@ -1,0 +1,96 @@
+"""Predictions are those of `simulate`: settled steps, whole rounds, no warm-ups."""
+
+import math
+
+import pytest
+import torch
+
+from paceline.network import Cluster, Rack
+from paceline.plan.limits import limit_seconds
+from paceline.plan.predict import SHORTENED, Job, Prediction, Refused, predict
+from tests.plan.helpers import cluster, layers
+
+
+def predicted(spec, *, short=False, **job):
+    made = {"cluster": cluster(), "workload": layers()} | job
+    found = predict(Job(**made), spec, short=short)
+    assert isinstance(found, Prediction), found
+    return found
+
+
+def test_one_bucket_takes_what_a_ring_takes():
+    work = layers()
+    found = predicted("bsp:fusion=single")
+    size, n, rate = sum(work.sizes), 4, 12.5e6
+    ring = 2 * (n - 1) / n * size / rate + 2 * (n - 1) * 50e-6
+    assert found.step_seconds == pytest.approx(0.09 + ring, rel=1e-6)
+    assert found.bytes_sent == pytest.approx(2 * (n - 1) / n * size)
+    assert found.compute_seconds == pytest.approx(0.09)
+
+
+@pytest.mark.parametrize("spec", ["bsp", "dear", "priority"])
+def test_no_exact_step_is_below_the_limit(spec):
+    """Few steps could show a network that has not filled yet."""
+    found = predicted(spec)
+    assert found.step_seconds >= limit_seconds(cluster(), layers()) * (1 - 1e-9)
+    assert found.bytes_sent == pytest.approx(1.5 * sum(layers().sizes))
+
+
+def test_equal_questions_have_equal_answers():
+    assert predicted("dear") == predicted("dear")
+
+
+@pytest.mark.parametrize("every", [SHORTENED + 1, 40])
+def test_rounds_that_are_run_with_fewer_steps_are_as_whole_ones(every):
+    """Between two rounds a worker only computes."""
+    found = predicted(f"local-sgd:every={every}")
+    whole = predicted(f"local-sgd:every={SHORTENED}")
+    wait = whole.exposed_seconds * SHORTENED
+    assert found.step_seconds == pytest.approx(0.09 + wait / every, rel=1e-6)
+    assert found.bytes_sent == pytest.approx(whole.bytes_sent * SHORTENED / every)
+
+
+def test_a_warm_up_is_left_out():
+    assert predicted("post-local-sgd:every=8").step_seconds == pytest.approx(
+        predicted("local-sgd:every=8").step_seconds
+    )
+
+
+def test_what_osp_defers_is_seen():
+    """It needs to have looked at some steps before."""
+    osp = predicted("osp:collective=native", workload=layers(8, 1.0))
+    assert (
+        osp.step_seconds < 0.97 * predicted("bsp", workload=layers(8, 1.0)).step_seconds
+    )
+
+
+def test_rates_of_workers_that_wait_for_nobody_add_up():
+    rack = Rack(workers=2, link=1e12, latency=0.0, speed=(1.0, 0.5))
+    both = predicted("asp:servers=per-node", cluster=Cluster((rack,)))
+    # In one of the fast worker's steps of 90 ms 1.5 gradients are computed.
+    assert both.step_seconds == pytest.approx(2 * 0.09 / 1.5, rel=0.1)
+    slow = predicted("bsp:fusion=ddp", cluster=Cluster((rack,)))
+    assert slow.step_seconds == pytest.approx(0.18, rel=0.01)
+
+
+def test_what_cannot_run_says_why():
+    def momentum(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    job = Job(cluster=cluster(), workload=layers(), optimizer=momentum)
+    found = predict(job, "bsp:compression=dgc")
+    assert isinstance(found, Refused)
+    assert "momentum" in found.why
+    assert isinstance(
+        predict(job, "bsp:compression=dgc,compression.momentum=0"), Prediction
+    )
+
+
+def test_accumulated_passes_are_computed_and_sent_once():
+    once = predicted("bsp:fusion=ddp")
+    thrice = predicted("bsp:fusion=ddp", accumulate=3)
+    assert thrice.bytes_sent == once.bytes_sent
+    assert thrice.step_seconds == pytest.approx(once.step_seconds + 2 * 0.09, rel=1e-6)
+    assert math.isclose(
+        predicted("bsp", batches=3).compute_seconds, 3 * 0.09, rel_tol=1e-6
+    )
