@@ -79,6 +79,22 @@ def test_rows_go_to_their_addresses_whole_and_in_order(sending, receiving, host)
         assert not sender.counts
 
 
+@pytest.mark.parametrize("elements", [0, 1, ELEMENTS - 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_one_run_of_short_datagrams_comes_whole(way, elements):
+    with ends(2) as (source, target):
+        source.connect(target.getsockname())
+        packets = numbered(44)
+        packets["header"]["elements"] = elements
+        sender, taker = Batched(source, ELEMENTS), way(target, ELEMENTS)
+        sender.send(packets, np.arange(44), None, np.zeros(44, np.int64))
+        got, lengths = taker.receive()
+        assert lengths.tolist() == sizes(packets).tolist()
+        assert got["header"]["slot"].tolist() == list(range(44))
+        values = got["values"][:, :elements]
+        assert (values == packets["values"][:, :elements]).all()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_longer_than_a_row_is_known(way):
     with ends(2) as (source, target):

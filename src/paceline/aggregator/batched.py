@@ -135,9 +135,9 @@ class Batched:
         part = np.arange(len(message)) - np.repeat(np.cumsum(parts) - parts, parts)
         each = np.minimum(size[message], lengths[message] - part * size[message])
         row = message * self._rows + np.minimum(part, self._rows - 1)
-        one = len(lengths) == 1 and len(row) <= self._rows
-        packets = self._room[: len(row)] if one else self._room[row]
         elsewhere = (part > 0) & (size[message] != self._width) & (each <= self._width)
+        in_rows = len(lengths) == 1 and len(row) <= self._rows and not elsewhere.any()
+        packets = self._room[: len(row)] if in_rows else self._room[row]
         if elsewhere.any():
             data, width = packets.view(np.uint8), self._width
             room = self._room.view(np.uint8)
