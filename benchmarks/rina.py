@@ -233,6 +233,7 @@ def draw(rows, path):
                 )
             axes.set_title(f"{racks} racks of {workers}, core {core}", fontsize=10)
             axes.set_ylim(bottom=0)
+            axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.3)
     for axes in panels[-1]:
         axes.set_xlabel("switches that add up")
