@@ -50,6 +50,32 @@ def test_auto_is_as_fast_as_the_fastest(where: Cluster) -> None:
         assert took <= min(times) / (1 - MARGIN), sizes[number]
 
 
+def test_where_switches_add_up_large_messages_go_there() -> None:
+    where = cluster(rack(4, aggregates=True), rack(4, aggregates=True))
+    everybody, large = tuple(range(8)), 1 << 25
+    # 1.25 of a link's time where both ways are busy, and a ring's 1.75.
+    assert cheapest(where, everybody, large, switches=True) == "rina"
+    assert cheapest(where, everybody, large) == "native"
+    assert cheapest(where, everybody, 1 << 10, switches=True) == "halving-doubling"
+    assert cheapest(where, (0, 4), large, switches=True) == "native"
+    assert cheapest(SWITCH, everybody, large, switches=True) == "native"
+
+    def body(rank: int) -> tuple[torch.Tensor, float, list[str]]:
+        world = join_world()
+        row = Auto()
+        comm = over(row, world, TorchComm(world, "auto"))
+        buffer = torch.full((large // 400,), float(rank))
+        start = paceline.now()
+        comm.all_reduce(buffer, "sum").wait()
+        names = [row.choice(large, comm), row.choice(large, comm, halves=True)]
+        return buffer, paceline.now() - start, names
+
+    for buffer, took, names in run(where, body):
+        assert names == ["rina", "native"]
+        assert torch.allclose(buffer, torch.tensor(28.0))
+        assert took < 1.4 * buffer.numel() * 4 / 25e6
+
+
 def test_what_is_cheapest_by_hand() -> None:
     everybody = tuple(range(8))
     # On one switch: latency decides small ones; of large ones native is no dearer.
@@ -82,7 +108,9 @@ def test_groups_are_priced_where_their_members_are() -> None:
 def test_a_size_is_priced_as_the_next_power_of_two(monkeypatch) -> None:
     asked: list[int] = []
 
-    def note(cluster: Cluster, workers: tuple[int, ...], size: int) -> str:
+    def note(
+        cluster: Cluster, workers: tuple[int, ...], size: int, switches: bool
+    ) -> str:
         asked.append(size)
         return "tree"
 

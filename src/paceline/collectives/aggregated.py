@@ -180,8 +180,8 @@ class _Integers:
         agreed[: self.blocks] = self.exponents()
         agreed[self.blocks] = self._aggregation.standing(comm)
         schedule = HalvingDoubling(comm.size, len(agreed))
-        blocks = blocks_of(self._elements) if self.blocks else 0
-        timed = HalvingDoubling(comm.size, 2 * (blocks + 1))
+        size = exponent_bytes(self._elements if self.blocks else 0)
+        timed = HalvingDoubling(comm.size, size)
         pending = comm.perform(schedule, agreed, "max", timed)
         return pending.then(lambda: self._add_up(agreed))
 
@@ -251,8 +251,13 @@ class _Numbers(_Integers):
 
 
 def blocks_of(elements: int) -> int:
-    """How many blocks so many numbers have, one or more."""
-    return -(-(elements - 1) // BLOCK) + 1
+    """How many blocks so many numbers have."""
+    return -(-(elements - 1) // BLOCK) + 1 if elements else 0
+
+
+def exponent_bytes(elements: int) -> int:
+    """Bytes of what ranks agree on before they add up so many numbers."""
+    return 2 * (blocks_of(elements) + 1)
 
 
 def _slabs(values: Array) -> Iterator[tuple[int, Array]]:

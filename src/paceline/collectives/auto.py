@@ -3,6 +3,9 @@
 Where the cluster is known, the candidates' schedules are priced on it: the same on all ranks
 and in all worlds. Where it is not, they are timed once, when training begins, and all ranks go
 by the slowest one's times. ``native`` is kept unless another one is cheaper by `MARGIN`.
+
+``rina`` is a candidate where the cluster is known and switches add up, and in real jobs
+where what does is found.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
+from paceline.collectives.aggregated import exponent_bytes
+from paceline.collectives.places import aggregating_racks
 from paceline.collectives.pricing import seconds
+from paceline.collectives.rina import Rina
 from paceline.collectives.rows import (
     HalvingDoubling,
     Hierarchical,
@@ -57,9 +63,9 @@ SHOWN = tuple(1024 * 4**i for i in range(9))
 
 
 class Auto:
-    """Formed by: the cheapest of `native`, `tree`, `halving-doubling` and `hierarchical` for the
-    size of the message: priced on the cluster where that is known, else as measured when
-    training begins. Sends: what the one that it takes sends. Good for: messages of
+    """Formed by: the cheapest of `native`, `tree`, `halving-doubling`, `hierarchical`, and `rina` where
+    switches add up, for the size of the message: priced on the cluster where that is known,
+    else as measured when training begins. Sends: what the one that it takes sends. Good for: messages of
     different sizes, and networks that one has not measured."""
 
     name: ClassVar[str] = "auto"
@@ -67,14 +73,19 @@ class Auto:
 
     def __init__(self) -> None:
         self._measured: dict[str, TableCost] = {}
-        self._known: dict[tuple[tuple[int, ...], int], str] = {}
+        self._known: dict[tuple[tuple[int, ...], int, bool], str] = {}
+        self._rina = Rina()
+        self._adds_up = False
 
     def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
         """Of *size* bytes."""
-        found: Schedule = CANDIDATES[
-            self.choice(size, cast("TorchComm", comm))
-        ].schedule(size, comm, racks)
+        row = self.row(self.choice(size, cast("TorchComm", comm)))
+        found: Schedule = row.schedule(size, comm, racks)
         return found
+
+    def row(self, name: str) -> Any:
+        """The candidate of that name."""
+        return self._rina if name == Rina.name else CANDIDATES[name]
 
     def run(
         self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
@@ -85,18 +96,21 @@ class Auto:
             name = self.choice(wire_bytes(buffer), own)
         if name == Native.name:
             return own.all_reduce_natively(buffer, operation)
-        pending: Pending = CANDIDATES[name].run(comm, buffer, operation)
+        pending: Pending = self.row(name).run(comm, buffer, operation)
         return pending
 
-    def choice(self, size: int, comm: TorchComm) -> str:
-        """The row for a message of *size* bytes among the ranks of *comm*. Sizes up to the
-        next power of two are one."""
+    def choice(self, size: int, comm: TorchComm, *, halves: bool = False) -> str:
+        """The row for a message of *size* bytes among the ranks of *comm*; with *halves*, one
+        that has them. Sizes up to the next power of two are one."""
         size = 1 << max(0, size - 1).bit_length()
         places = comm.places
-        key = places.workers, size
+        switches = self._adds_up and not halves
+        key = places.workers, size, switches
         if key not in self._known:
             if places.cluster is not None:
-                self._known[key] = cheapest(places.cluster, places.workers, size)
+                self._known[key] = cheapest(
+                    places.cluster, places.workers, size, switches
+                )
             else:
                 self._known[key] = _least(
                     {name: curve(size) for name, curve in self._measured.items()}
@@ -108,10 +122,13 @@ class Auto:
         if comm.size == 1 or (device.type == "cuda" and comm.follows_streams):
             return ""
         how = "as priced on the cluster"
+        self._adds_up = self._found(comm, world)
         if comm.places.cluster is None:
             self._measured = measure(comm, world, device)
             sizes = next(iter(self._measured.values())).sizes
             how = f"as measured up to {show_bytes(sizes[-1])}"
+        elif self._adds_up and Rina.name in [self.choice(n, comm) for n in SHOWN]:
+            self._rina.begin(comm, world)
         spans = []
         for name, of_span in itertools.groupby(
             SHOWN, lambda size: self.choice(size, comm)
@@ -122,20 +139,39 @@ class Auto:
         )
         return f"collective=auto: {', '.join(spans)}, {how}"
 
+    def _found(self, comm: TorchComm, world: World) -> bool:
+        """Whether the switches that add up on this cluster can be used."""
+        if comm.places.cluster is None or self._rina.plain(comm):
+            return False
+        addresses = world.aggregators
+        return addresses is None or comm.aggregating <= addresses.keys()
+
 
 @lru_cache(maxsize=4096)
-def cheapest(cluster: Cluster, workers: tuple[int, ...], size: int) -> str:
-    """The cheapest row for *size* bytes among *workers* of *cluster*, on idle links."""
-    shape = cast(Comm, SimpleNamespace(size=len(workers)))
+def cheapest(
+    cluster: Cluster, workers: tuple[int, ...], size: int, switches: bool = False
+) -> str:
+    """The cheapest row for *size* bytes among *workers* of *cluster*, on idle links; of
+    those that need *switches* to add up, too."""
     racks = [cluster.rack_of_host(cluster.host_of(worker)) for worker in workers]
+    adding = aggregating_racks(cluster) if switches else frozenset[int]()
+    shape = cast(
+        Comm, SimpleNamespace(size=len(workers), racks=racks, aggregating=adding)
+    )
     if len(workers) == 1:
         return Native.name
-    return _least(
-        {
-            name: seconds(row.schedule(size, shape, racks), cluster, workers)
-            for name, row in CANDIDATES.items()
-        }
-    )
+    times = {
+        name: seconds(row.schedule(size, shape, racks), cluster, workers)
+        for name, row in CANDIDATES.items()
+    }
+    rina = Rina()
+    if not rina.plain(shape):
+        exponents = exponent_bytes(size // 4)
+        agreeing = CANDIDATES[HalvingDoubling.name].schedule(exponents, shape, racks)
+        times[rina.name] = seconds(agreeing, cluster, workers) + seconds(
+            rina.schedule(size, shape, racks), cluster, workers
+        )
+    return _least(times)
 
 
 def _least(times: Mapping[str, float]) -> str:

@@ -155,7 +155,9 @@ def _row(comm: TorchComm, buffer: torch.Tensor) -> Collective:
     row = comm.collective or Native()
     check_halves(row)
     if isinstance(row, Auto):
-        chosen: Collective = CANDIDATES[row.choice(wire_bytes(buffer), comm)]
+        chosen: Collective = CANDIDATES[
+            row.choice(wire_bytes(buffer), comm, halves=True)
+        ]
         return chosen
     return row
 

@@ -40,6 +40,10 @@ where its members are; sizes up to the next power of two are one. Where nothing 
 rank's times; which row it takes may then differ from run to run, and with it the last bits. It says which in one line. `native` is kept unless another one is more than
 5 % cheaper, and always under NCCL, which chooses by itself.
 
+**rina**, **switchml** and **atp** form sums at switches, where something stands that adds up: `aggregates = true` in the cluster file, `paceline aggregate` in real jobs. Numbers
+become 32-bit integers, so all ranks and worlds have the same bits whatever switch has added what; other types, and maxima, go around the ring, and so does everything where no switch adds up. They
+have no halves. See docs/rina.md.
+
 **Measured** (`python benchmarks/collectives.py`, 8 emulated hosts, real processes, no latency to be emulated; rows in turn): on one switch at 400 Mbit/s, and in two racks of four
 at 400 and 100 Mbit/s, the order of rows is as predicted in all 56 pairs whose predictions are clearly apart, at 1 KB, 1 MB and 32 MB. At 32 MB rows are within 6 % of
 their price, but `native` in racks, which took 1.33 times as long, and `tree` on a switch, which took two thirds (its messages share links less than priced). Buffers of 1 KB cost up to twice their price where messages cross processors that are shared.
