@@ -49,6 +49,8 @@ def test_it_makes_a_token_sums_and_says_what_it_has_counted():
         (["--listen", "29700"], "expected HOST:PORT"),
         (["--listen", "127.0.0.1:0", "--mtu", "100"], "MTU 100: expected"),
         (["--listen", "127.0.0.1:0", "--slots", "0"], "slots: expected 1 to"),
+        (["--listen", "127.0.0.1:0", "--interface", "lo"], "belongs to --path xdp"),
+        (["--listen", "127.0.0.1:0", "--path", "xdp"], "expected --interface"),
         (["--listen", "0.0.0.0:0"], "export PACELINE_TRUSTED_NETWORK=1"),
     ],
 )

@@ -1,7 +1,6 @@
 """The aggregator over real sockets: several jobs, faults, strangers, and who dies."""
 
 import contextlib
-import os
 import random
 import socket
 import threading
@@ -21,64 +20,16 @@ from paceline.aggregator.udp import UserSpaceAggregator
 from paceline.errors import PeerLostError, UsageError
 from paceline.server.security import TRUSTED
 from tests import forked
+from tests.aggregator.places import (
+    TOKEN,
+    WORKERS,
+    InARack,
+    Loopback,
+    lossy,
+    running,
+    together,
+)
 from tests.real.helpers import wait_until
-
-TOKEN = "a token of tests"
-WORKERS = 4
-
-
-@contextlib.contextmanager
-def running(**options):
-    stop, stopper = os.pipe()
-    aggregator = UserSpaceAggregator("127.0.0.1", 0, token=TOKEN, **options)
-    thread = threading.Thread(target=aggregator.run, args=(stop,))
-    thread.start()
-    try:
-        yield aggregator
-    finally:
-        os.write(stopper, b".")
-        thread.join(10)
-        aggregator.close()
-        os.close(stop)
-        os.close(stopper)
-
-
-def joining(aggregator, worker, job="job", workers=WORKERS, **options):
-    return AggregatorClient(
-        "127.0.0.1",
-        aggregator.port,
-        job=job,
-        worker=worker,
-        workers=workers,
-        token=options.pop("token", TOKEN),
-        **options,
-    )
-
-
-def lossy(seed, part):
-    chance = np.random.default_rng(seed)
-    return lambda count: chance.random(count) >= part
-
-
-def together(workers, work):
-    """*work* of each worker, in a thread each; their results, or the first error."""
-    results, errors = [None] * workers, []
-
-    def run(worker):
-        try:
-            results[worker] = work(worker)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(w,)) for w in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(150)
-    assert not any(thread.is_alive() for thread in threads)
-    if errors:
-        raise errors[0]
-    return results
 
 
 @pytest.mark.parametrize("way", [moving.Single, Batched])
@@ -97,7 +48,9 @@ def test_sums_are_exact_though_one_datagram_in_a_hundred_is_lost(way, monkeypatc
     with running() as aggregator:
 
         def work(worker):
-            client = joining(aggregator, worker, lossy=lossy(worker, 0.01), slots=16)
+            client = Loopback().joining(
+                aggregator, worker, lossy=lossy(worker, 0.01), slots=16
+            )
             for values in made:
                 client.sum_integers(values[worker])
             error = client.sum_numbers(numbers[worker])
@@ -116,13 +69,51 @@ def test_sums_are_exact_though_one_datagram_in_a_hundred_is_lost(way, monkeypatc
     assert sum(repeats for _, repeats in ends) > 0
 
 
-def test_numbers_that_are_not_finite_are_so_for_all_and_the_others_are_sums():
-    with running() as aggregator:
+@pytest.mark.parametrize("path", ["sockets", "xdp"])
+def test_sums_are_exact_though_the_network_loses_one_packet_in_a_hundred(
+    rack, path, bpf, monkeypatch
+):
+    """Workers and the aggregator each on a host of their own, at a switch that drops."""
+
+    def one_by_one(end, elements, segments=True):
+        return Batched(end, elements, segments=False)  # as on a wire
+
+    monkeypatch.setattr("paceline.aggregator.udp.datagrams", one_by_one)
+    monkeypatch.setattr("paceline.aggregator.ends.datagrams", one_by_one)
+    place = InARack(rack, path)
+    random_ = np.random.default_rng(0)
+    made = random_.integers(-(2**31), 2**31, (WORKERS, 200_003)).astype(np.int32)
+    total = made.sum(axis=0, dtype=np.int64).astype(np.int32)
+    numbers = random_.standard_normal((WORKERS, 10_001)).astype(np.float32)
+    exact = numbers.sum(axis=0, dtype=np.float64)
+    with place.running() as aggregator, rack.losing(0.01):
+
+        def work(worker):
+            client = place.joining(aggregator, worker, slots=32)
+            client.sum_integers(made[worker])
+            error = client.sum_numbers(numbers[worker])
+            counts = client.counts
+            client.close()
+            return error, counts["chunks"] + counts["repeats"]
+
+        ends = together(WORKERS, work)
+        wait_until(lambda: not list(aggregator.jobs), 60, "the aggregator")
+        assert aggregator.jobs.free_slots == 1024
+        came = aggregator.summary()["contributions"]
+        assert came < sum(sent for _, sent in ends), "nothing was lost"
+    assert (made == total).all()
+    assert (numbers == numbers[0]).all()
+    error = ends[0][0]
+    assert (np.abs(numbers[0] - exact) <= error + np.abs(exact) * 2.0**-24).all()
+
+
+def test_numbers_that_are_not_finite_are_so_for_all_and_the_others_are_sums(place):
+    with place.running() as aggregator:
         numbers = np.ones((2, 1000), np.float32)
         numbers[1, 3] = np.inf
 
         def work(worker):
-            client = joining(aggregator, worker, workers=2)
+            client = place.joining(aggregator, worker, workers=2)
             client.sum_numbers(numbers[worker])
             client.close()
 
@@ -131,25 +122,26 @@ def test_numbers_that_are_not_finite_are_so_for_all_and_the_others_are_sums():
     assert (numbers[:, 358:] == 2).all()
 
 
-def test_two_jobs_share_an_aggregator_and_one_is_killed(tmp_path, capfd):
+def test_two_jobs_share_an_aggregator_and_one_is_killed(place, tmp_path, capfd):
     """The killed one's worker is a process that ends without a goodbye, in mid-sum."""
     script = tmp_path / "killed.py"
     script.write_text(
+        f"{place.enter}"
         "import sys, numpy as np\n"
         "from paceline.aggregator.client import AggregatorClient\n"
-        "client = AggregatorClient('127.0.0.1', int(sys.argv[1]), job='killed',\n"
+        f"client = AggregatorClient({place.host!r}, int(sys.argv[1]), job='killed',\n"
         f"    worker=0, workers=2, slots=50, token={TOKEN!r})\n"
         "print('here', flush=True)\n"
         "client.sum_integers(np.ones(1 << 20, np.int32))\n"
     )
-    with running(slots=100) as aggregator:
+    with place.running(slots=100) as aggregator:
         process = forked.Forked([script, aggregator.port])
-        other = joining(aggregator, 1, "killed", workers=2, slots=50)
+        other = place.joining(aggregator, 1, "killed", workers=2, slots=50)
         values = np.ones((2, 50_000), np.int32)
         rounds = threading.Event()
 
         def work(worker):
-            client = joining(aggregator, worker, "lives", workers=2, slots=50)
+            client = place.joining(aggregator, worker, "lives", workers=2, slots=50)
             totals = []
             for _ in range(3):
                 mine = values[worker].copy()
@@ -188,17 +180,17 @@ def test_two_jobs_share_an_aggregator_and_one_is_killed(tmp_path, capfd):
     assert "job 'killed': worker 0 died" in capfd.readouterr().err
 
 
-def test_an_aggregator_that_is_lost_ends_its_jobs_in_words():
-    with running() as aggregator:
-        client = joining(aggregator, 0, workers=2)
-    with pytest.raises(PeerLostError, match=r"the aggregator at 127.0.0.1.*died"):
+def test_an_aggregator_that_is_lost_ends_its_jobs_in_words(place):
+    with place.running() as aggregator:
+        client = place.joining(aggregator, 0, workers=2)
+    with pytest.raises(PeerLostError, match=rf"the aggregator at {place.host}.*died"):
         client.sum_integers(np.ones(9, np.int32))
     client.close(well=False)
 
 
-def test_a_silent_aggregator_is_given_up():
-    with running() as aggregator:
-        client = joining(aggregator, 0, workers=2, silent_seconds=0.2)
+def test_a_silent_aggregator_is_given_up(place):
+    with place.running() as aggregator:
+        client = place.joining(aggregator, 0, workers=2, silent_seconds=0.2)
         with pytest.raises(PeerLostError, match="answered nothing for 0 s"):
             client.sum_integers(np.ones(9, np.int32))
         client.close(well=False)
@@ -210,37 +202,39 @@ def test_a_silent_aggregator_is_given_up():
         ({"token": "another token"}, "another token than the worker's"),
         ({"slots": 200, "fewest": 101}, "there are 100 for it"),
         ({"workers": 65}, "65 workers at one aggregator"),
-        ({"mtu": 1600}, "larger --mtu"),
+        ({"mtu": 1600}, r"larger --mtu|has an MTU of 1500 bytes"),
         ({"mtu": 100}, "MTU 100: expected"),
         ({"worker": 4}, "worker 4 of 4"),
     ],
 )
-def test_what_cannot_work_is_refused_at_the_start(options, words):
-    with running(slots=100) as aggregator:
-        worker = options.pop("worker", 0)
+def test_what_cannot_work_is_refused_at_the_start(place, options, words):
+    with place.running(slots=100) as aggregator:
+        options = {"worker": 0} | options
         with pytest.raises(UsageError, match=words):
-            joining(aggregator, worker, **options)
+            place.joining(aggregator, **options)
         assert aggregator.jobs.free_slots == 100
 
 
-def test_datagrams_that_do_not_come_back_are_noticed_before_the_first_sum(monkeypatch):
+def test_datagrams_that_do_not_come_back_are_noticed_before_the_first_sum(
+    place, monkeypatch
+):
     monkeypatch.setattr("paceline.aggregator.client.PROBE_SECONDS", 0.2)
-    with running() as aggregator:
+    with place.running() as aggregator:
         with pytest.raises(UsageError, match="of 1500 bytes do not come back"):
-            joining(aggregator, 0, lossy=lambda count: np.zeros(count, np.bool_))
+            place.joining(aggregator, 0, lossy=lambda count: np.zeros(count, np.bool_))
         assert aggregator.counts["jobs"] == 1
         wait_until(
             lambda: aggregator.counts["jobs lost"] == 1, 60, "the end of the job"
         )
 
 
-def test_strangers_and_fuzzed_datagrams_change_nothing():
+def test_strangers_and_fuzzed_datagrams_change_nothing(place):
     chance = random.Random(1)
-    with (
-        running() as aggregator,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger,
-    ):
-        clients = [joining(aggregator, worker, workers=2) for worker in range(2)]
+    with place.running() as aggregator, contextlib.ExitStack() as stack:
+        with place.at(2):
+            stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        stack.enter_context(stranger)
+        clients = [place.joining(aggregator, worker, workers=2) for worker in range(2)]
         number = clients[0].number
         ours = blank(1, 8)
         header = ours["header"]
@@ -258,8 +252,10 @@ def test_strangers_and_fuzzed_datagrams_change_nothing():
                     del data[chance.randrange(len(data)) :]
                 if chance.random() < 0.2:
                     data += bytes(chance.choice((1, 2000)))
-                stranger.sendto(data, ("127.0.0.1", aggregator.port))
-            with socket.create_connection(("127.0.0.1", aggregator.port)) as control:
+                stranger.sendto(data, (place.host, aggregator.port))
+            with place.at(2):
+                control = socket.create_connection((place.host, aggregator.port))
+            with control:
                 control.sendall(bytes(chance.randbytes(300)) + b"\n{}\n")
 
         for _ in range(5):
@@ -269,8 +265,9 @@ def test_strangers_and_fuzzed_datagrams_change_nothing():
             assert (values == 2).all()
         for client in clients:
             client.close()
-        dropped = aggregator.jobs.all_dropped()
-        assert {"truncated", "foreign", "forged", "of an unknown job"} <= set(dropped)
+        dropped = set(aggregator.summary())
+        for word in ("truncated", "foreign", "forged", "of an unknown job"):
+            assert f"dropped: {word}" in dropped
         wait_until(
             lambda: aggregator.counts["refused: undecodable"] >= 5, 60, "the aggregator"
         )
@@ -303,18 +300,21 @@ def test_nobody_there_is_a_lost_peer():
         Registration("127.0.0.1", port, TOKEN)
 
 
-def test_sums_leave_the_rack_toward_the_next_agents():
+def test_sums_leave_the_rack_toward_the_next_agents(place):
     """A rack of two forwards; two agents of the next one take turns, each at its socket."""
     values = np.arange(2 * 4000, dtype=np.int32).reshape(2, 4000)
     came = np.zeros(4000, np.int32)
-    with running() as aggregator, contextlib.ExitStack() as stack:
-        agents = [stack.enter_context(moving.open_socket(socket.AF_INET)) for _ in "ab"]
-        for agent in agents:
-            agent.bind(("127.0.0.1", 0))
-            agent.connect(("127.0.0.1", aggregator.port))
-        addresses = [("127.0.0.1", agent.getsockname()[1]) for agent in agents]
+    with place.running() as aggregator, contextlib.ExitStack() as stack:
+        agents = []
+        for worker in (2, 3):
+            with place.at(worker):
+                agent = stack.enter_context(moving.open_socket(socket.AF_INET))
+            agent.bind((place.address(worker), 0))
+            agent.connect((place.host, aggregator.port))
+            agents.append(agent)
+        addresses = [agent.getsockname() for agent in agents]
         clients = [
-            joining(
+            place.joining(
                 aggregator,
                 worker,
                 workers=2,
@@ -366,7 +366,7 @@ def test_sums_leave_the_rack_toward_the_next_agents():
     assert (sent == values).all()
 
 
-def test_jobs_that_compete_for_few_places_fall_back_to_their_servers():
+def test_jobs_that_compete_for_few_places_fall_back_to_their_servers(place):
     """Two jobs, three places, one datagram in a hundred lost on the workers' side."""
     made = {
         job: np.random.default_rng(place)
@@ -378,10 +378,10 @@ def test_jobs_that_compete_for_few_places_fall_back_to_their_servers():
         job: values.sum(axis=0, dtype=np.int64).astype(np.int32)
         for job, values in made.items()
     }
-    with running(places=3) as aggregator:
+    with place.running(places=3) as aggregator, place.at(3):
         servers = {
             job: UdpFallbackServer(
-                "127.0.0.1",
+                place.address(3),
                 number=number_of(TOKEN, job),
                 key=key_of(TOKEN, job),
                 workers=2,
@@ -391,14 +391,14 @@ def test_jobs_that_compete_for_few_places_fall_back_to_their_servers():
             for job in made
         }
         for server in servers.values():
-            server.lead([(0b11, "127.0.0.1", aggregator.port)])
+            server.lead([(0b11, place.host, aggregator.port)])
         threads = [threading.Thread(target=one.run) for one in servers.values()]
         for thread in threads:
             thread.start()
 
         def work(number):
             job, worker = ("one", "two")[number // 2], number % 2
-            client = joining(
+            client = place.joining(
                 aggregator,
                 worker,
                 job,

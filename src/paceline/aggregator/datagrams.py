@@ -77,9 +77,11 @@ class Datagrams(Protocol):
 
 
 class Single:
-    """A call for each datagram: for any system."""
+    """A call for each datagram: for any system. It has no *segments*."""
 
-    def __init__(self, end: socket.socket, elements: int) -> None:
+    def __init__(
+        self, end: socket.socket, elements: int, segments: bool = False
+    ) -> None:
         self._socket = end
         self._packets = np.zeros(BATCH, packet_type(elements))
         self._row_bytes = self._packets.dtype.itemsize
@@ -128,13 +130,13 @@ class Single:
                     break
 
 
-def datagrams(end: socket.socket, elements: int) -> Datagrams:
-    """The faster way that this system has. *end* must not block."""
+def datagrams(end: socket.socket, elements: int, segments: bool = True) -> Datagrams:
+    """The faster way that this system has. *end* must not block; *segments*: see `Batched`."""
     if sys.platform == "linux" and sys.maxsize > 2**32 and sys.byteorder == "little":
         from paceline.aggregator.batched import Batched
 
         with contextlib.suppress(AttributeError, OSError):
-            return Batched(end, elements)
+            return Batched(end, elements, segments)
     return Single(end, elements)
 
 

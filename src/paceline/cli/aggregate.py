@@ -8,14 +8,24 @@ import secrets
 import signal
 import sys
 import time
-from typing import Annotated, Any
+from collections import Counter
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli import options as o
 from paceline.errors import UsageError
 
+if TYPE_CHECKING:
+    from paceline.aggregator.udp import UserSpaceAggregator
+
 _TOLD_SECONDS = 1.0
+
+
+class _Path(Enum):
+    sockets = "sockets"
+    xdp = "xdp"
 
 
 def aggregate(
@@ -32,6 +42,17 @@ def aggregate(
     mtu: Annotated[
         int, typer.Option(help="Bytes of the largest packet on the way to workers.")
     ] = 1500,
+    path: Annotated[
+        _Path,
+        typer.Option(
+            help="Where sums are formed: behind sockets, or in the kernel's receive path "
+            "(Linux, as root, with clang and libbpf installed)."
+        ),
+    ] = _Path.sockets,
+    interface: Annotated[
+        str | None,
+        typer.Option(help="Of --path xdp: by which workers are reached, such as eth0."),
+    ] = None,
     json: o.Json = False,
 ) -> None:
     """Add up what workers send, datagram by datagram, until Ctrl-C.
@@ -41,16 +62,14 @@ def aggregate(
     loopback say PACELINE_TRUSTED_NETWORK=1, where everybody on the network may read the
     training.
     """
-    from paceline.aggregator.udp import UserSpaceAggregator
     from paceline.server.security import TOKEN, dedicated_token
 
     host, port = _host_and_port(listen)
     token = dedicated_token()
     made = token is None
     token = token or secrets.token_hex(16)
-    aggregator = UserSpaceAggregator(
-        host, port, token=token, slots=slots, places=best_effort, mtu=mtu
-    )
+    options = {"token": token, "slots": slots, "places": best_effort, "mtu": mtu}
+    aggregator = _aggregator(path, host, port, interface, options)
     stop, stopper = os.pipe()
     before = {
         number: signal.signal(number, lambda *_: os.write(stopper, b"."))
@@ -79,6 +98,26 @@ def aggregate(
         aggregator.close()
 
 
+def _aggregator(
+    path: _Path, host: str, port: int, interface: str | None, options: dict[str, Any]
+) -> UserSpaceAggregator:
+    if path is _Path.sockets:
+        from paceline.aggregator.udp import UserSpaceAggregator
+
+        if interface is not None:
+            raise UsageError("--interface belongs to --path xdp")
+        return UserSpaceAggregator(host, port, **options)
+    from paceline.aggregator.xdp.aggregator import XdpAggregator
+
+    if interface is None:
+        raise UsageError(
+            "--path xdp: expected --interface, by which workers are reached, such as eth0"
+        )
+    aggregator = XdpAggregator(host, port, interface=interface, **options)
+    print(f"paceline: XDP at {interface}, {aggregator.how}", file=sys.stderr)
+    return aggregator
+
+
 class _Progress:
     """One line, written over: what came and went since the last one."""
 
@@ -92,14 +131,15 @@ class _Progress:
         seconds = now - self._told_at
         if seconds < _TOLD_SECONDS:
             return
-        jobs, counts = self._aggregator.jobs, self._aggregator.counts
+        jobs, counts = self._aggregator.jobs, Counter(self._aggregator.summary())
         datagrams, data = counts["datagrams in"], counts["bytes in"]
         rate = (datagrams - self._before[0]) / seconds
         bits = 8 * (data - self._before[1]) / seconds
         self._told_at, self._before = now, (datagrams, data)
+        dropped = sum(n for word, n in counts.items() if word.startswith("dropped: "))
         print(
             f"\r{len(list(jobs))} jobs, {jobs.free_slots} slots free, {rate:,.0f} packets/s "
-            f"({bits / 1e9:.3f} Gbit/s) in, {sum(jobs.all_dropped().values())} dropped \033[K",
+            f"({bits / 1e9:.3f} Gbit/s) in, {dropped} dropped \033[K",
             end="",
             file=sys.stderr,
             flush=True,
