@@ -1,17 +1,21 @@
 """Ends of ATP's sums over real sockets: they find each other, servers of their own included."""
 
 import contextlib
+import random
 import threading
+from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 
 from paceline.aggregator.packets import FEWEST_ELEMENTS
-from paceline.aggregator.sums_service import ServerHosts
+from paceline.aggregator.sums_service import ServerHosts, SumsService
 from paceline.collectives.atp_end import ServedEnd
 from paceline.collectives.atp_ways import Server, Ways, beside_workers
 from paceline.errors import PeerLostError, UsageError
-from paceline.messages import Introduce
+from paceline.interfaces import Sender
+from paceline.messages import Introduce, Refused, Said, Say
 from paceline.server.client import RemoteServer
 from paceline.server.dedicated import make_shell
 from tests.aggregation.test_ring_end import Exchanges, addresses, aggregators
@@ -86,9 +90,9 @@ def in_a_job(ways, where, work, ends_of=lambda rank: [], faulty=False, **options
     ids=["shards", "dedicated", "no switch"],
 )
 def test_sums_are_exact(aggregating, servers, faulty):
-    random = np.random.default_rng(0)
+    chance = np.random.default_rng(0)
     made = [
-        random.integers(-(2**31), 2**31, (len(RACKS), size)).astype(np.int32)
+        chance.integers(-(2**31), 2**31, (len(RACKS), size)).astype(np.int32)
         for size in (30_011, 1, 4000)
     ]
     totals = [values.sum(axis=0, dtype=np.int64).astype(np.int32) for values in made]
@@ -177,3 +181,31 @@ def test_a_dedicated_server_refuses_what_makes_no_sense():
             hosts.open("job", TOKEN, workers=1, slots=8, elements=358)
         hosts.forget("job", TOKEN)
         end.close()
+
+
+def test_whatever_a_dedicated_server_is_told_it_does_not_break():
+    """Orders with random words in their fields, and no orders at all."""
+    chance = random.Random(0)
+    words = [0, -1, 1, 8, 358, 1 << 40, "", "127.0.0.1", "::1", "nowhere", "00" * 32]
+    words += [None, [], [[1, "127.0.0.1", 1 << 17]], [[-1, "127.0.0.1", 9]]]
+    service = SumsService()
+    kinds = [
+        {"type": "open", "host": "127.0.0.1", "number": 1, "key": "00" * 32}
+        | {"workers": 2, "slots": 8, "elements": 358},
+        {"type": "lead", "number": 1, "routes": [[3, "127.0.0.1", 9]]},
+        {"type": "forget", "number": 1},
+    ]
+    answered = Counter()
+    for number in range(400):
+        order = dict(chance.choice(kinds))
+        if chance.random() < 0.7:
+            order[chance.choice(sorted(order))] = chance.choice(words)
+        said = msgspec.json.encode(order)
+        if number % 10 == 0:
+            said = chance.randbytes(20)
+        sender = Sender(0, 0, "", number)
+        [answer] = service.on_message(sender, Say(words=said), None, 0.0)
+        answered[type(answer.message)] += 1
+    assert answered[Said] > 20
+    assert answered[Refused] > 100
+    service.close()

@@ -41,13 +41,16 @@ class UdpFallbackServer:
         lossy: Lossy | None = None,
     ) -> None:
         """Raises `OSError` where it cannot listen, `UsageError` for too many workers."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._number, self._seal = number, Seal(key)
         self._machine = FallbackServer(slots, elements, workers)
-        self._udp = open_socket(family)
-        self._udp.bind((host, 0))
+        self._udp = open_socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            self._udp.bind((host, 0))
+        except BaseException:
+            self._udp.close()
+            raise
         self.address: tuple[str, int] = self._udp.getsockname()[:2]
         """Where it listens."""
-        self._number, self._seal = number, Seal(key)
         self._datagrams = datagrams(self._udp, elements)
         self._lossy = lossy
         self._addresses = Addresses()

@@ -68,7 +68,11 @@ class ServedClient(StreamEnd):
             silent_seconds=silent_seconds,
             lossy=lossy,
         )
-        self._udp.bind((host, 0))
+        try:
+            self._udp.bind((host, 0))
+        except BaseException:
+            self._udp.close()
+            raise
         self.address: tuple[str, int] = self._udp.getsockname()[:2]
         """Where its datagrams are to come."""
         self._job, self._token = job, token

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 KIND = "fallback-server"
 """The row of `server.kinds`."""
-MOST_SLOTS = 1 << 16
+MOST_VALUES = 1 << 24
+"""In all slots of a job: 64 MB, twice."""
 
 
 class Open(msgspec.Struct, tag="open", kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +85,7 @@ class SumsService:
                     "this server adds up datagrams: expected what opens one"
                 )
             opened = self._do(_orders.decode(message.words))
-        except (msgspec.MsgspecError, UsageError, OSError) as error:
+        except (msgspec.MsgspecError, ValueError, OverflowError, OSError) as error:
             return [Answer(sender, Refused(reason=str(error)))]
         return [Answer(sender, Said(words=msgspec.json.encode(opened)))]
 
@@ -121,7 +122,11 @@ class SumsService:
             raise UsageError(
                 f"{len(order.routes)} routes: expected up to {MOST_WORKERS}"
             )
-        server.lead(order.routes)
+        try:
+            server.lead(order.routes)
+        except BaseException:
+            self._forget(order.number)
+            raise
         thread = threading.Thread(target=server.run, name="paceline sums", daemon=True)
         self._running[order.number] = thread
         thread.start()
@@ -133,12 +138,12 @@ class SumsService:
                 f"job {order.number}: one of that number is here, or too many"
             )
         if not (
-            1 <= order.slots <= MOST_SLOTS
+            1 <= order.slots <= MOST_VALUES // max(order.elements, 1)
             and FEWEST_ELEMENTS <= order.elements <= LARGEST_DATAGRAM // 4
         ):
             raise UsageError(
-                f"{order.slots} slots of {order.elements} values: expected up to "
-                f"{MOST_SLOTS}, and what a datagram holds"
+                f"{order.slots} slots of {order.elements} values: expected what a datagram "
+                f"holds, and up to {MOST_VALUES} in all"
             )
         server = self._servers[order.number] = UdpFallbackServer(
             order.host,

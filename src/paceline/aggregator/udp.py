@@ -263,6 +263,7 @@ class UserSpaceAggregator:
             self._refuse(peer, "it expects another token than the worker's")
             return
         try:
+            words.terms().check()
             own = words.host or str(peer.getpeername()[0]), words.port
             named = [*words.next, *(way[1:] for way in words.routes)]
             if len(named) > 2 * MOST_WORKERS:
