@@ -10,9 +10,11 @@ from typing import NamedTuple
 from paceline.testing import CASES
 from paceline.testing.checks import Trial, trials
 
-SLOW_REAL, SLOW_REAL_OF_TWO = 9, 16
-"""One in so many trials of each row, in the slow tests; the fast ones have `job`."""
-SLOW_VIRTUAL = 3
+SLOW_REAL = {1: 16, 2: 16, 3: 18}
+"""One in so many trials of each row on so many workers, in the slow tests; the fast ones have
+`job`."""
+SLOW_EMULATED = 24
+SLOW_VIRTUAL = 5
 """One in so many of all trials of a row, whatever the number of workers."""
 
 

@@ -12,7 +12,7 @@ from paceline.testing.cases import cluster_of
 from paceline.testing.checks import WORLD_CHECKS, sample, trials
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.job import EmulatedJob
-from tests.conformance.table import SLOW_REAL
+from tests.conformance.table import SLOW_EMULATED
 from tests.emulated.conftest import refusal
 
 
@@ -23,7 +23,7 @@ def test_a_sample_of_the_checks_holds_in_the_emulated_world(servers, capfd):
     racks = cluster_of(3, racks=2)
     cluster = replace(racks, servers=(ServerHost(),) * servers)
     with Fabric(cluster) as fabric:
-        part = ["--one-in", str(SLOW_REAL)]
+        part = ["--one-in", str(SLOW_EMULATED)]
         status = EmulatedJob(fabric, inspect.getfile(kit), part, RunOptions()).run()
     said = capfd.readouterr()
     assert status == 0, said.err
@@ -31,4 +31,4 @@ def test_a_sample_of_the_checks_holds_in_the_emulated_world(servers, capfd):
 
 
 def kit_size():
-    return len(sample(trials(3), SLOW_REAL)) + len(WORLD_CHECKS)
+    return len(sample(trials(3), SLOW_EMULATED)) + len(WORLD_CHECKS)

@@ -213,7 +213,7 @@ def test_scripts_without_ceremony(tmp_path, end):
 @pytest.mark.parametrize("end", ["returns", "finishes", "destroys"])
 def test_scripts_without_ceremony_many_times(tmp_path, end):
     """How the interpreter is taken down is each worker's own: no launcher is needed."""
-    for number in range(10):
+    for number in range(4):
         jobs = [
             launch(PYTHON, [], "bare.py", end, folder=tmp_path / f"{number}-{r}", **own)
             for r, own in enumerate(forked.variables_of(2))

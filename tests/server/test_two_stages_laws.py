@@ -683,5 +683,5 @@ def test_with_nothing_deferred_it_is_backup() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("defer", METHODS)
 def test_laws_of_two_stages_at_length(defer: str) -> None:
-    deep = settings(QUICK, max_examples=2000)
+    deep = settings(QUICK, max_examples=600)
     deep(given(cases(METHODS[defer]), SCHEDULES)(check_laws))()
