@@ -223,10 +223,10 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    os._exit(_end(_status_of(words)))
+    os._exit(end(status_of(words)))
 
 
-def _status_of(words: list[str]) -> int:
+def status_of(words: list[str]) -> int:
     try:
         _main(words)
     except SystemExit as error:
@@ -255,7 +255,7 @@ def _main(words: list[str]) -> None:
     exec(compile(source, words[0], "exec"), module.__dict__)
 
 
-def _end(status: int) -> int:
+def end(status: int) -> int:
     """What the interpreter does at its end, in its order."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -11,8 +11,10 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from tests.forked import Forked
+from tests.real import forking
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PYTHON = (sys.executable,)
@@ -42,8 +44,9 @@ class Job:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    forked: bool = False
-    """The launcher is; those that it starts are processes as people have them."""
+    forked: bool | Literal["all"] = False
+    """The launcher is; those that it starts are processes as people have them, unless all
+    are forked (`tests.real.forking`)."""
 
     def __post_init__(self) -> None:
         self.temporary = self.folder / "tmp"
@@ -56,8 +59,15 @@ class Job:
             "OMP_NUM_THREADS": "1",
         }
         if self.forked:
+            words = self.command[1:]
+            if self.forked == "all":
+                assert words[:2] == ["-m", "paceline"]
+                words[1] = "tests.real.forking"
+                self._notes.mkdir()
+                own[forking.FOLDER] = str(self._notes)
+                own["PYTHONPATH"] = str(SCRIPTS.parent.parent.parent)
             self.process: Forked | subprocess.Popen[bytes] = Forked(
-                self.command[1:], self.folder, own | self.environment
+                words, self.folder, own | self.environment
             )
             return
         inherited = {
@@ -101,7 +111,21 @@ class Job:
 
     def processes(self) -> list[int]:
         """Its processes that are alive."""
-        return [process for process in all_processes() if carries(process, self.mark)]
+        started = [
+            process for process in all_processes() if carries(process, self.mark)
+        ]
+        return [*started, *forking.noted(self._notes)]
+
+    def words_of(self, process: int) -> list[str]:
+        """What a process of it was started with, the interpreter first."""
+        words = forking.noted(self._notes).get(process)
+        if words is not None:
+            return [sys.executable, *words]
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
+
+    @property
+    def _notes(self) -> Path:
+        return self.folder / "forked"
 
     @property
     def status(self) -> int | None:
@@ -143,11 +167,12 @@ def launch(
     script: str | Path,
     *arguments: object,
     folder: Path,
-    forked: bool = False,
+    forked: bool | Literal["all"] = False,
     **environment: str,
 ) -> Job:
     """Start ``LAUNCHER OPTIONS SCRIPT ARGUMENTS``. *forked*: the launcher is, which need not
-    import torch; not where it is tried how the launcher itself starts and ends."""
+    import torch; not where it is tried how the launcher itself starts and ends. ``"all"``: what
+    it starts is, too; where many die."""
     words = [*launcher, *options, str(SCRIPTS / script), *map(str, arguments)]
     return Job(words, folder, environment, forked=forked)
 
@@ -168,7 +193,7 @@ def run(
     *arguments: object,
     folder: Path,
     options: list[str] | None = None,
-    forked: bool = False,
+    forked: bool | Literal["all"] = False,
     **others: str,
 ) -> Job:
     """Start a script under ``paceline run``."""

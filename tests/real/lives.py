@@ -1,8 +1,6 @@
 """Workers of a job that survives: which life each is in, and how many steps it has done there,
 as scripts such as ``survive.py`` note it in a folder."""
 
-from pathlib import Path
-
 from tests.real.helpers import wait_until
 
 START_SECONDS = 300
@@ -48,7 +46,7 @@ def servers_of(job):
     """Its server processes, in order of their numbers."""
     found = {}
     for process in job.processes():
-        words = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
+        words = job.words_of(process)
         if "paceline.server" in words:
             found[words[words.index("--name") + 1]] = process
     return [process for _, process in sorted(found.items())]

@@ -567,19 +567,20 @@ def test_a_worker_is_killed(start):
     check_kills(start, METHODS[0], kills=1, forked=True, PAUSE="0.02")
 
 
-KILLS = {"asp": 20, "backup": 20}
-"""Each costs an interpreter that imports torch: many where nobody waits and where all do."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_are_killed_many_times(start, method):
-    check_kills(start, method, kills=KILLS.get(method, 6))
+    check_kills(start, method, kills=20, forked="all")
+
+
+@pytest.mark.slow
+def test_workers_are_killed_some_of_them_while_they_import(start):
+    check_kills(start, "asp", kills=2, seed=1, forked=True)
 
 
 @pytest.mark.slow
 def test_the_server_is_killed_and_there_is_no_snapshot(start):
-    job, folder = start("asp", "until")
+    job, folder = start("asp", "until", forked="all")
     for rank in range(WORKERS):
         wait_for_steps(job, folder, rank, 0, 5)
     kill(servers_of(job)[0])
@@ -594,12 +595,13 @@ def test_the_server_is_killed_and_there_is_no_snapshot(start):
 @pytest.mark.slow
 def test_the_server_is_killed_and_goes_on_with_the_same_bits(start, tmp_path):
     path = tmp_path / "snapshot"
-    undisturbed, elsewhere = start("backup", "steps:40", "undisturbed")
+    undisturbed, elsewhere = start("backup", "steps:40", "undisturbed", forked="all")
     (elsewhere / "go").touch()
     job, folder = start(
         "backup",
         "steps:40",
         options=[f"--snapshot={path}"],
+        forked="all",
         PACELINE_SNAPSHOT_SECONDS="0.001",
     )
     for rank in range(WORKERS):
@@ -622,16 +624,16 @@ def test_the_server_is_killed_and_goes_on_with_the_same_bits(start, tmp_path):
 def test_a_job_goes_on_from_the_snapshot_of_one_that_was_ended(start, tmp_path):
     path = tmp_path / "snapshot"
     options = [f"--snapshot={path}"]
-    job, folder = start(
-        "asp", "until", options=options, PACELINE_SNAPSHOT_SECONDS="0.001"
-    )
+    often = {"forked": "all", "PACELINE_SNAPSHOT_SECONDS": "0.001"}
+    job, folder = start("asp", "until", options=options, **often)
     wait_in(job, path.exists, "a snapshot")
     job.process.send_signal(signal.SIGTERM)
     job.wait(BAD_END_SECONDS)
     assert job.status == 128 + signal.SIGTERM
     assert "paceline: SIGTERM: all workers were ended" in job.stderr
     job.check_nothing_left()
-    job, folder = start("asp", "until", "later", options=options, PACELINE_RESUME="1")
+    resumed = {"forked": "all", "PACELINE_RESUME": "1"}
+    job, folder = start("asp", "until", "later", options=options, **resumed)
     (folder / "enough").touch()
     job.wait(START_SECONDS).check_ended_well()
     assert not path.exists()
@@ -639,7 +641,8 @@ def test_a_job_goes_on_from_the_snapshot_of_one_that_was_ended(start, tmp_path):
 
 @pytest.mark.slow
 def test_a_silent_worker_is_evicted_and_one_that_evaluates_is_not(start):
-    job, folder = start("asp", "evaluate", PACELINE_SILENT_SECONDS=str(SILENT_SECONDS))
+    silent = {"PACELINE_SILENT_SECONDS": str(SILENT_SECONDS)}
+    job, folder = start("asp", "evaluate", forked="all", **silent)
     wait_for_steps(job, folder, 2, 0, 5)
     wait_in(job, (folder / "evaluating").exists, "an evaluation")
     process, _ = life_of(folder, 2)

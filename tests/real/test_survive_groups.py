@@ -38,7 +38,7 @@ def start(tmp_path):
     """Starts counts_gradients.py; whatever happens, nothing of it outlives the test."""
     jobs: list[Job] = []
 
-    def start_one(method, workers, *options, forked=False, **environment):
+    def start_one(method, workers, *options, forked="all", **environment):
         environment["options"] = ["--survive", f"--method={method}", *options]
         environment["forked"] = forked
         script = ("counts_gradients.py", tmp_path)

@@ -280,7 +280,9 @@ class Supervisor:
             self._servers.start()
 
     def _let_workers_end(self) -> None:
-        wait_for_all(self._processes, END_SECONDS)
+        """Who has trained says what is lost; who has not may still look for a server."""
+        trained = [worker.process for worker in self._workers if worker.steps]
+        wait_for_all([one for one in trained if one is not None], END_SECONDS)
         for worker in self._workers:
             worker.done = True
         self._end_workers()
