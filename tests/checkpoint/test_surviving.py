@@ -75,6 +75,7 @@ def test_who_dies_and_who_comes_back_destroys_no_checkpoint(tmp_path):
         folder,
         folder=tmp_path / "job",
         options=["--survive"],
+        forked="all",
     )
     job.wait(300).check_ended_well()
 

@@ -40,7 +40,7 @@ SURVIVES = f"asp:{CODES},answers=differences"
 
 @pytest.mark.slow
 def test_workers_that_come_back_begin_with_all_of_it(start):
-    check_kills(start, SURVIVES, kills=4)
+    check_kills(start, SURVIVES, kills=4, forked="all")
 
 
 @pytest.mark.slow
@@ -51,6 +51,7 @@ def test_a_server_that_comes_back_has_no_copies(start, tmp_path):
         SURVIVES,
         "steps:40",
         options=[f"--snapshot={path}"],
+        forked="all",
         PACELINE_SNAPSHOT_SECONDS="0.001",
     )
     for rank in range(WORKERS):

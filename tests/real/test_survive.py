@@ -564,7 +564,7 @@ def check_kills(start, method, kills, seed=0, **options):
 
 def test_a_worker_is_killed(start):
     """Steps are long: meanwhile the others do not keep processors busy."""
-    check_kills(start, METHODS[0], kills=1, forked=True, PAUSE="0.02")
+    check_kills(start, METHODS[0], kills=1, forked="all", PAUSE="0.02")
 
 
 @pytest.mark.slow
