@@ -1,7 +1,8 @@
-"""Packets and payload bits a second of the user-space aggregator, on one core.
+"""Packets and payload bits a second of the aggregators, on one core.
 
     python benchmarks/aggregator.py                 # 4 workers over loopback, then no sockets
     python benchmarks/aggregator.py --workers 4 --seconds 5 --json
+    sudo python benchmarks/aggregator.py --rack     # both aggregators, in namespaces, in turn
 
 The aggregator is a process on one core; the workers are processes on the others (on the same
 one, if there is no other). Each sums 8 MB of int32 again and again in packets of an
@@ -9,9 +10,15 @@ Ethernet's size. *Per worker*: payload that it sends, and receives, a second. *A
 for all workers together, by the aggregator's own processor time: what it would carry if
 workers were no bottleneck. The second part has no sockets: batches of contributions as they come,
 checked, added up, signed.
+
+With --rack: the aggregator and the workers each in a network namespace at one bridge, over veth,
+where the aggregator is sockets and XDP in turn, by the clock and by what a contribution costs it
+(of XDP: what the kernel says that its two programs have run). Then what a datagram costs in the
+kernel, packet by packet, without a network (`aggregator_xdp.py`).
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -41,28 +48,53 @@ def cpu_seconds():
     return usage.ru_utime + usage.ru_stime
 
 
-def aggregate(port, stop, mtu):
+def at(options, worker=None):
+    """This thread is where that worker, or the aggregator, is."""
+    if not options.rack:
+        return contextlib.nullcontext()
+    from aggregator_xdp import inside
+
+    names = options.rack
+    return inside(names["aggregator"] if worker is None else names["workers"][worker])
+
+
+def made(options):
+    if options.path == "sockets":
+        return UserSpaceAggregator(options.host, 0, token=TOKEN, mtu=options.mtu)
+    from paceline.aggregator.xdp.aggregator import XdpAggregator
+
+    return XdpAggregator(
+        options.host, 0, token=TOKEN, mtu=options.mtu, interface="eth0"
+    )
+
+
+def aggregate(port, stop, options):
     os.sched_setaffinity(0, cores()[0])
-    aggregator = UserSpaceAggregator("127.0.0.1", 0, token=TOKEN, mtu=mtu)
+    with at(options):
+        aggregator = made(options)
     port.send(aggregator.port)
     before = cpu_seconds()
     aggregator.run(stop.fileno())
-    port.send((cpu_seconds() - before, aggregator.summary()))
+    cpu = cpu_seconds() - before
+    if options.path == "xdp":
+        cpu = sum(spent for spent, _ in aggregator.nanoseconds().values()) / GIGA
+    port.send((cpu, aggregator.summary()))
     aggregator.close()
 
 
 def work(port, worker, options, start, results):
     os.sched_setaffinity(0, cores()[1])
-    client = AggregatorClient(
-        "127.0.0.1",
-        port,
-        job="benchmark",
-        worker=worker,
-        workers=options.workers,
-        token=TOKEN,
-        slots=options.slots,
-        mtu=options.mtu,
-    )
+    with at(options, worker):
+        client = AggregatorClient(
+            options.host,
+            port,
+            job="benchmark",
+            worker=worker,
+            workers=options.workers,
+            token=TOKEN,
+            slots=options.slots,
+            mtu=options.mtu,
+        )
     values = np.ones(MEGABYTES * 250_000, np.int32)
     keep_on = np.zeros(1, np.int32)
     client.sum_integers(values)  # warm
@@ -84,12 +116,13 @@ def work(port, worker, options, start, results):
     client.close()
 
 
-def over_loopback(options):
+def measured(options):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     stop, stopper = context.Pipe(duplex=False)
-    server = context.Process(target=aggregate, args=(theirs, stop, options.mtu))
+    server = context.Process(target=aggregate, args=(theirs, stop, options))
     server.start()
+    theirs.close()  # so that its death is noticed
     port, start, results = (
         ours.recv(),
         context.Barrier(options.workers),
@@ -121,6 +154,7 @@ def over_loopback(options):
         / 32
         / elements_for(options.mtu),
         "aggregator_cpu_seconds": cpu,
+        "aggregator_microseconds_per_contribution": 1e6 * cpu / counts["contributions"],
         "wall_seconds": wall,
         "gbit_in_per_aggregator_cpu_second": payload / GIGA / cpu,
         "gbit_per_worker_if_a_core_is_full": payload / GIGA / cpu / options.workers,
@@ -173,9 +207,16 @@ def main():
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rack", action="store_true", help="as root: both aggregators")
     options = parser.parse_args()
     options.load = os.getloadavg()[0]
-    found = {"loopback": over_loopback(options), "alone": without_sockets(options)}
+    options.host, options.path = "127.0.0.1", "sockets"
+    if options.rack:
+        from aggregator_xdp import in_a_rack, in_the_kernel
+
+        found = {**in_a_rack(options, measured), **in_the_kernel()}
+    else:
+        found = {"loopback": measured(options), "alone": without_sockets(options)}
     if options.json:
         print(json.dumps(found))
         return

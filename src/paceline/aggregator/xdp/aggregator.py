@@ -62,6 +62,10 @@ class XdpAggregator(UserSpaceAggregator):
                 total[word] = total.get(word, 0) + count
         return total
 
+    def nanoseconds(self) -> dict[str, tuple[int, int]]:
+        """See `Kernel.nanoseconds`."""
+        return {} if self._kernel is None else self._kernel.nanoseconds()
+
     def close(self) -> None:
         """See `UserSpaceAggregator`; the interface is as it was."""
         super().close()
