@@ -71,6 +71,7 @@ class Batched:
         self._sendmmsg.argtypes = [ctypes.c_int, pointer, number, ctypes.c_int]
         self.counts: Counter[str] = Counter()
         self._segments = 1
+        self._full = False
         messages, rows = _MESSAGES, 1
         width = packet_type(elements).itemsize
         if segments and 2 * width <= LARGEST_DATAGRAM:
@@ -97,7 +98,16 @@ class Batched:
     # ---- receiving ----
 
     def receive(self) -> tuple[Array, Array]:
-        """See `Datagrams`."""
+        """See `Datagrams`. What comes joined is a batch after one call; what comes one by one
+        takes several."""
+        packets, lengths = self._receive_some()
+        while self._rows > 1 and self._full and len(packets) < _MESSAGES:
+            more, its_lengths = self._receive_some()  # those before are a copy
+            packets = np.concatenate((packets, more))
+            lengths = np.concatenate((lengths, its_lengths))
+        return packets, lengths
+
+    def _receive_some(self) -> tuple[Array, Array]:
         into = self._into
         into["flags"], into["control_bytes"] = 0, _CONTROL.itemsize
         count = 0
@@ -114,6 +124,7 @@ class Batched:
                 break
             self.counts[word_for(error)] += 1  # of a datagram that was sent before
         count = max(count, 0)
+        self._full = count == len(into)
         came, control = into[:count], self._control[:count]
         lengths = came["bytes"].astype(np.int64)
         if self._rows == 1:
