@@ -60,7 +60,7 @@ def plain_sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What is to be trained, and where. *accumulate*: passes that an update takes, *batches*: how
-    many times the workload's batch a pass has."""
+    many times the workload's batch a pass has. *settled*: steps that count, at least."""
 
     cluster: Cluster
     workload: Workload
@@ -69,6 +69,7 @@ class Job:
     batches: int = 1
     jitter: float = 0.0
     seed: int = 0
+    settled: int = SETTLED
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +171,7 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
         )
         # No two workers' gradients are alike, and none is zero.
         batch = torch.full((int(job.workload.batch or 1) * job.batches,), 1.0 + rank)
-        while not _is_enough(world.journal, run):
+        while not _is_enough(world.journal, run, job.settled):
             optimizer.zero_grad()
             for _ in range(job.accumulate - 1):
                 with optimizer.no_sync():
@@ -191,11 +192,12 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
         return simulation.run(body)
 
 
-def _is_enough(journal: Journal, run: _Run) -> bool:
+def _is_enough(journal: Journal, run: _Run, settled: int) -> bool:
     if run.drifts:
         wanted = DRIFTING_IN_SHORT if run.short else DRIFTING + run.learns
+        wanted += settled - SETTLED
     else:
-        rounds = max(SETTLED, 2 * journal.period)
+        rounds = max(settled, 2 * journal.period)
         wanted = (journal.settled_after or MOST_STEPS) + run.learns + rounds
     return journal.step_count >= wanted
 

@@ -1,0 +1,64 @@
+"""What would help: found by running it, and right where a formula tells."""
+
+import pytest
+
+from paceline.network import Cluster, Rack
+from paceline.plan import plan
+from paceline.plan.help import break_even, fastest_first, helps, with_hosts, with_links
+from paceline.plan.predict import Job, predict
+from tests.plan.helpers import cluster, layers
+
+
+def test_the_break_even_link_is_where_one_bucket_takes_as_long():
+    """n workers take compute + 2 (n - 1) / n S / b, and are as fast as one at n computes."""
+    job = Job(cluster=cluster(4, latency="0s"), workload=layers(1))
+    found = break_even(job, "bsp:fusion=single", 0.09)
+    size = sum(layers(1).sizes)
+    assert found.rate == pytest.approx(1.5 * size / (3 * 0.09), rel=0.03)
+    assert "as fast as one machine at" in found.words
+
+
+def test_no_link_helps_where_latency_is_all():
+    job = Job(cluster=cluster(2, latency="1s"), workload=layers(1))
+    found = break_even(job, "bsp:fusion=single", 0.09)
+    assert found.rate is None
+    assert "no link" in found.words
+
+
+def test_what_would_help_is_what_it_gives_when_it_runs():
+    job = Job(cluster=cluster(4), workload=layers(2))
+    made = plan(job.cluster, job.workload, allowed=("exact",))
+    found = helps(made, job)
+    by_name = {one.what: one for one in found.helps}
+    sixteen = by_name["accumulate 16 batches an update"]
+    said = predict(
+        Job(cluster=job.cluster, workload=job.workload, accumulate=16), sixteen.spec
+    )
+    assert sixteen.speed_up == pytest.approx(4 * 16 * 0.09 / said.step_seconds)
+    assert sixteen.speed_up > by_name["accumulate 4 batches an update"].speed_up
+    assert "2 workers instead of 4" in by_name
+    gains = [one.speed_up for one in found.helps]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_the_slowest_host_is_left_out_first():
+    near = Rack(
+        workers=4,
+        link=(10.0, 20.0),
+        latency=0.1,
+        workers_per_host=2,
+        speed=(1, 1, 2, 2),
+    )
+    far = Rack(workers=2, link=5.0, latency=0.2, names=("a", "b"), uplink=3.0)
+    both = Cluster((near, far))
+    assert fastest_first(both) == [1, 0, 2, 3]
+    left = with_hosts(both, [1, 0, 3])
+    assert [rack.workers for rack in left.racks] == [4, 1]
+    assert left.racks[1].names == ("b",)
+    assert left.speeds == (1, 1, 2, 2, 1)
+    only = with_hosts(both, [1])
+    assert only.racks[0].links == (20.0,)
+    assert only.speeds == (2, 2)
+    assert with_links(both, 2.0).capacities == tuple(
+        2 * rate for rate in both.capacities
+    )
