@@ -90,26 +90,30 @@ def until(
         except PacelineError as error:
             found.append(Reached(spec=spec, quality=quality, failed=str(error)))
             continue
-        steps = outcome.kept[0].steps
-        found.append(_reached(spec, quality, goal, steps))
-        _check(goal, steps)
+        journal = outcome.journals[0]
+        _check(goal, journal.metrics)
+        values = _values(goal, outcome.kept[0].steps, journal.metrics[goal.metric])
+        found.append(_reached(spec, quality, goal, values))
     return sorted(found, key=lambda one: (one.seconds is None, one.seconds or 0.0))
 
 
-def _values(goal: Goal, steps: Sequence[StepRecord]) -> list[tuple[StepRecord, float]]:
-    return [
+def _values(
+    goal: Goal, steps: Sequence[StepRecord], last: float
+) -> list[tuple[StepRecord, float]]:
+    """Worker 0's, as it logged them; *last* came after the last step, or with it."""
+    values = [
         (step, value)
         for step in steps
         if (value := step.metrics.get(goal.metric)) is not None
     ]
+    return [*values, (steps[-1], last)]
 
 
 def _reached(
-    spec: str, quality: Quality, goal: Goal, steps: Sequence[StepRecord]
+    spec: str, quality: Quality, goal: Goal, values: Sequence[tuple[StepRecord, float]]
 ) -> Reached:
     """Whether the metric is to rise or to fall is told by its first value."""
-    values = _values(goal, steps)
-    first = values[0][1] if values else math.nan
+    first, last = values[0][1], values[-1][1]
     when = next(
         (
             step
@@ -118,7 +122,6 @@ def _reached(
         ),
         None,
     )
-    last = values[-1][1] if values else None
     if when is None:
         return Reached(spec=spec, quality=quality, last=last)
     return Reached(
@@ -126,10 +129,9 @@ def _reached(
     )
 
 
-def _check(goal: Goal, steps: Sequence[StepRecord]) -> None:
-    known = sorted({name for step in steps for name in step.metrics})
-    if goal.metric not in known:
-        there = ", ".join(known) or "none"
+def _check(goal: Goal, metrics: Mapping[str, float]) -> None:
+    if goal.metric not in metrics:
+        there = ", ".join(sorted(metrics)) or "none"
         raise UsageError(
             f"--until {goal.metric}: the script logs no such metric (it logs {there}): "
             f"paceline.log({goal.metric}=...)"
