@@ -16,8 +16,12 @@ from paceline.aggregator.fixed_point import FixedPoint, exponents_of
 from paceline.collectives import aggregated, make, over
 from paceline.collectives.aggregated import BLOCK
 from paceline.collectives.comm import TorchComm
+from paceline.collectives.halving_doubling import HalvingDoubling
+from paceline.collectives.pricing import seconds
+from paceline.errors import WorkerFailedError
+from paceline.tensors import stand_in_for
 from paceline.worlds.join import join_world
-from tests.collectives.test_rina import LAYOUTS, cluster_of
+from tests.collectives.test_rina import LAYOUTS, cluster_of, shape
 from tests.virtual.helpers import run
 
 ROWS = ("rina", "switchml")
@@ -163,6 +167,53 @@ def test_slabs_are_all_of_it_in_order():
         assert len(firsts) == aggregated.blocks_of(size)
         numbers = [first + i for first, rows in found for i in range(len(rows))]
         assert numbers == list(range(len(firsts)))
+
+
+@pytest.mark.parametrize("play", [False, True], ids=["priced", "played"])
+def test_a_sum_takes_what_its_two_schedules_are_priced_at(play):
+    layout, size = [(3, True), (2, False), (2, True)], 20_000
+    where, ranks = cluster_of(layout), 7
+    comm = shape(layout)
+
+    def body(rank):
+        world = join_world()
+        comm = over(make("rina"), world, TorchComm(world))
+        start = world.now()
+        comm.all_reduce(torch.ones(size), "sum").wait()
+        return world.now() - start
+
+    agreeing = HalvingDoubling(ranks, aggregated.exponent_bytes(size))
+    expected = seconds(agreeing, where, play=play)
+    expected += seconds(make("rina").timed(4 * size, comm), where, play=play)
+    found = max(run(where, body, play=play))
+    # Who has agreed before the others begins before them, where messages are played.
+    assert found == pytest.approx(expected, rel=0.02 if play else 1e-9)
+
+
+@pytest.mark.parametrize("name", [*ROWS, "atp"])
+def test_what_stands_for_more_is_moved_at_the_price_of_that(name):
+    size = 720_720
+
+    def took(elements, dtype=torch.float32):
+        def body(rank):
+            world = join_world()
+            comm = over(make(name), world, TorchComm(world))
+            buffer = stand_in_for(size, torch.ones(elements, dtype=dtype))
+            start = world.now()
+            comm.all_reduce(buffer, "sum").wait()
+            return world.now() - start
+
+        return max(run(cluster_of([(3, True), (2, True)]), body))
+
+    real = took(size // 4)
+    assert took(2) == took(100) == real
+    # As many bytes are twice as many numbers, of which each travels as four.
+    assert took(100, torch.bfloat16) > 1.9 * real
+
+
+def test_what_needs_halves_is_refused_in_words():
+    with pytest.raises(WorkerFailedError, match=r"'rina' has no halves.*use 'native'"):
+        trained("dear:collective=rina", LAYOUT)
 
 
 # ---- wherever means are formed ----

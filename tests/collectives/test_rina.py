@@ -12,13 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.aggregator.ring import Group, one_switch, ring_of_racks
-from paceline.collectives import make
+from paceline.collectives import make, over
+from paceline.collectives.comm import TorchComm
 from paceline.collectives.executor import combining, worked_out
 from paceline.collectives.pricing import seconds
 from paceline.collectives.rina import RingOfRacks
 from paceline.collectives.schedule import Ring
 from paceline.errors import UsageError
 from paceline.network import Cluster, Rack
+from paceline.worlds.join import join_world
+from tests.virtual.helpers import run
 
 LAYOUTS = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=4)
 """Racks: workers, and whether the switch adds up."""
@@ -157,12 +160,20 @@ def test_switchml_is_where_most_workers_are():
 
 
 def test_more_workers_than_an_aggregator_takes_are_refused_at_the_start():
-    comm = shape([(65, True)])
+    comm, world = shape([(65, True)]), SimpleNamespace(aggregators=None)
     for name in ("rina", "switchml"):
         with pytest.raises(UsageError, match="65 workers at one aggregator"):
-            make(name).begin(comm)
-    assert "plain ring" in make("rina").begin(shape([(65, False)]))
-    assert "1 of 4 groups" in make("rina").begin(shape([(5, True), (3, False)]))
+            make(name).begin(comm, world)
+    assert "plain ring" in make("rina").begin(shape([(65, False)]), world)
+
+
+def test_people_are_told_where_sums_are_formed(capsys):
+    def body(rank):
+        world = join_world()
+        over(make("rina"), world, TorchComm(world))
+
+    run(cluster_of([(5, True), (3, False)]), body)
+    assert capsys.readouterr().err.count("sums of 1 of 4 groups of workers") == 1
 
 
 # ---- prices ----
