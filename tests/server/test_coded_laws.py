@@ -1,6 +1,6 @@
 """Laws of compressed pushes and answers, whatever arrives when, twice or never, and whoever dies.
 
-The workers and the network of `test_protocol_laws`, whose gradients are codes here: of the
+The workers and the network of `lossy_training`, whose gradients are codes here: of the
 largest element alone, so that most of a gradient is left to later steps. What each life of a
 worker has kept, and what its codes stood for, is known to the test.
 """
@@ -21,18 +21,10 @@ from paceline.interfaces import Answer, State
 from paceline.messages import Join, Parameters, Push, Refused, Unit
 from paceline.methods.asp import ASP
 from paceline.server.coded import views
+from tests.server.lossy_network import Key, Network
+from tests.server.lossy_training import LIVES, STEPS, Case, Life, Training, cases
 from tests.server.test_coded import Largest
-from tests.server.test_protocol_laws import (
-    LIVES,
-    QUICK,
-    STEPS,
-    Case,
-    Key,
-    Life,
-    Network,
-    Training,
-    cases,
-)
+from tests.server.test_protocol_laws import QUICK
 
 Place = tuple[int, int]
 """A shard and a bucket."""

@@ -2,7 +2,7 @@
 whoever dies.
 
 Workers do what those of `paceline.methods.osp.remote` do, over the network of
-`test_protocol_laws`: they send a step's first stage beside the second one of the step
+`lossy_network`: they send a step's first stage beside the second one of the step
 before, and go on when both are answered. Requests of the second channel arrive in order;
 everything else in none. What counted for each unit in each step is kept, and torch's own
 SGD goes through it again: answers must have its bits.
@@ -39,18 +39,16 @@ from paceline.methods.osp import OSP
 from paceline.methods.osp.discipline import TwoStages
 from paceline.methods.osp.reports import Measured, read_mask, written_report
 from paceline.server.states import LATE_CHANNEL
-from tests.server.test_protocol_laws import (
+from tests.server.lossy_network import Key, Letter, Network
+from tests.server.lossy_training import (
     HYPERPARAMETERS,
     LIVES,
-    QUICK,
     STEPS,
     Case,
-    Key,
-    Letter,
     Life,
-    Network,
     Training,
 )
+from tests.server.test_protocol_laws import QUICK
 
 Place = tuple[int, int]
 """A shard, and a bucket of which it holds a part."""

@@ -1,0 +1,102 @@
+"""Workers that talk to a server's state machine, one after the other, at times of their own."""
+
+from collections import Counter
+
+import torch
+
+from paceline.interfaces import Sender
+from paceline.messages import Join, Joined, Load, Parameters, Pull, Push, Unit
+
+METHODS = [
+    *("asp", "r2sp", "ssp", "ssp:staleness=0", "backup", "backup:wait_for=2"),
+    *("sync-switch", "sync-switch:bsp_steps=2"),
+]
+WORKERS = 3
+
+HOW = {
+    "SGD": {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "maximize": False,
+    },
+    "Adam": {
+        "lr": 0.1,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+        "maximize": False,
+        "decoupled_weight_decay": False,
+    },
+}
+
+
+class Talk:
+    """Three workers that talk to a server, one after the other, at times of their own."""
+
+    def __init__(self, server, method="asp", optimizer="SGD", now=0.0):
+        self.server, self.now = server, now
+        self.numbers = Counter()
+        self.how = [HOW[optimizer]]
+        self.join = Join(
+            options=f"{method} with {optimizer}",
+            method=method,
+            units=[[Unit(0, 0, 2, 0, (2,))], [Unit(1, 0, 3, 0, (3,))]],
+            dtypes=["float32", "float32"],
+            optimizer=optimizer,
+            hyperparameters=self.how,
+        )
+
+    def ask(self, worker, message, payload=None, life=0):
+        number = self.numbers[worker, life]
+        self.numbers[worker, life] += 1
+        sender = Sender(worker, life, "", number, number)
+        return self.server.on_message(sender, message, payload, self.now)
+
+    def begin(self, life=0):
+        """All join, and the first one loads parameters; returns their first steps."""
+        steps, loaded = [], True
+        for worker in range(WORKERS):
+            [answer] = self.ask(worker, self.join, life=life)
+            assert isinstance(answer.message, Joined), answer
+            steps.append(answer.message.step)
+            loaded = loaded and answer.message.loaded
+        if not loaded:
+            for bucket, size in enumerate((2, 3)):
+                self.ask(0, Load(bucket=bucket), torch.zeros(size), life)
+        return steps
+
+    def push(self, worker, step, bucket, life=0):
+        generator = torch.Generator().manual_seed(100 * step + 10 * worker + bucket)
+        gradient = torch.randn((2, 3)[bucket], generator=generator)
+        message = Push(
+            step=step,
+            bucket=bucket,
+            weight=1 / WORKERS,
+            used=[True],
+            hyperparameters=self.how,
+        )
+        return self.ask(worker, message, gradient, life)
+
+    def step(self, step, workers=range(WORKERS), life=0):
+        for bucket in range(2):
+            for worker in workers:
+                self.push(worker, step, bucket, life)
+
+    def parameters(self, life=0):
+        found = []
+        for bucket in range(2):
+            [answer] = self.ask(0, Pull(bucket=bucket), life=life)
+            assert isinstance(answer.message, Parameters)
+            found += answer.payload.tolist()
+        return found
+
+
+def ring(talk):
+    """As the shell does when it has dealt with what came in."""
+    deadline = talk.server.next_deadline()
+    if deadline is not None and talk.now >= deadline:
+        talk.server.on_timer(talk.now)

@@ -1,0 +1,195 @@
+"""Snapshots of a server: when they are taken, and what goes on from one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import UsageError
+from paceline.messages import (
+    Refused,
+)
+from paceline.server import snapshot
+from paceline.server.process import make_machine
+from paceline.server.snapshot import Snapshots
+from tests.server.talk import HOW, METHODS, WORKERS, Talk, ring
+
+
+def through_a_file(path, saved):
+    snapshot.write(path, saved)
+    return snapshot.read(path)
+
+
+@pytest.mark.parametrize("optimizer", HOW)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_restored_server_goes_on_with_the_same_bits(tmp_path, method, optimizer):
+    talk = Talk(make_machine(WORKERS, "server"), method, optimizer)
+    assert talk.begin() == [0, 0, 0]
+    for step in range(3):
+        talk.step(step)
+    saved = talk.server.snapshot()
+    again = Talk(make_machine(WORKERS, "server"), method, optimizer)
+    for step in range(3, 6):  # what is done now is not in the snapshot
+        talk.step(step)
+    assert again.server.restore(through_a_file(tmp_path / "file", saved)) == 3
+    assert again.begin(life=1) == [3, 3, 3]
+    for step in range(3, 6):
+        again.step(step, life=1)
+    assert again.parameters(life=1) == talk.parameters()
+    assert again.server.counts == talk.server.counts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_restored_server_does_not_wait_for_who_is_done(method):
+    talk = Talk(make_machine(WORKERS, "server"), method)
+    talk.begin()
+    talk.step(0)
+    again = Talk(make_machine(WORKERS, "server"), method)
+    again.server.restore(talk.server.snapshot())
+    again.server.on_lost(2, 0, 0.0)
+    for worker in (0, 1):
+        again.ask(worker, again.join)
+    for bucket in range(2):
+        again.push(0, 1, bucket)
+        answers = again.push(1, 1, bucket)
+        # with two of three to wait for, the last one's step is not over before it is in
+    assert {a.to.worker for a in answers} >= {1}
+
+
+OTHERS = {
+    "optimizer": ({"optimizer": "Adam"}, "options is 'asp with SGD' there"),
+    "method": ({"method": "ssp"}, "options is 'asp with SGD' there"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_snapshot_of_another_training_is_refused(what):
+    others, sentence = OTHERS[what]
+    talk = Talk(make_machine(WORKERS, "server"))
+    talk.begin()
+    again = Talk(make_machine(WORKERS, "server"), **others)
+    again.server.restore(talk.server.snapshot())
+    [answer] = again.ask(0, again.join)
+    assert isinstance(answer.message, Refused)
+    assert "the snapshot is of another training: " + sentence in answer.message.reason
+
+
+def test_a_snapshot_of_other_workers_is_refused():
+    talk = Talk(make_machine(WORKERS, "server"))
+    talk.begin()
+    with pytest.raises(UsageError, match="of 3 workers, and this job has 2"):
+        make_machine(2, "server").restore(talk.server.snapshot())
+
+
+def test_there_is_nothing_to_save_before_parameters_are_there():
+    talk = Talk(make_machine(WORKERS, "server"))
+    assert talk.server.snapshot() == {}
+    talk.ask(0, talk.join)
+    assert talk.server.snapshot() == {}
+
+
+DAMAGES = {
+    "cut": (lambda data: data[:-1], "is damaged"),
+    "changed": (lambda data: data[:300] + b"?" + data[301:], "is damaged"),
+    "foreign": (lambda _: b"something else", "is no snapshot of this version"),
+    "empty": (lambda _: b"", "is no snapshot of this version"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_file_is_refused(tmp_path, how):
+    damage, sentence = DAMAGES[how]
+    path = tmp_path / "file"
+    snapshot.write(path, {"step": 1, "tensor": torch.ones(10)})
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UsageError, match=sentence):
+        snapshot.read(path)
+
+
+def test_a_failed_write_leaves_the_snapshot_before(tmp_path):
+    path = tmp_path / "file"
+    snapshot.write(path, {"step": 1})
+    with pytest.raises(Exception, match="pickle"):
+        snapshot.write(path, {"step": lambda: 2})
+    assert list(tmp_path.iterdir()) == [path]
+    assert snapshot.read(path) == {"step": 1}
+    with pytest.raises(OSError, match="no-folder"):
+        snapshot.write(tmp_path / "no-folder" / "file", {"step": 1})
+
+
+def keeping(method):
+    """A server with snapshots every 10 s, and the steps of those that it has taken."""
+    taken = []
+    server = Snapshots(
+        make_machine(WORKERS, "server"),
+        Path("file"),
+        10.0,
+        keep=lambda _, saved: taken.append(saved["step"]),
+        clock=lambda: 0.0,
+    )
+    talk = Talk(server, method)
+    talk.begin()
+    assert server.next_deadline() == 20.0
+    return talk, taken
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_snapshot_is_taken_at_the_end_of_a_step(method):
+    talk, taken = keeping(method)
+    talk.step(0)
+    assert taken == []  # it is too early
+    talk.now = 11.0
+    talk.step(1)
+    assert taken == []  # the answers leave first
+    ring(talk)
+    assert taken == [2]
+    assert talk.server.next_deadline() == 31.0
+
+
+def test_without_a_quiet_moment_it_is_taken_as_things_are():
+    talk, taken = keeping("asp")
+    for worker in range(WORKERS):
+        talk.push(worker, 0, 0)
+    talk.now = 11.0
+    for step in range(5):  # whoever is through with a step, another is in one
+        for worker in range(WORKERS):
+            talk.push(worker, step, 1)
+            talk.push(worker, step + 1, 0)
+    assert taken == []
+    talk.server.on_timer(20.0)
+    assert taken == [5]
+    assert talk.server.next_deadline() == 40.0
+    talk.server.on_timer(40.0)
+    assert taken == [5]  # nothing has happened since
+    assert talk.server.next_deadline() == 60.0
+
+
+@pytest.mark.parametrize("method", ["ssp:staleness=0", "backup"])
+def test_no_snapshot_is_taken_in_the_middle_of_a_step(method):
+    """Bucket 0 is a step ahead of bucket 1: nobody could go on from that."""
+    talk, taken = keeping(method)
+    talk.step(0)
+    for worker in range(WORKERS):
+        talk.push(worker, 1, 0)
+    talk.server.on_timer(20.0)
+    assert taken == []
+    assert talk.server.next_deadline() == 30.0
+    talk.now = 21.0
+    for worker in range(WORKERS):
+        talk.push(worker, 1, 1)
+    ring(talk)
+    assert taken == [2]
+
+
+def test_a_disk_that_is_full_does_not_end_the_training(capsys):
+    def keep(path, saved):
+        raise OSError("no space left")
+
+    server = Snapshots(make_machine(WORKERS, "server"), Path("file"), 10.0, keep)
+    talk = Talk(server)
+    talk.begin()
+    talk.now = 11.0
+    talk.step(0)
+    ring(talk)
+    assert "no snapshot of step 1: no space left" in capsys.readouterr().err
+    talk.step(1)
