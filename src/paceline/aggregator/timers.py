@@ -1,12 +1,17 @@
 """How long to wait before sending again: as long as answers take, and some more.
 
 Jacobson's estimate (as in RFC 6298) and Karn's rule: only what was sent once tells how long
-an answer takes. Here that includes waiting for the slowest worker, so a long time is no
-sign of congestion, and changes no window: results alone clock what is sent. Sending again too
-early costs a packet, no more.
+an answer takes. Here that includes waiting for the slowest worker, so a long time alone is no
+sign of congestion. Sending again too early costs a packet, no more.
+
+Results clock what is sent, and slots bound it; but a link's queue may hold less than that. So
+what is under way grows only while answers are prompt, and is halved when one is missing while
+others came (`Window`).
 """
 
 from __future__ import annotations
+
+import math
 
 from paceline.aggregator.packets import Array
 
@@ -42,3 +47,41 @@ class RoundTrip:
         if self._mean is None:
             return FIRST
         return min(LONGEST, max(SHORTEST, self._mean + 4 * self._deviation))
+
+
+FLOOR_BYTES = 1 << 16
+"""Under way in any case: a link of 25 Mbit/s has that much in 20 ms, and queues hold it."""
+FEWEST = 4
+PROMPT = 0.01
+"""Seconds. Answers that take longer wait in a queue, or for somebody."""
+
+
+class Window:
+    """How many datagrams of so many bytes may be under way: at *most* as many as there are
+    slots. Beyond `FLOOR_BYTES` it grows only while answers are prompt."""
+
+    def __init__(self, most: int, datagram_bytes: int) -> None:
+        self._most = most
+        self._floor = min(most, max(FEWEST, FLOOR_BYTES // datagram_bytes))
+        self._fewest = min(most, FEWEST)
+        self._size = self._slow_from = float(self._floor)
+        self._cut_at = -math.inf
+
+    @property
+    def size(self) -> int:
+        return int(self._size)
+
+    def answered(self, count: int, seconds: float) -> None:
+        """So many are no more under way; the slowest of them took *seconds*."""
+        if seconds < PROMPT or self._size < self._floor:
+            grown = count if self._size < self._slow_from else count / self._size
+            self._size = min(self._size + grown, float(self._most))
+        elif seconds > 2 * PROMPT:
+            self._size = max(self._size - count / 8, float(self._floor))
+
+    def missed(self, now: float, round_trip: float) -> None:
+        """What others overtook has to be sent again. Counts once a round trip."""
+        if now - self._cut_at < round_trip:
+            return
+        self._cut_at = now
+        self._size = self._slow_from = max(self._size / 2, float(self._fewest))

@@ -31,8 +31,16 @@ from collections import Counter
 import numpy as np
 
 from paceline.aggregator.operations import Operation
-from paceline.aggregator.packets import LOCAL, MODES, Array, Flag, Kind, blank
-from paceline.aggregator.timers import LONGEST, RoundTrip
+from paceline.aggregator.packets import (
+    HEADER_BYTES,
+    LOCAL,
+    MODES,
+    Array,
+    Flag,
+    Kind,
+    blank,
+)
+from paceline.aggregator.timers import FEWEST, LONGEST, SHORTEST, RoundTrip, Window
 from paceline.errors import UsageError
 
 _IDLE = -1
@@ -66,6 +74,7 @@ class Stream:
         self._left = 0
         self._heard_at = 0.0
         self.round_trip = RoundTrip()
+        self.window = Window(slots, HEADER_BYTES + 4 * elements)
         self.counts: Counter[str] = Counter()
 
     def begin(
@@ -108,9 +117,8 @@ class Stream:
         what nothing was heard of in time."""
         if self._operation is None or self.finished:
             return blank(0, self.elements)
-        new = np.flatnonzero((self._chunk == _IDLE) & (self._next < self._end))
+        new = self._startable()
         if len(new):
-            new = new[self._operation.ready(self._next[new] - self._first)]
             self._chunk[new] = self._next[new]
             self._next[new] += self.slots
             self._sent_at[new] = now
@@ -118,7 +126,7 @@ class Stream:
             modes = self._modes[self._chunk[new] - self._first]
             self._summed[new] = modes == Flag.FORWARD
             self._freed[new] = modes == LOCAL
-        again = np.flatnonzero(self._due_at <= now)
+        again = self._overdue(now)
         self.counts["chunks"] += len(new)
         self.counts["repeats"] += len(again)
         slots = np.concatenate((new, again))
@@ -129,6 +137,37 @@ class Stream:
         waits = np.minimum(self.round_trip.timeout * np.exp2(doublings), LONGEST)
         self._due_at[slots] = now + waits
         return packets
+
+    def _startable(self) -> Array:
+        """Slots whose next chunk may be sent: as many as the window lets, the first chunks first;
+        and one that comes before all that are under way, for these may wait for it."""
+        assert self._operation is not None
+        idle = self._chunk == _IDLE
+        new = np.flatnonzero(idle & (self._next < self._end))
+        if len(new):
+            new = new[self._operation.ready(self._next[new] - self._first)]
+        if not len(new):
+            return new
+        new = new[np.argsort(self._next[new])]
+        under_way = self._chunk[~idle]
+        room = self.window.size - len(under_way)
+        if room < 1 and self._next[new[0]] < under_way.min():
+            room = 1
+        return new[: max(room, 0)]
+
+    def _overdue(self, now: float) -> Array:
+        """Slots whose chunk is to be sent again: half a window, those that wait longest first,
+        lest the same ones fill a short queue each time. The others follow."""
+        late = np.flatnonzero(self._due_at <= now)
+        if not len(late):
+            return late
+        if self._heard_at > self._sent_at[late].min():
+            self.window.missed(now, self.round_trip.timeout)
+        burst = max(self.window.size // 2, FEWEST)
+        late = late[np.argsort(self._due_at[late], kind="stable")]
+        after = 1 + np.arange(len(late) - burst) // burst
+        self._due_at[late[burst:]] = now + after * SHORTEST
+        return late[:burst]
 
     def _packets(self, slots: Array) -> Array:
         packets = blank(len(slots), self.elements)
@@ -173,5 +212,8 @@ class Stream:
             mine = packets if len(sums) == len(packets) else packets[sums]
             self._operation.take(chunk[sums] - self._first, mine)
         self._chunk[done] = _IDLE
+        if len(done):
+            slowest = float((now - self._sent_at[done]).max())
+            self.window.answered(len(done), slowest)
         self._due_at[done] = np.inf
         self._left -= len(done)

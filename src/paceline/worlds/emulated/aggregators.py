@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Mapping
 
-from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE
+from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, MTU_VARIABLE
 from paceline.errors import UsageError
 from paceline.server.security import TRUSTED
 from paceline.worlds.emulated.fabric import Fabric
-from paceline.worlds.emulated.plan import Host
+from paceline.worlds.emulated.plan import JUMBO_MTU, Host
 from paceline.worlds.emulated.process import HostProcess
 
 PORT = 29700
@@ -35,7 +35,7 @@ class Aggregators:
         for host in self._fabric.aggregators:
             command = [
                 *(sys.executable, "-m", "paceline", "aggregate"),
-                *("--listen", f"{host.address}:{PORT}"),
+                *("--listen", f"{host.address}:{PORT}", "--mtu", str(JUMBO_MTU)),
                 *self._slots(host),
             ]
             process = self._fabric.popen(
@@ -50,7 +50,7 @@ class Aggregators:
         if not self.processes:
             return {}
         named = (f"{one.rack}={one.address}:{PORT}" for one in self._fabric.aggregators)
-        return {AGGREGATORS_VARIABLE: ",".join(named)}
+        return {AGGREGATORS_VARIABLE: ",".join(named), MTU_VARIABLE: str(JUMBO_MTU)}
 
     def forget(self) -> None:
         """The job is over: that they end now is no news."""

@@ -49,9 +49,11 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Build(msgspec.Struct, tag=True, kw_only=True):
-    """Make the whole network. Answered by `Built`."""
+    """Make the whole network. Answered by `Built`. *mtu*: bytes of the largest packet; TCP's are
+    those of an Ethernet all the same."""
 
     racks: int
+    mtu: int
     hosts: list[HostPlan]
     links: list[LinkPlan]
 

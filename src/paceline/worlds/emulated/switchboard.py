@@ -30,6 +30,9 @@ _LOOPBACK = 1
 _CORE = "core"
 _CONGESTION_CONTROL = "cubic"
 _PERMANENT = 0x80
+_TCP_BYTES = 1460
+"""Of a packet of TCP: as on an Ethernet, whatever other packets may have."""
+ETHERNET_HEADER = 14
 
 
 @contextlib.contextmanager
@@ -51,6 +54,7 @@ class Switchboard:
         self._netlink = IPRoute()
         self._hosts: list[int] = []
         self._links: list[LinkPlan] = []
+        self._mtu = 0
         self._shapers: list[Shaper] = []
 
     def build(self, request: Build) -> bool:
@@ -60,7 +64,7 @@ class Switchboard:
         the keeper.
         """
         delayed = "netem" not in self.probe(["netem"])
-        self._links = request.links
+        self._links, self._mtu = request.links, request.mtu
         _without_ipv6()
         self._netlink.link("set", index=_LOOPBACK, state="up")
         self._bridge(_CORE)
@@ -80,7 +84,8 @@ class Switchboard:
         for link in request.links:
             with self._netlink_of(link) as netlink:
                 index = self._index(netlink, link.device)
-                shaper = Shaper(index, link.rate, link.delay if delayed else 0.0)
+                delay = link.delay if delayed else 0.0
+                shaper = Shaper(index, link.rate, delay, request.mtu + ETHERNET_HEADER)
                 with needs("tbf"):
                     shaper.install(netlink)
                 _limit_segments(netlink, index, link.rate)
@@ -141,6 +146,7 @@ class Switchboard:
             "set",
             index=self._index(self._netlink, name),
             master=self._index(self._netlink, bridge),
+            mtu=self._mtu,
             state="up",
         )
 
@@ -169,7 +175,7 @@ class Switchboard:
             netlink.link("set", index=_LOOPBACK, state="up")
             address = request.hosts[number].address
             netlink.addr("add", index=index, address=address, prefixlen=32)
-            netlink.link("set", index=index, state="up")
+            netlink.link("set", index=index, mtu=request.mtu, state="up")
             _route(netlink, index, address)
             for other, host in enumerate(request.hosts):
                 if other != number:
@@ -209,12 +215,15 @@ def _without_ipv6() -> None:
 
 def _route(netlink: Any, index: int, address: str) -> None:
     """Reach all hosts, with Linux's usual congestion control where the kernel has it:
-    what this machine prefers for itself (bbr, say) is not what a cluster has."""
+    what this machine prefers for itself (bbr, say) is not what a cluster has; and with TCP's
+    usual packets."""
     route = {"dst": NETWORK, "oif": index, "scope": "link", "prefsrc": address}
+    metrics = {"advmss": _TCP_BYTES}
     try:
-        netlink.route("add", **route, metrics={"cc_algo": _CONGESTION_CONTROL})
+        wanted = metrics | {"cc_algo": _CONGESTION_CONTROL}
+        netlink.route("add", **route, metrics=wanted)
     except NetlinkError:
-        netlink.route("add", **route)
+        netlink.route("add", **route, metrics=metrics)
 
 
 def _limit_segments(netlink: Any, index: int, rate: float) -> None:

@@ -1,0 +1,176 @@
+"""Rina on real packets: two racks of four emulated hosts, none, one and both aggregating, predicted in
+virtual time and measured. Called by `benchmarks/rina.py --emulated`, or by itself:
+
+    python benchmarks/rina_emulated.py
+    python benchmarks/rina_emulated.py --mbit 25 --megabytes 1 --repeats 3 --json
+
+Each network is measured in turn, round after round: a loop times one all-reduce at a time, from
+a barrier to the last rank's end. Where all processes share few cores, these are the limit at high
+rates: a lower rate shows the network's own order.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import paceline
+from paceline.collectives import make, over
+from paceline.collectives.comm import TorchComm
+from paceline.network import Cluster, Rack
+from paceline.options import RunOptions
+from paceline.worlds.join import join_world
+from paceline.worlds.virtual import Simulation
+
+MBIT = 1e6 / 8
+RACKS, WORKERS = 2, 4
+LATENCY = 50e-6
+RATES = (100, 25)
+AGGREGATORS = (0, 1, 2)
+MEGABYTES = 4
+REPEATS = 5
+ROUNDS = 3
+
+
+def cluster(aggregators, mbit):
+    """The first so many racks aggregate; uplinks never limit."""
+    return Cluster(
+        tuple(
+            Rack(
+                workers=WORKERS,
+                link=mbit * MBIT,
+                latency=LATENCY,
+                aggregates=number < aggregators,
+            )
+            for number in range(RACKS)
+        )
+    )
+
+
+def measured(size, repeats, row):
+    """Seconds of each repeat, the slowest rank's."""
+    world = join_world()
+    world.connect()
+    plain = TorchComm(world, "barrier")
+    comm = over(make(row), world, TorchComm(world, row))
+    buffer = torch.randn(size // 4, generator=torch.Generator().manual_seed(world.rank))
+    times = []
+    for repeat in range(repeats + 1):  # the first makes connections
+        plain.all_reduce_natively(torch.zeros(1)).wait()
+        start = paceline.now()
+        comm.all_reduce(buffer, "mean").wait()
+        took = torch.tensor([paceline.now() - start], dtype=torch.float64)
+        plain.all_reduce_natively(took, "max").wait()
+        if repeat:
+            times.append(took.item())
+    comm.close()
+    return times
+
+
+def predicted(described, size, row):
+    found = []
+
+    def body(rank):
+        paceline.init()
+        times = measured(size, 1, row)
+        if rank == 0:
+            found.extend(times)
+
+    Simulation(described).run(body)
+    return found[0]
+
+
+def emulated(described, size, repeats, row):
+    from paceline.worlds.emulated.fabric import Fabric
+    from paceline.worlds.emulated.job import EmulatedJob
+
+    with tempfile.TemporaryDirectory() as scratch, Fabric(described) as fabric:
+        output = Path(scratch) / "times.json"
+        words = ["--work", str(output), "--row", row, "--bytes", str(size)]
+        words += ["--repeats", str(repeats)]
+        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
+            sys.exit("the job failed")
+        return json.loads(output.read_text())
+
+
+def compare(mbit, size, repeats, rounds, aggregators=AGGREGATORS):
+    """Of each network what was predicted and measured, in seconds."""
+    networks = {count: cluster(count, mbit) for count in aggregators}
+    times = {count: [] for count in networks}
+    for _ in range(rounds):
+        for count, described in networks.items():
+            times[count] += emulated(described, size, repeats, row_of(count))
+    return [
+        {
+            "mbit": mbit,
+            "bytes": size,
+            "aggregators": count,
+            "predicted_seconds": predicted(described, size, row_of(count)),
+            "measured_seconds": statistics.median(times[count]),
+            "all_seconds": times[count],
+        }
+        for count, described in networks.items()
+    ]
+
+
+def row_of(aggregators):
+    return "rina" if aggregators else "ring"
+
+
+def table(results):
+    """Markdown: times, and how they compare to the ring's."""
+    print(
+        "| rate | aggregators | predicted s | measured s | off by | ring / this: predicted "
+        "| measured | off by |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for one in results:
+        (ring,) = (
+            other
+            for other in results
+            if other["mbit"] == one["mbit"] and not other["aggregators"]
+        )
+        expected, found = one["predicted_seconds"], one["measured_seconds"]
+        wins = ring["predicted_seconds"] / expected, ring["measured_seconds"] / found
+        print(
+            f"| {one['mbit']} Mbit/s | {one['aggregators']} | {expected:.3f} | {found:.3f} | "
+            f"{found / expected - 1:+.0%} | {wins[0]:.2f} | {wins[1]:.2f} | "
+            f"{wins[1] / wins[0] - 1:+.0%} |"
+        )
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mbit", type=int, nargs="+", default=RATES)
+    parser.add_argument("--megabytes", type=float, default=MEGABYTES)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--row", default="rina", help=argparse.SUPPRESS)
+    parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.work:
+        paceline.init()
+        found = measured(args.bytes, args.repeats, args.row)
+        if paceline.rank() == 0:
+            args.work.write_text(json.dumps(found))
+        return
+    size = int(args.megabytes * 1e6) // 4 * 4
+    results = []
+    for mbit in args.mbit:
+        results += compare(mbit, size, args.repeats, args.rounds)
+    if args.json:
+        print(json.dumps(results))
+    else:
+        table(results)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
