@@ -49,8 +49,8 @@ class RoundTrip:
         return min(LONGEST, max(SHORTEST, self._mean + 4 * self._deviation))
 
 
-FLOOR_BYTES = 1 << 16
-"""Under way in any case: a link of 25 Mbit/s has that much in 20 ms, and queues hold it."""
+FLOOR_BYTES = 96 << 10
+"""Under way in any case: a link of 25 Mbit/s has that much in 30 ms, and queues hold it."""
 FEWEST = 4
 PROMPT = 0.01
 """Seconds. Answers that take longer wait in a queue, or for somebody."""
