@@ -74,6 +74,14 @@ class Tell(msgspec.Struct, tag="tell", kw_only=True):
     words: bytes
 
 
+class Trains(msgspec.Struct, tag="trains", kw_only=True):
+    """What the sender trains, as soon as it knows: by the names of `Join`'s fields, their values
+    in words, or digests of long ones. Answer: `Done`; `Refused` where the receiver trains something
+    else."""
+
+    what: dict[str, str]
+
+
 class Stand(msgspec.Struct, tag="stand", kw_only=True):
     """A server, in this *life* of it, asks another one where it stands. Answer: `Standing`."""
 
@@ -115,7 +123,7 @@ class Agree(msgspec.Struct, tag="agree", kw_only=True):
     manifest: Manifest | None = None
 
 
-PeerRequest = Pass | Tell | Stand | Enter | Copy | Drain | Agree
+PeerRequest = Pass | Tell | Trains | Stand | Enter | Copy | Drain | Agree
 
 
 # ---- answers ----

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from paceline.interfaces import Sender
-from paceline.messages import Join, Joined, Refused, Unit
+from paceline.messages import Done, Join, Joined, Pull, Refused, Unit
 from paceline.methods.gssp import GSSP
 from paceline.server import kinds
 
@@ -18,18 +18,8 @@ def joins(machine, worker, join):
     return answer
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"options": "gssp:staleness=4"}, "options is 'gssp:staleness=3'"),
-        ({"compression": "int8"}, "compression is ''"),
-        ({"answers": "differences"}, "answers is 'dense'"),
-        ({"optimizer": "Adagrad"}, "optimizer is 'SGD'"),
-    ],
-)
-def test_servers_that_workers_give_different_options_let_only_one_of_them_in(
-    changes, what
-):
+def of_two():
+    """What a worker asks, and two servers."""
     join = Join(
         options="gssp:staleness=3",
         method="gssp:members=0+1",
@@ -51,6 +41,25 @@ def test_servers_that_workers_give_different_options_let_only_one_of_them_in(
         )
         for name in NAMES
     ]
+    return join, machines
+
+
+CHANGES = pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"options": "gssp:staleness=4"}, "options is 'gssp:staleness=3'"),
+        ({"compression": "int8"}, "compression is ''"),
+        ({"answers": "differences"}, "answers is 'dense'"),
+        ({"optimizer": "Adagrad"}, "optimizer is 'SGD'"),
+    ],
+)
+
+
+@CHANGES
+def test_servers_that_workers_give_different_options_let_only_one_of_them_in(
+    changes, what
+):
+    join, machines = of_two()
     words = [join, msgspec.structs.replace(join, **changes)]
     for rank in (0, 1):  # each is the first at one of them
         mine = msgspec.structs.replace(words[rank], shard=rank)
@@ -59,3 +68,38 @@ def test_servers_that_workers_give_different_options_let_only_one_of_them_in(
     assert isinstance(answer, Refused)
     assert what in answer.reason
     assert isinstance(joins(machines[1], 0, words[0]), Refused)
+
+
+@CHANGES
+def test_and_tell_each_other_at_once_so_that_each_worker_hears_of_it(changes, what):
+    name, value = what.split(" is ")
+    join, machines = of_two()
+    words = [join, msgspec.structs.replace(join, **changes)]
+    told = []
+    for rank in (0, 1):
+        mine = msgspec.structs.replace(words[rank], shard=rank)
+        said = machines[rank].on_message(Sender(rank, 0, "", 0), mine, None, 0.0)
+        told += [one for one in said if hasattr(one, "peer")]
+    assert [ask.peer for ask in told] == ["server 1", "server 0"]
+    for rank, ask in enumerate(told):
+        sender = Sender(2 + rank, 0, "", 0)
+        [answer] = machines[1 - rank].on_message(sender, ask.message, None, 0.0)
+        assert f"{name} is" in answer.message.reason
+        machines[rank].on_reply(ask.peer, ask.number, answer.message, None, 0.0)
+    for rank, machine in enumerate(machines):
+        [refused] = machine.on_message(
+            Sender(rank, 0, "", 1), Pull(bucket=0), None, 0.0
+        )
+        assert "group servers train different things" in refused.message.reason
+        assert f"{value} on server 0" in refused.message.reason
+
+
+def test_servers_that_are_told_the_same_are_silent():
+    join, machines = of_two()
+    [_, ask] = machines[0].on_message(Sender(0, 0, "", 0), join, None, 0.0)
+    for knows in (False, True):
+        if knows:
+            mine = msgspec.structs.replace(join, shard=1)
+            machines[1].on_message(Sender(1, 0, "", 0), mine, None, 0.0)
+        [done] = machines[1].on_message(Sender(2, 0, "", 0), ask.message, None, 0.0)
+        assert done.message == Done()

@@ -13,7 +13,17 @@ from msgspec import structs
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender
 from paceline.mesh_messages import Away, Buffers, Drain, Gradients, Pass, Tell
-from paceline.messages import Done, Join, Joined, Load, Pull, Push, Refused
+from paceline.messages import (
+    Done,
+    Join,
+    Joined,
+    Load,
+    Note,
+    Parameters,
+    Pull,
+    Push,
+    Refused,
+)
 from paceline.methods.ssp import SSP
 from paceline.server.mesh import GroupServer
 from paceline.server.mesh_home import Home
@@ -417,3 +427,14 @@ def test_the_method_must_be_one_of_groups():
         UsageError, match="group server 0: expected a method whose servers"
     ):
         Home(0, 1, SSP().server(1))
+
+
+def test_who_comes_from_another_group_may_have_done_any_number_of_steps():
+    server = machine()
+    for number, ahead in enumerate((150_000, 10**9), 3):
+        [done] = answers(
+            server.on_message(of_worker(1, number), Note(step=ahead), None, 0.0)
+        )
+        assert done.message == Done()
+    [answer] = answers(push(server, 1, 10**9, 5))
+    assert isinstance(answer.message, Parameters), answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 
@@ -9,15 +10,36 @@ from paceline.errors import UsageError
 from paceline.interfaces import HeldPush
 from paceline.messages import Join
 
+SAME = (
+    *("options", "method", "sums", "clip_norm", "servers"),
+    *("compression", "answers"),
+    *("optimizer", "tensors", "dtypes", "units"),
+)
+"""The fields of `Join` in which all workers agree."""
+LONGEST = 200
+"""More letters of a value are told by a digest."""
+
+
+def in_words(join: Join) -> dict[str, str]:
+    """What is trained, by the names of fields."""
+    return {name: _short(repr(getattr(join, name))) for name in SAME}
+
+
+def _short(text: str) -> str:
+    if len(text) <= LONGEST:
+        return text
+    return f"of digest {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
+    """The name of a field in which they differ; empty where there is none."""
+    return next((name for name in SAME if ours.get(name) != theirs.get(name)), "")
+
 
 def require_same(first: Join, join: Join, worker: int, restored: bool) -> None:
     """Raise `UsageError` unless *worker* trains what the first one does; *restored*: what a
     snapshot holds."""
-    for what in (
-        *("options", "method", "sums", "clip_norm", "servers"),
-        *("compression", "answers"),
-        *("optimizer", "tensors", "dtypes", "units"),
-    ):
+    for what in SAME:
         ours, theirs = getattr(first, what), getattr(join, what)
         if ours != theirs:
             if isinstance(ours, list):

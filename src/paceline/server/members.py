@@ -105,6 +105,7 @@ class Members:
         """The first step of the training: later than 0 after a snapshot was restored."""
         self.furthest = 0
         """Nobody has begun this step, nor a later one."""
+        self.most_steps_ahead = MOST_STEPS_AHEAD
 
     def __getitem__(self, worker: int) -> Member:
         return self._known[worker]
@@ -235,7 +236,7 @@ class Members:
 
     def check_step(self, what: str, step: int) -> None:
         """Raise `UsageError` for a step that is too far from those of all workers."""
-        if step > self.furthest + MOST_STEPS_AHEAD:
+        if step > self.furthest + self.most_steps_ahead:
             raise UsageError(
                 f"{what}: step {step}, where nobody is beyond step {self.furthest}"
             )

@@ -18,6 +18,8 @@ pass        Once for each source, life and number, in order,  `Done`, once that 
             its source is away.
 tell        The discipline hears it, once, in order.          `Done`; `Refused` for what it
                                                               cannot read
+trains      -                                                 `Done`; `Refused` where it is not
+                                                              what is trained here
 stand       -                                                 `Standing`
 enter       The sender is active, and is given what *via*     `Standing`; `Manifest` of a
             has not answered.                                 copy, where this is *via*
@@ -129,7 +131,9 @@ class GroupServer:
             has_root=lambda: home.has_root,
         )
         root = Root(home, self._passing)
-        self._telling = Telling(home, peers, self._mail, self._passing, root)
+        self._telling = Telling(
+            *(home, peers, self._mail, self._passing, root), mistaken=self._give_up
+        )
         self._membership = Membership(
             *(home, peers, self._mail, self._passing, self._telling),
             agree=agree,
@@ -140,7 +144,8 @@ class GroupServer:
         self._entering = self._membership.entering
         self._meetings = self._membership.meetings
         self._hearing = Hearing(
-            *(home, peers, self._passing, root, self._membership, self._out)
+            *(home, peers, self._passing, root, self._membership, self._out),
+            mistaken=self._give_up,
         )
         self._fault = ""
         self._deferred: list[Asked] = []

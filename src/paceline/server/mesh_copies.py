@@ -12,6 +12,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.mesh_messages import Copied, Copy, Manifest
 from paceline.messages import DTYPES, Join, Refused, Reply
+from paceline.server.checks import difference, in_words
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Letter, Mail, Peer
 from paceline.server.mesh_parcels import Passing
@@ -169,15 +170,12 @@ def _as_bytes(join: bytes) -> torch.Tensor:
 
 def _check(home: Home, manifest: Manifest) -> None:
     """Raise `UsageError` unless a copy fits what is held here."""
-    ours, theirs = (
-        msgspec.msgpack.decode(join, type=Join)
-        for join in (home.saved().numpy().tobytes(), manifest.join)
-    )
-    ours.shard = theirs.shard
-    if ours != theirs:
+    theirs = in_words(msgspec.msgpack.decode(manifest.join, type=Join))
+    if what := difference(home.in_words(), theirs):
         raise UsageError(
-            "group servers train different things: start all of them with the same options, "
-            "for the same job, and remove snapshots of others"
+            f"group servers train different things: {what} is {home.in_words()[what]} here and "
+            f"{theirs[what]} there; start all of them with the same options, for the same "
+            "job, and remove snapshots of others"
         )
     store, expected = home.shard.store, []
     for bucket in home.shard.buckets:

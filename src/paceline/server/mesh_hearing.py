@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import torch
@@ -22,8 +22,10 @@ from paceline.mesh_messages import (
     Stand,
     Standing,
     Tell,
+    Trains,
 )
 from paceline.messages import Done, Refused
+from paceline.server.checks import difference
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Item, Peer
 from paceline.server.mesh_membership import Membership
@@ -34,7 +36,8 @@ Received = tuple[Peer, Sender, Pass | Tell | Enter, torch.Tensor | None]
 
 
 class Hearing:
-    """The requests of other servers, until they are answered; *out* is where answers leave."""
+    """The requests of other servers, until they are answered; *out* is where answers leave.
+    *mistaken* is told where they train something else."""
 
     def __init__(
         self,
@@ -44,9 +47,10 @@ class Hearing:
         root: Root,
         membership: Membership,
         out: list[Answer | Ask],
+        mistaken: Callable[[str], None],
     ) -> None:
         self._home, self._peers, self._passing = home, peers, passing
-        self._root = root
+        self._root, self._mistaken = root, mistaken
         self._membership, self._out = membership, out
         self._entering, self._meetings = membership.entering, membership.meetings
         self._waiting: list[Received] = []
@@ -71,6 +75,9 @@ class Hearing:
         if isinstance(message, Pass | Tell | Enter):
             self._waiting.append((peer, sender, message, payload))
             self.take_what_waits(now)
+        elif isinstance(message, Trains):
+            self._compare(peer, message)
+            self._out.append(Answer(sender, Done()))
         elif isinstance(message, Stand):
             self._out.append(Answer(sender, self._membership.stands()))
         elif isinstance(message, Copy):
@@ -80,6 +87,20 @@ class Hearing:
         else:
             self._meetings.agree(peer, message)
             self._out.append(Answer(sender, Done()))
+
+    def _compare(self, peer: Peer, theirs: Trains) -> None:
+        """Raises `UsageError` where a peer trains something else. Where that is not known here it
+        is told later, and compares."""
+        home = self._home
+        ours = home.in_words() if home.meshed is not None else theirs.what
+        if what := difference(ours, theirs.what):
+            reason = (
+                f"group servers train different things: {what} is {ours[what]} on server "
+                f"{home.number} and {theirs.what.get(what)} on {peer.name}; build the same "
+                "model, with the same options, on every worker"
+            )
+            self._mistaken(reason)
+            raise UsageError(reason)
 
     def lost(self, worker: int, incarnation: int) -> None:
         """The connection of a peer is lost: what waits comes again."""

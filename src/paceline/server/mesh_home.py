@@ -7,13 +7,15 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+import msgspec
 import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, Meshed, Parcel, Sender
 from paceline.mesh_messages import Buffers, Gradients
-from paceline.messages import Blend, Done, Leave, Met, Parameters, Push, Refused
+from paceline.messages import Blend, Done, Join, Leave, Met, Parameters, Push, Refused
 from paceline.server.admission import Make
+from paceline.server.checks import in_words
 from paceline.server.protocol import ParameterServer
 from paceline.tensors import stand_in_for, wire_bytes
 
@@ -51,6 +53,9 @@ class Home(ParameterServer):
             remembers=False,
         )
         self._meetings.sees_all = False
+        self._members.most_steps_ahead = (
+            A_LOAD  # who comes from another group has done many
+        )
         self.number = number
         self.held: list[Answer] = []
         """What is held back."""
@@ -312,6 +317,11 @@ class Home(ParameterServer):
     def saved(self) -> torch.Tensor:
         """What is trained, as bytes."""
         return self._admission.saved()
+
+    def in_words(self) -> dict[str, str]:
+        """The same, for people and peers."""
+        saved = self.saved().numpy().tobytes()
+        return in_words(msgspec.msgpack.decode(saved, type=Join))
 
     def hold(self, join: torch.Tensor, step: int) -> None:
         """Hold what another server has said is trained: workers begin with *step*. Raises

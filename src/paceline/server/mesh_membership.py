@@ -115,6 +115,7 @@ class Membership:
 
     def tell(self) -> bool:
         """Whether something was to be passed on by now."""
+        self._telling.introduce()
         if not self.is_in or self.meetings.is_still or not self._home.is_loaded:
             return False
         return self._telling.tell(self.meetings.ended, self.now)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from paceline.mesh_messages import Away, Buffers, Gradients, Tell
+from paceline.mesh_messages import Away, Buffers, Gradients, Tell, Trains
+from paceline.messages import Refused, Reply
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Letter, Mail, Peer
 from paceline.server.mesh_parcels import Passing
@@ -18,7 +19,8 @@ in them is in the next ones."""
 
 
 class Telling:
-    """What *home* wants passed on, to *peers*."""
+    """What *home* wants passed on, to *peers*. *mistaken* is told where they train something
+    else."""
 
     def __init__(
         self,
@@ -27,11 +29,29 @@ class Telling:
         mail: Mail,
         passing: Passing,
         root: Root,
+        mistaken: Callable[[str], None],
     ) -> None:
         self._home, self._peers = home, peers
         self._mail, self._passing, self._root = mail, passing, root
         self._number, self._words = 0, b""
         """How often the discipline has told something, and what it was last."""
+        self._mistaken = mistaken
+        self._trains: Trains | None = None
+        """What is trained here, once the others were told."""
+
+    def introduce(self) -> None:
+        """What is trained here, as soon as that is known."""
+        if self._trains is None and self._home.meshed is not None:
+            self._trains = Trains(what=self._home.in_words())
+            for peer in self._peers.values():
+                self._introduce(peer, self._trains)
+
+    def _introduce(self, peer: Peer, trains: Trains) -> None:
+        def answered(reply: Reply, payload: torch.Tensor | None) -> None:
+            if isinstance(reply, Refused):
+                self._mistaken(reply.reason)
+
+        self._mail.post(peer, Letter(lambda: trains, answered))
 
     def tell(self, meetings: int, now: float) -> bool:
         """Whether there was something by now; *meetings*: how many have ended."""
@@ -66,7 +86,9 @@ class Telling:
         self._pass(Away(), None, meetings)
 
     def tell_again(self, peer: Peer) -> None:
-        """A peer was started again: it is told the last words."""
+        """A peer was started again: it is told what is trained, and the last words."""
+        if self._trains is not None:
+            self._introduce(peer, self._trains)
         if self._words:
             self._tell(peer)
 
