@@ -157,6 +157,19 @@ def test_compare_in_the_real_world(tmp_path):
         (["emulate", LAYERS, "--workers=4", "--layers=3"], "arguments stand after --"),
         (["compare", LAYERS, "--variant=bsp", "--layers=3"], "stand after --"),
         (["probe", "--world=virtual", "--nnodes=2"], "--nnodes=2 means nothing"),
+        *(
+            ([verb, "--workers=4", f"--method=gssp:{key}", LAYERS], message)
+            for verb in ("run", "simulate", "emulate")
+            for key, message in (
+                ("staleness=-1", "expected a bound of 0 or more steps"),
+                ("number_of_groups=9", "there are only 4 workers"),
+                ("members=0-1+1-3", "rank 1 is named twice"),
+                ("members=0-1+2", "rank 3 is in no group"),
+                ("members=0-1+zwei", "of ranks and ranges joined by '.'"),
+                ("topology=star", "Known: mesh, root"),
+                ("nothing=1", "unknown key 'nothing'"),
+            )
+        ),
         (["compare", LAYERS], "at least one --variant"),
         (["compare", LAYERS, "--variant", "bsp", "--variant", "bps"], "unknown method"),
         (

@@ -64,6 +64,7 @@ def emulate(
 
     o.check_job(script, method)
     described = o.make_cluster(cluster, workers, link, latency, server_hosts)
+    o.check_workers(method, described.workers, described.groups)
     if pace is not None:
         Workload.load(pace)  # complain here, once
         if Path(pace).exists():

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -141,6 +141,20 @@ def check_job(script: Path, *specs: str | None) -> None:
     for spec in specs:
         if spec is not None:
             read_spec(spec)
+
+
+def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) -> None:
+    """Raise `UsageError` here, once, for a method that so many workers cannot train by, such as
+    one with groups of others. *groups*: each worker's, where the cluster file names them."""
+    if spec is None:
+        return
+    from paceline import methods
+    from paceline.distributing import read_spec
+    from paceline.interfaces import UpdatesOnServer
+
+    method = methods.grouped(read_spec(spec)[0], groups)
+    if method.updates_on == "server":
+        cast(UpdatesOnServer, method).server(workers)
 
 
 def make_cluster(

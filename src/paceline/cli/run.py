@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,9 @@ from paceline.network import load_cluster
 from paceline.options import RunOptions
 from paceline.report.files import forget_workers, merge_workers
 from paceline.worlds.scratch import scratch_folder
+
+NODES_VARIABLE = "PET_NNODES"
+"""How torchrun is told of other machines, if not by its options."""
 
 
 def run(
@@ -69,8 +73,12 @@ def run(
     torchrun_options = torchrun_words(context)
     arguments = script_arguments or []
     o.check_job(script, method)
-    if cluster is not None:
-        load_cluster(cluster)  # complain here, once
+    described = load_cluster(cluster) if cluster is not None else None
+    if workers and not torchrun_options and NODES_VARIABLE not in os.environ:
+        groups: tuple[int, ...] = ()
+        if described is not None and described.workers == workers:
+            groups = described.groups
+        o.check_workers(method, workers, groups)
     from paceline.report.result import read_result
     from paceline.worlds.launch import launch
     from paceline.worlds.supervisor import Supervisor

@@ -52,6 +52,7 @@ def simulate(
     if records is not None:
         make_folder(str(records))
     described = o.make_cluster(cluster, workers, link, latency, server_hosts)
+    o.check_workers(method, described.workers, described.groups)
     from paceline.cli.measured import profiled, run_or_profile_anew
     from paceline.worlds.virtual import Simulation
     from paceline.worlds.virtual.script import result_of
