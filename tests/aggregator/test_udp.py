@@ -300,7 +300,8 @@ def test_nobody_there_is_a_lost_peer():
         Registration("127.0.0.1", port, TOKEN)
 
 
-def test_sums_leave_the_rack_toward_the_next_agents(place):
+@pytest.mark.parametrize("mode", [Flag.FORWARD, Flag.ONWARD])
+def test_sums_leave_the_rack_toward_the_next_agents(place, mode):
     """A rack of two forwards; two agents of the next one take turns, each at its socket."""
     values = np.arange(2 * 4000, dtype=np.int32).reshape(2, 4000)
     came = np.zeros(4000, np.int32)
@@ -355,7 +356,7 @@ def test_sums_leave_the_rack_toward_the_next_agents(place):
         for receiver in receivers:
             receiver.start()
         sent = values.copy()
-        together(2, lambda w: clients[w].sum_integers(sent[w], mode=Flag.FORWARD))
+        together(2, lambda w: clients[w].sum_integers(sent[w], mode=mode))
         over.set()
         for receiver in receivers:
             receiver.join()
@@ -363,7 +364,7 @@ def test_sums_leave_the_rack_toward_the_next_agents(place):
             client.close()
     assert all(inbox.finished and inbox.counts["taken"] for inbox in inboxes)
     assert (came == values.sum(axis=0)).all()
-    assert (sent == values).all()
+    assert (sent == (values if mode == Flag.FORWARD else came)).all()
 
 
 def test_jobs_that_compete_for_few_places_fall_back_to_their_servers(place):

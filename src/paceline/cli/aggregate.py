@@ -114,7 +114,10 @@ def _aggregator(
             "--path xdp: expected --interface, by which workers are reached, such as eth0"
         )
     aggregator = XdpAggregator(host, port, interface=interface, **options)
-    print(f"paceline: XDP at {interface}, {aggregator.how}", file=sys.stderr)
+    where = (
+        "in its driver" if aggregator.how == "native" else "behind its driver, slower"
+    )
+    print(f"paceline: XDP at {interface}, {aggregator.how} ({where})", file=sys.stderr)
     return aggregator
 
 
