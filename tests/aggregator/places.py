@@ -69,10 +69,10 @@ class Loopback:
 class InARack(Loopback):
     """Each worker has a namespace, and so has the aggregator, of that *path*."""
 
-    host = racks.AGGREGATOR
-
-    def __init__(self, rack, path):
+    def __init__(self, rack, path, another=False):
         self.rack, self.path = rack, path
+        self.host = racks.AGGREGATORS[another]
+        self.its_own = rack.another if another else rack.aggregator
         self.enter = (
             f"from tests.aggregator.rack import enter\nenter({rack.workers[0]!r})\n"
         )
@@ -85,7 +85,7 @@ class InARack(Loopback):
 
     @contextlib.contextmanager
     def running(self, **options):
-        with racks.inside(self.rack.aggregator):
+        with racks.inside(self.its_own):
             if self.path == "sockets":
                 aggregator = UserSpaceAggregator(self.host, 0, token=TOKEN, **options)
             else:

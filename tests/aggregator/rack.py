@@ -15,7 +15,7 @@ from paceline.aggregator.xdp import libbpf
 
 SCHED_CLS, TCX_EGRESS = 3, 47
 CLONE_NEWNET = 0x40000000
-AGGREGATOR = "10.77.0.100"
+AGGREGATOR, ANOTHER = AGGREGATORS = "10.77.0.100", "10.77.0.101"
 
 
 def why_not():
@@ -80,21 +80,24 @@ def enter(name):
 
 
 class Rack:
-    """Names of namespaces: `aggregator`, and `workers`; their interfaces are eth0."""
+    """Names of namespaces: `aggregator`, `another` one, and `workers`; their interfaces are
+    eth0."""
 
     def __init__(self, workers):
         base = f"pl{os.getpid()}"
-        self.hub, self.aggregator = f"{base}h", f"{base}a"
+        self.hub, self.aggregator, self.another = f"{base}h", f"{base}a", f"{base}b"
         self.workers = [f"{base}w{worker}" for worker in range(workers)]
+        self._all = (self.hub, self.aggregator, self.another, *self.workers)
 
     def __enter__(self):
         try:
-            for name in (self.hub, self.aggregator, *self.workers):
+            for name in self._all:
                 ip("netns", "add", name)
                 ip("-n", name, "link", "set", "lo", "up")
             ip("-n", self.hub, "link", "add", "br0", "type", "bridge")
             ip("-n", self.hub, "link", "set", "br0", "up")
             self._plug(self.aggregator, "pa", AGGREGATOR)
+            self._plug(self.another, "pb", ANOTHER)
             for worker, name in enumerate(self.workers):
                 self._plug(name, f"p{worker}", address_of(worker))
         except subprocess.CalledProcessError as error:
@@ -114,7 +117,7 @@ class Rack:
     @contextlib.contextmanager
     def losing(self, part):
         """Of all packets that leave the switch, this part is lost."""
-        ports = ["pa", *(f"p{worker}" for worker in range(len(self.workers)))]
+        ports = ["pa", "pb", *(f"p{worker}" for worker in range(len(self.workers)))]
         with contextlib.ExitStack() as stack:
             with inside(self.hub):
                 for port in ports:
@@ -122,6 +125,6 @@ class Rack:
             yield
 
     def __exit__(self, *_):
-        for name in (self.hub, self.aggregator, *self.workers):
+        for name in self._all:
             with contextlib.suppress(subprocess.CalledProcessError):
                 ip("netns", "del", name)

@@ -69,15 +69,16 @@ def test_sums_are_exact_though_one_datagram_in_a_hundred_is_lost(way, monkeypatc
     assert sum(repeats for _, repeats in ends) > 0
 
 
+def one_by_one(end, elements, segments=True):
+    """Packets are lost one by one, too, as on a wire."""
+    return Batched(end, elements, segments=False)
+
+
 @pytest.mark.parametrize("path", ["sockets", "xdp"])
 def test_sums_are_exact_though_the_network_loses_one_packet_in_a_hundred(
     rack, path, bpf, monkeypatch
 ):
     """Workers and the aggregator each on a host of their own, at a switch that drops."""
-
-    def one_by_one(end, elements, segments=True):
-        return Batched(end, elements, segments=False)  # as on a wire
-
     monkeypatch.setattr("paceline.aggregator.udp.datagrams", one_by_one)
     monkeypatch.setattr("paceline.aggregator.ends.datagrams", one_by_one)
     place = InARack(rack, path)
