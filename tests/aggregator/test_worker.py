@@ -131,6 +131,10 @@ def test_progress_is_a_line(capsys, monkeypatch):
         jobs = Jobs(slots=7, places=1, elements=ELEMENTS, token="a token of tests")
         counts = jobs.counts
 
+        @classmethod
+        def summary(cls):
+            return dict(cls.counts)
+
     now = iter((0.0, 0.5, 2.0))
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     progress = _Progress(Aggregator)
