@@ -1,13 +1,16 @@
 """Predictions are those of `simulate`: settled steps, whole rounds, no warm-ups."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from paceline.network import Cluster, Rack
+from paceline.network import Cluster, Rack, Workload
+from paceline.plan.coarse import FEW, coarse
 from paceline.plan.limits import limit_seconds
 from paceline.plan.predict import SHORTENED, Job, Prediction, Refused, predict
+from paceline.plan.together import in_processes, in_this_process
 from tests.plan.helpers import cluster, layers
 
 
@@ -94,3 +97,35 @@ def test_accumulated_passes_are_computed_and_sent_once():
     assert math.isclose(
         predicted("bsp", batches=3).compute_seconds, 3 * 0.09, rel_tol=1e-6
     )
+
+
+def test_fewer_tensors_have_the_same_bytes_and_times():
+    resnet = Workload.load("resnet50")
+    few = coarse(resnet)
+    assert len(few.names) == FEW
+    assert sum(few.sizes) == sum(resnet.sizes)
+    assert few.forward_seconds == pytest.approx(resnet.forward_seconds)
+    assert few.backward_seconds == pytest.approx(resnet.backward_seconds)
+    assert few.gradient_bytes[0] > 0.5 * sum(few.sizes) / FEW
+    # A prefix of the parts is one of the tensors, ready when they are.
+    ready = dict(
+        zip(
+            itertools.accumulate(resnet.gradient_bytes),
+            resnet.ready_seconds,
+            strict=True,
+        )
+    )
+    for size, seconds in zip(
+        itertools.accumulate(few.gradient_bytes), few.ready_seconds, strict=True
+    ):
+        assert ready[size] == pytest.approx(seconds)
+    assert coarse(layers()) == layers()
+
+
+def test_predictions_in_other_processes_are_the_same():
+    job = Job(cluster=cluster(2), workload=layers(1))
+    specs = ["bsp:fusion=single", "bsp:compression=dgc,compression.density=3"]
+    with in_processes(2) as predict_all:
+        elsewhere = list(predict_all(job, specs, short=True))
+    assert elsewhere == list(in_this_process(job, specs, short=True))
+    assert isinstance(elsewhere[1], Refused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,6 +124,7 @@ def plan(
             budget_seconds=budget,
             optimizer=facts.optimizer,
             refused=facts.refused,
+            processes=min(2, os.cpu_count() or 1),
             told=told,
         )
         told("what would help", None, None)

@@ -1,18 +1,19 @@
 """The plan: every candidate predicted, hopeless ones in a short run only.
 
-1. All candidates of the first round in a short run.
+1. All candidates of the first round in a short run, of a model with few tensors.
 2. The best of each class with one thing more changed in it, in a short run, too.
-3. Those that a short run cannot tell, as their buckets are planned from measured times, and that are
-   not `HOPELESS` in their class, in full.
+3. Those that a short run cannot tell, as their buckets are planned from measured times or the
+   model has more tensors, and that are not `HOPELESS` in their class, in full.
 
-What it costs is counted, and not timed: in the same steps on the same machine of the planner's
-mind, so that all ranks, and all starts, decide alike.
+What it costs is counted from steps, workers and tensors, and not timed, so that all ranks, and all
+starts, decide alike.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -25,6 +26,7 @@ from paceline.interfaces import QUALITIES, Quality
 from paceline.methods.table import sentence_of
 from paceline.network import Cluster, Workload
 from paceline.plan.candidates import Candidate, crossed, first
+from paceline.plan.coarse import coarse
 from paceline.plan.found import LeftOut, Plan, Row
 from paceline.plan.limits import alone, limit_seconds
 from paceline.plan.predict import (
@@ -33,8 +35,8 @@ from paceline.plan.predict import (
     Prediction,
     Refused,
     plain_sgd,
-    predict,
 )
+from paceline.plan.together import Predict, in_processes
 from paceline.spec import parse
 
 HOPELESS = 1.5
@@ -52,6 +54,7 @@ class _Search:
     job: Job
     allowed: Collection[Quality]
     left: float
+    predict: Predict
     told: Callable[[str, int, int], None]
     candidates: dict[str, Candidate] = field(default_factory=dict)
     found: dict[str, Prediction] = field(default_factory=dict)
@@ -67,28 +70,41 @@ class _Search:
         short: bool,
     ) -> None:
         """Predict those that are allowed, as far as the budget goes."""
-        self.left_out |= {
-            one.spec: one for one in left_out if one.quality in self.allowed
-        }
-        wanted = [one for one in among if one.quality in self.allowed]
-        wanted = [one for one in wanted if short is False or one.spec not in self.found]
+        for out in left_out:
+            if out.quality in self.allowed:
+                self.left_out[out.spec] = out
+        job = self.quick if short else self.job
+        wanted = []
+        for one in among:
+            if one.quality not in self.allowed or (short and one.spec in self.found):
+                continue
+            self.left -= cost(job, one.spec, short=short)
+            if self.left < 0:
+                if short:
+                    self.unlooked.add(one.spec)
+                continue
+            wanted.append(one)
+        said = self.predict(job, [one.spec for one in wanted], short=short)
         for number, one in enumerate(wanted):
             self.told(one.spec, number, len(wanted))
-            self.left -= cost(self.job, one.spec, short=short)
-            if self.left < 0:
-                self.unlooked.add(one.spec)
-                continue
-            self.unlooked.discard(one.spec)
-            self.candidates[one.spec] = one
-            said = predict(self.job, one.spec, short=short)
-            if isinstance(said, Refused):
-                self.left_out[one.spec] = LeftOut(
-                    spec=one.spec, quality=one.quality, why=said.why
-                )
-            else:
-                self.found[one.spec] = said
-                if not short or not _needs_more(one.spec):
-                    self.whole.add(one.spec)
+            self._keep(one, next(said), short)
+
+    def _keep(self, one: Candidate, said: Prediction | Refused, short: bool) -> None:
+        self.unlooked.discard(one.spec)
+        if isinstance(said, Refused):
+            out = LeftOut(spec=one.spec, quality=one.quality, why=said.why)
+            self.left_out[one.spec] = out
+            self.found.pop(one.spec, None)
+            return
+        self.candidates[one.spec] = one
+        self.found[one.spec] = said
+        if not short or (self.quick == self.job and not _needs_more(one.spec)):
+            self.whole.add(one.spec)
+
+    @property
+    def quick(self) -> Job:
+        """What short runs are of."""
+        return replace(self.job, workload=coarse(self.job.workload))
 
     def best(self) -> dict[Quality, str]:
         """The fastest spec of each class, so far; the first of those that are alike."""
@@ -132,6 +148,7 @@ def plan(
     optimizer: MakeOptimizer = plain_sgd,
     jitter: float = 0.0,
     refused: Mapping[str, str] | None = None,
+    processes: int = 1,
     told: Callable[[str, int, int], None] = lambda spec, number, count: None,
 ) -> Plan:
     """Predict every candidate for *workload* on *cluster*.
@@ -139,13 +156,15 @@ def plan(
     *allowed*: classes that count. *budget_seconds*: about what it may take on a core of
     today; counted and not timed, so that equal arguments have equal answers. *optimizer* makes one like the
     training's: some candidates forbid some. *refused*: methods by name, and why the script cannot
-    be trained with them. *told* is called before each prediction. Raises `UsageError` where
+    be trained with them. *processes*: predictions that are made at a time; what they say does not
+    depend on it. *told* is called before each prediction. Raises `UsageError` where
     no allowed candidate can run.
     """
     job = Job(cluster=cluster, workload=workload, optimizer=optimizer, jitter=jitter)
-    search = _Search(job, frozenset(allowed), budget_seconds, told)
-    if cluster.workers > 1:
-        _search(search, refused or {})
+    with in_processes(processes) as predict_all:
+        search = _Search(job, frozenset(allowed), budget_seconds, predict_all, told)
+        if cluster.workers > 1:
+            _search(search, refused or {})
     if cluster.workers > 1 and not search.found:
         raise UsageError(_nothing(search))
     return _plan(search)
@@ -169,11 +188,21 @@ def _search(search: _Search, refused: Mapping[str, str]) -> None:
         for spec in alike
         if search.seconds(spec) <= HOPELESS * best[search.candidates[spec].quality]
     ]
-    search.look(hopeful, short=False)
+    search.look(_by_turns(hopeful), short=False)
     for one in hopeful:
         if one.spec in search.whole:
             search.found |= dict.fromkeys(alike[one.spec], search.found[one.spec])
             search.whole.update(alike[one.spec])
+
+
+def _by_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first of each class, then the second of each, and so on: should the budget end."""
+    seen: Counter[Quality] = Counter()
+    ranked = []
+    for one in candidates:
+        ranked.append((seen[one.quality], one))
+        seen[one.quality] += 1
+    return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def _without(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
 
 from paceline.interfaces import QUALITIES
 from paceline.plan.found import Plan
@@ -63,7 +64,9 @@ def draw_plan(plan: Plan) -> tuple[Figure, str]:
         )
         axes.text(0, place - 0.3, f"{name}: {row.spec}" if place else name, va="bottom")
     if most * _SMALLEST_PART < plan.limit_seconds <= 1.5 * most:
-        axes.axvline(plan.limit_seconds, color=INK, linewidth=0.8, linestyle=":")
+        axes.axvline(
+            plan.limit_seconds, color=INK, linewidth=0.8, linestyle=":", zorder=0
+        )
     axes.set_ylim(len(rows) - 0.5, -0.7)
     axes.set_xlim(0, most * 1.45)
     axes.set_yticks([])
@@ -102,6 +105,7 @@ def draw_what_if(points: Sequence[Point]) -> tuple[Figure, str]:
             below.plot(x, [100 * p.efficiency for p in mine], **style)
         above.set_xscale("log", base=2)
         above.set_yscale("log", base=2)
+        above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         below.set_xticks(counts, [str(count) for count in counts])
         below.set_xlabel("workers")
         below.set_ylim(0, 105)
