@@ -11,9 +11,20 @@ from hypothesis import strategies as st
 
 from paceline.aggregator.packets import NOBODY, Flag, Kind, blank
 from paceline.aggregator.protocol import Memory
+from paceline.aggregator.xdp.kernel import Kernel
 from tests.aggregator import net
 from tests.aggregator import test_protocol_laws as laws
 from tests.aggregator.test_protocol import packet
+from tests.aggregator.twin import (
+    HOST,
+    PASSED_ON,
+    PORT,
+    REDIRECTED,
+    XDP_DROP,
+    XDP_PASS,
+    TwinSlots,
+    frame,
+)
 
 ELEMENTS = 19
 """Two blocks, and some."""
@@ -23,9 +34,6 @@ NUMBERS = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def kernels(bpf):
-    from paceline.aggregator.xdp.kernel import Kernel
-    from tests.aggregator.twin import HOST, PORT
-
     made = {}
     for elements in (net.ELEMENTS, ELEMENTS):
         made[elements] = Kernel(8, elements)
@@ -36,8 +44,6 @@ def kernels(bpf):
 
 
 def twins(kernel, elements=ELEMENTS, slots=SLOTS, workers=WORKERS):
-    from tests.aggregator.twin import TwinSlots
-
     memory = Memory.of(slots, elements)
     return TwinSlots(memory, workers, kernel=kernel, numbers=NUMBERS)
 
@@ -93,8 +99,6 @@ def test_any_packets_are_answered_as_user_space_answers_them(kernels, made, seed
     ],
 )
 def test_laws_hold_where_the_kernel_does_the_same(kernels, law, monkeypatch):
-    from tests.aggregator.twin import TwinSlots
-
     twin = partial(TwinSlots, kernel=kernels[net.ELEMENTS], numbers=NUMBERS)
     monkeypatch.setattr(net, "Slots", twin)
     law()
@@ -148,12 +152,9 @@ def test_a_job_finds_slots_as_new_that_another_has_used_and_a_late_one_spoils_no
     ],
 )
 def test_what_is_not_for_the_kernel_goes_on_as_it_came(kernels, changes):
-    from tests.aggregator.twin import PASSED_ON, XDP_PASS, frame
-
     kernel = kernels[ELEMENTS]
     slots = twins(kernel).twin
-    row = packet_of_worker(0, job=slots.job.number)
-    slots.seal.sign(row)
+    row = slots.sealed(packet_of_worker(0))
     sent = frame(row, 0, **changes)
     assert kernel.objects.run("receive", sent)[:2] == (XDP_PASS, sent)
     assert kernel.objects.run("answer", sent)[:2] == (PASSED_ON, sent)
@@ -161,8 +162,6 @@ def test_what_is_not_for_the_kernel_goes_on_as_it_came(kernels, changes):
 
 
 def test_strangers_datagrams_go_on_to_the_socket_and_forged_ones_are_dropped(kernels):
-    from tests.aggregator.twin import XDP_DROP, XDP_PASS, frame
-
     kernel = kernels[ELEMENTS]
     slots = twins(kernel).twin
     number = slots.job.number
@@ -206,13 +205,10 @@ def test_strangers_datagrams_go_on_to_the_socket_and_forged_ones_are_dropped(ker
     cut=st.integers(40, 42 + 40 + 4 * ELEMENTS),
 )
 def test_fuzzed_frames_change_no_slot(kernels, data, changes, made_of_ours, cut):
-    from tests.aggregator.twin import frame
-
     kernel = kernels[ELEMENTS]
     slots = twins(kernel).twin
     if made_of_ours:
-        row = packet_of_worker(0, job=slots.job.number)
-        slots.seal.sign(row)
+        row = slots.sealed(packet_of_worker(0))
         original = frame(row, 0)
         mutable = bytearray(original[:cut])
         for place, value in changes:
@@ -229,12 +225,9 @@ def test_fuzzed_frames_change_no_slot(kernels, data, changes, made_of_ours, cut)
 
 
 def test_a_probe_goes_back_as_it_came(kernels):
-    from tests.aggregator.twin import REDIRECTED, XDP_PASS, frame
-
     kernel = kernels[ELEMENTS]
     slots = twins(kernel).twin
-    row = packet_of_worker(1, kind=Kind.PROBE, bitmap=0, job=slots.job.number)
-    slots.seal.sign(row)
+    row = slots.sealed(packet_of_worker(1, kind=Kind.PROBE, bitmap=0))
     sent = frame(row, 1)
     result, marked, _ = kernel.objects.run("receive", sent)
     assert result == XDP_PASS
@@ -246,8 +239,6 @@ def test_a_probe_goes_back_as_it_came(kernels):
 
 def test_an_answer_is_made_of_nothing_but_what_the_other_program_has_marked(kernels):
     """A stranger's datagram that looks like a marked one, but for the secret."""
-    from tests.aggregator.twin import PASSED_ON, frame
-
     kernel = kernels[ELEMENTS]
     slots = twins(kernel).twin
     row = packet_of_worker(0, kind=1, job=slots.job.number, tag=kernel.cookie ^ 1)

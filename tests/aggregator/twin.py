@@ -86,6 +86,12 @@ class KernelSlots:
             [(f"10.77.1.{agent + 1}", 3000) for agent in range(agents)],
         )
 
+    def sealed(self, packet):
+        """The job's own."""
+        packet["header"]["job"] = self.job.number
+        self.seal.sign(packet)
+        return packet
+
     def state(self):
         """Rounds, bits, and so on of all versions, and their values."""
         lease = self.job.lease
@@ -98,11 +104,8 @@ class KernelSlots:
         return joined(answers, packets.dtype)
 
     def _take(self, packet):
-        packet = packet.copy()
-        header = packet["header"]
-        header["job"] = self.job.number
-        self.seal.sign(packet)
-        worker = int(header["worker"][0])
+        packet = self.sealed(packet.copy())
+        worker = int(packet["header"]["worker"][0])
         sent = frame(packet, worker)
         result, data, _ = self.kernel.objects.run("receive", sent)
         if result == XDP_DROP:
