@@ -4,7 +4,7 @@
  *     datagrams of a job that is here are checked, added up and gone; one that is to be answered
  *     is marked with a secret (the tag becomes the config's cookie, the kind becomes a verdict)
  *     and goes on. All else goes on as it came: to the control connections, or to the
- *     aggregator's socket, if any.
+ *     aggregator's socket, which has the jobs of other rules.
  * answer (TC, on the way in), for what `receive` has marked: the datagram becomes the answer,
  *     which leaves by the interface it came by, one copy for each that is to have it.
  *
@@ -132,7 +132,7 @@ int receive(struct xdp_md *context)
 
 	__u16 length = bpf_ntohs(frame->udp.len);
 	count(DATAGRAMS, 1);
-	count(BYTES, length - sizeof(struct udphdr));
+	count(BYTES, length > sizeof(struct udphdr) ? length - sizeof(struct udphdr) : 0);
 	enum count why = malformed(&header, length, job);
 	__u32 elements = header.elements;
 	if (why == COUNTS &&
@@ -392,9 +392,12 @@ int answer(struct __sk_buff *skb)
 	struct slot *slot = bpf_map_lookup_elem(&slots, &place);
 	if (!slot)
 		return LOST;
-	/* No lock: nobody begins the round after next before all have this one's sum. */
+	/* No lock: nobody begins the round after next before all have this one's sum, and who has
+	 * it does not take it again. */
 	__u32 odd = draft.header.round & 1;
 	struct version *version = odd ? &slot->versions[1] : &slot->versions[0];
+	if (version->round != draft.header.round || slot->serial != job->serial)
+		return LOST;
 	__u32 *values = odd ? slot->values[1] : slot->values[0];
 	if (verdict & (SUM_TO_ALL | SUM_TO_NEXT | SUM_TO_WORKER)) {
 		if (!become(&sending, version, values, RESULT))
