@@ -6,13 +6,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.aggregator.operations import IntegerSum
+from paceline.aggregator.patient import PatientStream
 from paceline.collectives.atp_ways import Server, Ways, beside_workers
-from tests.aggregator.net import Worker
+from tests.aggregator.net import ELEMENTS, Worker
 from tests.atp.net import Tree, layouts
 
 WIDTH = 2
-LAW = settings(max_examples=25, deadline=None)
+LAW = settings(max_examples=20, deadline=None)
 FATES = st.lists(st.integers(0, 8 * 64), max_size=100)
+
+
+class PatientWorker(Worker):
+    """With the stream that best effort has."""
+
+    def __init__(self, index, slots, operations, number):
+        super().__init__(index, slots, operations, number=number)
+        self.stream = PatientStream(
+            slots=slots, elements=ELEMENTS, worker=index, number=number
+        )
 
 
 def integers(seed, workers, size):
@@ -27,7 +38,7 @@ def tree(layouts_of_jobs, slots, places, size):
     }
     streams = {
         job: [
-            Worker(rank, slots, [IntegerSum(mine, WIDTH)], number=job)
+            PatientWorker(rank, slots, [IntegerSum(mine, WIDTH)], number=job)
             for rank, mine in enumerate(values)
         ]
         for job, (values, _) in made.items()

@@ -46,6 +46,7 @@ class Beside(Protocol):
 class StreamEnd:
     """One worker's end. *where*: what answers it, in words."""
 
+    stream_kind: type[Stream] = Stream
     beside: Beside | None = None
     """What operations wait for, too."""
 
@@ -77,7 +78,7 @@ class StreamEnd:
         """The terms are known: see `Stream`."""
         self.slots, self.elements, self.number = slots, elements, number
         self._datagrams: Datagrams = datagrams(self._udp, elements)
-        self._stream = Stream(
+        self._stream = self.stream_kind(
             slots=slots, elements=elements, worker=worker, number=number
         )
 

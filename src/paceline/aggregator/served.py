@@ -31,6 +31,7 @@ from paceline.aggregator.packets import (
     blank,
     mtu_for,
 )
+from paceline.aggregator.patient import PatientStream
 from paceline.aggregator.protocol import all_bits
 from paceline.aggregator.timers import FIRST
 from paceline.errors import UsageError
@@ -42,8 +43,11 @@ class ServedClient(StreamEnd):
     """One of the *workers* of best-effort *job*, at *host*, a numeric address of this machine.
 
     All have the same *slots*, a multiple of the number of servers, and *elements* in a datagram.
+    *sharing*: how many workers' streams share the link to a server, parts of them added up.
     The others: see `AggregatorClient`.
     """
+
+    stream_kind = PatientStream
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class ServedClient(StreamEnd):
         token: str,
         slots: int,
         elements: int,
+        sharing: float = 1.0,
         silent_seconds: float = SILENT_SECONDS,
         lossy: Lossy | None = None,
     ) -> None:
@@ -81,6 +86,8 @@ class ServedClient(StreamEnd):
         self._has_stream(
             slots=slots, elements=elements, worker=worker, number=number_of(token, job)
         )
+        assert isinstance(self._stream, PatientStream)
+        self._stream.shares(sharing)
 
     def register(
         self,

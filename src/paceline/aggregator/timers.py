@@ -23,9 +23,10 @@ FIRST = 0.1
 
 
 class RoundTrip:
-    """The time that answers take, in seconds."""
+    """The time that answers take, in seconds. *first* and *shortest*: bounds of the timeout."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: float = FIRST, shortest: float = SHORTEST) -> None:
+        self._first, self._shortest = first, shortest
         self._mean: float | None = None
         self._deviation = 0.0
 
@@ -45,8 +46,8 @@ class RoundTrip:
     def timeout(self) -> float:
         """Seconds after which the first repeat is due."""
         if self._mean is None:
-            return FIRST
-        return min(LONGEST, max(SHORTEST, self._mean + 4 * self._deviation))
+            return self._first
+        return min(LONGEST, max(self._shortest, self._mean + 4 * self._deviation))
 
 
 FLOOR_BYTES = 96 << 10

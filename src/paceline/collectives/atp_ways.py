@@ -79,6 +79,17 @@ class Ways:
         racks = [rack for rack in self.merging if rack != server.rack]
         return racks, ranks
 
+    @property
+    def most_streams(self) -> int:
+        """How many come to one server's link at most."""
+
+        def streams(server: Server) -> int:
+            racks, ranks = self.below(server)
+            gated = self.gate(server) is not None
+            return 1 if gated else len(racks) + len(ranks)
+
+        return max(1, *map(streams, self.servers))
+
     def of_rack(self, rack: int, server: Server) -> Iterator[int]:
         """The ranks whose contributions for *server* the switch of their *rack* adds up."""
         return (rank for rank in self.members[rack] if rank != server.rank)
