@@ -12,7 +12,8 @@ from paceline.server.mesh_home import Home
 from paceline.server.orders import PeerAddress
 from tests.real.helpers import wait_until
 from tests.server import SECONDS, TOKEN, connect, running, time_limit
-from tests.server.mesh_net import HYPERPARAMETERS, SumsUp
+from tests.server.mesh_net import HYPERPARAMETERS
+from tests.server.sums_up import SumsUp
 
 SIZE = 700_000
 """More than one chunk."""
