@@ -69,8 +69,8 @@ class Loopback:
 class InARack(Loopback):
     """Each worker has a namespace, and so has the aggregator, of that *path*."""
 
-    def __init__(self, rack, path, another=False):
-        self.rack, self.path = rack, path
+    def __init__(self, rack, path, another=False, interface="eth0"):
+        self.rack, self.path, self.interface = rack, path, interface
         self.host = racks.AGGREGATORS[another]
         self.its_own = rack.another if another else rack.aggregator
         self.enter = (
@@ -92,7 +92,7 @@ class InARack(Loopback):
                 from paceline.aggregator.xdp.aggregator import XdpAggregator
 
                 aggregator = XdpAggregator(
-                    self.host, 0, token=TOKEN, interface="eth0", **options
+                    self.host, 0, token=TOKEN, interface=self.interface, **options
                 )
         with served(aggregator):
             yield aggregator

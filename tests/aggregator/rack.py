@@ -115,6 +115,19 @@ class Rack:
         ip("-n", name, "link", "set", "eth0", "up")
 
     @contextlib.contextmanager
+    def behind_a_bridge(self):
+        """The aggregator's interface is a bridge, br0, of which eth0 is a port."""
+        at, whole = ("-n", self.aggregator), f"{AGGREGATOR}/24"
+        ip(*at, "link", "add", "br0", "type", "bridge")
+        ip(*at, "addr", "del", whole, "dev", "eth0")
+        ip(*at, "link", "set", "eth0", "master", "br0")
+        ip(*at, "link", "set", "br0", "up")
+        ip(*at, "addr", "add", whole, "dev", "br0")
+        yield
+        ip(*at, "link", "del", "br0")
+        ip(*at, "addr", "add", whole, "dev", "eth0")
+
+    @contextlib.contextmanager
     def losing(self, part):
         """Of all packets that leave the switch, this part is lost."""
         ports = ["pa", "pb", *(f"p{worker}" for worker in range(len(self.workers)))]

@@ -1,4 +1,5 @@
-"""What only a wire would show: a device that completes checksums by itself."""
+"""What only wires and cards would show: a device that completes checksums by itself, and one
+whose driver has no XDP."""
 
 import array
 import contextlib
@@ -10,6 +11,7 @@ import numpy as np
 
 from tests.aggregator import rack as racks
 from tests.aggregator.places import InARack, together
+from tests.aggregator.test_udp import one_by_one
 
 SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
 
@@ -38,6 +40,23 @@ def test_answers_have_the_right_checksum_where_a_device_completes_it(rack, bpf):
         racks.inside(rack.aggregator),
         checksums_completed("eth0"),
     ):
+
+        def work(worker):
+            client = place.joining(aggregator, worker, workers=2)
+            client.sum_integers(values[worker])
+            client.close()
+
+        together(2, work)
+    assert (values == 2).all()
+
+
+def test_sums_are_exact_where_the_driver_has_no_xdp(rack, bpf, monkeypatch):
+    """A bridge has none. Packets come one by one there, as from a wire."""
+    monkeypatch.setattr("paceline.aggregator.ends.datagrams", one_by_one)
+    place = InARack(rack, "xdp", interface="br0")
+    values = np.ones((2, 30_000), np.int32)
+    with rack.behind_a_bridge(), place.running() as aggregator:
+        assert aggregator.how == "generic"
 
         def work(worker):
             client = place.joining(aggregator, worker, workers=2)

@@ -32,6 +32,9 @@ from paceline.errors import UsageError
 MOST_ELEMENTS = 858
 """A packet has to lie in one page, with what the kernel puts before and behind it."""
 Address = tuple[str, int]
+_NOT_IN_THE_DRIVER = {errno.EOPNOTSUPP, 524, errno.EINVAL, errno.ENOMEM}
+"""What drivers say that cannot have XDP, at all or as they are set up; 524: the kernel's own
+ENOTSUPP."""
 
 
 class Kernel:
@@ -88,7 +91,7 @@ class Kernel:
             try:
                 self._links.append(attach("receive", index, libbpf.XDP, libbpf.NATIVE))
             except libbpf.BpfError as error:
-                if error.errno != errno.EOPNOTSUPP:
+                if error.errno not in _NOT_IN_THE_DRIVER:
                     raise
                 how = "generic"
                 self._links.append(attach("receive", index, libbpf.XDP, libbpf.GENERIC))
