@@ -93,11 +93,13 @@ Purpose = Literal["load", "pulled", "meet"]
 class Arrive(msgspec.Struct, tag="arrive", kw_only=True):
     """This worker waits for all others that train. *purpose*: "meet" is just that; at a "load"
     one of them loads what all go on from; "pulled" comes after a load, when this worker has
-    taken it. *brings*: this worker has something to load. Answer: `Met`, when all are there,
-    and the load, too; the worker that is to load is answered before it."""
+    taken it. *brings*: this worker has something to load. *step*: its next one; 0 before it has
+    sent a gradient. Answer: `Met`, when all are there, and the load, too; the worker that is to
+    load is answered before it."""
 
     purpose: Purpose
     brings: bool = False
+    step: int = 0
 
 
 class Load(msgspec.Struct, tag="load", kw_only=True):

@@ -14,6 +14,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender
 from paceline.mesh_messages import Away, Buffers, Drain, Gradients, Pass, Tell
 from paceline.messages import (
+    Arrive,
     Done,
     Join,
     Joined,
@@ -154,7 +155,7 @@ def machine(number=0, servers=2, of=(0, 1), period=1, has_root=False, **options)
     home = Home(number, len(of), net.sums_up(number), meets=number == 0)
     names = [f"server {n}" for n in range(servers)]
     server = GroupServer(home, names, **options)
-    server.size = net.size
+    server.size, server.join = net.size, net.join(0)
     zeros = net.zeros()
     for worker in range(len(of)):
         [joined] = answers(
@@ -438,3 +439,19 @@ def test_who_comes_from_another_group_may_have_done_any_number_of_steps():
         assert done.message == Done()
     [answer] = answers(push(server, 1, 10**9, 5))
     assert isinstance(answer.message, Parameters), answer
+
+
+@pytest.mark.parametrize(("back", "waits"), [(80, True), (100, False)])
+def test_who_meets_from_another_group_waits_for_who_came_back_at_a_step_before(
+    back, waits
+):
+    """Server 0 sees no push of worker 1, which has done 100 steps elsewhere."""
+    server = machine()
+    server.on_lost(0, 0, 0.0)
+    again = Sender(0, 1, "", 0)
+    requests = (server.join, Note(step=back, guest=True), Pull(bucket=0))
+    for number, request in enumerate(requests):
+        server.on_message(again._replace(number=number), request, None, 0.0)
+    arrive = Arrive(purpose="meet", step=100)
+    server.on_message(of_worker(1, 3), arrive, None, 0.0)
+    assert (not server.home.held) is waits

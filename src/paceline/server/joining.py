@@ -106,11 +106,12 @@ class Joining:
 
     # ---- where all meet ----
 
-    def meet(self) -> bool:
-        """Wait for all that train: then each has the answers to what it sent. Returns whether
-        this is the lowest rank of those who met. Collective over them."""
+    def meet(self, step: int) -> bool:
+        """Wait for all that train: then each has the answers to what it sent. *step*: this
+        worker's next one, 0 before the first. Returns whether this is the lowest rank of those
+        who met. Collective over them."""
         servers = self._layout.meets_at
-        met = dict(self._meet_at(servers, Arrive(purpose="meet")))
+        met = dict(self._meet_at(servers, Arrive(purpose="meet", step=step)))
         return met[servers[0]]
 
     def load(

@@ -13,7 +13,17 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, Meshed, Parcel, Sender
 from paceline.mesh_messages import Buffers, Gradients
-from paceline.messages import Blend, Done, Join, Leave, Met, Parameters, Push, Refused
+from paceline.messages import (
+    Arrive,
+    Blend,
+    Done,
+    Join,
+    Leave,
+    Met,
+    Parameters,
+    Push,
+    Refused,
+)
 from paceline.server.admission import Make
 from paceline.server.checks import in_words
 from paceline.server.protocol import ParameterServer
@@ -97,6 +107,12 @@ class Home(ParameterServer):
         self._left.add(sender)
         self._here.discard(sender.worker)
         super()._leave(sender, leave)
+
+    def _arrive(self, sender: Sender, arrive: Arrive) -> None:
+        super()._arrive(sender, arrive)
+        if arrive.step:
+            # Who pushes elsewhere says itself how far it is: who came back may have missed it.
+            self._pulls.begin_with(sender.worker, arrive.step)
 
     def _push(self, sender: Sender, push: Push, payload: torch.Tensor | None) -> None:
         self._here.add(sender.worker)

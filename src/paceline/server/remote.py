@@ -111,7 +111,7 @@ class RemoteParameters:
         )
         self._main: list[_Sent] = []
         self._late: list[_Sent] = []
-        self._pushed_step = 0
+        self._pushed_step, self._next_step = 0, 0
         # Of pushes of some units, by bucket. Late ones have memory of their own: backward
         # writes into buckets meanwhile.
         self._some = [torch.empty(0) for _ in buckets]
@@ -151,7 +151,7 @@ class RemoteParameters:
     ) -> None:
         hyperparameters, weight = self._spread.hyperparameters(), self._weight()
         chosen = None if units is None else set(units)
-        self._pushed_step = step
+        self._pushed_step, self._next_step = step, step + 1
         if bucket.last and not late:
             self._untrained.blend(weight)
         for part in self._spread.parts[bucket.index]:
@@ -336,7 +336,7 @@ class RemoteParameters:
 
     def meet(self) -> bool:
         """See `Joining.meet`."""
-        return self._joining.meet()
+        return self._joining.meet(self._next_step)
 
     def load(
         self, state: dict[torch.Tensor, dict[str, Any]] | None, rest: bool
