@@ -22,6 +22,7 @@ from paceline.cli import (
     emulate,
     methods,
     plan,
+    plan_switches,
     probe,
     profile,
     run,
@@ -47,6 +48,7 @@ app.command(cls=Command)(emulate.emulate)
 app.command(cls=LaunchCommand)(probe.probe)
 app.command(cls=Command)(compare.compare)
 app.command(cls=LaunchCommand)(plan.plan)
+app.command(cls=Command)(plan_switches.plan_switches)
 app.command(cls=Command)(compress.compress)
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(aggregate.aggregate)
