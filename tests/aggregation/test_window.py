@@ -18,12 +18,15 @@ def test_it_grows_while_answers_are_prompt_and_never_beyond_the_slots():
     assert window.size == floor
     window.answered(10, 3 * PROMPT)
     assert window.size == floor
-    for _ in range(5000):  # by one a round trip
-        window.answered(1, PROMPT / 2)
+    window.answered(1000, PROMPT / 2)
     assert window.size == 100
-    for _ in range(2000):
-        window.answered(1, 3 * PROMPT)
+    window.answered(1000, 3 * PROMPT)
     assert window.size == floor
+    window.missed(1.0, 0.5)
+    assert window.size == floor // 2
+    for _ in range(floor // 2 + 2):
+        window.answered(1, PROMPT / 2)  # by one a window from now on
+    assert window.size == floor // 2 + 1
 
 
 def test_it_is_halved_once_a_round_trip():
@@ -32,7 +35,7 @@ def test_it_is_halved_once_a_round_trip():
     window.missed(1.0, 0.5)
     window.missed(1.4, 0.5)
     assert window.size == before // 2
-    for now in range(2, 50):
+    for now in range(2, 60):
         window.missed(float(now), 0.5)
     assert window.size == FEWEST
     assert Window(2, 1500).size == 2

@@ -5,8 +5,8 @@ an answer takes. Here that includes waiting for the slowest worker, so a long ti
 sign of congestion. Sending again too early costs a packet, no more.
 
 Results clock what is sent, and slots bound it; but a link's queue may hold less than that. So
-what is under way grows only while answers are prompt, and is halved when one is missing while
-others came (`Window`).
+what is under way grows only while answers are prompt (a target of delay, as RFC 6817 has it), and
+is halved when one is missing while others came (`Window`).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class RoundTrip:
 
 
 FLOOR_BYTES = 96 << 10
-"""Under way in any case: a link of 25 Mbit/s has that much in 30 ms, and queues hold it."""
+"""Under way in any case: a link of 25 Mbit/s has that much in `PROMPT`, and queues hold it."""
 FEWEST = 4
-PROMPT = 0.01
+PROMPT = 0.03
 """Seconds. Answers that take longer wait in a queue, or for somebody."""
 
 
@@ -65,7 +65,8 @@ class Window:
         self._most = most
         self._floor = min(most, max(FEWEST, FLOOR_BYTES // datagram_bytes))
         self._fewest = min(most, FEWEST)
-        self._size = self._slow_from = float(self._floor)
+        self._size = float(self._floor)
+        self._slow_from = float(most)
         self._cut_at = -math.inf
 
     @property
@@ -73,11 +74,11 @@ class Window:
         return int(self._size)
 
     def answered(self, count: int, seconds: float) -> None:
-        """So many are no more under way; the slowest of them took *seconds*."""
+        """So many of a full window are no more under way; the slowest took *seconds*."""
         if seconds < PROMPT or self._size < self._floor:
             grown = count if self._size < self._slow_from else count / self._size
             self._size = min(self._size + grown, float(self._most))
-        elif seconds > 2 * PROMPT:
+        elif seconds > 1.5 * PROMPT:
             self._size = max(self._size - count / 8, float(self._floor))
 
     def missed(self, now: float, round_trip: float) -> None:

@@ -211,9 +211,9 @@ class Stream:
         if len(sums):
             mine = packets if len(sums) == len(packets) else packets[sums]
             self._operation.take(chunk[sums] - self._first, mine)
+        under_way = np.count_nonzero(self._chunk != _IDLE)
         self._chunk[done] = _IDLE
-        if len(done):
-            slowest = float((now - self._sent_at[done]).max())
-            self.window.answered(len(done), slowest)
+        if len(done) and under_way >= self.window.size - len(done):
+            self.window.answered(len(done), float((now - self._sent_at[done]).max()))
         self._due_at[done] = np.inf
         self._left -= len(done)
