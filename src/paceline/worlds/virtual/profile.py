@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 from paceline.network.cluster import Cluster
@@ -70,10 +71,17 @@ def paced_workload(script: str, arguments: Sequence[str]) -> Workload | None:
         paced=True,
         output="first",
     )
-    profilers = run_script(simulation, script, arguments).profilers
+    outcome = run_script(simulation, script, arguments)
+    profilers = outcome.profilers
     if len(profilers) != 1 or not profilers[0].forwards:
         return None
-    return profilers[0].workload(f"as paced by {Path(script).name}")
+    workload = profilers[0].workload(f"as paced by {Path(script).name}")
+    steps = outcome.journals[0].settled_steps()
+    passes = workload.forward_seconds + workload.backward_seconds + workload.update
+    # What is paced outside of the passes, before them as a loader's time is.
+    more = max(0.0, median(step.compute_seconds for step in steps) - passes)
+    share = more / len(workload.names)
+    return replace(workload, forward=tuple(one + share for one in workload.forward))
 
 
 def _profile(

@@ -1,0 +1,63 @@
+"""``paceline plan``: what it refuses, and one small plan from a script to JSON."""
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.errors import UsageError
+from paceline.worlds.virtual.profile import paced_workload
+
+SCRIPT = """
+import torch, paceline
+paceline.init()
+torch.manual_seed(paceline.rank())
+model = torch.nn.Linear(4, 1)
+optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(4):
+    paceline.pace(0.01)
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+optimizer.finish()
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return "train.py"
+
+
+def refused(*words):
+    with pytest.raises(UsageError) as caught:
+        CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
+    return str(caught.value)
+
+
+def test_what_is_refused(script, tmp_path):
+    assert "Did you mean 'late'" in refused(script, "--quality", "lat")
+    assert "--budget" in refused(script, "--budget", "0")
+    assert "METRIC=VALUE" in refused(script, "--until", "loss")
+    assert "leave --cluster" in refused(script, "--probe", "--link", "1gbit")
+    assert "without --probe" in refused("--nnodes", "2", script)
+    assert "no script" in refused("other.py")
+    words = refused(script, "--workload", "resnet50", "--workers", "2")
+    assert "resnet50 is the profile of another model" in words
+    nothing = refused(script, "--quality", "late", "--workers", "2")
+    assert "no candidate of the allowed classes (late)" in nothing
+    assert "Clip with distribute(clip_norm=...)" in nothing
+
+
+def test_what_a_script_paces_is_the_workload(script):
+    """Also what it paces outside of its passes."""
+    found = paced_workload(script, [])
+    assert found.forward_seconds + found.backward_seconds == pytest.approx(0.01)
+
+
+def test_one_worker_is_one_machine(script):
+    ran = CliRunner().invoke(
+        app, ["plan", script, "--workers", "1", "--json", "--no-plots"]
+    )
+    assert ran.exit_code == 0, ran.output
