@@ -23,9 +23,9 @@ from paceline.aggregator.packets import FEWEST_ELEMENTS, LARGEST_DATAGRAM, MOST_
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Answer, Sender, Work
 from paceline.messages import Refused, Request, Said, Say
-from paceline.server.client import RemoteServer
 
 if TYPE_CHECKING:
+    from paceline.server.client import RemoteServer
     from paceline.server.kinds import Start
 
 KIND = "fallback-server"

@@ -19,11 +19,11 @@ from paceline.collectives.datagram_line import MakeEnd
 from paceline.collectives.schedule import Ring
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Schedule, Service, ServiceJob, World
-from paceline.server.client import RemoteServer
 from paceline.torch_private import virtual_end
 
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm
+    from paceline.server.client import RemoteServer
 
 
 class ATP(Aggregated):
