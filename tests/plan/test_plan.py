@@ -1,5 +1,7 @@
 """A plan: candidates from the registries, the best of each class, what was left out and why."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -9,10 +11,17 @@ from paceline.errors import UsageError
 from paceline.fusion import RULES
 from paceline.interfaces import QUALITIES
 from paceline.methods import METHODS
+from paceline.network import Cluster, Rack
 from paceline.plan import Plan, plan
 from paceline.plan.candidates import candidate, first
 from paceline.spec import parse
 from tests.plan.helpers import cluster, layers
+
+AT_SWITCHES = {
+    f"bsp:collective={name}"
+    for name, row in COLLECTIVES.items()
+    if getattr(row, "needs_aggregators", False)
+}
 
 
 def test_every_row_of_every_registry_is_a_candidate():
@@ -42,6 +51,20 @@ def test_every_row_of_every_registry_is_a_candidate():
 )
 def test_the_weaker_promise_is_the_candidates(spec, quality):
     assert candidate(spec).quality == quality
+
+
+def test_collectives_at_switches_are_candidates_where_racks_aggregate():
+    def at_switches(racks):
+        found, left_out = first(Cluster(racks))
+        return (
+            {one.spec for one in found if one.spec in AT_SWITCHES},
+            {one.spec for one in left_out if "aggregator" in one.why},
+        )
+
+    plain = Rack(workers=2, link=125e6, latency=0.0)
+    assert AT_SWITCHES
+    assert at_switches((plain, plain)) == (set(), AT_SWITCHES)
+    assert at_switches((plain, replace(plain, aggregates=True))) == (AT_SWITCHES, set())
 
 
 def test_servers_stand_on_all_hosts_or_on_their_own():

@@ -124,7 +124,7 @@ def _candidates(
             left.append(LeftOut(spec=str(spec), quality=quality, why=str(error)))
             continue
         if getattr(collective, "needs_aggregators", False) and not _aggregates(cluster):
-            why = "no rack of this cluster has an aggregator: it would be a ring"
+            why = "no rack of this cluster has an aggregator (aggregates = true)"
             left.append(LeftOut(spec=made.spec, quality=made.quality, why=why))
         else:
             found.append(made)
