@@ -2,15 +2,18 @@
 and in mid-run."""
 
 import contextlib
+import socket
 import threading
 
 import numpy as np
 import pytest
 
+from paceline.aggregator.packets import blank
 from paceline.aggregator.ring import one_switch, ring_of_racks
 from paceline.aggregator.ring_end import RingEnd
 from paceline.errors import PeerLostError, UsageError
 from tests.aggregator.test_udp import TOKEN, lossy, running, together
+from tests.real.helpers import wait_until
 
 
 class Exchanges:
@@ -139,3 +142,61 @@ def test_an_aggregator_that_dies_is_a_loss_and_values_are_as_they_were():
         in_a_ring(ring_of_racks(racks, {0, 1}), addresses(there), work)
     for rank in range(4):
         assert (values[rank] == rank).all()
+
+
+def test_what_strangers_send_to_workers_changes_nothing():
+    ring, racks = ring_of_racks([0, 0, 1], {0}), [0, 0, 1]
+    values = [np.full(50_000, 1 + rank, np.int32) for rank in range(len(racks))]
+    targets, over = [], threading.Event()
+
+    def bother():
+        random = np.random.default_rng(0)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            while not over.is_set():
+                for target in list(targets):
+                    packets = blank(1, 358)
+                    header = packets["header"]
+                    header["kind"], header["flags"] = random.integers(0, 9), 1
+                    header["job"], header["slot"] = random.integers(0, 2**32), 3
+                    whole = packets.tobytes()
+                    for data in (whole, whole[:50], random.bytes(1472), b""):
+                        with contextlib.suppress(OSError):
+                            stranger.sendto(data, target)
+
+    def work(rank, end):
+        targets.append(end._inbox._udp.getsockname())
+        targets.append(end._end._udp.getsockname())
+        for _ in range(3):
+            mine = values[rank].copy()
+            end.sum_integers(mine)
+            assert (mine == 6).all()
+
+    attacker = threading.Thread(target=bother)
+    attacker.start()
+    try:
+        with aggregators([0]) as there:
+            in_a_ring(ring, addresses(there), work)
+    finally:
+        over.set()
+        attacker.join()
+
+
+def test_a_job_that_finds_no_slot_free_is_refused_on_all_ranks():
+    with aggregators([0], slots=4) as there:
+        where = addresses(there)
+
+        def hold(rank, end):
+            end.serve_while(lambda: tried.wait(60))
+
+        tried = threading.Event()
+        holding = threading.Thread(
+            target=in_a_ring, args=(one_switch(2, 0), where, hold), kwargs={"slots": 4}
+        )
+        holding.start()
+        try:
+            wait_until(lambda: not there[0].jobs.free_slots, 60, "the first job")
+            for error in errors_of(UsageError, where):
+                assert "start the aggregator with more --slots" in error
+        finally:
+            tried.set()
+            holding.join(60)
