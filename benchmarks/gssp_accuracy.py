@@ -18,8 +18,8 @@ Rows that only vary another one have its pair. Then five seeds, each paired with
 
 One table is at 100 Mbit/s, where codes count, with the hyperparameters of the first. There
 ssp has two hosts for servers, between which digits' model is cut: among four so small a bucket
-would go to one as a whole. gssp has four, one for each group. Three more, of digits alone, are of other
-speeds and of 16 workers; they have searches of their own.
+would go to one as a whole. gssp has four, one for each group. Three more are of digits alone: two of other
+speeds, with searches of their own, and one of 16 workers, with the hyperparameters of eight.
 
 Trainings that are done are lines of a file, and are not done again.
 """
@@ -92,7 +92,6 @@ CODED = {
         f"ssp:staleness=3,{BOTH_WAYS}", link=SCARCE, like="ssp", servers=2
     ),
     "gssp": Row(GSSP, link=SCARCE, like="gssp"),
-    "gssp, period=8": Row("gssp:period=8", link=SCARCE, like="gssp"),
     "gssp, gd-top-k, dense answers": Row(f"{GSSP}:{CODE}", link=SCARCE, like="gssp"),
     "gssp, gd-top-k, slowest most": Row(
         f"{GSSP}:{BOTH_WAYS}", link=SCARCE, like="gssp"
@@ -147,7 +146,6 @@ def grid(task, row):
                 link=row.link,
                 servers=row.servers,
                 mix=row.mix,
-                workers=row.workers,
             )
             for seed in SEARCHED[task.name]
         ]
@@ -169,8 +167,7 @@ def merit(task, results, trainings):
 
 def chosen(task, results, name, row):
     """The rate and the momentum of a row; None while its search is not done."""
-    row = replace(ROWS[row.like or name], mix=row.mix, workers=row.workers)
-    trainings = grid(task, row)
+    trainings = grid(task, replace(ROWS[row.like or name], mix=row.mix))
     merits = {pair: merit(task, results, its) for pair, its in trainings.items()}
     if None in merits.values():
         return None
@@ -183,7 +180,8 @@ def chosen(task, results, name, row):
         return 0, end, pair[0] * (1 - pair[1])
 
     for pair in sorted(merits, key=rank):
-        tests = [replace(trainings[pair][0], seed=seed) for seed in range(SEEDS)]
+        any_of = replace(trainings[pair][0], workers=row.workers)
+        tests = [replace(any_of, seed=seed) for seed in range(SEEDS)]
         if all(math.isfinite(seconds(task, f)) for f in map(results.get, tests) if f):
             return pair
     return None
@@ -193,7 +191,7 @@ def trainings_of(task, results, name, row, seeds):
     pair = chosen(task, results, name, row)
     if pair is None:
         return []
-    any_of = grid(task, row)[pair][0]
+    any_of = replace(grid(task, row)[pair][0], workers=row.workers)
     return [replace(any_of, seed=seed) for seed in range(seeds)]
 
 
@@ -340,7 +338,7 @@ def main():
             title = f"{task.name}, {where}"
             found[title] = list(described(task, results, rows, given.seeds))
             if not given.json:
-                if part != "coded":
+                if part not in ("coded", "sixteen"):
                     show_search(where, task, rows, results)
                 show(title, task, found[title])
     if given.json:
