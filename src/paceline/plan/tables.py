@@ -43,7 +43,7 @@ def print_plan(plan: Plan, script: str, arguments: Sequence[str] = ()) -> None:
     cut = sum(row.cut for row in plan.rows)
     if cut:
         console.print(
-            f"~ {cut} in a short run only, too slow in their class to look closer"
+            f"~ {cut} in a short run only: too slow in their class, or --budget is spent"
         )
     if any(row.guessed for row in plan.rows):
         console.print(
