@@ -30,9 +30,9 @@ from paceline.worlds.virtual import Simulation
 MBIT = 1e6 / 8
 RACKS, WORKERS = 2, 4
 LATENCY = 50e-6
-RATES = (100, 25)
+RATES = (100, 25, 10)
 AGGREGATORS = (0, 1, 2)
-MEGABYTES = 4
+MEGABYTES = 2
 REPEATS = 5
 ROUNDS = 3
 

@@ -62,7 +62,7 @@ class Member:
         groups = len(self.ring)
         count = datagrams_of(len(values), groups, WIDTH)
         before, stages = (
-            Stages(groups, (self.position - back) % groups, count, alone)
+            Stages(groups, (self.position - back) % groups, count, alone, stagger=6)
             for back, alone in zip((1, 0), self.alone, strict=True)
         )
         turns = self.inbox.turns(before.chunks)

@@ -23,7 +23,7 @@ sends its own sums, and no more in the last stage.
 All stages are one stream of datagrams: a datagram of a stage leaves as soon as that of the stage
 before is here, whatever the others do. Each waits only for one of an earlier stage elsewhere, so
 nobody waits in a circle, whatever the numbers of slots. Stages take turns in the stream, each
-`STAGGER` behind the one before: parts that are summed load the way to the aggregator,
+a little behind the one before (`STAGGER_BYTES`): parts that are summed load the way to the aggregator,
 parts that are spread the way from it, and so both ways are busy at once.
 
 What comes for a group its workers take in turn, slot by slot; the one whose turn it is, the
@@ -41,9 +41,9 @@ import numpy as np
 
 from paceline.aggregator.packets import LOCAL, Array, Flag
 
-STAGGER = 64
-"""Datagrams of the stream that all stages together are apart: about half of a window, so that
-what a stage waits for has come when its turn does."""
+STAGGER_BYTES = 48 << 10
+"""Of the stream, that all stages together are apart: half of a window's, so that what a stage
+waits for has come when its turn does; more would leave ways idle at both ends of a sum."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,15 @@ def _in_order(stages: int, datagrams: int, behind: int) -> Array:
 @dataclass(frozen=True)
 class Stages:
     """What group *position* of *groups* does, in parts of so many *datagrams*; *alone*: it is
-    one worker without an aggregator. A *step* is a datagram of all stages, counted stage by
+    one worker without an aggregator. *stagger*: datagrams of the stream that all stages together
+    are apart. A *step* is a datagram of all stages, counted stage by
     stage; a *chunk* one of the stream."""
 
     groups: int
     position: int
     datagrams: int
     alone: bool
+    stagger: int = 1
 
     @property
     def chunks(self) -> int:
@@ -109,7 +111,7 @@ class Stages:
     def steps(self) -> Array:
         """The step of each chunk."""
         stages = 2 * self.groups - 1
-        behind = max(1, STAGGER // stages)  # the same in all groups: no circle
+        behind = max(1, self.stagger // stages)  # the same in all groups: no circle
         return _in_order(stages - self.alone, self.datagrams, behind)
 
     def rows(self, steps: Array) -> Array:

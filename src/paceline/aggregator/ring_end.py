@@ -28,7 +28,7 @@ from paceline.aggregator.job_end import (
 )
 from paceline.aggregator.jobs import key_of
 from paceline.aggregator.packets import IP6_BYTES, IP_BYTES, Array, Seal, elements_for
-from paceline.aggregator.ring import Group, RingSum, Stages, datagrams_of
+from paceline.aggregator.ring import STAGGER_BYTES, Group, RingSum, Stages, datagrams_of
 from paceline.errors import UsageError
 
 
@@ -251,8 +251,9 @@ class RingEnd(JobEnd[_Card, AggregatorClient | AloneEnd]):
         assert end is not None
         groups, at = self._groups, self._position
         count = datagrams_of(len(values), groups, end.elements)
-        stages = Stages(groups, at, count, self._alone)
-        before = Stages(groups, (at - 1) % groups, count, self._alone_before)
+        apart = STAGGER_BYTES // (4 * end.elements)
+        stages = Stages(groups, at, count, self._alone, apart)
+        before = Stages(groups, (at - 1) % groups, count, self._alone_before, apart)
         turns = np.zeros(before.chunks, np.bool_)
         if inbox is not None:
             turns = inbox.inbox.turns(before.chunks)
