@@ -78,7 +78,7 @@ def draw_plan(plan: Plan) -> tuple[Figure, str]:
     ]
     figure.legend(handles=handles, loc="outside upper left", ncols=2)
     return figure, (
-        f"{plan.workers} workers, {plan.cluster}. Dotted: no exact mean is faster "
+        f"{plan.cluster}. Dotted: no exact mean is faster "
         f"({show_seconds(plan.limit_seconds)} a step)."
     )
 

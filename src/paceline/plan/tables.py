@@ -122,8 +122,7 @@ def command(spec: str, script: str, arguments: Sequence[str] = ()) -> str:
 
 
 def _best(plan: Plan) -> Table:
-    many = "worker" if plan.workers == 1 else "workers"
-    table = Table(title=f"best of each class: {plan.workers} {many}, {plan.cluster}")
+    table = Table(title=f"best of each class: {plan.cluster}")
     table.add_column("class")
     table.add_column("method", overflow="fold")
     for heading in ("step", "waits", "of limit", "x one", "samples/s"):
