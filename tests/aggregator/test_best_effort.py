@@ -78,10 +78,13 @@ def test_a_collision_passes_on_what_finds_no_place(switch):
     assert switch.taken == 1
 
 
-def test_a_repeat_flushes_what_is_there_and_is_in_it(switch):
+def test_a_repeat_flushes_what_is_there_and_follows_it(switch):
     take(switch, packet(0, values=(1,)), workers=3)
     out = take(switch, repeated(1, values=(2,)), workers=3)
-    assert out == [(Kind.CONTRIBUTION, NEXT, 0b011, [3])]
+    assert out == [
+        (Kind.CONTRIBUTION, NEXT, 0b001, [1]),
+        (Kind.CONTRIBUTION, NEXT, 0b010, [2]),
+    ]
     assert switch.taken == 0
     # what finds no place, and is sent again, claims none
     out = take(switch, repeated(2, values=(4,)), workers=3)

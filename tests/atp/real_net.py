@@ -36,7 +36,13 @@ class Job:
         ]
         self.clients = [
             ServedClient(
-                HOST, job=name, token=TOKEN, worker=rank, **terms, **faulty(rank)
+                HOST,
+                job=name,
+                token=TOKEN,
+                worker=rank,
+                servers=len(ways.servers),
+                **terms,
+                **faulty(rank),
             )
             for rank in range(len(ways.racks))
         ]

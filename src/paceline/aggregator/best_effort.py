@@ -21,9 +21,10 @@ contribution                   the slot's, in a newer   -                      -
                                round
 contribution                   another's: collision     -                      as it is, to the
                                                                                server
-contribution, repeated         this round's             added if new; free     merged, to the
-                                                                               server, as one
-                                                                               repeated
+contribution, repeated         this round's             free                   what is there, to
+                                                                               the server, as one
+                                                                               repeated; and as it
+                                                                               is, if it is new
 contribution, repeated         any other                -                      as it is, to the
                                                                                server
 parameters, from the server    this round's             free                   as they are, to
@@ -44,6 +45,9 @@ sends it has the older result, so nobody needs the older sum), and the end of th
 The server (`FallbackServer`) is `protocol.Slots` for merged contributions: one with all bits
 replaces what is there, one with some is added if none of them is there yet. Its result answers
 every repeat, until the next round is complete.
+
+In ATP's own rules what is sent again is added to what is there, if it is new. But the server may have
+it already, and then drops all that comes with it; those wait for their own timers.
 
 Left out: ECN marks and windows that shrink (compiled off in the public code), and the check of
 saturated sums (exponents are agreed first: see `fixed_point`).
@@ -157,14 +161,15 @@ class BestEffort:
         agrees = (elements == 0) | (stored == 0) | (elements == stored)
         refused = same & ~agrees
         claims = free & ~repeated
-        new = same & agrees & (bits & held.bits[place] == 0)
+        new = same & agrees & ~repeated & (bits & held.bits[place] == 0)
+        beside = same & agrees & repeated & (bits & ~held.bits[place] != 0)
         self._put(columns, rows, place, claims, new, job)
         full = held.bits[place] == everyone[rows]
         merged = (claims | (same & agrees)) & (full | (same & repeated))
         yield self._merged(place, merged, repeated)
         flushed = same & agrees & repeated
         held.job[place[flushed]] = 0
-        aside = ~(claims | same | late)
+        aside = ~(claims | same | late) | beside
         passed_on = Outgoing(
             packets[rows[aside]], np.full(np.count_nonzero(aside), NEXT)
         )

@@ -4,7 +4,8 @@ At a switch with slots a copy that was not needed is dropped. Where jobs compete
 the switch pass on what it has added up so far, and what comes later goes to the server one
 by one: links get fuller, answers take longer, and more is sent again. So this stream waits
 longer before it sends again, and learns from what it has sent twice, too. What is really lost it
-finds by the *gap*: its chunk is under way still, and one that is a window later has been summed.
+finds by the *gap*: its chunk is under way still, and one that is a window later has been summed
+by the same server.
 (ATP's workers go by results that are out of order, too.)
 """
 
@@ -29,11 +30,12 @@ class PatientStream(Stream):
     ) -> None:
         super().__init__(slots=slots, elements=elements, worker=worker, number=number)
         self.round_trip = RoundTrip(FIRST, SHORTEST)
-        self._latest = -1
-        """Of the chunks that are summed."""
+        self._latest = np.full(1, -1)
+        """Of the chunks that are summed, by server: one may be slower than others."""
 
-    def shares(self, streams: float) -> None:
-        """Before the first operation."""
+    def shares(self, streams: float, servers: int) -> None:
+        """Before the first operation. Slots go to *servers* in turn."""
+        self._latest = np.full(servers, -1)
         datagram = HEADER_BYTES + 4 * self.elements
         self.window = Window(self.slots, round(datagram * max(streams, 1.0)))
 
@@ -46,9 +48,10 @@ class PatientStream(Stream):
         again = done[self._times[done] > 1]
         # Of the first or of a later one: no shorter than an answer takes.
         self.round_trip.observe(now - self._sent_at[again])
-        self._latest = max(self._latest, int(under_way[done].max()))
+        server = np.arange(self.slots) % len(self._latest)
+        np.maximum.at(self._latest, server[done], under_way[done])
         gap = max(self.window.size, FEWEST)
-        lost = (self._chunk >= 0) & (self._chunk + gap <= self._latest)
+        lost = (self._chunk >= 0) & (self._chunk + gap <= self._latest[server])
         lost &= self._times == 1
         if lost.any():
             self._due_at[lost] = now

@@ -42,7 +42,7 @@ PROBE_SECONDS = 5.0
 class ServedClient(StreamEnd):
     """One of the *workers* of best-effort *job*, at *host*, a numeric address of this machine.
 
-    All have the same *slots*, a multiple of the number of servers, and *elements* in a datagram.
+    All have the same *slots*, a multiple of the number of *servers*, and *elements* in a datagram.
     *sharing*: how many workers' streams share the link to a server, parts of them added up.
     The others: see `AggregatorClient`.
     """
@@ -59,6 +59,7 @@ class ServedClient(StreamEnd):
         token: str,
         slots: int,
         elements: int,
+        servers: int = 1,
         sharing: float = 1.0,
         silent_seconds: float = SILENT_SECONDS,
         lossy: Lossy | None = None,
@@ -87,7 +88,7 @@ class ServedClient(StreamEnd):
             slots=slots, elements=elements, worker=worker, number=number_of(token, job)
         )
         assert isinstance(self._stream, PatientStream)
-        self._stream.shares(sharing)
+        self._stream.shares(sharing, servers)
 
     def register(
         self,

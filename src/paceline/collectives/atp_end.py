@@ -103,6 +103,7 @@ class ServedEnd(JobEnd[_Card, ServedClient]):
             token=self._token,
             slots=self._slots,
             elements=elements,
+            servers=len(self._ways.servers),
             sharing=self._ways.most_streams / len(self._ways.servers),
             lossy=self._lossy,
         )
