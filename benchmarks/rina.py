@@ -3,6 +3,7 @@
     python benchmarks/rina.py                       # tables, and what is in results/rina.json
     python benchmarks/rina.py --picture docs/rina.png
     python benchmarks/rina.py --racks 4 --workers 4 --start-up 200 --json
+    python benchmarks/rina.py --emulated             # on real packets: see rina_emulated.py
 
 In virtual time: schedules are priced on links of 10 Gbit/s, with a start-up of 20 us a message
 (`--start-up`, microseconds; half on either side of a switch), and switches that add up whatever
@@ -273,4 +274,9 @@ def main():
 
 
 if __name__ == "__main__":
+    if "--emulated" in sys.argv:
+        import rina_emulated
+
+        rina_emulated.main([word for word in sys.argv[1:] if word != "--emulated"])
+        sys.exit()
     main()
