@@ -15,11 +15,16 @@ DEDICATED = (Server(0, None, 0),)
 @pytest.mark.parametrize(
     ("aggregating", "servers"),
     [
-        ((), DEDICATED),
         ((1,), DEDICATED),
-        ((0, 1, 2), DEDICATED),
-        ((1,), beside_workers(RACKS)),
         ((0, 1, 2), beside_workers(RACKS)),
+        *(
+            pytest.param(*others, marks=pytest.mark.slow)
+            for others in (
+                ((), DEDICATED),
+                ((0, 1, 2), DEDICATED),
+                ((1,), beside_workers(RACKS)),
+            )
+        ),
     ],
 )
 def test_sums_are_exact_though_datagrams_are_lost(aggregating, servers):

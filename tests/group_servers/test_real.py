@@ -33,6 +33,7 @@ def free_ports(count):
     return ports
 
 
+@pytest.mark.slow
 def test_beside_workers_and_dedicated_from_one_training_to_the_next():
     ports = free_ports(2)
     environment = {TOKEN: "a token that nobody guesses", "OMP_NUM_THREADS": "1"}

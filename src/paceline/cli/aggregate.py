@@ -51,7 +51,10 @@ def aggregate(
     ] = _Path.sockets,
     interface: Annotated[
         str | None,
-        typer.Option(help="Of --path xdp: by which workers are reached, such as eth0."),
+        typer.Option(
+            help="Of --path xdp: by which workers are reached, such as eth0. "
+            "\\[default: none; --path xdp needs one]"
+        ),
     ] = None,
     json: o.Json = False,
 ) -> None:

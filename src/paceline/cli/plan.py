@@ -68,7 +68,7 @@ def plan(
         typer.Option(
             metavar="METRIC=VALUE",
             help="Train with the best of each class, in virtual time, and rank them by the "
-            "time to this value of a logged metric.",
+            "time to this value of a logged metric. \\[default: by seconds a step]",
         ),
     ] = None,
     what_if: Annotated[
