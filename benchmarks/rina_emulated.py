@@ -2,6 +2,7 @@
 virtual time and measured. Called by `benchmarks/rina.py --emulated`, or by itself:
 
     python benchmarks/rina_emulated.py
+    python benchmarks/rina_emulated.py --quick     # one round at four rates: below four minutes
     python benchmarks/rina_emulated.py --mbit 25 --megabytes 1 --repeats 3 --json
 
 Each network is measured in turn, round after round: a loop times one all-reduce at a time, from
@@ -31,6 +32,7 @@ MBIT = 1e6 / 8
 RACKS, WORKERS = 2, 4
 LATENCY = 50e-6
 RATES = (100, 25, 10)
+QUICK_RATES = (100, 50, 25, 10)
 AGGREGATORS = (0, 1, 2)
 MEGABYTES = 2
 REPEATS = 5
@@ -146,10 +148,11 @@ def table(results):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mbit", type=int, nargs="+", default=RATES)
+    parser.add_argument("--mbit", type=int, nargs="+")
+    parser.add_argument("--quick", action="store_true", help="one round of four rates")
     parser.add_argument("--megabytes", type=float, default=MEGABYTES)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--row", default="rina", help=argparse.SUPPRESS)
@@ -163,8 +166,9 @@ def main(arguments=None):
         return
     size = int(args.megabytes * 1e6) // 4 * 4
     results = []
-    for mbit in args.mbit:
-        results += compare(mbit, size, args.repeats, args.rounds)
+    rounds = args.rounds or (1 if args.quick else ROUNDS)
+    for mbit in args.mbit or (QUICK_RATES if args.quick else RATES):
+        results += compare(mbit, size, args.repeats, rounds)
     if args.json:
         print(json.dumps(results))
     else:

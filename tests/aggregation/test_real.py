@@ -85,6 +85,7 @@ def learnt(ranks):
     return one, ends[0].stderr
 
 
+@pytest.mark.slow
 def test_a_job_of_two_racks_learns_the_same_whoever_dies_and_comes_back(tmp_path):
     go = tmp_path / "go"
     with aggregators(2) as them:
@@ -158,6 +159,7 @@ def test_who_dies_ends_its_job_and_no_other(tmp_path):
             learnt(others)
 
 
+@pytest.mark.slow
 def test_a_lost_aggregator_ends_the_job_where_that_is_wanted(tmp_path):
     with aggregators(1) as them:
         variables = them.variables | {LOSS_VARIABLE: "end"}

@@ -35,7 +35,7 @@ class Exchange:
 @pytest.mark.parametrize(
     ("racks", "paths"),
     [
-        ([0, 0, 1, 1], {0: "sockets", 1: "xdp"}),
+        pytest.param([0, 0, 1, 1], {0: "sockets", 1: "xdp"}, marks=pytest.mark.slow),
         ([0, 1, 1, 2], {1: "xdp"}),
         pytest.param([0, 0, 1, 1], {0: "xdp", 1: "xdp"}, marks=pytest.mark.slow),
         pytest.param([0, 0, 0, 0], {0: "xdp"}, marks=pytest.mark.slow),

@@ -4,6 +4,8 @@ adds up integers, whoever dies."""
 import contextlib
 import re
 
+import pytest
+
 from paceline.worlds.servers import ADDRESSES_VARIABLE
 from tests import forked
 from tests.aggregation.test_real import (
@@ -31,6 +33,7 @@ def dedicated():
         process.kill()
 
 
+@pytest.mark.slow
 def test_shards_and_a_server_of_its_own_have_the_same_bits_whoever_dies(tmp_path):
     go = tmp_path / "go"
     with aggregators(2) as them, dedicated() as served:

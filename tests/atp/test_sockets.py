@@ -37,6 +37,7 @@ def test_sums_are_exact_though_datagrams_are_lost(aggregating, servers):
     wait_until(lambda: not any(list(one.jobs) for one in aggregators), 60, "goodbyes")
 
 
+@pytest.mark.slow
 def test_two_jobs_of_different_layouts_compete_for_few_places():
     layouts = {
         "one": Ways(RACKS, (0, 1), beside_workers(RACKS)),

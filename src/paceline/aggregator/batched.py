@@ -123,8 +123,9 @@ class Batched:
             if count >= 0 or error in LATER:
                 break
             self.counts[word_for(error)] += 1  # of a datagram that was sent before
-        count = max(count, 0)
         self._full = count == len(into)
+        if count <= 0:
+            return self._room[:0], np.zeros(0, np.int64)
         came, control = into[:count], self._control[:count]
         lengths = came["bytes"].astype(np.int64)
         if self._rows == 1:

@@ -12,7 +12,12 @@ from typing import Protocol
 import numpy as np
 
 from paceline.aggregator.control import Registration
-from paceline.aggregator.datagrams import Addresses, Datagrams, datagrams
+from paceline.aggregator.datagrams import (
+    Addresses,
+    Datagrams,
+    OwnQueue,
+    datagrams,
+)
 from paceline.aggregator.operations import Operation
 from paceline.aggregator.packets import LOCAL, Array, Flag, Seal, well_formed
 from paceline.aggregator.worker import Stream
@@ -71,6 +76,7 @@ class StreamEnd:
         self._control: Registration | None = None
         self._poll = select.poll()
         self._poll.register(udp, select.POLLIN)
+        self._awaits_room = False
 
     def _has_stream(
         self, *, slots: int, elements: int, worker: int, number: int
@@ -78,6 +84,7 @@ class StreamEnd:
         """The terms are known: see `Stream`."""
         self.slots, self.elements, self.number = slots, elements, number
         self._datagrams: Datagrams = datagrams(self._udp, elements)
+        self._own_queue = OwnQueue(self._udp, elements)
         self._stream = self.stream_kind(
             slots=slots, elements=elements, worker=worker, number=number
         )
@@ -119,6 +126,7 @@ class StreamEnd:
             if self.watch is not None:
                 self.watch()
                 until = min(until, now + WATCH_SECONDS)
+            self._await_room(stream.held)
             self._wait(max(until - time.monotonic(), 0.0))
             for packets in self._received():
                 stream.take(packets, time.monotonic())
@@ -148,6 +156,13 @@ class StreamEnd:
         if self._control is not None:
             self._control.close(well=well)
 
+    def _await_room(self, held: bool) -> None:
+        """What is *held* back is to go on once the socket has room."""
+        if held != self._awaits_room:
+            self._awaits_room = held
+            events = select.POLLIN | (select.POLLOUT if held else 0)
+            self._poll.modify(self._udp, events)
+
     def _wait(self, seconds: float) -> set[int]:
         """Until something can be read, or so long: the descriptors of what can."""
         came = {end for end, _ in self._poll.poll(1000 * seconds + 1)}
@@ -156,10 +171,14 @@ class StreamEnd:
         return came
 
     def _send_due(self) -> None:
-        packets = self._stream.due(time.monotonic())
+        packets = self._due()
         if len(packets):
             self._seal.sign(packets)
             self._send(packets)
+
+    def _due(self) -> Array:
+        """What is to be sent now, without tag."""
+        return self._stream.due(time.monotonic(), self._own_queue.room())
 
     def _places(self, packets: Array) -> Array:
         """To which of its addresses each goes."""

@@ -82,6 +82,9 @@ class Kind(enum.IntEnum):
     """To it, and back to the same worker: whether datagrams of this size get through."""
 
 
+_FIRST_KIND, _LAST_KIND = int(min(Kind)), int(max(Kind))
+
+
 class Flag(enum.IntFlag):
     """How a datagram is to be dealt with."""
 
@@ -149,7 +152,7 @@ def well_formed(packets: Array, lengths: Array, dropped: Counter[str]) -> Array:
     header = packets["header"]
     whole = lengths >= HEADER_BYTES
     ours = whole & (header["magic"] == MAGIC)
-    known = ours & (header["kind"] >= min(Kind)) & (header["kind"] <= max(Kind))
+    known = ours & (header["kind"] >= _FIRST_KIND) & (header["kind"] <= _LAST_KIND)
     fits: Array = known & (sizes(packets) == lengths)
     for word, passed, left in (
         ("truncated", np.ones_like(whole), whole),

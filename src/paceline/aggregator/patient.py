@@ -3,8 +3,7 @@
 At a switch with slots a copy that was not needed is dropped. Where jobs compete for places it makes
 the switch pass on what it has added up so far, and what comes later goes to the server one
 by one: links get fuller, answers take longer, and more is sent again. So this stream waits
-longer before it sends again, and learns from what it has sent twice, too. What is really lost it
-finds by the *gap*: its chunk is under way still, and one that is a window later has been summed
+longer before it sends again. What is really lost it finds by the *gap*: its chunk is under way still, and one that is a window later has been summed
 by the same server.
 (ATP's workers go by results that are out of order, too.)
 """
@@ -45,9 +44,6 @@ class PatientStream(Stream):
         done = np.flatnonzero((under_way >= 0) & (self._chunk < 0))
         if not len(done):
             return
-        again = done[self._times[done] > 1]
-        # Of the first or of a later one: no shorter than an answer takes.
-        self.round_trip.observe(now - self._sent_at[again])
         server = np.arange(self.slots) % len(self._latest)
         np.maximum.at(self._latest, server[done], under_way[done])
         gap = max(self.window.size, FEWEST)

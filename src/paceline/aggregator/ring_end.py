@@ -111,11 +111,8 @@ class AloneEnd(StreamEnd):
         slots = packets["header"]["slot"].astype(np.int64)
         return np.asarray(slots % len(self.addresses.plain))
 
-    def _send_due(self) -> None:
-        packets = sent_alone(self._stream.due(time.monotonic()))
-        if len(packets):
-            self._seal.sign(packets)
-            self._send(packets)
+    def _due(self) -> Array:
+        return sent_alone(super()._due())
 
     def _received(self) -> Any:
         return map(freed_alone, super()._received())

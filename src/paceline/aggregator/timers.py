@@ -1,8 +1,10 @@
 """How long to wait before sending again: as long as answers take, and some more.
 
-Jacobson's estimate (as in RFC 6298) and Karn's rule: only what was sent once tells how long
-an answer takes. Here that includes waiting for the slowest worker, so a long time alone is no
-sign of congestion. Sending again too early costs a packet, no more.
+Jacobson's estimate (as in RFC 6298), of twice the mean: an answer takes as long as the slowest
+worker lets it, and from one buffer to the next that changes at once. Sending again too early costs
+more than a packet: the window is halved, and so is everybody's who sums with this worker. What
+was sent again counts, too, from its first sending on. That may be too long, by a loss; but
+without it (Karn's rule) a time that has grown is never learnt, as all is sent again too early.
 
 Results clock what is sent, and slots bound it; but a link's queue may hold less than that. So
 what is under way grows only while answers are prompt (a target of delay, as RFC 6817 has it), and
@@ -47,7 +49,8 @@ class RoundTrip:
         """Seconds after which the first repeat is due."""
         if self._mean is None:
             return self._first
-        return min(LONGEST, max(self._shortest, self._mean + 4 * self._deviation))
+        wanted = 2 * self._mean + 4 * self._deviation
+        return min(LONGEST, max(self._shortest, wanted))
 
 
 FLOOR_BYTES = 96 << 10

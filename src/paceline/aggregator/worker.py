@@ -73,6 +73,8 @@ class Stream:
         self._freed = np.zeros(slots, np.bool_)
         self._left = 0
         self._heard_at = 0.0
+        self.held = False
+        """Whether more would have been due the last time, had there been room."""
         self.round_trip = RoundTrip()
         self.window = Window(slots, HEADER_BYTES + 4 * elements)
         self.counts: Counter[str] = Counter()
@@ -112,12 +114,15 @@ class Stream:
         """For how long nothing has come of what is under way."""
         return 0.0 if self.finished else now - self._heard_at
 
-    def due(self, now: float) -> Array:
-        """What is to be sent now, without tag: the next chunks of slots that are idle, and
-        what nothing was heard of in time."""
+    def due(self, now: float, room: int | None = None) -> Array:
+        """What is to be sent now, without tag: the next chunks of slots that are idle, no more
+        than there is *room* for (see `held`), and what nothing was heard of in time."""
         if self._operation is None or self.finished:
             return blank(0, self.elements)
         new = self._startable()
+        self.held = room is not None and len(new) > room
+        if self.held:
+            new = new[:room]
         if len(new):
             self._chunk[new] = self._next[new]
             self._next[new] += self.slots
@@ -206,8 +211,7 @@ class Stream:
             return
         self._heard_at = now
         done = touched[self._summed[touched] & self._freed[touched]]
-        once = done[self._times[done] == 1]
-        self.round_trip.observe(now - self._sent_at[once])
+        self.round_trip.observe(now - self._sent_at[done])
         if len(sums):
             mine = packets if len(sums) == len(packets) else packets[sums]
             self._operation.take(chunk[sums] - self._first, mine)

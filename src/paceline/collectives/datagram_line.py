@@ -6,7 +6,7 @@ One `End` at a time carries out the sums in the order of issue. Where an aggrega
 ranks go on around the plain ring, over the connections that they have, until it is back:
 
 1. Who notices says so in the job's store, under the *epoch* (how often this queue has lost an
-   aggregator). Who waits, or idles, looks there ten times a second.
+   aggregator). Who waits, or idles, looks there ten times a second (`Lookout`).
 2. All meet, and say how many sums they have. Nobody has one that not all have contributed to, so
    these numbers differ by one at most; and each rank keeps what it brought to its last one.
    So all form that one again, if some do not have it. Integers add up to the same bits in any
@@ -40,6 +40,7 @@ import torch
 
 from paceline.aggregator.job_end import Address, Exchange
 from paceline.aggregator.packets import Array
+from paceline.collectives.lookout import Lookout
 from paceline.collectives.pending import Job
 from paceline.collectives.schedule import Ring
 from paceline.errors import PeerLostError
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 Served = TypeVar("Served")
 
-LOOK_SECONDS = 0.1
 IDLE_SECONDS = 1.0
 RETRY_SECONDS = 1.0
 REACH_SECONDS = 1.0
@@ -121,7 +121,7 @@ class Line:
         self._around_ring = 0
         self._joined = self._missing = False
         self._kept: Array | None = None
-        self._looked = 0.0
+        self._lookout = Lookout(terms.store, lambda: self._key)
         self._broken: BaseException | None = None
         self._left = False
         self._jobs: deque[Job | None] = deque()
@@ -173,6 +173,7 @@ class Line:
             job.run(None)
         with contextlib.suppress(Exception):  # nobody is left to be told
             self._leave()
+        self._lookout.close()
         if self._end is not None:
             self._end.close(well=self._left)
 
@@ -182,7 +183,7 @@ class Line:
             try:
                 if self._end is not None and self._broken is None:
                     self._end.idle(IDLE_SECONDS, self._woken)
-                    self._look()
+                    self._lookout.check()
                 else:
                     _readable(self._woken)
             except PeerLostError as error:
@@ -202,9 +203,13 @@ class Line:
         self._completed += 1
 
     def _sum_somewhere(self, values: Array, standing: int) -> None:
-        if self._end is None and (not self._joined or standing == 2 * self._epoch):
-            self._return()
-        if self._end is not None:
+        """All ranks decide alike, whoever learns of a loss before this sum and who in it."""
+        while True:
+            if self._end is None and (not self._joined or standing == 2 * self._epoch):
+                self._return()
+            if self._end is None:
+                self._around(values, self._completed)
+                return
             kept = values.copy()
             try:
                 self._end.sum_integers(values)
@@ -212,7 +217,6 @@ class Line:
                 return
             except PeerLostError as error:
                 self._lose(error)
-        self._around(values, self._completed)
 
     # ---- at the aggregators ----
 
@@ -226,7 +230,7 @@ class Line:
             token=self._terms.token,
             slots=self._terms.slots,
             mtu=self._terms.mtu,
-            watch=self._look,
+            watch=self._lookout.check,
         )
         self._joined = True
 
@@ -244,15 +248,6 @@ class Line:
         else:
             if again:
                 self._say("aggregators are back, and are used again")
-
-    def _look(self) -> None:
-        """Raise `PeerLostError` where somebody has said that an aggregator is lost."""
-        now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
-            return
-        self._looked = now
-        if self._terms.store.check([self._key]):
-            raise PeerLostError(self._terms.store.get(self._key).decode())
 
     @property
     def _key(self) -> str:
