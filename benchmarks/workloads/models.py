@@ -154,3 +154,48 @@ class BertBase(nn.Module):
         for block in self.encoder["layer"]:
             x = block(x)
         return x, torch.tanh(self.pooler["dense"](x[:, 0]))
+
+
+class Gpt(nn.Module):
+    """A decoder after Radford et al., "GPT-2", 2019, in the size in which nanoGPT trains on characters:
+    10.7 million parameters, of which the embedding is the output layer, too; no biases.
+
+    Takes token ids of shape (sequences, tokens); dropout is left out.
+    """
+
+    def __init__(self, width=384, layers=6, heads=6, tokens=65, most=256):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(tokens, width), nn.Embedding(most, width)
+        self.blocks = nn.ModuleList(GptBlock(width, heads) for _ in range(layers))
+        self.ln = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, tokens):
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.wte(tokens) + self.wpe(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln(x))
+
+
+class GptBlock(nn.Module):
+    """Attention over what came before, then two linear layers."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = (nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        sequences, tokens, width = x.shape
+        parts = self.qkv(self.ln1(x)).split(width, dim=2)
+        shape = sequences, tokens, self.heads, width // self.heads
+        q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.ln2(x))))

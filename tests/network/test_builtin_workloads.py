@@ -20,6 +20,7 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "workloads"
 SCRIPT_OF = {
     "bert-base": "bert_base.py",
     "googlenet-k80": "googlenet_k80.py",
+    "gpt-10m": "gpt_10m.py",
     "resnet50": "resnet50.py",
     "vgg16": "vgg16.py",
 }
@@ -58,6 +59,7 @@ def test_a_script_writes_the_packaged_file_byte_for_byte(
         ("resnet50", 161, 25_557_032, 32),
         ("vgg16", 32, 138_357_544, 32),
         ("bert-base", 199, 109_482_240, 32),
+        ("gpt-10m", 39, 10_745_088, 32),
     ],
 )
 def test_tensors_are_as_published(
@@ -142,7 +144,7 @@ def test_order_is_that_of_tensors_with_values(
         parameter.register_post_accumulate_grad_hook(
             lambda _, tensor=tensor: order.append(tensor)
         )
-    dtype = torch.long if name == "bert-base" else torch.float
+    dtype = torch.float if name == "resnet50" else torch.long
     output = module(torch.zeros(example, dtype=dtype))
     sum(part.sum() for part in [*output]).backward()
     workload = Workload.load(name)

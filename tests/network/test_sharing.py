@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -186,3 +187,49 @@ def test_the_order_of_activities_does_not_matter(case, random) -> None:
     rates = shared(capacities, *[demand for demand, _, _ in flows])
     shuffled = shared(capacities, *[flows[i][0] for i in order])
     assert [rates[i] for i in order] == pytest.approx(shuffled, rel=CLOSE)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(st.integers(2, 9), st.integers(0, 2**32), st.sampled_from([1, 3, 40]))
+def test_a_crowd_is_shared_among_as_few_are(hosts, seed, several) -> None:
+    """The same flows, ended and started alike, as a crowd and one by one."""
+    random = Random(seed)
+    capacities = [random.choice([1.0, 3.0, math.inf, 7.5]) for _ in range(2 * hosts)]
+    capacities[0] = 1.0
+    flows = [
+        (
+            random.choice([0.0, 1.0, random.uniform(0, 30)]),
+            {
+                random.randrange(hosts): several,
+                hosts + random.randrange(hosts): 1,
+                0: random.choice([0.5, 1.0]),
+            },
+            random.choice([10.0, random.uniform(1, 100)]),
+        )
+        for _ in range(150)
+    ]
+    found = []
+    for many in (3, 10**9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paceline.network.sharing.MANY", many)
+            patch.setattr("paceline.network.sharing.FEW", many // 2)
+            members = [activity(demand, size) for _, demand, size in flows]
+            starts = [one[0] for one in flows]
+            ends = run(Sharing(capacities), list(zip(starts, members, strict=True)))
+            found.append([ends[member] for member in members])
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert len(set(found[0])) > 1
+
+
+def test_rates_of_a_crowd_are_its_members() -> None:
+    members = [activity({0: 1, 1 + i: 1}) for i in range(100)]
+    sharing = Sharing([10.0, *[0.05] * 50, *[1.0] * 50])
+    for member in members:
+        sharing.start(member)
+    sharing.settle(0.0)
+    assert [member.rate for member in members[:50]] == pytest.approx([0.05] * 50)
+    assert [member.rate for member in members[50:]] == pytest.approx([0.15] * 50)
+    sharing.set_capacity(0, 0.0)
+    sharing.settle(1.0)
+    assert [member.rate for member in members] == [0.0] * 100
+    assert sharing.next_end() == math.inf

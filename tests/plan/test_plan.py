@@ -79,6 +79,7 @@ def whole():
     return plan(cluster(2), layers(2))
 
 
+@pytest.mark.slow
 def test_a_plan_is_equal_wherever_it_is_made(whole):
     one, two = (plan(cluster(3), layers(3), allowed=("late",)) for _ in range(2))
     assert msgspec.json.encode(one) == msgspec.json.encode(two)

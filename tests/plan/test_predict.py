@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +100,12 @@ def test_accumulated_passes_are_computed_and_sent_once():
     )
 
 
+def test_a_larger_batch_takes_longer_also_where_nobody_knows_how_large_it_is():
+    unknown = replace(layers(), batch=None)
+    twice = predicted("bsp:fusion=ddp", workload=unknown, batches=2, short=True)
+    assert twice.compute_seconds == pytest.approx(2 * 0.09, rel=1e-6)
+
+
 def test_fewer_tensors_have_the_same_bytes_and_times():
     resnet = Workload.load("resnet50")
     few = coarse(resnet)
@@ -129,3 +136,15 @@ def test_predictions_in_other_processes_are_the_same():
         elsewhere = list(predict_all(job, specs, short=True))
     assert elsewhere == list(in_this_process(job, specs, short=True))
     assert isinstance(elsewhere[1], Refused)
+
+
+def test_who_waits_for_its_batch_makes_all_wait():
+    rack = Rack(workers=2, link=1e12, latency=0.0, speed=(1.0, 0.5))
+    job = {"cluster": Cluster((rack,))}
+    assert predicted("bsp:fusion=ddp", **job).step_seconds == pytest.approx(
+        0.18, rel=0.01
+    )
+    late = predicted("bsp:fusion=ddp", inputs=(0.0, 0.05), **job)
+    assert late.step_seconds == pytest.approx(0.23, rel=0.01)
+    hidden = predicted("bsp:fusion=ddp", inputs=(0.05, 0.0), **job)
+    assert hidden.step_seconds == pytest.approx(0.18, rel=0.01)

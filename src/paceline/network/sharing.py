@@ -18,10 +18,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.network.crowd import Crowd
+
 
 # Ends that differ by rounding alone are one instant; without this a symmetric pattern
 # falls apart into one instant per flow.
 _SAME_INSTANT = 1e-12
+
+
+MANY, FEW = 64, 32
+"""From so many activities on they are a crowd, whose rates are shared all at once; from so few on
+they are not."""
 
 
 class Activity:
@@ -31,7 +41,7 @@ class Activity:
     driver calls *done* with the instant at which the last byte has left.
     """
 
-    __slots__ = ("demand", "done", "end", "rate", "remaining")
+    __slots__ = ("crowd", "demand", "done", "end", "own_rate", "remaining", "slot")
 
     def __init__(
         self, demand: Mapping[int, float], size: float, done: Callable[[float], None]
@@ -39,8 +49,16 @@ class Activity:
         self.demand = demand
         self.remaining = float(size)
         self.done = done
-        self.rate = 0.0
+        self.own_rate = 0.0
         self.end = math.inf
+        self.crowd: Crowd | None = None
+        self.slot = 0
+
+    @property
+    def rate(self) -> float:
+        """Of each of its connections."""
+        crowd = self.crowd
+        return self.own_rate if crowd is None else crowd.rate_of(self.slot)
 
 
 class Sharing:
@@ -49,12 +67,16 @@ class Sharing:
     def __init__(self, capacities: Sequence[float]) -> None:
         self.capacities = list(capacities)
         self._active: dict[Activity, None] = {}  # insertion-ordered: deterministic
+        self._crowd: Crowd | None = None
+        """The same ones, where they are many; what is known of each is there then."""
         self._settled = 0.0
         self._changed = False
 
     def start(self, activity: Activity) -> None:
         """Add *activity* from the instant of the next `settle` on."""
         self._active[activity] = None
+        if self._crowd is not None:
+            self._crowd.add(activity)
         self._changed = True
 
     def set_capacity(self, link: int, rate: float) -> None:
@@ -71,25 +93,51 @@ class Sharing:
         assert elapsed >= 0, "time can't go backwards"
         self._settled = now
         horizon = now + _SAME_INSTANT * abs(now)
-        ended = [a for a in self._active if a.end <= horizon]
+        crowd = self._crowd
+        if crowd is None:
+            ended = [a for a in self._active if a.end <= horizon]
+        else:
+            ended = crowd.take_ended(horizon)
         for activity in ended:
             del self._active[activity]
         if ended:
             self._changed = True
         if elapsed:
-            for activity in self._active:
-                if activity.rate:
-                    activity.remaining -= activity.rate * elapsed
+            self._move(elapsed)
         if self._changed:
             self._changed = False
+            self._count()
             self._share(now)
         return ended
 
+    def _move(self, seconds: float) -> None:
+        if self._crowd is not None:
+            self._crowd.move(seconds)
+            return
+        for activity in self._active:
+            if activity.own_rate:
+                activity.remaining -= activity.own_rate * seconds
+
     def next_end(self) -> float:
         """When the next activity ends if nothing changes; infinite if none does."""
+        if self._crowd is not None:
+            return self._crowd.next_end()
         return min((a.end for a in self._active), default=math.inf)
 
+    def _count(self) -> None:
+        """Make a crowd of many, and of few none."""
+        if self._crowd is None and len(self._active) >= MANY:
+            from paceline.network.crowd import Crowd  # numpy, where it pays
+
+            self._crowd = Crowd(self._active)
+        elif self._crowd is not None and len(self._active) <= FEW:
+            self._crowd.dissolve()
+            self._crowd = None
+
     def _share(self, now: float) -> None:
+        if self._crowd is not None:
+            self._crowd.share(self.capacities, now, _SAME_INSTANT)
+            return
         left: dict[int, float] = {}
         load: dict[int, float] = {}
         users: dict[
@@ -124,9 +172,9 @@ class Sharing:
 
     @staticmethod
     def _set_rate(activity: Activity, rate: float, now: float) -> None:
-        if rate == activity.rate and activity.end < math.inf:
+        if rate == activity.own_rate and activity.end < math.inf:
             return  # same rate, same end: do not let rounding move it
-        activity.rate = rate
+        activity.own_rate = rate
         if activity.remaining <= 0 or rate == math.inf:
             activity.end = now
         else:

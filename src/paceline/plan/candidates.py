@@ -20,9 +20,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from paceline.chosen import read_spec
 from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS, Identity, make
-from paceline.distributing import read_spec
 from paceline.errors import UsageError
 from paceline.fusion import FIXED, RULES
 from paceline.interfaces import Method, Quality, weaker

@@ -1,10 +1,14 @@
-"""A workload in fewer pieces, for predictions that are to be quick."""
+"""A workload in fewer pieces, and specs without planned buckets: for predictions that are to be
+quick."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.chosen import read_spec
+from paceline.fusion import MEASURED
 from paceline.network import Workload
+from paceline.spec import Spec, parse
 
 FEW = 16
 """Tensors that a short run has, of models with more: what a step costs to simulate grows with
@@ -34,3 +38,13 @@ def coarse(workload: Workload, most: int = FEW) -> Workload:
         order=(),
         shapes=(),
     )
+
+
+def unplanned(spec: str) -> tuple[str, ...]:
+    """What stands in short runs for *spec*: itself, as DDP's rule stands for buckets that are planned, and
+    then also with a bucket per tensor. Planned ones are as fast as the faster of these, or a little faster."""
+    read = parse(spec)
+    method, settings = read_spec(spec)
+    if method.updates_on == "server" or settings.fusion not in MEASURED:
+        return (spec,)
+    return spec, str(Spec(read.name, read.values | {"fusion": "wfbp"}))

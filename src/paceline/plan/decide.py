@@ -1,6 +1,7 @@
 """The plan: every candidate predicted, hopeless ones in a short run only.
 
-1. All candidates of the first round in a short run, of a model with few tensors.
+1. All candidates of the first round in a short run, of a model with few tensors. Where these may
+   not all fit into the budget, those first that are fastest on a few hosts (`promise`).
 2. The best of each class with one thing more changed in it, in a short run, too.
 3. Those that a short run cannot tell, as their buckets are planned from measured times or the
    model has more tensors, and that are not `HOPELESS` in their class, in full.
@@ -11,15 +12,18 @@ starts, decide alike.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
 
+from paceline.chosen import read_spec
+from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS
-from paceline.distributing import read_spec
 from paceline.errors import UsageError
 from paceline.fusion import MEASURED
 from paceline.interfaces import QUALITIES, Quality
@@ -30,12 +34,16 @@ from paceline.plan.coarse import coarse
 from paceline.plan.found import LeftOut, Plan, Row
 from paceline.plan.limits import alone, limit_seconds
 from paceline.plan.predict import (
+    DRIFTING,
+    SHORTENED,
+    SHORTENED_IN_SHORT,
     Job,
     MakeOptimizer,
     Prediction,
     Refused,
     plain_sgd,
 )
+from paceline.plan.promise import rough
 from paceline.plan.together import Predict, in_processes
 from paceline.spec import parse
 
@@ -45,6 +53,14 @@ HOPELESS = 1.5
 
 NOTHING = 0.01
 """Of a step, so little that it is as if nobody waited."""
+
+FIRST, CROSSED = 0.5, 0.7
+"""Parts of the budget that may be gone after the first round, and after the second."""
+
+BUCKET = 25e6
+"""Bytes of most of DDP's buckets."""
+MESSAGE = 0.1e-3
+"""Seconds of a core for a message to a server and its answer."""
 
 
 @dataclass
@@ -68,8 +84,9 @@ class _Search:
         left_out: Iterable[LeftOut] = (),
         *,
         short: bool,
+        keep: float = 0.0,
     ) -> None:
-        """Predict those that are allowed, as far as the budget goes."""
+        """Predict those that are allowed, as far as the budget goes; but *keep* seconds."""
         for out in left_out:
             if out.quality in self.allowed:
                 self.left_out[out.spec] = out
@@ -78,11 +95,12 @@ class _Search:
         for one in among:
             if one.quality not in self.allowed or (short and one.spec in self.found):
                 continue
-            self.left -= cost(job, one.spec, short=short)
-            if self.left < 0:
+            price = cost(job, one.spec, short=short)
+            if self.left - price < keep:
                 if short:
                     self.unlooked.add(one.spec)
                 continue
+            self.left -= price
             wanted.append(one)
         said = self.predict(job, [one.spec for one in wanted], short=short)
         for number, one in enumerate(wanted):
@@ -149,6 +167,7 @@ def plan(
     jitter: float = 0.0,
     refused: Mapping[str, str] | None = None,
     processes: int = 1,
+    predict: Predict | None = None,
     told: Callable[[str, int, int], None] = lambda spec, number, count: None,
 ) -> Plan:
     """Predict every candidate for *workload* on *cluster*.
@@ -157,12 +176,14 @@ def plan(
     today; counted and not timed, so that equal arguments have equal answers. *optimizer* makes one like the
     training's: some candidates forbid some. *refused*: methods by name, and why the script cannot
     be trained with them. *processes*: predictions that are made at a time; what they say does not
-    depend on it. *told* is called before each prediction. Raises `UsageError` where
+    depend on it; *predict* (`together.in_processes`) makes them where it is there. *told* is called before each prediction. Raises `UsageError` where
     no allowed candidate can run.
     """
     job = Job(cluster=cluster, workload=workload, optimizer=optimizer, jitter=jitter)
-    with in_processes(processes) as predict_all:
-        search = _Search(job, frozenset(allowed), budget_seconds, predict_all, told)
+    with ExitStack() as stack:
+        if predict is None:
+            predict = stack.enter_context(in_processes(processes))
+        search = _Search(job, frozenset(allowed), budget_seconds, predict, told)
         if cluster.workers > 1:
             _search(search, refused or {})
     if cluster.workers > 1 and not search.found:
@@ -174,13 +195,16 @@ def _search(search: _Search, refused: Mapping[str, str]) -> None:
     usable = partial(_without, refused, search)
     cluster = search.job.cluster
     among, left_out = first(cluster)
-    search.look(usable(among), left_out, short=True)
+    ranked = _by_promise(search, usable(among))
+    budget = search.left
+    search.look(ranked, left_out, short=True, keep=(1 - FIRST) * budget)
     codes = sorted(
         (name for name in COMPRESSORS if f"bsp:compression={name}" in search.found),
         key=lambda name: search.seconds(f"bsp:compression={name}"),
     )
     among, left_out = crossed(search.varied(), codes, cluster)
-    search.look(usable(among), left_out, short=True)
+    keep = (1 - CROSSED) * budget
+    search.look(_by_turns(usable(among)), left_out, short=True, keep=keep)
     best = {q: search.seconds(spec) for q, spec in search.best().items()}
     alike = search.alike()
     hopeful = [
@@ -193,6 +217,26 @@ def _search(search: _Search, refused: Mapping[str, str]) -> None:
         if one.spec in search.whole:
             search.found |= dict.fromkeys(alike[one.spec], search.found[one.spec])
             search.whole.update(alike[one.spec])
+
+
+def _by_promise(search: _Search, among: Sequence[Candidate]) -> list[Candidate]:
+    """Those that count; the most promising first, if they may not all fit into the budget."""
+    among = [one for one in among if one.quality in search.allowed]
+    all_of_them = sum(cost(search.quick, one.spec, short=True) for one in among)
+    if all_of_them <= FIRST * search.left:
+        return among
+    job = rough(search.job)
+    price = sum(cost(job, one.spec, short=True) for one in among)
+    if price > FIRST * min(search.left, all_of_them):
+        return _by_turns(among)
+    search.left -= price
+    said = list(search.predict(job, [one.spec for one in among], short=True))
+    # What cannot run so may run with more; it comes last.
+    seconds = {
+        one.spec: math.inf if isinstance(answer, Refused) else answer.step_seconds
+        for one, answer in zip(among, said, strict=True)
+    }
+    return _by_turns(sorted(among, key=lambda one: seconds[one.spec]))
 
 
 def _by_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -230,16 +274,23 @@ def _needs_more(spec: str) -> bool:
 def cost(job: Job, spec: str, *, short: bool) -> float:
     """About how many seconds of a core a prediction takes."""
     method, settings = read_spec(spec)
-    steps = 6
-    learns = 0 if short else getattr(method, "learns_for", 0)
-    if method.updates_on == "server":
-        steps = 6 if short else 24
+    cluster, workload = job.cluster, job.workload
+    steps, served = 6, method.updates_on == "server"
+    if served and not short:
+        steps = DRIFTING
     elif not short and settings.fusion in MEASURED:
-        steps = 18
-    period = min(getattr(method, "every", 1) or 1, 16)
-    steps = learns + max(steps, 2 * period if period > 1 else 0)
-    tensors = len(job.workload.names)
-    return steps * job.cluster.workers * (0.6e-3 + 0.12e-3 * tensors)
+        steps = 20 if getattr(method, "waits_late", False) else 10
+    period = min(
+        getattr(method, "every", 1) or 1, SHORTENED_IN_SHORT if short else SHORTENED
+    )
+    steps = max(steps, 2 * period if period > 1 else 0)
+    steps += 0 if short else getattr(method, "learns_for", 0)
+    seconds = steps * cluster.workers * (0.5e-3 + 0.1e-3 * len(workload.names))
+    if served or COLLECTIVES[settings.collective].needs_servers:
+        servers = len(cluster.servers) or cluster.hosts
+        buckets = min(len(workload.names), 2 + sum(workload.sizes) / BUCKET)
+        seconds += steps * cluster.workers * servers * buckets * MESSAGE
+    return 0.03 + seconds
 
 
 def _nothing(search: _Search) -> str:

@@ -39,6 +39,8 @@ class Facts:
     refused: dict[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
+    paced: bool = False
+    """Whether the script says itself what it computes."""
 
     def check(self, workload: Workload, what: str) -> None:
         """Raise `UsageError` for a workload of another model."""
@@ -79,6 +81,7 @@ def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
         refused,
         tuple(name for name, _ in trained),
         tuple(size for _, size in trained),
+        simulation.result.paced_by_script,
     )
 
 

@@ -5,6 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from paceline.interfaces import QUALITIES, Quality
+from paceline.spec import parse
+
+LOSSLESS: tuple[Quality, ...] = ("exact", "late")
+"""Classes in which every gradient is applied, as it is."""
+GENTLE = 1.2
+"""Times the fastest of its class: so much longer may a step take that tells the others more."""
+ABOUT = 0.9
+"""Of the most that is sent: as much, and then the faster one is taken."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +77,31 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         for row in sorted(self.rows, key=lambda row: row.cut):  # else in their order
             found.setdefault(row.quality, row)
         return {q: found[q] for q in QUALITIES if q in found}
+
+    @property
+    def advised(self) -> dict[Quality, Row]:
+        """Of each class the one to take: the fastest where nothing is lost. Elsewhere what is not sent
+        is not learned from, or later: the one that sends most, of those that are `GENTLE` times as
+        slow as the fastest at most."""
+        found = self.best
+        for quality, best in found.items():
+            if quality in LOSSLESS:
+                continue
+            near: dict[tuple[str, object], Row] = {}
+            for row in self.rows:
+                if (
+                    row.quality == quality
+                    and row.cut <= best.cut
+                    and row.step_seconds <= GENTLE * best.step_seconds
+                ):
+                    # Another collective or fusion sends the same in another way.
+                    spec = parse(row.spec)
+                    near.setdefault((spec.name, spec.values.get("compression")), row)
+            most = max(row.bytes_sent for row in near.values())
+            found[quality] = next(
+                row for row in near.values() if row.bytes_sent >= ABOUT * most
+            )
+        return found
 
     def row(self, spec: str) -> Row | None:
         """The row of that spec."""

@@ -7,13 +7,16 @@ compared in samples a second; whether a larger batch trains as well is for peopl
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from paceline.network import Cluster, Rack
+from paceline.plan.coarse import coarse, unplanned
 from paceline.plan.found import Plan
-from paceline.plan.predict import Job, Refused, predict
+from paceline.plan.predict import Job, Refused
+from paceline.plan.together import Predict, in_this_process
 from paceline.units import show_rate
 
 DDP = "bsp:fusion=ddp"
@@ -22,6 +25,10 @@ MOST_SCALE = 1024.0
 PRECISION = 1.02
 PASSES = (4, 16)
 """Passes that an update takes, or times the batch."""
+
+
+MANY = 16
+"""Workers; of more a run with all tensors takes too long."""
 
 
 class Help(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,40 +57,43 @@ class Helps(msgspec.Struct, frozen=True, kw_only=True):
     helps: tuple[Help, ...]
 
 
-def helps(plan: Plan, job: Job) -> Helps:
+def helps(plan: Plan, job: Job, predict: Predict = in_this_process) -> Helps:
     """For *plan*, which was made of *job*'s cluster and workload. Nothing where one worker is all,
-    or no exact candidate could run."""
+    or no exact candidate could run. Of many workers with fewer tensors."""
     exact = plan.best.get("exact")
     if exact is None:
         return Helps(break_even=(), helps=())
     one, spec = plan.one_machine.step_seconds, exact.spec
+    if job.cluster.workers > MANY:
+        job = replace(job, workload=coarse(job.workload))
+    asked = [*_larger(job), *_fewer(job)]
+    said = predict.each([(more, spec) for _, more in asked])
     found = []
-    for count in PASSES:
-        for what, more in (
-            (f"accumulate {count} batches an update", replace(job, accumulate=count)),
-            (f"batches {count} times as large", replace(job, batches=count)),
-        ):
-            found += _help(what, more, spec, one * count)
-    found += _fewer(job, spec, one)
+    for (what, more), answer in zip(asked, said, strict=True):
+        if isinstance(answer, Refused):
+            continue
+        seconds, workers = answer.step_seconds, more.cluster.workers
+        speed_up = more.accumulate * more.batches * workers * one / seconds
+        found.append(
+            Help(what=what, spec=spec, step_seconds=seconds, speed_up=speed_up)
+        )
     found.sort(key=lambda one: -one.speed_up)
-    specs = dict.fromkeys((DDP, spec))
     return Helps(
-        break_even=tuple(break_even(job, spec, one) for spec in specs),
+        break_even=tuple(
+            break_evens(job, list(dict.fromkeys((DDP, spec))), one, predict)
+        ),
         helps=tuple(found),
     )
 
 
-def _help(what: str, job: Job, spec: str, one: float) -> list[Help]:
-    said = predict(job, spec)
-    if isinstance(said, Refused):
-        return []
-    speed_up = job.cluster.workers * one / said.step_seconds
-    return [
-        Help(what=what, spec=spec, step_seconds=said.step_seconds, speed_up=speed_up)
-    ]
+def _larger(job: Job) -> Iterator[tuple[str, Job]]:
+    """More samples an update."""
+    for count in PASSES:
+        yield f"accumulate {count} batches an update", replace(job, accumulate=count)
+        yield f"batches {count} times as large", replace(job, batches=count)
 
 
-def _fewer(job: Job, spec: str, one: float) -> list[Help]:
+def _fewer(job: Job) -> Iterator[tuple[str, Job]]:
     """Half of the hosts, and all but the slowest one: those whose links, and processors, are
     fastest; of equal ones the first, which stand together."""
     cluster = job.cluster
@@ -91,15 +101,12 @@ def _fewer(job: Job, spec: str, one: float) -> list[Help]:
     counts = {cluster.hosts // 2}
     if len({_of_host(cluster, host) for host in hosts}) > 1:
         counts.add(cluster.hosts - 1)
-    found = []
     for count in sorted(counts):
         if count < 2:
             continue
         smaller = with_hosts(cluster, hosts[:count])
-        workers = smaller.workers
-        what = f"{workers} workers instead of {cluster.workers}"
-        found += _help(what, replace(job, cluster=smaller), spec, one)
-    return found
+        what = f"{smaller.workers} workers instead of {cluster.workers}"
+        yield what, replace(job, cluster=smaller)
 
 
 def _of_host(cluster: Cluster, host: int) -> tuple[float, float]:
@@ -155,37 +162,54 @@ def with_hosts(cluster: Cluster, hosts: list[int]) -> Cluster:
 
 def break_even(job: Job, spec: str, one: float) -> BreakEven:
     """The link at which as many samples a second come out as on one machine, which takes *one*
-    second a batch, found by halving."""
+    second a batch, found by halving, in short runs."""
+    (found,) = break_evens(job, [spec], one)
+    return found
+
+
+def break_evens(
+    job: Job, specs: Sequence[str], one: float, predict: Predict = in_this_process
+) -> list[BreakEven]:
+    """The same of each of *specs*, side by side."""
     slowest = min(rate for rack in job.cluster.racks for rate in rack.links)
+    quick = replace(job, workload=coarse(job.workload))
 
-    def gains(scale: float) -> bool:
-        said = predict(
-            replace(job, cluster=with_links(job.cluster, scale)), spec, short=True
-        )
-        return (
-            not isinstance(said, Refused)
-            and said.step_seconds <= job.cluster.workers * one
-        )
+    def gain(scales: Mapping[str, float]) -> dict[str, bool]:
+        asked = [
+            (spec, replace(quick, cluster=with_links(job.cluster, scale)), each)
+            for spec, scale in scales.items()
+            for each in unplanned(spec)
+        ]
+        said = predict.each([(there, each) for _, there, each in asked], short=True)
+        enough = dict.fromkeys(scales, False)
+        for (spec, _, _), answer in zip(asked, said, strict=True):
+            enough[spec] |= (
+                not isinstance(answer, Refused)
+                and answer.step_seconds <= job.cluster.workers * one
+            )
+        return enough
 
-    low, high = 1 / MOST_SCALE, MOST_SCALE
-    if not gains(high):
-        return BreakEven(
-            spec=spec, rate=None, words="no link makes it as fast as one machine"
-        )
-    if gains(low):
-        return BreakEven(
-            spec=spec,
-            rate=None,
-            words=f"faster than one machine even at {show_rate(low * slowest)}",
-        )
-    while high / low > PRECISION:
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if gains(middle) else (middle, high)
-    rate = high * slowest
-    digits = float(f"{rate * 8:.2g}") / 8
-    return BreakEven(
-        spec=spec, rate=rate, words=f"as fast as one machine at {show_rate(digits)}"
+    found: dict[str, BreakEven] = {}
+    at_most, at_least = (
+        gain(dict.fromkeys(specs, scale)) for scale in (MOST_SCALE, 1 / MOST_SCALE)
     )
+    for spec in specs:
+        words = f"faster than one machine even at {show_rate(slowest / MOST_SCALE)}"
+        if not at_most[spec]:
+            words = "no link makes it as fast as one machine"
+        if not at_most[spec] or at_least[spec]:
+            found[spec] = BreakEven(spec=spec, rate=None, words=words)
+    between = {s: (1 / MOST_SCALE, MOST_SCALE) for s in specs if s not in found}
+    while any(high / low > PRECISION for low, high in between.values()):
+        middle = {spec: (low * high) ** 0.5 for spec, (low, high) in between.items()}
+        for spec, enough in gain(middle).items():
+            low, high = between[spec]
+            between[spec] = (low, middle[spec]) if enough else (middle[spec], high)
+    for spec, (_, high) in between.items():
+        rate = high * slowest
+        words = f"as fast as one machine at {show_rate(float(f'{rate * 8:.2g}') / 8)}"
+        found[spec] = BreakEven(spec=spec, rate=rate, words=words)
+    return [found[spec] for spec in specs]
 
 
 def with_links(cluster: Cluster, scale: float) -> Cluster:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from paceline.interfaces import QUALITIES
-from paceline.plan.found import Plan
+from paceline.plan.found import Plan, Row
+from paceline.plan.help import DDP
 from paceline.plan.what_if import Point
+from paceline.report.colours import COLOURS, GROUND, INK
 from paceline.report.files import make_folder
-from paceline.report.pictures import COLOURS, INK, Picture, house_style, write
+from paceline.report.pictures import Picture, house_style, write
+from paceline.report.plots import unit_of
 from paceline.units import show_rate, show_seconds
 
 COLOUR_OF = {q: COLOURS[i][0] for i, q in enumerate(QUALITIES)}
 _MARKER_OF = dict(zip(QUALITIES, "os^Dv", strict=True))
 _SMALLEST_PART = 0.02
+_OPEN = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.5}
+"""Below letters, where a line passes."""
 
 
 def write_pictures(folder: str, plan: Plan, points: Sequence[Point]) -> list[Picture]:
@@ -34,20 +40,33 @@ def write_pictures(folder: str, plan: Plan, points: Sequence[Point]) -> list[Pic
     return drawn
 
 
+def bars_of(plan: Plan) -> list[tuple[str, Row]]:
+    """What is drawn, and what each is called: one machine first, then what DDP does where that is
+    not advised anyway."""
+    ddp = plan.row(DDP)
+    advised = list(plan.advised.items())
+    rows: list[tuple[str, Row]] = [("one machine", plan.one_machine)]
+    if ddp is not None and all(row is not ddp for _, row in advised):
+        rows.append(("what DDP does", ddp))
+    return [*rows, *advised]
+
+
 def draw_plan(plan: Plan) -> tuple[Figure, str]:
-    """A bar per class: computing, then waiting; and a caption."""
-    rows = [("one machine", plan.one_machine), *plan.best.items()]
+    """A bar per class, and for DDP's rule: computing, then waiting; and a caption."""
+    rows = bars_of(plan)
     figure = Figure(figsize=(6.4, 0.55 * len(rows) + 1.2), layout="constrained")
     axes = figure.add_subplot()
     most = max(row.step_seconds for _, row in rows)
+    scale, unit = unit_of(most)
     for place, (name, row) in enumerate(rows):
         colour = COLOUR_OF.get(row.quality, INK) if place else INK
-        axes.barh(place, row.compute_seconds, 0.5, color=colour)
+        compute = row.compute_seconds * scale
+        axes.barh(place, compute, 0.5, color=colour)
         axes.barh(
             place,
-            row.exposed_seconds,
+            row.exposed_seconds * scale,
             0.5,
-            left=row.compute_seconds,
+            left=compute,
             facecolor="none",
             edgecolor=colour,
             hatch="////",
@@ -57,26 +76,34 @@ def draw_plan(plan: Plan) -> tuple[Figure, str]:
             words += f", {row.speed_up:.2f} x one machine"
         axes.annotate(
             words,
-            (row.step_seconds, place),
+            (row.step_seconds * scale, place),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
+            bbox=_OPEN,
         )
-        axes.text(0, place - 0.3, f"{name}: {row.spec}" if place else name, va="bottom")
-    if most * _SMALLEST_PART < plan.limit_seconds <= 1.5 * most:
-        axes.axvline(
-            plan.limit_seconds, color=INK, linewidth=0.8, linestyle=":", zorder=0
-        )
+        text = f"{name}: {row.spec}" if place else name
+        axes.text(0, place - 0.3, text, va="bottom", bbox=_OPEN)
     axes.set_ylim(len(rows) - 0.5, -0.7)
-    axes.set_xlim(0, most * 1.45)
+    axes.set_xlim(0, most * scale * 1.55)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel("seconds a step")
-    handles = [
+    axes.set_xlabel(f"time a step ({unit})")
+    handles: list[Artist] = [
         Patch(color=INK, label="compute"),
         Patch(facecolor="none", edgecolor=INK, hatch="////", label="waits"),
     ]
-    figure.legend(handles=handles, loc="outside upper left", ncols=2)
+    if most * _SMALLEST_PART < plan.limit_seconds <= 1.5 * most:
+        limit = axes.axvline(
+            plan.limit_seconds * scale,
+            label="no exact mean is faster",
+            color=INK,
+            linewidth=0.8,
+            linestyle=":",
+            zorder=0,
+        )
+        handles.append(limit)
+    figure.legend(handles=handles, loc="outside upper left", ncols=3)
     return figure, (
         f"{plan.cluster}. Dotted: no exact mean is faster "
         f"({show_seconds(plan.limit_seconds)} a step)."

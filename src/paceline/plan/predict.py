@@ -16,21 +16,24 @@ Nothing here looks at a clock: equal questions have equal answers, to the bit.
 
 from __future__ import annotations
 
+import gc
 import io
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
 import msgspec
 import torch
 
-from paceline.distributing import distribute, read_spec
+from paceline.beginning import Subject, train
+from paceline.chosen import read_spec
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.fusion import MEASURED
 from paceline.instruments import Journal, StepRecord
-from paceline.interfaces import Method
+from paceline.interfaces import Method, World
 from paceline.network import Cluster, Workload
 from paceline.options import RunOptions
 from paceline.report.result import Summary
@@ -40,14 +43,16 @@ from paceline.stand_ins import stand_in
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
 
-SHORTENED = 16
+SHORTENED, SHORTENED_IN_SHORT = 16, 8
 """Steps of a round that are run, where there are more."""
 MOST_STEPS = 80
-SETTLED = 4
-"""Steps at least, once buckets are settled: what is waited for past backward fills the network
-first."""
+SETTLED, SETTLED_AT_ONCE = 4, 2
+"""Steps at least, once buckets are settled: of methods that wait for means past backward, which
+fill the network first, and of those whose every step is like the one before."""
 DRIFTING, DRIFTING_IN_SHORT = 24, 6
-"""Steps of those that wait for nobody."""
+"""Steps of those that wait for nobody..."""
+FEW_DRIFT = 16
+"""...where there are so many workers at most; of more there are half as many."""
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -60,7 +65,10 @@ def plain_sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What is to be trained, and where. *accumulate*: passes that an update takes, *batches*: how
-    many times the workload's batch a pass has. *settled*: steps that count, at least."""
+    many times the workload's batch a pass has. *settled*: steps that count, at least. *inputs*: by
+    worker, seconds that it waits for its batch before each pass (none: nobody waits). *trace*: runs
+    keep their records and spans. *brief*: what repeats exactly is run, and measured, as seldom as
+    can be; without, as often as in a training."""
 
     cluster: Cluster
     workload: Workload
@@ -70,6 +78,9 @@ class Job:
     jitter: float = 0.0
     seed: int = 0
     settled: int = SETTLED
+    inputs: tuple[float, ...] = ()
+    trace: bool = False
+    brief: bool = True
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,8 +125,13 @@ class _Run:
 def predict(job: Job, spec: str, *, short: bool = False) -> Prediction | Refused:
     """What a step takes. *short*: without planning buckets from measured times; DDP's rule
     stands for those that would be."""
+    with _no_collection():
+        return _predicted(job, spec, short)
+
+
+def _predicted(job: Job, spec: str, short: bool) -> Prediction | Refused:
     try:
-        run = _as_run(spec, short)
+        run = _as_run(spec, short, job.brief)
         outcome = _simulate(job, run)
     except WorkerFailedError as error:
         cause = error.__cause__
@@ -127,7 +143,15 @@ def predict(job: Job, spec: str, *, short: bool = False) -> Prediction | Refused
     return _figures(outcome.journals, run, guessed=bool(outcome.guessed))
 
 
-def _as_run(spec: str, short: bool) -> _Run:
+def traced(job: Job, spec: str) -> SimulationResult:
+    """The run that `predict` takes its figures from, with records and spans. Raises
+    `PacelineError` where it cannot run."""
+    return _simulate(
+        replace(job, trace=True), _as_run(spec, short=False, brief=job.brief)
+    )
+
+
+def _as_run(spec: str, short: bool, brief: bool) -> _Run:
     method, settings = read_spec(spec)
     cls: Any = type(method)
     later = getattr(cls, "in_the_long_run", {})
@@ -135,16 +159,17 @@ def _as_run(spec: str, short: bool) -> _Run:
     if short and settings.fusion in MEASURED:
         settings = replace(settings, fusion="ddp")
     settings = replace(settings, compression=settings.compression.settled())
-    return _Run(*_shorter(method), settings, short)
+    shorter = _shorter(method, SHORTENED_IN_SHORT if short else SHORTENED)
+    return _Run(*(shorter if brief else (method, 0)), settings, short)
 
 
-def _shorter(method: Any) -> tuple[Method, int]:
-    """With rounds of fewer steps, where they are long and a shorter one is like them; and by how
-    many."""
+def _shorter(method: Any, steps: int) -> tuple[Method, int]:
+    """With rounds of so many *steps*, or a few more, where they are long and a shorter one is like them; and by how
+    many they are shorter."""
     whole = getattr(method, "every", 0)
-    if whole <= SHORTENED or getattr(method, "group_every", 1) > 1:
+    if whole <= steps or getattr(method, "group_every", 1) > 1:
         return method, 0
-    for every in range(SHORTENED, whole):
+    for every in range(steps, whole):
         turn = every // getattr(method, "fragments", 1)
         if every % getattr(method, "fragments", 1) or turn <= getattr(
             method, "delay", 0
@@ -160,46 +185,84 @@ def _shorter(method: Any) -> tuple[Method, int]:
 def _simulate(job: Job, run: _Run) -> SimulationResult:
     def body(rank: int) -> None:
         world = join_world()
-        model = stand_in(job.workload)
-        settings = {
-            f.name: getattr(run.settings, f.name)
-            for f in fields(Settings)
-            if f.name != "clip_norm"
-        }
-        optimizer = distribute(
-            model, job.optimizer(model.parameters()), method=run.method, **settings
-        )
+        # Where nobody knows the batch one sample stands for it, so that more take longer.
+        model = stand_in(replace(job.workload, batch=job.workload.batch or 1.0))
+        plain = job.optimizer(model.parameters())
+        settings = replace(run.settings, clip_norm=math.inf)
+        optimizer = train(Subject(world, model, plain), run.method, settings)
         # No two workers' gradients are alike, and none is zero.
         batch = torch.full((int(job.workload.batch or 1) * job.batches,), 1.0 + rank)
-        while not _is_enough(world.journal, run, job.settled):
+        while not _is_enough(world.journal, run, job):
             optimizer.zero_grad()
             for _ in range(job.accumulate - 1):
                 with optimizer.no_sync():
+                    _wait_for_batch(world, job)
                     model(batch).backward()
+            _wait_for_batch(world, job)
             model(batch).backward()
             optimizer.step()
         optimizer.finish()
 
     quiet = io.StringIO()
-    with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(quiet))
-        stack.enter_context(redirect_stderr(quiet))
-        simulation = Simulation(
-            job.cluster,
-            options=RunOptions(tells=False, seed=job.seed),
-            compute=ComputeModel(jitter=job.jitter, seed=job.seed),
-        )
-        return simulation.run(body)
+    with redirect_stdout(quiet), redirect_stderr(quiet):
+        simulation = _simulation(job, draws=False)
+        outcome = simulation.run(body)
+        if simulation.drawn:  # a method of the user's own
+            outcome = _simulation(job, draws=True).run(body)
+    return outcome
 
 
-def _is_enough(journal: Journal, run: _Run, settled: int) -> bool:
+def _simulation(job: Job, *, draws: bool) -> Simulation:
+    return Simulation(
+        job.cluster,
+        options=RunOptions(tells=False, seed=job.seed),
+        compute=ComputeModel(jitter=job.jitter, seed=job.seed),
+        trace=job.trace,
+        draws=draws,
+        repeats=job.brief and not job.jitter,
+    )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """The cycle collector looks through everything that a process holds, again and again, while
+    many workers make many objects: a fifth of the time. Here it does so once, at the end, and
+    only through what was made meanwhile."""
+    if not gc.isenabled() or gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.enable()
+        gc.unfreeze()
+
+
+def _wait_for_batch(world: World, job: Job) -> None:
+    if (
+        job.inputs
+    ):  # what is spent is over the worker's speed, and loaders do not know that
+        world.spend(job.inputs[world.rank] * job.cluster.speeds[world.rank], "input")
+
+
+def _is_enough(journal: Journal, run: _Run, job: Job) -> bool:
     if run.drifts:
-        wanted = DRIFTING_IN_SHORT if run.short else DRIFTING + run.learns
-        wanted += settled - SETTLED
+        wanted = _drifting_steps(run.short, job.cluster.workers) + run.learns
+        wanted += job.settled - SETTLED
     else:
+        late = getattr(run.method, "waits_late", False)
+        settled = job.settled if late or not job.brief else SETTLED_AT_ONCE
         rounds = max(settled, 2 * journal.period)
         wanted = (journal.settled_after or MOST_STEPS) + run.learns + rounds
     return journal.step_count >= wanted
+
+
+def _drifting_steps(short: bool, workers: int) -> int:
+    steps = DRIFTING_IN_SHORT if short else DRIFTING
+    return steps if workers <= FEW_DRIFT else max(DRIFTING_IN_SHORT, steps // 2)
 
 
 def _figures(journals: Sequence[Journal], run: _Run, *, guessed: bool) -> Prediction:

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.plan.switches import Purchase, Stage
+from paceline.report.colours import COLOURS
 from paceline.report.files import make_folder
-from paceline.report.pictures import COLOURS, house_style, write
+from paceline.report.pictures import house_style, write
 from paceline.report.tables import console_for_tables
 from paceline.units import show_seconds
 

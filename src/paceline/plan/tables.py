@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -10,9 +10,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paceline.network import Cluster
 from paceline.plan.found import Plan, Row
-from paceline.plan.help import Helps
+from paceline.plan.help import DDP, Helps
 from paceline.plan.until import Reached
+from paceline.plan.verdict import (
+    command,
+    commands,
+    passed_over,
+    reasons,
+    strongest,
+    summary,
+    verdict,
+)
 from paceline.plan.what_if import Point
 from paceline.report.tables import console_for_tables
 from paceline.units import show_bytes, show_rate, show_seconds
@@ -27,50 +37,93 @@ MEANS = {
 """Each class, in a line."""
 
 
-def print_plan(plan: Plan, script: str, arguments: Sequence[str] = ()) -> None:
-    """The best of each class with the command that runs it, then all rows, then what was left
-    out and why."""
+def print_plan(
+    plan: Plan,
+    found: Helps,
+    cluster: Cluster,
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    network: Sequence[str] | None = None,
+    everything: bool = False,
+) -> None:
+    """The verdict and the best of each class first, why and what would help, and last the commands
+    that run the best. *network*: options that describe the network, to try one there first.
+    *everything*: also all rows, and what was left out and why."""
     console = console_for_tables()
+    answer = Text(verdict(plan, found), style="bold")
+    console.print(answer)
     console.print(_best(plan))
-    for spec in (row.spec for row in plan.best.values()):
-        console.print(Text(f"  {command(spec, script, arguments)}"), soft_wrap=True)
-    console.print(_sentence(plan), soft_wrap=True)
+    console.print(_promises(plan))
+    if everything:
+        _print_everything(plan, console)
+    console.print(_grid(summary(plan, cluster, found)))
+    for sentence in _small_print(plan, everything):
+        console.print(Text(sentence))
+    if everything:
+        console.print(answer)
+    lines = list(commands(plan, script, arguments).items())
+    if lines:
+        console.print("run one (on several machines with torchrun's options, on each):")
+    width = max((len(quality) for quality, _ in lines), default=0)
+    for quality, line in lines:
+        console.print(Text(f"  {quality:{width}}  {line}"), soft_wrap=True)
+    if lines and network is not None:
+        _, row = strongest(plan)
+        trial = command(row.spec, script, arguments, verb="emulate", options=network)
+        console.print(Text(f"try one first, on this machine: {trial}"), soft_wrap=True)
+
+
+def _promises(plan: Plan) -> Text:
+    return Text("; ".join(f"{quality}: {MEANS[quality]}" for quality in plan.best))
+
+
+def _grid(lines: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, text in lines:
+        table.add_row(Text(name), Text(text))
+    return table
+
+
+def _print_everything(plan: Plan, console: Console) -> None:
     console.print(_all(plan))
     console.print(
         "step = compute + waits (exposed communication); of limit: over the shortest step of "
         "any exact mean; x one: samples a second over one machine's"
     )
+    if plan.left_out:
+        table = Table(title="left out")
+        table.add_column("method", overflow="fold")
+        table.add_column("why", overflow="fold")
+        for why, specs in reasons(plan).items():
+            table.add_row(Text(" ".join(specs)), Text(why))
+        console.print(table)
+
+
+def _small_print(plan: Plan, everything: bool) -> list[str]:
+    """How many there were, and what of them is a guess."""
+    if not plan.rows:
+        return []
+    text = f"{len(plan.rows)} candidates ran"
     cut = sum(row.cut for row in plan.rows)
     if cut:
-        console.print(
-            f"~ {cut} in a short run only: too slow in their class, or --budget is spent"
+        text += (
+            f", {cut} of them in a short run only (~), as they are too slow in their class "
+            "or --budget is spent"
         )
+    if plan.left_out:
+        text += f"; {len(plan.left_out)} cannot run here"
+    if plan.unlooked:
+        text += f"; {plan.unlooked} were not looked at: --budget is spent"
+    said = [text + ("" if everything else ": --all lists each, and why")]
+    if passed_over(plan):
+        said.append(passed_over(plan))
     if any(row.guessed for row in plan.rows):
-        console.print(
+        said.append(
             "what codes take is a guess from bytes where the workload does not say it: "
             "paceline profile SCRIPT --compression NAME measures it"
         )
-    if plan.unlooked:
-        console.print(f"{plan.unlooked} candidates not looked at: --budget is spent")
-    _left_out(plan, console)
-
-
-def print_helps(found: Helps) -> None:
-    """What would help beside another method."""
-    console = console_for_tables()
-    for one in found.break_even:
-        console.print(Text(f"{one.spec}: {one.words}"), soft_wrap=True)
-    if not found.helps:
-        return
-    table = Table(title=f"what would help with {found.helps[0].spec}")
-    table.add_column("do")
-    for heading in ("step", "x one"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for each in found.helps:
-        table.add_row(
-            each.what, show_seconds(each.step_seconds), f"{each.speed_up:.2f}"
-        )
-    console.print(table)
+    return said
 
 
 def print_reached(found: Sequence[Reached], goal: str) -> None:
@@ -97,55 +150,71 @@ def print_reached(found: Sequence[Reached], goal: str) -> None:
 
 
 def print_points(points: Sequence[Point]) -> None:
-    """The best of each class by workers and links: times one machine."""
+    """The best of each class by workers and links: times one machine, and what of each worker is left."""
     rates = sorted({point.rate for point in points})
-    table = Table(title="times one machine, the best of each class")
+    table = Table(
+        title="what if: times one machine (efficiency), the best of each class"
+    )
     table.add_column("class")
     table.add_column("workers", justify="right")
     for rate in rates:
         table.add_column(show_rate(rate), justify="right", no_wrap=True)
     for quality in dict.fromkeys(point.quality for point in points):
         mine = [point for point in points if point.quality == quality]
+        name: str = quality
         for workers in sorted({point.workers for point in mine if point.workers > 1}):
-            by_rate = {p.rate: p.speed_up for p in mine if p.workers == workers}
+            by_rate = {p.rate: p for p in mine if p.workers == workers}
             cells = [
-                f"{by_rate[rate]:.2f}" if rate in by_rate else "-" for rate in rates
+                f"{at.speed_up:.2f} ({at.efficiency:.0%})"
+                if (at := by_rate.get(rate))
+                else "-"
+                for rate in rates
             ]
-            table.add_row(quality, str(workers), *cells)
-    console_for_tables().print(table)
-
-
-def command(spec: str, script: str, arguments: Sequence[str] = ()) -> str:
-    """What trains so."""
-    words = ["paceline", "run", script, "--method", spec]
-    return shlex.join([*words, *(["--", *arguments] if arguments else [])])
+            table.add_row(name, str(workers), *cells)
+            name = ""
+        table.add_section()
+    console = console_for_tables()
+    console.print(table)
+    console.print(
+        "each worker has a batch as here, all stand at one switch; short runs, so that a plan of one "
+        "point can be a little faster"
+    )
 
 
 def _best(plan: Plan) -> Table:
     table = Table(title=f"best of each class: {plan.cluster}")
     table.add_column("class")
     table.add_column("method", overflow="fold")
-    for heading in ("step", "waits", "of limit", "x one", "samples/s"):
+    ddp = plan.row(DDP)
+    headings = ["step", "waits", "of limit", "x one"]
+    headings += ["x DDP"] if ddp is not None else []
+    headings += ["samples/s"] if plan.batch is not None else []
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("promises")
-    table.add_row(*_cells(plan.one_machine, plan, "-"), "")
-    for quality, row in plan.best.items():
-        table.add_row(*_cells(row, plan, quality), MEANS[quality])
+    table.add_row(*_cells(plan.one_machine, plan, "-"))
+    if ddp is not None and ddp is not plan.advised.get("exact"):
+        table.add_row(*_cells(ddp, plan, "what DDP does"))
+    for quality, row in plan.advised.items():
+        table.add_row(*_cells(row, plan, quality))
     return table
 
 
 def _cells(row: Row, plan: Plan, quality: str) -> list[str]:
-    alone = row is plan.one_machine
-    rate = row.samples_per_second
-    return [
+    alone, ddp = row is plan.one_machine, plan.row(DDP)
+    cells = [
         quality,
         row.spec,
-        show_seconds(row.step_seconds),
+        ("~ " if row.cut else "") + show_seconds(row.step_seconds),
         show_seconds(row.exposed_seconds),
         "-" if alone else f"{row.to_limit:.2f}",
         f"{row.speed_up:.2f}",
-        "-" if rate is None else f"{rate:.4g}",
     ]
+    if ddp is not None:
+        over = ddp.step_seconds / row.step_seconds
+        cells.append("-" if alone else f"{over:.2f}")
+    if plan.batch is not None:
+        cells.append(f"{row.samples_per_second or math.nan:.4g}")
+    return cells
 
 
 def _all(plan: Plan) -> Table:
@@ -168,38 +237,21 @@ def _all(plan: Plan) -> Table:
     return table
 
 
-def _sentence(plan: Plan) -> Text:
-    text = f"limit of an exact mean: {show_seconds(plan.limit_seconds)} a step"
-    exact = plan.best.get("exact")
-    if exact is not None:
-        text += f"; one machine: {show_seconds(plan.one_machine.step_seconds)}; "
-        text += (
-            f"{plan.workers} workers are {exact.speed_up:.2f} of it with exact means"
-        )
-    return Text(text)
-
-
-def _left_out(plan: Plan, console: Console) -> None:
-    if not plan.left_out:
-        return
-    table = Table(title="left out")
-    table.add_column("method", overflow="fold")
-    table.add_column("why", overflow="fold")
-    reasons: dict[str, list[str]] = {}
-    for one in plan.left_out:
-        reasons.setdefault(one.why, []).append(one.spec)
-    for why, specs in reasons.items():
-        table.add_row(Text(" ".join(specs)), Text(why))
-    console.print(table)
-
-
 def to_json(
-    plan: Plan, found: Helps, points: Sequence[Point], reached: Sequence[Reached]
+    plan: Plan,
+    found: Helps,
+    points: Sequence[Point],
+    reached: Sequence[Reached],
+    script: str = "SCRIPT",
+    arguments: Sequence[str] = (),
 ) -> str:
-    """One object: the plan's fields, the *best* spec of each class, what would help, and *what_if* and
-    *until*, empty where nobody asked."""
+    """One object: the plan's fields, the fastest spec of each class (*best*), the one to take (*advised*) and the *commands* that run it, the
+    *verdict*, what would help, and *what_if* and *until*, empty where nobody asked."""
     content = msgspec.to_builtins(plan)
+    content["verdict"] = verdict(plan, found)
     content["best"] = {quality: row.spec for quality, row in plan.best.items()}
+    content["advised"] = {quality: row.spec for quality, row in plan.advised.items()}
+    content["commands"] = commands(plan, script, arguments)
     content |= msgspec.to_builtins(found)
     content["what_if"] = msgspec.to_builtins(points)
     content["until"] = msgspec.to_builtins(reached)

@@ -16,18 +16,56 @@ from paceline.plan.predict import Job, Prediction, Refused, predict
 
 
 class Predict(Protocol):
-    """Answers in the order of *specs*, as they come."""
+    """Answers in the order of what is asked, as they come."""
 
     def __call__(
         self, job: Job, specs: Sequence[str], *, short: bool
-    ) -> Iterator[Prediction | Refused]: ...
+    ) -> Iterator[Prediction | Refused]:
+        """Of one job by each of *specs*."""
+        ...
+
+    def each(
+        self, asked: Sequence[tuple[Job, str]], *, short: bool = False
+    ) -> Iterator[Prediction | Refused]:
+        """Of jobs, each by its spec."""
+        ...
 
 
-def in_this_process(
-    job: Job, specs: Sequence[str], *, short: bool
-) -> Iterator[Prediction | Refused]:
+class _InThisProcess:
     """One after the other."""
-    return (predict(job, spec, short=short) for spec in specs)
+
+    def __call__(
+        self, job: Job, specs: Sequence[str], *, short: bool
+    ) -> Iterator[Prediction | Refused]:
+        return self.each([(job, spec) for spec in specs], short=short)
+
+    def each(
+        self, asked: Sequence[tuple[Job, str]], *, short: bool = False
+    ) -> Iterator[Prediction | Refused]:
+        return (predict(job, spec, short=short) for job, spec in asked)
+
+
+in_this_process = _InThisProcess()
+
+
+class _Pool(_InThisProcess):
+    """So many at a time as *pool* has processes; here, what cannot be handed over."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
+
+    def each(
+        self, asked: Sequence[tuple[Job, str]], *, short: bool = False
+    ) -> Iterator[Prediction | Refused]:
+        try:
+            pickle.dumps(asked)
+        except Exception:
+            return super().each(asked, short=short)
+        return self._pool.map(partial(_predict, short=short), asked)
+
+
+def _predict(asked: tuple[Job, str], *, short: bool) -> Prediction | Refused:
+    return predict(*asked, short=short)
 
 
 @contextmanager
@@ -43,16 +81,7 @@ def in_processes(count: int) -> Iterator[Predict]:
         count, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
     )
 
-    def predict_all(
-        job: Job, specs: Sequence[str], *, short: bool
-    ) -> Iterator[Prediction | Refused]:
-        try:
-            pickle.dumps(job)
-        except Exception:
-            return in_this_process(job, specs, short=short)
-        return pool.map(partial(predict, job, short=short), specs)
-
     try:
-        yield predict_all
+        yield _Pool(pool)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import io
-import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from paceline.errors import PacelineError, UsageError
-from paceline.instruments import StepRecord
+from paceline.errors import PacelineError
 from paceline.interfaces import Quality
 from paceline.network import Cluster
 from paceline.options import RunOptions
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.report.goal import Goal
+from paceline.units import show_seconds
+from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
 from paceline.worlds.virtual.script import run_script
 from paceline.worlds.virtual.set_aside import checkpoints_set_aside
 
-
-@dataclass(frozen=True)
-class Goal:
-    """A logged *metric* and its *value*."""
-
-    metric: str
-    value: float
-
-    @classmethod
-    def read(cls, text: str) -> Goal:
-        """From ``accuracy=0.95``."""
-        metric, equals, number = text.partition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
-        if not metric or not equals or not math.isfinite(value):
-            raise UsageError(
-                f"--until: expected METRIC=VALUE, such as accuracy=0.95, got {text!r}"
-            )
-        return cls(metric, value)
+Told = Callable[[str, int, int], None]
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,84 +37,94 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
     failed: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What is trained: *script*, on *cluster*, charged as *compute* says. Its checkpoints go to
+    *scratch*; *steps*: at most so many, where the script has more."""
+
+    script: str
+    arguments: Sequence[str]
+    cluster: Cluster
+    compute: ComputeModel
+    scratch: Path
+    steps: int | None = None
+
+    def run(self, spec: str, told: Callable[[int], None]) -> SimulationResult:
+        """With the method *spec*; *told* is called twice a second with the steps that are done."""
+
+        def look(_: float) -> None:
+            told(len(simulation.result.kept[0].steps))
+
+        simulation = Simulation(
+            self.cluster,
+            options=RunOptions(
+                method=spec, steps=self.steps, seed=self.compute.seed, tells=False
+            ),
+            compute=self.compute,
+            trace=True,
+            output="first",
+            look=look,
+        )
+        quiet = io.StringIO()
+        with (
+            redirect_stdout(quiet),
+            redirect_stderr(quiet),
+            checkpoints_set_aside(self.scratch),
+        ):
+            return run_script(simulation, self.script, self.arguments)
+
+
 def until(
     best: Mapping[Quality, str],
     goal: Goal,
-    script: str,
-    arguments: Sequence[str],
-    cluster: Cluster,
-    compute: ComputeModel,
-    scratch: Path,
-    told: Callable[[str, int, int], None] = lambda spec, number, count: None,
+    trained: Trained,
+    told: Told = lambda what, number, count: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[Reached]:
-    """Trains *script* with each spec, and ranks them by the time to the goal.
+    """Trains with each spec, and ranks them by the time to the goal.
 
-    Raises `UsageError` where the script never logs that metric.
+    *told* is called now and then with what runs, the steps that are done and how many there will
+    be: as many as the first training had, once that is known (0 until then). *say* is told how
+    long it will take, before it starts and when the first is done. Raises `UsageError` where the
+    script never logs that metric.
     """
-    found = []
-    for number, (quality, spec) in enumerate(best.items()):
-        told(spec, number, len(best))
-        simulation = Simulation(
-            cluster,
-            options=RunOptions(method=spec, seed=compute.seed, tells=False),
-            compute=compute,
-            trace=True,
-            output="first",
-        )
-        quiet = io.StringIO()
+    say(
+        f"--until trains with {len(best)} methods, each as long as the script trains on all "
+        f"{trained.cluster.workers} workers, one after the other (--steps ends them sooner)"
+    )
+    found: list[Reached] = []
+    each, began = trained.steps or 0, time.perf_counter()
+    for number, (quality, spec) in enumerate(best.items(), start=1):
+        words = f"{number} of {len(best)}: {spec}"
         try:
-            with (
-                redirect_stdout(quiet),
-                redirect_stderr(quiet),
-                checkpoints_set_aside(scratch),
-            ):
-                outcome = run_script(simulation, script, arguments)
+            outcome = trained.run(spec, partial(_tell, told, words, each))
         except PacelineError as error:
             found.append(Reached(spec=spec, quality=quality, failed=str(error)))
             continue
-        journal = outcome.journals[0]
-        _check(goal, journal.metrics)
-        values = _values(goal, outcome.kept[0].steps, journal.metrics[goal.metric])
-        found.append(_reached(spec, quality, goal, values))
+        reached = _reached(spec, quality, goal, outcome)
+        if not each or number == 1:
+            each = outcome.journals[0].step_count
+            left = (len(best) - number) * (time.perf_counter() - began)
+            say(
+                f"--until: {each} steps each; the others take about {show_seconds(left)}"
+            )
+        found.append(reached)
     return sorted(found, key=lambda one: (one.seconds is None, one.seconds or 0.0))
 
 
-def _values(
-    goal: Goal, steps: Sequence[StepRecord], last: float
-) -> list[tuple[StepRecord, float]]:
-    """Worker 0's, as it logged them; *last* came after the last step, or with it."""
-    values = [
-        (step, value)
-        for step in steps
-        if (value := step.metrics.get(goal.metric)) is not None
-    ]
-    return [*values, (steps[-1], last)]
+def _tell(told: Told, words: str, count: int, done: int) -> None:
+    told(words, done, count)
 
 
 def _reached(
-    spec: str, quality: Quality, goal: Goal, values: Sequence[tuple[StepRecord, float]]
+    spec: str, quality: Quality, goal: Goal, outcome: SimulationResult
 ) -> Reached:
-    """Whether the metric is to rise or to fall is told by its first value."""
-    first, last = values[0][1], values[-1][1]
-    when = next(
-        (
-            step
-            for step, value in values
-            if (value >= goal.value if first <= goal.value else value <= goal.value)
-        ),
-        None,
-    )
+    metrics = outcome.journals[0].metrics
+    goal.check_logged(metrics)
+    last = metrics[goal.metric]
+    when = goal.reached(outcome.kept[0].steps, last)
     if when is None:
         return Reached(spec=spec, quality=quality, last=last)
     return Reached(
         spec=spec, quality=quality, seconds=when.end_seconds, steps=when.step, last=last
     )
-
-
-def _check(goal: Goal, metrics: Mapping[str, float]) -> None:
-    if goal.metric not in metrics:
-        there = ", ".join(sorted(metrics)) or "none"
-        raise UsageError(
-            f"--until {goal.metric}: the script logs no such metric (it logs {there}): "
-            f"paceline.log({goal.metric}=...)"
-        )

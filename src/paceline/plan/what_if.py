@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import msgspec
 
 from paceline.interfaces import Quality
 from paceline.network import Cluster, Rack
-from paceline.plan.found import Plan
-from paceline.plan.predict import Job, Refused, predict
+from paceline.plan.coarse import coarse, unplanned
+from paceline.plan.decide import NOTHING, cost
+from paceline.plan.found import Plan, Row
+from paceline.plan.predict import Job, Prediction
+from paceline.plan.together import Predict, in_processes, in_this_process
+from paceline.spec import parse
+from paceline.units import show_rate
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 RATES = (12.5e6, 125e6, 312.5e6, 1.25e9, 3.125e9)
@@ -21,7 +27,8 @@ EACH = 2
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
     """So many *workers* on one switch, each with a link of *rate* bytes a second. *speed_up*: samples a second
-    over one worker's; *efficiency* is that over *workers*."""
+    over one worker's; *efficiency* is that over *workers*. *samples_per_second*: None where nobody
+    knows a batch."""
 
     workers: int
     rate: float
@@ -30,16 +37,49 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float
     speed_up: float
     efficiency: float
+    samples_per_second: float | None = None
 
 
 def shortlist(plan: Plan) -> dict[Quality, list[str]]:
-    """The fastest specs of each class, of different methods or codes."""
-    found: dict[Quality, list[str]] = {}
-    for row in plan.rows:
-        mine = found.setdefault(row.quality, [])
-        if not row.cut and len(mine) < EACH:
-            mine.append(row.spec)
-    return found
+    """The fastest specs of each class, each of another method or with another code: those that differ
+    in less are alike elsewhere, too."""
+    found: dict[Quality, dict[tuple[str, object], str]] = {}
+    rows: list[Row] = [
+        *plan.advised.values(),
+        *(row for row in plan.rows if not row.cut),
+    ]
+    for row in rows:
+        mine = found.setdefault(row.quality, {})
+        spec = parse(row.spec)
+        if len(mine) < EACH:
+            mine.setdefault((spec.name, spec.values.get("compression")), row.spec)
+    return {quality: list(specs.values()) for quality, specs in found.items()}
+
+
+def runs(plan: Plan) -> dict[str, str]:
+    """What is run, and the spec of the plan that it stands for."""
+    return {
+        run: spec
+        for among in shortlist(plan).values()
+        for spec in among
+        for run in unplanned(spec)
+    }
+
+
+def seconds_at_most(
+    plan: Plan,
+    job: Job,
+    workers: Sequence[int] = WORKERS,
+    rates: Sequence[float] = RATES,
+) -> float:
+    """About how many seconds of a core `what_if` takes, if all methods wait at all rates."""
+    quick = replace(job, workload=coarse(job.workload))
+    clusters = [_cluster(plan, job, count, rates[0]) for count in workers if count > 1]
+    return len(rates) * sum(
+        cost(replace(quick, cluster=cluster), spec, short=True)
+        for cluster in clusters
+        for spec in runs(plan)
+    )
 
 
 def what_if(
@@ -48,45 +88,92 @@ def what_if(
     workers: Sequence[int] = WORKERS,
     rates: Sequence[float] = RATES,
     told: Callable[[str, int, int], None] = lambda what, number, count: None,
+    processes: int = 1,
 ) -> list[Point]:
     """The best of each class at each number of workers and each rate, in short runs; racks are one, latency
-    and speed as those of the first worker."""
-    first = job.cluster.racks[0]
-    specs = shortlist(plan)
-    one = plan.one_machine.step_seconds
-    grid = [(count, rate) for count in workers for rate in rates]
-    points = []
-    for number, (count, rate) in enumerate(grid):
-        told(f"{count} workers", number, len(grid))
-        rack = Rack(workers=count, link=rate, latency=first.latency)
-        servers = job.cluster.servers and (replace(job.cluster.servers[0], rack=0),)
-        cluster = Cluster((rack,), processor=job.cluster.processor, servers=servers)
-        points += _best(specs, replace(job, cluster=cluster), rate, one)
+    is that of the first worker, and speeds are those of the one machine. What hardly gains by a
+    faster link is not run with yet faster ones.
+
+    *processes*: predictions that are made at a time; what they say does not depend on it.
+    """
+    quick = replace(job, workload=coarse(job.workload))
+    named = runs(plan)
+    every = sum(workers) * len(rates)
+    done = 0
+    points: list[Point] = []
+    pool = in_processes(processes) if processes > 1 else nullcontext(in_this_process)
+    with pool as predict_all:
+        for count in sorted(workers):
+            curves: dict[str, Curve] = {spec: [] for spec in named}
+            for rate in sorted(rates):
+                told(f"{count} workers, {show_rate(rate)}", done, every)
+                there = replace(quick, cluster=_cluster(plan, job, count, rate))
+                if count > 1:
+                    _go_on(predict_all, there, rate, curves)
+                points += _best(plan, named, curves, count, rate)
+                done += count
     return points
+
+
+def _cluster(plan: Plan, job: Job, workers: int, rate: float) -> Cluster:
+    """So many workers in one rack, of the speed of the one machine."""
+    first = job.cluster.racks[0]
+    speed = (max(job.cluster.speeds),) * workers
+    rack = Rack(workers=workers, link=rate, latency=first.latency, speed=speed)
+    servers = job.cluster.servers and (replace(job.cluster.servers[0], rack=0),)
+    return Cluster((rack,), processor=job.cluster.processor, servers=servers)
+
+
+Curve = list[tuple[float, float]]
+"""Seconds of a step by rates, the slowest first, as far as it was run."""
+
+
+def _go_on(
+    predict_all: Predict, job: Job, rate: float, curves: Mapping[str, Curve]
+) -> None:
+    """One point more for each that can still gain."""
+    open_ = [spec for spec, curve in curves.items() if not _settled(curve)]
+    for spec, said in zip(open_, predict_all(job, open_, short=True), strict=True):
+        if isinstance(said, Prediction):
+            curves[spec].append((rate, said.step_seconds))
+
+
+def _settled(curve: Curve) -> bool:
+    """Whether no link makes it shorter by more than `NOTHING`: a step is a convex function of what a
+    byte takes, so that it falls to zero bytes at most as steeply as between the last two."""
+    if len(curve) < 2:
+        return False
+    (slow, before), (fast, after) = curve[-2:]
+    slope = (before - after) / (1 / slow - 1 / fast)
+    return slope / fast < NOTHING * after
 
 
 def _best(
-    specs: Mapping[Quality, Sequence[str]], job: Job, rate: float, one: float
-) -> list[Point]:
-    points = []
-    workers = job.cluster.workers
-    for quality, among in specs.items():
+    plan: Plan,
+    named: Mapping[str, str],
+    curves: Mapping[str, Curve],
+    workers: int,
+    rate: float,
+) -> Iterator[Point]:
+    one = plan.one_machine.step_seconds
+    for quality, among in shortlist(plan).items():
         found = [("one machine", one)] if workers == 1 else []
-        for spec in among if workers > 1 else ():
-            said = predict(job, spec, short=True)
-            if not isinstance(said, Refused):
-                found.append((spec, said.step_seconds))
+        found += [
+            (spec, curve[-1][1])
+            for run, curve in curves.items()
+            if curve and (spec := named[run]) in among
+        ]
         if found:
             spec, seconds = min(found, key=lambda pair: pair[1])
-            points.append(
-                Point(
-                    workers=workers,
-                    rate=rate,
-                    quality=quality,
-                    spec=spec,
-                    step_seconds=seconds,
-                    speed_up=workers * one / seconds,
-                    efficiency=one / seconds,
-                )
+            yield Point(
+                workers=workers,
+                rate=rate,
+                quality=quality,
+                spec=spec,
+                step_seconds=seconds,
+                speed_up=workers * one / seconds,
+                efficiency=one / seconds,
+                samples_per_second=None
+                if plan.batch is None
+                else workers * plan.batch / seconds,
             )
-    return points

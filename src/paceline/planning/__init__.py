@@ -43,6 +43,9 @@ from paceline.planning.sides import (
 PROFILED_STEPS = 4
 TRIAL_STEPS = 4
 """Steps with one side of a trial, the first of which does not count."""
+REPEATED_STEPS, PAST_BACKWARD_STEPS = 2, 3
+"""`TRIAL_STEPS` where times repeat exactly; the latter if the next step waits for what is under
+way. One profiled step is enough there."""
 
 WATCH_EVERY = 50
 WATCHED_STEPS = 8
@@ -103,11 +106,19 @@ class Planner:
         self.sending: tuple[Message, ...] | None = None
         """In which messages buckets travel past backward; None: they are waited for where
         backward ends."""
+        self.kept: Side | None = None
+        """What was measured and settled on last, if anything was: for `reuse`."""
+        self._reused: Side | None = None
         self._use(Side(self._by_rule(self._fixed_rule)))
         self._program = self._run() if lock_step else itertools.repeat(False)
         if not lock_step:
             self._passes.listening = False
             planned(len(self.groups), True)
+
+    def reuse(self, kept: Side | None) -> None:
+        """Begin with what another training of the same model, by the same spec, has settled on, and
+        measure again only when that has changed. Before the first pass, on all ranks."""
+        self._reused = kept
 
     # ---- what training tells ----
 
@@ -145,7 +156,9 @@ class Planner:
             changed = False
         while self._measures:
             yield changed
-            changed = yield from self._plan()
+            reused, self._reused = self._reused, None
+            changed = self._use(reused) if reused else (yield from self._plan())
+            self.kept = Side(self.groups, self.sending)
             self._planned(len(self.groups), True)
             yield changed
             yield from self._watch()
@@ -181,12 +194,13 @@ class Planner:
         """Measure, plan, and try. Returns whether anything has changed."""
         ready: list[list[float]] = []
         uses: list[list[float]] = []
-        for step in range(PROFILED_STEPS):
+        steps = 1 if self._stopwatch.repeats else PROFILED_STEPS
+        for step in range(steps):
             times = self._passes.ready_times()
             if times is not None:
                 ready.append(times)
                 uses.append(self._passes.use_times())
-            if step + 1 < PROFILED_STEPS:
+            if step + 1 < steps:
                 yield False
         agreed = self._agreed_times(ready, uses)
         if agreed is None:
@@ -261,7 +275,7 @@ class Planner:
             for side in (new, old):
                 yield self._use(side)  # the step that follows does not count
                 times = []
-                for _ in range(TRIAL_STEPS - 1):
+                for _ in range(self._trial_steps - 1):
                     yield False
                     times += seconds()
                 middle = statistics.median(times) if times else 0.0
@@ -273,6 +287,12 @@ class Planner:
                 spread = max(spread, spreads / ranks if ranks else 0.0)
             trial.add_round(means[0], means[1], spread)
         return trial
+
+    @property
+    def _trial_steps(self) -> int:
+        if not self._stopwatch.repeats:
+            return TRIAL_STEPS
+        return REPEATED_STEPS if self._goes_past == "no" else PAST_BACKWARD_STEPS
 
     def _watch(self) -> Iterator[bool]:
         """Returns when the order, or the time of a step, has changed for good."""

@@ -1,0 +1,78 @@
+"""What codes take, of the candidates that are in front: measured, and predicted again with that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from paceline.chosen import read_spec
+from paceline.compression import full_spec
+from paceline.network.workload import CodingTimes
+from paceline.plan.found import Plan, Row
+from paceline.plan.predict import Job, Prediction
+from paceline.plan.together import Predict, in_this_process
+
+IN_FRONT = 1.2
+"""Times the best of its class."""
+MOST = 4
+"""Codes that are measured: each takes up to a second or so."""
+
+
+def code_of(spec: str) -> str:
+    """What a candidate's gradients are coded with, as workloads call it."""
+    _, settings = read_spec(spec)
+    return full_spec(settings.compression.settled())
+
+
+def codes_in_front(plan: Plan) -> list[str]:
+    """Codes whose times are guessed, of the rows that are in front of their class."""
+    best = plan.best
+    rows = [
+        row
+        for row in plan.rows
+        if row.guessed and row.step_seconds <= IN_FRONT * best[row.quality].step_seconds
+    ]
+    return list(dict.fromkeys(code_of(row.spec) for row in rows))[:MOST]
+
+
+def revised(
+    plan: Plan,
+    job: Job,
+    coding: Mapping[str, CodingTimes],
+    predict: Predict = in_this_process,
+) -> tuple[Plan, Job]:
+    """*plan* with the rows that code as in *coding* predicted again, as before in a short run or in
+    full; and *job*, which it was made of, with a workload that knows of these times."""
+    known = {**job.workload.coding, **coding}
+    job = replace(job, workload=replace(job.workload, coding=known))
+    mine = [row for row in plan.rows if row.guessed and code_of(row.spec) in coding]
+    new: dict[str, Row] = {}
+    for short in (True, False):
+        rows = [row for row in mine if row.cut == short]
+        said = predict(job, [row.spec for row in rows], short=short)
+        for row, answer in zip(rows, said, strict=True):
+            if isinstance(answer, Prediction):
+                new[row.spec] = _with(row, answer)
+    rows = [new.get(row.spec, row) for row in plan.rows]
+    rows.sort(key=lambda row: row.step_seconds)
+    return msgspec.structs.replace(plan, rows=tuple(rows)), job
+
+
+def _with(row: Row, said: Prediction) -> Row:
+    longer = said.step_seconds / row.step_seconds
+    samples = row.samples_per_second
+    return msgspec.structs.replace(
+        row,
+        step_seconds=said.step_seconds,
+        compute_seconds=said.compute_seconds,
+        exposed_seconds=said.exposed_seconds,
+        bytes_sent=said.bytes_sent,
+        buckets=said.buckets,
+        to_limit=row.to_limit * longer,
+        speed_up=row.speed_up / longer,
+        samples_per_second=None if samples is None else samples / longer,
+        guessed=said.guessed,
+        notes=said.notes,
+    )

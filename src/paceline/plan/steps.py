@@ -1,0 +1,44 @@
+"""A step of each candidate that people will look at, moment by moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.errors import PacelineError
+from paceline.plan.found import Plan
+from paceline.plan.help import DDP
+from paceline.plan.predict import Job, traced
+from paceline.report.timelines import Step, step_of
+
+
+def steps_of(
+    plan: Plan,
+    job: Job,
+    told: Callable[[str, int, int], None] = lambda what, number, count: None,
+) -> list[Step]:
+    """A settled step of what is advised in each class, and of DDP's rule: run once more, and
+    looked at. The first two are the best of the strongest class and, if that is another, DDP's
+    rule."""
+    specs = dict.fromkeys(row.spec for row in plan.advised.values())
+    first, *rest = [*specs, DDP]
+    names = list(dict.fromkeys([first, DDP, *rest]))
+    if plan.row(DDP) is None:  # it was not allowed, or cannot run
+        names.remove(DDP)
+    found = []
+    for number, spec in enumerate(names):
+        told(f"a step of {spec}", number, len(names))
+        step = step_in(job, spec)
+        if step is not None:
+            found.append(step)
+    return found
+
+
+def step_in(job: Job, spec: str) -> Step | None:
+    """A settled step of *spec*; None where it cannot run."""
+    try:
+        outcome = traced(job, spec)
+    except PacelineError:
+        return None
+    records = [record for kept in outcome.kept for record in kept.steps]
+    spans = [*outcome.spans, *(span for kept in outcome.kept for span in kept.spans)]
+    return step_of(spec, lambda: spans, records)

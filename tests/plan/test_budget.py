@@ -1,0 +1,95 @@
+"""Equal questions, equal plans, wherever they are asked; and what a small budget goes to."""
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from paceline.errors import UsageError
+from paceline.network import Cluster, Rack
+from paceline.plan import Plan, plan
+from paceline.plan.candidates import first
+from paceline.plan.decide import _by_promise, _Search, cost
+from paceline.plan.predict import Job
+from paceline.plan.promise import fewer, rough
+from tests.plan.helpers import cluster, layers
+
+ELSEWHERE = """
+import sys
+import msgspec
+from paceline.plan import plan
+from tests.plan.helpers import cluster, layers
+
+if __name__ == "__main__":
+    made = plan(
+        cluster(3), layers(2), allowed=("late",), budget_seconds=0.4,
+        processes=2,
+    )
+    sys.stdout.buffer.write(msgspec.json.encode(made))
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_is_equal_to_the_bit_in_other_processes(tmp_path):
+    """Another hash seed, and two predictions at a time; the budget ends within it."""
+    script = tmp_path / "elsewhere.py"
+    script.write_text(ELSEWHERE)
+    here = plan(cluster(3), layers(2), allowed=("late",), budget_seconds=0.4)
+    assert here.unlooked
+    path = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
+    said = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONHASHSEED": "2", "PYTHONPATH": path},
+        capture_output=True,
+        check=True,
+    )
+    assert msgspec.json.decode(said.stdout, type=Plan) == here
+
+
+@pytest.mark.slow
+def test_a_small_budget_goes_to_what_is_promising():
+    """The best of a class is near what all of a plan finds, and what is first in the registry is not."""
+    job = cluster(16, "100mbit"), layers(2, megabytes=8.0)
+    small = plan(*job, allowed=("lossy",), budget_seconds=2.5)
+    assert small.unlooked
+    best = small.best["lossy"].step_seconds
+    whole = plan(*job, allowed=("lossy",), budget_seconds=1000.0)
+    assert best <= 1.1 * whole.best["lossy"].step_seconds
+    earliest = whole.row("bsp:compression=bf16")
+    assert earliest is not None
+    assert best < 0.5 * earliest.step_seconds
+
+
+def test_a_budget_bounds_what_predictions_are_said_to_cost(monkeypatch):
+    asked = []
+    job = Job(cluster=cluster(16), workload=layers(8))
+
+    def priced(job, specs, *, short):
+        asked.extend(cost(job, spec, short=short) for spec in specs)
+        return iter(())
+
+    class Priced:
+        __call__ = staticmethod(priced)
+
+    search = _Search(job, frozenset(("exact",)), 2.0, Priced(), lambda *_: None)
+    among, _ = first(job.cluster)
+    with pytest.raises(ValueError, match="zip"):  # nothing was answered
+        _by_promise(search, among)
+    assert 0 < sum(asked) <= 1.0
+    assert search.left == pytest.approx(2.0 - sum(asked))
+    with pytest.raises(UsageError, match="--budget"):
+        plan(job.cluster, job.workload, budget_seconds=1e-6)
+
+
+def test_a_few_hosts_are_the_slowest_of_two_racks():
+    rates = (4.0, 3.0, 2.0, 1.0)
+    one = Rack(workers=4, link=rates, latency=1e-4, uplink=8.0)
+    other = Rack(workers=2, link=5.0, latency=1e-4, speed=(1.0, 0.5), uplink=6.0)
+    few = fewer(Cluster((one, other, one)), 4)
+    assert [rack.links for rack in few.racks] == [(2.0, 1.0), (5.0, 5.0)]
+    assert [rack.uplink for rack in few.racks] == [4.0, 6.0]
+    assert few.speeds == (1, 1, 1.0, 0.5)
+    assert fewer(Cluster((one,)), 4) == Cluster((one,))
+    assert rough(Job(cluster=cluster(64), workload=layers(20))).cluster.workers == 4

@@ -1,0 +1,57 @@
+"""Candidates that code, once it is known what that takes."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.network.workload import CodingTimes
+from paceline.plan import plan
+from paceline.plan.codes import code_of, codes_in_front, revised
+from paceline.plan.predict import Job, predict
+from paceline.worlds.virtual.profile import measured_codes
+from tests.plan.helpers import cluster, layers
+
+SCRIPT = """
+import torch
+import paceline
+
+paceline.init()
+model = torch.nn.Linear(64, 64)
+optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_slow_code_falls_behind_once_it_is_measured():
+    job = Job(cluster=cluster(2), workload=layers(1))
+    made = plan(job.cluster, job.workload, allowed=("lossy",), budget_seconds=2.0)
+    codes = codes_in_front(made)
+    front = made.best["lossy"]
+    assert codes[0] == code_of(front.spec)
+    assert front.guessed
+    slow = {codes[0]: CodingTimes(encode=1.0, decode=1.0, decode_per_worker=0.0)}
+    again, knowing = revised(made, job, slow)
+    row = again.row(front.spec)
+    assert row is not None
+    assert not row.guessed
+    assert row.step_seconds > 2
+    assert row.speed_up * row.step_seconds == pytest.approx(
+        front.speed_up * front.step_seconds
+    )
+    assert again.best["lossy"].spec != front.spec
+    seconds = [one.step_seconds for one in again.rows]
+    assert seconds == sorted(seconds)
+    said = predict(knowing, front.spec, short=row.cut)
+    assert said.step_seconds == row.step_seconds
+    assert knowing == replace(job, workload=replace(job.workload, coding=slow))
+
+
+def test_codes_are_measured_on_the_scripts_own_gradient(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    found = measured_codes(str(script), [], [code_of("bsp:compression=int8")])
+    (times,) = found.values()
+    assert times.encode > 0
