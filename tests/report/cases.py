@@ -8,7 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.instruments import STEP_ROW, Span
 from paceline.report.result import Result
+from paceline.report.trace import chrome_trace
 from paceline.report.variants import Variant, VariantStep
 
 Metrics = Mapping[str, float | None]
@@ -78,7 +80,24 @@ class Comparison:
         lines = msgspec.json.Encoder().encode_lines(self.steps)
         (folder / "records.jsonl").write_bytes(lines)
         for variant in self.variants:
-            (folder / f"{variant.file_name}.trace.json").write_text("{}")
+            mine = [step for step in self.steps if step.variant == variant.spec]
+            spans = [span for step in mine for span in spans_of(step)]
+            trace = b"".join(chrome_trace(lambda spans=spans: spans))
+            (folder / f"{variant.file_name}.trace.json").write_bytes(trace)
+
+
+def spans_of(step: VariantStep) -> list[Span]:
+    """It computes, and then waits for the one message that it sends meanwhile."""
+    start = step.end_seconds - step.step_seconds
+    middle = start + step.compute_seconds
+    end = step.end_seconds
+    rows = [
+        (STEP_ROW, f"step {step.step}", start, end),
+        ("compute", "forward", start, middle),
+        ("wait", "all_reduce", middle, end),
+        ("world lane 0", "all_reduce(SUM, float32[8])", (start + middle) / 2, end),
+    ]
+    return [Span(step.worker, *row) for row in rows]
 
 
 def falling(count: int = 20) -> list[dict[str, float | None]]:

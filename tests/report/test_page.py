@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import subprocess
@@ -14,8 +16,12 @@ from urllib.parse import unquote
 import pytest
 
 from paceline.errors import UsageError
-from paceline.report.page import write_report
+from paceline.report.comparison import write_report
+from paceline.report.page import text_of
 from paceline.report.result import Failed
+from paceline.report.sections import Page as PageData
+from paceline.report.sections import Timelines
+from paceline.report.timelines import Step
 from paceline.report.variants import Variant
 from tests.report.cases import Comparison, three, wild
 
@@ -32,6 +38,7 @@ class Page(HTMLParser):
         self.tags: Counter[str] = Counter()
         self.attributes: list[tuple[str, str, str]] = []
         self.cells: list[str] = []
+        self.scripts: list[str] = []
         self.text = ""
         self._open: list[str] = []
         self.feed(text)
@@ -45,6 +52,8 @@ class Page(HTMLParser):
             self._open.append(tag)
         if tag in ("td", "th"):
             self.cells.append("")
+        if tag == "script":
+            self.scripts.append("")
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags[tag] += 1
@@ -55,6 +64,9 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if "style" in self._open:
+            return
+        if "script" in self._open:
+            self.scripts[-1] += data
             return
         self.text += data
         if {"td", "th"} & set(self._open):
@@ -113,8 +125,10 @@ def test_the_page_holds_everything(text_of_three: str) -> None:
     assert page.cells[9:18] == first.split("|")
     assert page.cells[27] == "bsp:fusion=single"
     assert page.cells[-1] == "1.667"
-    assert page.tags["svg"] == page.tags["figure"] == 3
-    assert page.text.count("bsp:fusion=wfbp") == 1 + 3 + 1  # table, plots, traces
+    assert (page.tags["svg"], page.tags["figure"]) == (3, 3 + 2)
+    # the answer, the table, plots, what two lists offer, traces
+    assert page.text.count("bsp:fusion=wfbp") == 1 + 1 + 3 + 2 + 1
+    assert "bsp has the shortest step, 30 ms" in page.text
 
 
 def test_links_lead_to_files_that_are_there(
@@ -124,28 +138,49 @@ def test_links_lead_to_files_that_are_there(
     links = [
         value for tag, name, value in page.attributes if (tag, name) == ("a", "href")
     ]
-    assert len(links) == 3 * 2 + 3 + 1
-    assert "2-bsp-fusion-wfbp.trace.json" in links
-    for link in links:
+    files = [link for link in links if not link.startswith("#")]
+    assert len(files) == 3 * 2 + 3 + 1
+    assert "2-bsp-fusion-wfbp.trace.json" in files
+    assert {link[1:] for link in {*links} - {*files}} <= set(page.all_of("id"))
+    for link in files:
         assert (folder_of_three / unquote(link)).is_file(), link
 
 
 @pytest.mark.parametrize("which", ["text_of_three", "text_of_wild"])
-def test_nothing_is_fetched_or_run(which: str, request: pytest.FixtureRequest) -> None:
+def test_nothing_is_fetched_and_no_other_script_runs(
+    which: str, request: pytest.FixtureRequest
+) -> None:
     text: str = request.getfixturevalue(which)
     page = Page(text)
-    fetching = {"script", "link", "img", "iframe", "object", "embed", "base", "image"}
-    assert not fetching & set(page.tags)
+    assert not {"img", "iframe", "object", "embed", "base", "image"} & set(page.tags)
     assert not page.all_of("src")
-    for name, value in ((name, value) for _, name, value in page.attributes):
+    assert page.tags["link"] == 1  # the icon, else a browser asks for one
+    for tag, name, value in page.attributes:
         if not name.startswith("xmlns"):
             assert "//" not in value, (name, value)
         assert not name.startswith("on"), name
+        assert (tag, name) != ("link", "href") or value == "data:,"
     styles = re.findall(r"<style>(.*?)</style>", text, flags=re.DOTALL)
     assert len(styles) == 1
     assert "url(" not in styles[0]
     assert "@import" not in styles[0]
-    assert "default-src 'none'" in text
+    policy = next(value for value in page.all_of("content") if "default-src" in value)
+    digest = base64.b64encode(hashlib.sha256(page.scripts[-1].encode()).digest())
+    assert f"script-src 'sha256-{digest.decode()}'" in policy
+    assert policy.startswith("default-src 'none'")
+    kinds = [v for tag, name, v in page.attributes if (tag, name) == ("script", "type")]
+    assert kinds == ["application/json"] * (len(page.scripts) - 1)
+
+
+@pytest.mark.parametrize("name", ["</script><b>", "a'\"b", "<!--<script>", "\u2028 漢"])
+def test_data_keep_their_names_and_stay_where_they_are(name: str) -> None:
+    step = Step(name=name, what="", seconds=1.0, workers=(), names=(name,))
+    timelines = Timelines(title="t", steps=(step,))
+    text = text_of(PageData(title="t", answer="", sections=[timelines]))
+    page = Page(text)
+    assert len(page.scripts) == 2
+    assert json.loads(page.scripts[0])[0]["names"] == [name]
+    assert "<" not in page.scripts[0]
 
 
 def test_names_are_escaped(text_of_wild: str) -> None:
@@ -153,7 +188,7 @@ def test_names_are_escaped(text_of_wild: str) -> None:
     assert "<b>" not in text_of_wild
     assert page.cells.count("bsp:a=<b>&'\"") == 1
     assert page.cells.count('<script src="http://bad">&$x_1$') == 1
-    assert page.text.count("漢字") >= 1 + 3 + 1
+    assert page.text.count("漢字") >= 1 + 3 + 2 + 1
 
 
 def test_ids_are_unique(text_of_three: str) -> None:
@@ -163,14 +198,41 @@ def test_ids_are_unique(text_of_three: str) -> None:
 
 def test_light_and_dark_name_every_colour(text_of_three: str) -> None:
     text = text_of_three
-    light, dark = re.findall(r":root \{(.*?)\}", text, flags=re.DOTALL)
-    names = set(re.findall(r"(--[a-z0-9-]+):", light))
-    assert names == set(re.findall(r"(--[a-z0-9-]+):", dark))
-    assert set(re.findall(r"var\((--[a-z0-9-]+)\)", text)) <= names
+    roots = re.findall(r":root[^{]*\{(.*?)\}", text, flags=re.DOTALL)
+    light, by_system, forced_light, by_hand = map(_variables, roots)
+    assert len(light) > 10
+    assert light.keys() == by_system.keys() == by_hand.keys()
+    assert by_system == by_hand
+    assert not forced_light
+    own = {"--own", "--s"}  # a class's, a cell's
+    assert set(re.findall(r"var\((--[a-z0-9-]+)", text)) <= {*light, *own}
+
+
+def _variables(block: str) -> dict[str, str]:
+    return dict(re.findall(r"(--[a-z0-9-]+): (#[0-9a-f]+);", block))
 
 
 def test_equal_data_make_an_equal_page(text_of_three: str, tmp_path: Path) -> None:
     assert write(three(), tmp_path) == text_of_three
+
+
+def test_classes_stand_beside_their_variants(tmp_path: Path) -> None:
+    comparison = three()
+    comparison.leave(tmp_path)
+    path = write_report(
+        str(tmp_path),
+        comparison.variants,
+        comparison.results,
+        title="three",
+        command="",
+        notes=[],
+        qualities=["exact", "local", ""],
+    )
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.cells[:3] == ["variant", "class", "buckets"]
+    assert page.cells[10:12] == ["bsp", "exact"]
+    assert page.cells[30:32] == ["bsp:fusion=single", "-"]
+    assert "local: bsp:fusion=wfbp, 40 ms" in page.text
 
 
 def test_one_variant_has_no_ratio_and_no_metrics_no_plots(tmp_path: Path) -> None:
@@ -247,8 +309,9 @@ def test_a_variant_that_failed_is_in_the_table_and_in_no_picture(
     )
     text = path.read_text(encoding="utf-8")
     page = Page(text)
-    assert "[1]failed: it <broke>" in page.text.replace("\n", "")
-    assert page.text.count("asp") == 1
+    assert "asp [1]" in page.cells
+    assert "failed: it <broke>" in page.text
+    assert page.text.count("asp") == 1  # in no list of steps, no picture, no trace
     # bsp comes second: its colour is the second one, in the table as in the pictures
     colour = next(d for d in page.all_of("style") if d.startswith("fill: var(--vari"))
     assert colour == "fill: var(--variant-1)"

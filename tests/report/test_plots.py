@@ -11,8 +11,9 @@ import matplotlib as mpl
 import pytest
 
 from paceline.errors import UsageError
+from paceline.report.colours import COLOURS
 from paceline.report.curves import Curve, curves_of
-from paceline.report.pictures import COLOURS, for_page
+from paceline.report.pictures import for_page
 from paceline.report.plots import looks_of, write_plots
 from tests.report.cases import Comparison, falling, three, wild
 

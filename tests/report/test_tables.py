@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from paceline.report.page import table
+from paceline.report.comparison import table
 from paceline.report.result import Failed, Outcome
 from paceline.report.tables import print_results, sheet
 from paceline.report.variants import to_json

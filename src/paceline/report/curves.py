@@ -14,8 +14,8 @@ import msgspec
 from paceline.report.result import Result
 from paceline.report.variants import VariantStep
 
-MOST_POINTS = 500
-"""Of a line; more would be a big file of dots."""
+MOST_POINTS, MOST_POINTS_OF_ALL = 500, 4000
+"""Of a line, and of all lines of a picture; more would be a big file of dots."""
 MOST = 1e300
 """Of a value: beyond it axes overflow."""
 
@@ -91,9 +91,14 @@ def has_values(curve: Curve) -> bool:
     return any(math.isfinite(value) for value in curve.values)
 
 
-def thinned(curve: Curve) -> Curve:
-    """*curve*, or means of neighbouring points where there are too many to draw."""
-    width = -(-len(curve.values) // MOST_POINTS)
+def most_points(lines: int) -> int:
+    """How many points each of so many *lines* of a picture may have."""
+    return min(MOST_POINTS, MOST_POINTS_OF_ALL // max(1, lines))
+
+
+def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
+    """*curve*, or means of neighbouring points where there are more than *most*."""
+    width = -(-len(curve.values) // most)
     if width <= 1:
         return curve
     parts = [slice(i, i + width) for i in range(0, len(curve.values), width)]

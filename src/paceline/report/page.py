@@ -1,92 +1,171 @@
-"""A comparison as one page: table, plots and links, without network access or scripts."""
+"""A page as one file: no request leaves it, and its own script is the only one that runs.
+
+What it shows are `paceline.report.sections`; ``page.html`` says how each looks, ``page.css`` in
+which colours, ``page.js`` and ``timeline.js`` what people can do with it. Tables, bars and charts
+are there without any script.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+import msgspec
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from paceline.errors import UsageError
-from paceline.report.curves import read_steps
+from paceline.report.charts import marker, panels_of
+from paceline.report.colours import COLOURS, GRID, GROUND, INK
 from paceline.report.files import claim, make_folder
-from paceline.report.pictures import COLOURS, GRID, GROUND, INK, Picture, for_page
-from paceline.report.plots import looks_of, write_plots
-from paceline.report.result import Outcome, Result
-from paceline.report.tables import Sheet, sheet
-from paceline.report.variants import Variant
+from paceline.report.sections import (
+    Bar,
+    Bars,
+    Chart,
+    Matrix,
+    Number,
+    Page,
+    Section,
+    Table,
+    Timelines,
+)
+from paceline.units import show_seconds
+
+NAME = "index.html"
+_HATCHED = "waits"
+_DARKEST = 45.0
+"""Per cent of colour in a matrix's worst cell: its figures stay readable."""
 
 
-def write_report(
-    folder: str,
-    variants: Sequence[Variant],
-    results: Sequence[tuple[str, Outcome]],
-    *,
-    title: str,
-    command: str,
-    notes: Sequence[tuple[str, str]],
-) -> Path:
-    """Draw the plots of a comparison whose records are in *folder* and write its page,
-    ``index.html``; returns the page's path. At least one of *results* has not failed.
-
-    *notes* are lines for people, each with its name: network, compute. Raises
-    `UsageError` where *folder* cannot be written.
-    """
-    pictures = write_plots(folder, results, read_steps(folder))
-    text = page(variants, results, pictures, title=title, command=command, notes=notes)
-    path = make_folder(folder) / "index.html"
-    claim(folder, path.name)
+def write_page(path: Path, page: Page) -> Path:
+    """Write *page* to *path*, and return that. Raises `UsageError` where it cannot be
+    written."""
+    make_folder(str(path.parent), "the page")
+    claim(str(path.parent), path.name)
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text_of(page), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write the page {path}: {error}") from error
     return path
 
 
-def page(
-    variants: Sequence[Variant],
-    results: Sequence[tuple[str, Outcome]],
-    pictures: Sequence[Picture],
-    *,
-    title: str,
-    command: str,
-    notes: Sequence[tuple[str, str]],
-) -> str:
-    """The page's text; everything but the pictures is escaped."""
-    template = resources.files("paceline.report") / "page.html"
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    first = next(outcome for _, outcome in results if isinstance(outcome, Result))
-    many = "worker" if first.workers == 1 else "workers"
-    headings, rows, legend, footnotes = table(results)
-    return environment.from_string(template.read_text(encoding="utf-8")).render(
-        title=title,
-        command=command,
-        notes=[*notes, ("world", f"{first.world}, {first.workers} {many}")],
-        headings=headings,
-        rows=rows,
-        legend=legend,
-        footnotes=footnotes,
-        pictures=[(picture, Markup(for_page(picture))) for picture in pictures],
-        traces=[
-            (look.label, f"{variant.file_name}.trace.json")
-            for look, variant, (_, outcome) in zip(
-                looks_of([v.spec for v in variants]), variants, results, strict=True
-            )
-            if isinstance(outcome, Result)
-        ],
+def text_of(page: Page) -> str:
+    """The page's text."""
+    script = _file("page.js") + _file("timeline.js")
+    digest = hashlib.sha256(script.encode()).digest()
+    return _template("page.html", escape=True).render(
+        page=page,
+        styles=Markup(_styles()),
+        script=Markup(script),
+        script_hash=f"sha256-{base64.b64encode(digest).decode()}",
+        kind_of=_kind_of,
+        numbers_of=_numbers_of,
+        data_of=_data_of,
+        fill_of=_fill_of,
+        percent=_percent,
+        spoken=_spoken,
+        shades_of=_shades,
+        names_of=_names_of,
+        panels_of=panels_of,
+        marker=marker,
+        trusted=Markup,
         comma=Markup(",<wbr>"),  # where long specs are best broken
-        colours=COLOURS,
-        ink=INK,
-        grid=GRID,
-        ground=GROUND,
     )
 
 
-def table(
-    results: Sequence[tuple[str, Outcome]],
-) -> Sheet:
-    """The table as `print_results` has it, with variants called as in plots."""
-    looks = looks_of([spec for spec, _ in results])
-    return sheet([(look.label, r) for look, (_, r) in zip(looks, results, strict=True)])
+def _file(name: str) -> str:
+    return (resources.files("paceline.report") / name).read_text(encoding="utf-8")
+
+
+@cache
+def _template(name: str, *, escape: bool) -> Template:
+    environment = Environment(autoescape=escape, undefined=StrictUndefined)
+    return environment.from_string(_file(name))
+
+
+@cache
+def _styles() -> str:
+    return _template("page.css", escape=False).render(
+        colours=COLOURS, ink=INK, grid=GRID, ground=GROUND
+    )
+
+
+def _kind_of(section: Section) -> str:
+    return type(section).__name__
+
+
+def _numbers_of(table: Table) -> list[int]:
+    """Columns in which there are figures, and no words."""
+    return [
+        column
+        for column in range(len(table.headings))
+        if any(isinstance(row[column], Number) for row in table.rows)
+        and not any(isinstance(row[column], str) for row in table.rows)
+    ]
+
+
+def _data_of(section: Timelines) -> Markup:
+    """JSON that stays inside its element, whatever names there are: no ``<`` is in it."""
+    text = msgspec.json.encode(section.steps).decode()
+    for letter in "<>&\u2028\u2029":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return Markup(text)
+
+
+# ---- bars ----
+
+
+def _fill_of(bars: Bars, part: int, own: int | None = None) -> str:
+    if bars.parts[part] == _HATCHED:
+        return "hatched"
+    if own is not None:
+        return "own"
+    colourful = all(row.colour is None for row in bars.rows)
+    return f"p{part % len(COLOURS)}" if colourful else "grey"
+
+
+def _longest(bars: Bars) -> float:
+    return max([*(sum(row.values) for row in bars.rows), bars.limit or 0.0]) or 1.0
+
+
+def _percent(bars: Bars, value: float) -> str:
+    return f"{100 * max(0.0, value) / _longest(bars):.2f}"
+
+
+def _spoken(bars: Bars, row: Bar) -> str:
+    parts = zip(bars.parts, row.values, strict=True)
+    return ", ".join(f"{name} {show_seconds(value)}" for name, value in parts)
+
+
+# ---- matrices and charts ----
+
+
+def _shades(matrix: Matrix) -> list[list[str]]:
+    """Per cent of colour of each cell: the worst has most."""
+    values = [
+        number.value
+        for row in matrix.cells
+        for number in row
+        if number is not None and number.value is not None
+    ]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    least = high / 2 if matrix.least is None else matrix.least
+    reach = max(high - low, least) or 1.0
+
+    def shade(one: Number | None) -> str:
+        if one is None or one.value is None:
+            return "0"
+        off = high - one.value if matrix.low_is_bad else one.value - low
+        return f"{_DARKEST * off / reach:.0f}"
+
+    return [[shade(one) for one in row] for row in matrix.cells]
+
+
+def _names_of(chart: Chart) -> Sequence[tuple[str, int]]:
+    """Each line's name and colour, once."""
+    pairs = ((one.name, one.colour) for panel in chart.panels for one in panel.series)
+    return list(dict.fromkeys(pairs))

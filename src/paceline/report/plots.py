@@ -18,15 +18,16 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
+from paceline.report.colours import COLOURS, INK
 from paceline.report.curves import (
-    MOST_POINTS,
     Curve,
     curves_of,
     has_values,
+    most_points,
     thinned,
 )
 from paceline.report.files import make_folder
-from paceline.report.pictures import COLOURS, INK, Picture, house_style, write
+from paceline.report.pictures import Picture, house_style, write
 from paceline.report.result import Outcome, Result
 from paceline.report.variants import VariantStep
 from paceline.units import show_seconds
@@ -110,7 +111,7 @@ def draw_time(looks: Sequence[Look], results: Sequence[Result]) -> tuple[Figure,
         for r in results
     ]
     most = max(compute + exposed for compute, exposed in times)
-    scale, unit = _unit(most)
+    scale, unit = unit_of(most)
     top = 0.0
     for look, label, row, result, (compute, exposed) in zip(
         looks, labels, rows, results, times, strict=True
@@ -174,7 +175,8 @@ def draw_metric(
     metric: str, looks: Sequence[Look], curves: Sequence[Curve], world: str
 ) -> tuple[Figure, str]:
     """A line per variant against the time since training began; and a caption."""
-    drawn = [thinned(curve) for curve in curves]
+    most = most_points(len(curves))
+    drawn = [thinned(curve, most) for curve in curves]
     labels = [
         look.label if has_values(c) else f"{look.label} (no finite value)"
         for look, c in zip(looks, curves, strict=True)
@@ -188,7 +190,7 @@ def draw_metric(
     figure = Figure(figsize=(_WIDTH, 2.9 + lines * _LINE_OF_TEXT), layout="constrained")
     axes = figure.add_subplot()
     last = max((s for c in curves for s in c.seconds), default=0.0)
-    scale, unit = _unit(last)
+    scale, unit = unit_of(last)
     handles = []
     for i, (look, label, curve) in enumerate(zip(looks, wrapped, drawn, strict=True)):
         style = {"color": look.colour, "linestyle": look.dashes, "marker": look.marker}
@@ -218,7 +220,7 @@ def draw_metric(
     figure.legend(handles=handles, loc="outside lower left", ncols=columns)
     caption = "Each value is the mean over the workers that logged it in that step."
     if drawn != list(curves):
-        caption += f" Lines of over {MOST_POINTS} steps: means of neighbouring ones."
+        caption += f" Lines of over {most} steps: means of neighbouring ones."
     return figure, caption
 
 
@@ -245,7 +247,7 @@ def _shown(seconds: float | None) -> float:
     return 0.0 if seconds is None else max(0.0, seconds)
 
 
-def _unit(most: float) -> tuple[float, str]:
+def unit_of(most: float) -> tuple[float, str]:
     """The unit of an axis that reaches to *most* seconds, and its number in a second."""
     for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if most >= size:

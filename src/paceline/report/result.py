@@ -74,6 +74,7 @@ class Result(msgspec.Struct, kw_only=True):
     compute: str = ""
     brief: str = ""
     settled: bool = True
+    methods: list[tuple[int, str]] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)
 
     @classmethod
@@ -89,6 +90,8 @@ class Result(msgspec.Struct, kw_only=True):
         steps = int(max(s.steps for s in summaries))
         settled = 0 < journal.settled_after < steps
         notes = [] if settled else [_unsettled(steps, journal.settled_after)]
+        if len(journal.methods) > 1:
+            notes.append(_changed(journal))
         if journal.period > 1:
             notes.append(_repeating(len(journal.settled_steps()), journal.period))
         return cls(
@@ -104,6 +107,7 @@ class Result(msgspec.Struct, kw_only=True):
             bytes_sent_per_worker=mean("bytes_sent"),
             metrics=dict(journal.metrics),
             settled=settled,
+            methods=list(journal.methods),
             notes=[*notes, *journal.notes],
         )
 
@@ -129,6 +133,11 @@ def _unsettled(steps: int, settled_after: int) -> str:
         f"not settled in {many}: buckets were still being measured and tried, and the "
         "figures are of such steps"
     )
+
+
+def _changed(journal: Journal) -> str:
+    since, spec = journal.methods[-1]
+    return f"the method has changed while it trained; figures are of {spec}, from step {since + 1} on"
 
 
 def _repeating(steps: int, period: int) -> str:

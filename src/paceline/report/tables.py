@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paceline.instruments import StepRecord
 from paceline.network.workload import Workload
+from paceline.report.goal import Goal
 from paceline.report.result import Failed, Outcome, Result
 from paceline.units import show_bytes, show_seconds
 
@@ -93,9 +95,13 @@ def _figures(result: Result, metrics: Sequence[str]) -> list[str]:
     ]
 
 
-def print_results(rows: Sequence[tuple[str, Outcome]]) -> None:
+def print_results(
+    rows: Sequence[tuple[str, Outcome]],
+    reached: Sequence[StepRecord | None] = (),
+    goal: Goal | None = None,
+) -> None:
     """The table of `sheet`, and what its figures were made with. At least one run has a
-    result."""
+    result. *reached*: the step with which each came to the *goal*."""
     first = next(outcome for _, outcome in rows if isinstance(outcome, Result))
     headings, cells, legend, notes = sheet(rows)
     many = "worker" if first.workers == 1 else "workers"
@@ -103,6 +109,12 @@ def print_results(rows: Sequence[tuple[str, Outcome]]) -> None:
     table.add_column(headings[0], overflow="fold")
     for heading in headings[1:]:
         table.add_column(heading, justify="right", no_wrap=True)
+    if goal is not None:
+        table.add_column(f"to {goal}", justify="right", no_wrap=True)
+        cells = [
+            [*row, "never" if when is None else show_seconds(when.end_seconds)]
+            for row, when in zip(cells, reached, strict=True)
+        ]
     for row in cells:
         table.add_row(*(Text(cell) for cell in row))
     console = console_for_tables()

@@ -1,31 +1,58 @@
 """Spans as a Chrome trace: open it in Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-A process row per worker; in it a row for computing, one for waiting, and one per lane of
-each communicator.
+A process row per worker; in it a row for its steps, one for computing, one for waiting, and one
+per lane of each communicator. An event stands on a line: traces may be longer than memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from paceline.instruments import Span
+from paceline.instruments import STEP_ROW, Span
 
-_FIRST = ("compute", "wait")
+_FIRST = (STEP_ROW, "compute", "wait")
+_OPENS, _CLOSES = b'{"traceEvents":[', b'],"displayTimeUnit":"ms"}'
 
 
 def chrome_trace(spans: Callable[[], Iterable[Span]]) -> Iterator[bytes]:
     """The trace event format's JSON object, in pieces; times in microseconds from the first
     span. *spans* gives them all, each time that it is called."""
     encode = msgspec.json.Encoder().encode
-    yield b'{"traceEvents":['
-    comma = b""
+    yield _OPENS
+    comma = b"\n"
     for event in _events(spans):
         yield comma + encode(event)
-        comma = b","
-    yield b'],"displayTimeUnit":"ms"}'
+        comma = b",\n"
+    yield b"\n" + _CLOSES
+
+
+class _Event(msgspec.Struct):
+    """A line of a trace, as far as it is a span's."""
+
+    ph: str
+    pid: int
+    name: str
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+
+
+def spans_in(path: Path) -> Iterator[Span]:
+    """The spans of a trace that `chrome_trace` has made; seconds from the first one."""
+    decode = msgspec.json.Decoder(_Event).decode
+    with path.open("rb") as lines:
+        for line in lines:
+            text = line.strip().removesuffix(b",")
+            if text in (b"", _OPENS, _CLOSES):
+                continue
+            event = decode(text)
+            if event.ph == "X":
+                start, end = event.ts / 1e6, (event.ts + event.dur) / 1e6
+                yield Span(event.pid, event.cat, event.name, start, end)
 
 
 def _events(spans: Callable[[], Iterable[Span]]) -> Iterator[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import msgspec
 
 from paceline.instruments import StepRecord
 from paceline.report.files import claim, make_folder
+from paceline.report.goal import Goal
 from paceline.report.result import Failed, Outcome, Result
 
 _VERBS = {"virtual": "simulate", "real": "run", "emulated": "emulate"}
@@ -43,8 +45,9 @@ def run_variant(
     """Run one variant and read its result; its records stay in *folder*. Returns also what
     it wrote to standard error.
     """
-    claim(str(folder), variant.file_name)
-    records = make_folder(str(folder / variant.file_name))
+    with _ONE_AT_A_TIME:
+        claim(str(folder), variant.file_name)
+        records = make_folder(str(folder / variant.file_name))
     command = [
         *(sys.executable, "-m", "paceline", _VERBS[world], script, "--json"),
         *(f"--method={variant.spec}", f"--records={records}", *options),
@@ -61,6 +64,9 @@ def run_variant(
     return msgspec.json.decode(done.stdout, type=Result), done.stderr
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Who claims files; variants may run beside each other."""
+
 _OURS = "paceline: "
 
 
@@ -75,6 +81,17 @@ class VariantStep(StepRecord, kw_only=True):
     """A step's record that says which variant it belongs to."""
 
     variant: str
+
+
+def reached(
+    goal: Goal, variant: Variant, result: Result, folder: Path
+) -> StepRecord | None:
+    """The step with which worker 0 of *variant* logged as much as the goal says, if it did. Before
+    records are merged."""
+    lines = (folder / variant.file_name / "records.jsonl").read_bytes()
+    steps = msgspec.json.Decoder(StepRecord).decode_lines(lines)
+    mine = [step for step in steps if step.worker == 0]
+    return goal.reached(mine, result.metrics.get(goal.metric))
 
 
 def merge_records(variants: Sequence[Variant], folder: Path) -> None:
@@ -96,8 +113,17 @@ def merge_records(variants: Sequence[Variant], folder: Path) -> None:
     (folder / "records.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(steps))
 
 
-def to_json(results: Sequence[tuple[str, Outcome]]) -> str:
+def to_json(
+    results: Sequence[tuple[str, Outcome]],
+    when: Sequence[StepRecord | None] = (),
+    **more: object,
+) -> str:
     """``{"variants": [...]}``: each result, or why there is none, with its variant's spec
-    as given."""
+    as given, and the step and the seconds of training *when* it reached the goal. *more*: other
+    keys, without those that are None."""
     rows = [{"variant": spec} | msgspec.structs.asdict(r) for spec, r in results]
-    return msgspec.json.encode({"variants": rows}).decode()
+    for row, step in zip(rows, when, strict=False):
+        if step is not None:
+            row |= {"reached_seconds": step.end_seconds, "reached_step": step.step}
+    known = {key: value for key, value in more.items() if value is not None}
+    return msgspec.json.encode({"variants": rows} | known).decode()
