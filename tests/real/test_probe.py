@@ -1,13 +1,18 @@
 """``paceline probe`` on real processes of one machine: loopback is their network."""
 
 import json
+import re
+from socket import gethostname
 
 import pytest
 
-from paceline.errors import ClusterError
-from paceline.network import load_cluster
-from paceline.probe import Findings, infer_cluster
+from paceline.errors import ClusterError, PacelineError
+from paceline.network import load_cluster, uniform_cluster
+from paceline.probe import Findings, infer_cluster, measure
+from paceline.probe.pairs import Pairs
 from paceline.worlds.described import Seat, check_places
+from paceline.worlds.join import join_world
+from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.real.helpers import SCRIPTS
 
@@ -69,3 +74,20 @@ def test_ranks_that_alternate_between_racks_are_not_numbered_as_the_file_has_the
     check_places(cluster, [seats[n] for n in "acbd"])
     with pytest.raises(ClusterError, match="worker 1 on 'c', and that runs on 'b'"):
         check_places(cluster, [seats[n] for n in "abcd"])
+
+
+def test_a_pair_that_fails_names_both_ends(monkeypatch):
+    def broken(self, peer):
+        if {self._rank, peer} == {1, 2}:
+            raise RuntimeError("Connection reset by peer")
+        return ping(self, peer)
+
+    ping = Pairs._ping
+    monkeypatch.setattr(Pairs, "_ping", broken)
+    simulation = Simulation(uniform_cluster(3, "1gbit", "50us"))
+    with pytest.raises(PacelineError) as caught:
+        simulation.run(lambda rank: measure(join_world(), seconds_per_pair=0.01))
+    here = re.escape(gethostname())
+    said = f"{caught.value} {caught.value.__cause__}"
+    assert re.search(rf"between rank 1 \({here}\) and rank 2 \({here}\): Conn", said)
+    assert "GLOO_SOCKET_IFNAME" in said

@@ -10,18 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from paceline.collectives.comm import TorchComm
 from paceline.errors import UsageError
 from paceline.exchange import gather_bytes
 from paceline.interfaces import World
 from paceline.probe.findings import Findings, Size
+from paceline.probe.pairs import FIRST_BYTES, Pairs
 from paceline.probe.racks import find_racks
 from paceline.worlds.described import seat
 
-FIRST_BYTES = 64 * 1024
-PINGS = 20
 SIZES = tuple(4096 * 4**k for k in range(7))
 """4 KiB to 16 MiB."""
 
@@ -56,7 +53,7 @@ def measure(
     say("hosts")
     hosts, shared_cores = probe.hosts()
     say("latency and goodput, pair by pair")
-    goodput, latency = probe.matrices(hosts)
+    goodput, latency = probe.pairs.matrices(hosts)
     racks = find_racks(goodput, latency, hosts)
     say("uplinks")
     uplinks = probe.uplinks(racks, goodput)
@@ -82,7 +79,7 @@ class _Probe:
         self._world = world
         self._rank, self._size = world.rank, world.size
         self._seconds = seconds_per_pair
-        self._comm = TorchComm(world, "probe")
+        self.pairs = Pairs(world, seconds_per_pair)
 
     # ---- who is where ----
 
@@ -93,8 +90,9 @@ class _Probe:
         host if they have one network there. Where that makes a single host, loopback is
         the network, and each worker counts as a host.
         """
-        if self._world.name == "virtual":
-            return list(range(self._size)), None
+        cluster = self._world.cluster
+        if self._world.name == "virtual" and cluster is not None:
+            return [cluster.host_of(worker) for worker in range(self._size)], None
         mine = seat()
         machines = self._gather([_number(mine.machine)])
         networks = self._gather([_number(mine.host)])
@@ -119,7 +117,7 @@ class _Probe:
         times = []
         a = torch.randn(256, 256)
         for turn in range(self._size):
-            self._barrier()
+            self.pairs.barrier()
             mine = 0.0
             if turn == self._rank:
                 samples = []
@@ -129,87 +127,12 @@ class _Probe:
                         a @ a
                     samples.append(time.perf_counter() - start)
                 mine = statistics.median(samples)
-            times.append(self._sum(mine))
+            times.append(self.pairs.sum(mine))
         fastest = min(times)
         # Differences of less than a tenth are a machine's moods.
         return [1.0 if fastest / t > 0.9 else round(fastest / t, 2) for t in times]
 
-    # ---- point to point ----
-
-    def matrices(
-        self, hosts: Sequence[int]
-    ) -> tuple[list[list[float]], list[list[float]]]:
-        """Goodput and latency from each worker's host to each other's."""
-        n = self._size
-        goodput = [[0.0] * n for _ in range(n)]
-        latency = [[0.0] * n for _ in range(n)]
-        first_of = {host: hosts.index(host) for host in set(hosts)}
-        leaders = sorted(first_of.values())
-        for a in leaders:
-            for b in leaders:
-                if a == b:
-                    continue
-                self._barrier()
-                rate = delay = 0.0
-                if self._rank == a:
-                    delay = self._ping(b)
-                    rate = self._stream(b)
-                elif self._rank == b:
-                    self._answer(a)
-                goodput[a][b], latency[a][b] = self._sum(rate), self._sum(delay)
-        for i in range(n):
-            for j in range(n):
-                a, b = first_of[hosts[i]], first_of[hosts[j]]
-                goodput[i][j], latency[i][j] = goodput[a][b], latency[a][b]
-        return goodput, latency
-
-    def _ping(self, peer: int) -> float:
-        word = torch.zeros(1, dtype=torch.int64)
-        times = []
-        for _ in range(PINGS):
-            start = self._world.now()
-            dist.send(word, peer)
-            dist.recv(word, peer)
-            times.append((self._world.now() - start) / 2)
-        return min(times)  # what is longer waited for a processor
-
-    def _stream(self, peer: int) -> float:
-        """Bytes per second, from the time that a longer transfer takes more than a
-        shorter one: start-up, latency and what a shaper lets through at once cancel."""
-        size, took = FIRST_BYTES, self._transfer(peer, FIRST_BYTES)
-        while took < self._seconds / 4 and size < 2**28:
-            size *= 2
-            took = self._transfer(peer, size)
-        long = self._transfer(peer, 4 * size)
-        again = min(took, self._transfer(peer, size))
-        self._transfer(peer, 0)
-        return 3 * size / max(long - again, 1e-9)
-
-    def _transfer(self, peer: int, size: int) -> float:
-        length = torch.tensor([size])
-        dist.send(length, peer)
-        if not size:
-            return 0.0
-        data = torch.zeros(size, dtype=torch.uint8)
-        dist.recv(length, peer)  # the peer's buffer is there
-        start = self._world.now()
-        dist.send(data, peer)
-        dist.recv(length, peer)
-        return self._world.now() - start
-
-    def _answer(self, peer: int) -> None:
-        word = torch.zeros(1, dtype=torch.int64)
-        for _ in range(PINGS):
-            dist.recv(word, peer)
-            dist.send(word, peer)
-        while True:
-            dist.recv(word, peer)
-            if not int(word.item()):
-                return
-            data = torch.empty(int(word.item()), dtype=torch.uint8)
-            dist.send(word, peer)
-            dist.recv(data, peer)
-            dist.send(word, peer)
+    # ---- racks ----
 
     def uplinks(
         self, racks: Sequence[int], goodput: Sequence[Sequence[float]]
@@ -225,14 +148,15 @@ class _Probe:
                 takers = [i for i, rack in enumerate(racks) if rack == b]
                 pairs = list(zip(senders, takers, strict=False))
                 size = int(goodput[senders[0]][takers[0]] * 4 * self._seconds)
-                self._barrier()
+                self.pairs.barrier()
                 start = self._world.now()
                 for sender, taker in pairs:
                     if self._rank == sender:
-                        dist.send(torch.zeros(size, dtype=torch.uint8), taker)
+                        self.pairs.send(self._world.blank(size, CPU), taker)
                     elif self._rank == taker:
-                        dist.recv(torch.empty(size, dtype=torch.uint8), sender)
-                took = self._max(self._world.now() - start)
+                        data = self._world.blank(size, CPU)
+                        self.pairs.receive(data, sender)
+                took = self.pairs.max(self._world.now() - start)
                 found.append((a, b, len(pairs) * size / took))
         return found
 
@@ -244,18 +168,22 @@ class _Probe:
         idle = self._idle_load(shared_cores)
         found: list[Size] = []
         for size in sizes:
-            estimate = self._max(self._run(size, 1))
+            estimate = self.pairs.max(self._run(size, 1))
             if found and estimate > LONGEST_SECONDS:
                 break  # what is larger only takes longer, by its bytes
             repeats = max(3, min(40, int(SECONDS_PER_SIZE / max(estimate, 1e-6))))
-            self._barrier()
+            if self._world.name == "virtual":
+                repeats = 1  # all are alike
+            self.pairs.barrier()
             before = self._core_seconds(shared_cores)
             start = self._world.now()
             times = [self._run(size, 1) for _ in range(repeats)]
             spent = self._core_seconds(shared_cores) - before
             spent -= idle * (self._world.now() - start)
             spent = max(0.0, spent / repeats)
-            pairs = [self._run(size, 2) for _ in range(max(3, repeats // 2))]
+            pairs = [
+                self._run(size, 2) for _ in range(max(min(3, repeats), repeats // 2))
+            ]
             middle = statistics.median(times)
             spread = statistics.median(abs(t - middle) for t in times)
             # One machine's counter is everybody's: rank 0's is enough.
@@ -264,10 +192,10 @@ class _Probe:
             found.append(
                 Size(
                     bytes=size,
-                    seconds=self._sum(middle) / self._size,
-                    spread=self._sum(spread) / self._size,
-                    pair_seconds=self._sum(statistics.median(pairs)) / self._size,
-                    core_seconds=self._sum(spent),
+                    seconds=self.pairs.sum(middle) / self._size,
+                    spread=self.pairs.sum(spread) / self._size,
+                    pair_seconds=self.pairs.sum(statistics.median(pairs)) / self._size,
+                    core_seconds=self.pairs.sum(spent),
                 )
             )
         return found
@@ -275,7 +203,7 @@ class _Probe:
     def _run(self, size: int, together: int) -> float:
         buffers = [self._world.blank(size, CPU) for _ in range(together)]
         start = self._world.now()
-        for pending in [self._comm.all_reduce(b, "sum") for b in buffers]:
+        for pending in [self.pairs.comm.all_reduce(b, "sum") for b in buffers]:
             pending.wait()
         return self._world.now() - start
 
@@ -283,7 +211,7 @@ class _Probe:
         """Cores that others keep busy on this machine while no worker does anything."""
         if shared_cores is None:
             return 0.0
-        self._barrier()
+        self.pairs.barrier()
         before, start = self._core_seconds(shared_cores), time.perf_counter()
         time.sleep(IDLE_SECONDS)
         spent = self._core_seconds(shared_cores) - before
@@ -303,23 +231,10 @@ class _Probe:
 
     # ---- agreement ----
 
-    def _barrier(self) -> None:
-        self._comm.all_reduce(torch.zeros(1), "sum").wait()
-
-    def _sum(self, value: float) -> float:
-        number = torch.tensor([value], dtype=torch.float64)
-        self._comm.all_reduce(number, "sum").wait()
-        return float(number.item())
-
-    def _max(self, value: float) -> float:
-        number = torch.tensor([value], dtype=torch.float64)
-        self._comm.all_reduce(number, "max").wait()
-        return float(number.item())
-
     def _gather(self, row: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(row, dtype=torch.int64)
         everyone = torch.empty(self._size * len(row), dtype=torch.int64)
-        self._comm.all_gather(everyone, mine).wait()
+        self.pairs.comm.all_gather(everyone, mine).wait()
         rows: list[list[int]] = everyone.view(self._size, -1).tolist()
         return rows
 

@@ -1,0 +1,80 @@
+"""Faults that are made in virtual time are measured there, and named: one of each kind that fits in seconds.
+`benchmarks/doctor.py` makes all of them, five times each."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import paceline
+from paceline.context import current_world
+from paceline.doctor import diagnose
+from paceline.doctor.virtual import examined
+from paceline.network import Cluster, Rack
+from paceline.network.rules import throttle
+from paceline.worlds.virtual import Simulation
+from tests.plan.helpers import layers
+
+WORK = layers(4, 4.0, 0.03, 0.06)
+RACK = Rack(workers=4, link=125e6, latency=5e-5)
+SPEEDS = (1.0, 1.0, 0.6, 1.0)
+
+
+def examine(cluster, workload, waits=None):
+    """The diagnosis of a training there; *waits*: by rank, seconds before each pass."""
+    found = []
+
+    def body(rank):
+        paceline.init()
+        model = paceline.stand_in(workload)
+        plain = torch.optim.SGD(model.parameters(), lr=1e-6)
+        optimizer = paceline.distribute(model, plain, method="bsp:fusion=ddp")
+        for _ in range(6):
+            if waits:
+                current_world().spend(waits.get(rank, 0.0), "input")
+            model(torch.full((8,), 1.0 + rank)).backward()
+            optimizer.step()
+
+    simulation = Simulation(cluster)
+    examined(simulation, found.append, 0.02)
+    simulation.run(body)
+    return diagnose(found[0])
+
+
+def slower(link):
+    return Cluster((RACK,), rules=(throttle(link, 25e6, at=0.0),))
+
+
+RACKS = (Rack(workers=3, link=125e6, latency=5e-5, uplink=100e6),) * 2
+LATE = replace(WORK, backward=(0.0, 0.0, 0.0, 0.06), sizes=(2_000_000,) * 4, shapes=())
+
+
+ONE = Cluster((RACK,))
+UNEVEN = Cluster((replace(RACK, speed=SPEEDS),))
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "cluster", "workload", "waits"),
+    [
+        ("slow link", "the link out of worker 1", slower("worker 1 out"), WORK, None),
+        ("", "", ONE, WORK, {0: 0.002}),
+        pytest.param("input starves", "worker 3", ONE, WORK, {3: 0.05}, marks=slow),
+        pytest.param("slow host", "worker 2", UNEVEN, WORK, None, marks=slow),
+        pytest.param("no overlap", "every worker", ONE, LATE, None, marks=slow),
+        pytest.param(
+            *("scarce uplink", "between workers 0 to 2 and workers 3 to 5"),
+            *(Cluster(RACKS), WORK, None),
+            marks=slow,
+        ),
+    ],
+)
+def test_what_was_made_is_named(name, where, cluster, workload, waits):
+    found = examine(cluster, workload, waits)
+    assert [(one.name, one.where) for one in found.faults] == (
+        [(name, where)][: len(name)]
+    )
+    # What was measured is what is predicted of its parts.
+    assert found.predicted_seconds == pytest.approx(found.step_seconds, rel=0.03)
+    if name:
+        assert found.faults[0].gains_seconds > 0.05 * found.step_seconds
