@@ -4,44 +4,24 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import cast
 
 import torch
 
-from paceline import collectives, methods, spec
-from paceline.collectives.alone import AloneComm
-from paceline.collectives.comm import TorchComm
-from paceline.collectives.halves import check_halves
-from paceline.compression import Identity, make
+from paceline.auto.change import Auto
+from paceline.auto.wish import CHOSEN_BY_AUTO, FIRST, check_wish, say_alone, wish_of
+from paceline.auto.wish import Auto as Wish
+from paceline.beginning import Subject, train
+from paceline.chosen import fitted, read_spec
+from paceline.compression import make
 from paceline.errors import UsageError
-from paceline.exchange import broadcast_tensors
 from paceline.guards import check_trained_by_nobody_else
-from paceline.interfaces import (
-    Collective,
-    Compressor,
-    Endpoint,
-    Method,
-    ServerJob,
-    UpdatesOnServer,
-    World,
-)
-from paceline.job import Job
-from paceline.messages import Answers, Join
+from paceline.interfaces import Compressor, Method, World
+from paceline.messages import Answers
 from paceline.optimizer import DistributedOptimizer
-from paceline.pieces import check_servers_can_hold
 from paceline.sampler import Sampler
-from paceline.server.code_checks import check_answers, check_pushed, spec_of_code
-from paceline.server.remote import RemoteParameters
 from paceline.settings import UNSAID, ModuleBuffers, Settings, Sums
-from paceline.startup import check_same_everywhere, describe
-from paceline.tensors import wire_bytes
-from paceline.torch_private import is_compiled_whole
-from paceline.training import MakeRemote, Training
-from paceline.training.method_hooks import check_declared, check_hooks
+from paceline.sinks import report_as_asked
 from paceline.worlds.join import join_world
 
 
@@ -49,7 +29,7 @@ def distribute(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    method: str | Method | None = None,
+    method: str | Method | Auto | None = None,
     fusion: str = "optimal",
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
@@ -63,7 +43,8 @@ def distribute(
 ) -> DistributedOptimizer:
     """Train *model* data-parallel; returns the optimizer to use from now on.
 
-    *method* is a name (``"bsp"``, the default), a spec (``"bsp:fusion=wfbp"``) or a method object;
+    *method* is a name (``"bsp"``, the default), a spec (``"bsp:fusion=wfbp"``), a method object, or
+    ``"auto"``: the best is found out while it trains (docs/auto.md);
     *fusion* the rule that groups gradients into buckets (see `paceline.fusion`):
     ``"optimal"``, planned from measured times in the first steps and kept if it is faster
     than DDP's in a trial; ``"ddp"``, ``"single"``, ``"wfbp"``, ``"mg-wfbp"``, or bucket
@@ -96,7 +77,6 @@ def distribute(
     """
     _check_arguments(model, optimizer)
     world = join_world()
-    world.connect()
     settings = Settings(
         fusion=fusion,
         buffers=buffers,
@@ -108,201 +88,37 @@ def distribute(
         clip_norm=math.inf if clip_norm is None else clip_norm,
         answers=answers,
     )
-    named, settings = _resolve(world, method, settings)
-    if world.cluster is not None:
-        named = methods.grouped(named, world.cluster.groups)
-    chosen = _compressed(named, settings)
-    check_declared(chosen)
-    check_hooks(chosen)
-    settings = _without_averages(world, chosen, settings)
-    forming = collectives.make(settings.collective)
-    _check_compression(chosen, settings, forming, optimizer)
-    if getattr(chosen, "sends_halves", False):
-        check_halves(forming)
-    parameters = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.numel()
-    ]
-    if not parameters:
-        raise UsageError("the model has no parameter that requires a gradient")
-
-    if chosen.updates_on == "server":
-        _check_servers_update_all(chosen, optimizer, parameters)
-    _check_not_yet_trained(model, world)
-    comm = _comm(world, chosen)
-    own = own_compression(named)
-    full_spec = str(spec.spec_of(named.name, named, **settings.as_keys(own)))
-    options = f"{full_spec} with {type(optimizer).__name__}"
-    description = describe(model, options)
-    device = parameters[0][1].device
-    if isinstance(comm, TorchComm):
-        check_same_everywhere(comm, description, device)
-        _let_go_of_earlier(comm, world.job, device)
-    if is_compiled_whole(model):
-        warnings.warn(
-            "the whole model is compiled, so all gradients become ready at once when "
-            "backward ends, and communication overlaps with nothing; compile its blocks "
-            "instead: for block in model.blocks: block.compile()",
-            stacklevel=2,
-        )
-    if isinstance(comm, TorchComm) and comm.size > 1:
-        broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    endpoints, job = _servers(world, chosen, settings, forming)
-    remote: MakeRemote | None = None
-    if chosen.updates_on == "server":
-        kept = settings.buffers == "local"
-        total = sum(wire_bytes(parameter) for _, parameter in parameters)
-        remote = partial(
-            RemoteParameters,
-            world.rank,
-            optimizer,
-            endpoints,
-            job,
-            options,
-            description.tensors,
-            [*_frozen(model), *model.buffers()],
-            () if kept else tuple(model.buffers()),
-            world.alone,
-            most_bytes=cast(UpdatesOnServer, chosen).piece_bytes(total),
-        )
-    elif isinstance(comm, TorchComm):
-        comm = collectives.over(forming, world, comm, endpoints, device)
-        join = Join(options=options, sums=settings.sums)
-        for reception in [endpoint.request(join) for endpoint in endpoints]:
-            reception.wait()
-    training = Training(
-        world, model, parameters, chosen, settings, comm, sampler, remote, optimizer
-    )
-    brief = spec.Spec(named.name, spec.changed(named) | settings.changed_keys(own))
-    world.journal.begin(full_spec, str(brief))
-    wrapped = DistributedOptimizer._wrap(optimizer, training, world, endpoints)
-    world.job.begin(model, wrapped, training, comm.close)
-    world.job.at_exit(wrapped.finish)
-    return wrapped
+    report_as_asked(world)
+    subject = Subject(world, model, optimizer, sampler, len(world.job.trainings))
+    if isinstance(method, Auto) and world.job.options.method is None:
+        return method.train(subject, settings)
+    override = world.job.options.method
+    wish = wish_of(override or (method if isinstance(method, str) else None))
+    if wish is not None:
+        return _train_by(wish, subject, settings, overrides=override is not None)
+    return train(subject, *_resolve(world, method, settings))
 
 
-def _without_averages(world: World, method: Method, settings: Settings) -> Settings:
-    """Where servers update nobody forms averages: *settings* without what says how."""
-    if method.updates_on != "server" or settings.collective == "native":
-        return settings
-    if world.rank == 0:
-        print(
-            f"paceline: collective={settings.collective!r} is not used: under "
-            f"{method.name} servers take gradients, and nobody forms their average",
-            file=sys.stderr,
-        )
-    return replace(settings, collective="native")
+def _train_by(
+    wish: Wish, subject: Subject, settings: Settings, *, overrides: bool
+) -> DistributedOptimizer:
+    """What the user leaves to paceline; *overrides*: by the command line, which wins over the script."""
+    from paceline.auto.course import changing  # it needs much that others do not
 
-
-def _check_compression(
-    method: Method,
-    settings: Settings,
-    collective: Collective,
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    """Raise `UsageError` where nobody forms a mean of codes."""
-    compressor = settings.compression
-    check_answers(method, compressor, settings.answers)
-    if compressor == Identity():
-        return
-    compressor.suits(optimizer)
-    if method.updates_on == "server":
-        check_pushed(method, compressor, settings.answers)
-        return
-    if collective.needs_servers and not compressor.linear:
-        raise UsageError(
-            f"compression {compressor.name!r} with collective={collective.name!r}: its codes "
-            "are gathered, and a server only adds; use collective='native', or a linear "
-            "compression, such as bf16"
-        )
-    if getattr(method, "sends_halves", False):
-        raise UsageError(
-            f"compression {compressor.name!r} with method {method.name!r}: it sends a mean "
-            "in two halves, as it is; leave compression out, or use bsp"
-        )
-
-
-def _frozen(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p for p in model.parameters() if not p.requires_grad and p.numel()]
-
-
-def _comm(world: World, method: Method) -> TorchComm | AloneComm:
-    """How this training's workers meet."""
-    if world.alone:
-        methods.check_survives(method)
-        return AloneComm(world)
-    comm = TorchComm(world, f"training {world.journal.trainings}")
-    if comm.size > 1 and world.job.unfinished:
-        # Two models may be in the middle of their steps at once: each has a queue.
-        comm = comm.channel("gradients")
-    return comm
-
-
-def _let_go_of_earlier(comm: TorchComm, job: Job, device: torch.device) -> None:
-    """Close the groups and threads of trainings that all workers have done with. Collective."""
-    if job.holding:
-        in_use = torch.tensor(job.in_use, dtype=torch.uint8, device=device)
-        comm.all_reduce(in_use, "max").wait()
-        job.let_go(in_use.tolist())
-
-
-def _servers(
-    world: World, method: Method, settings: Settings, collective: Collective
-) -> tuple[Sequence[Endpoint], ServerJob]:
-    """This training's servers, if it has any. Collective."""
-    holds = cast(UpdatesOnServer, method) if method.updates_on == "server" else None
-    groups = None
-    if holds is not None:  # both may refuse: on every rank, before one is started
-        holds.server(world.size)
-        groups = holds.groups(world.size)
-    # One worker alone is not compressed, as where workers form means.
-    pushed = holds is not None and world.size > 1
-    compressed = pushed and settings.compression != Identity()
-    job = ServerJob(
-        method=holds,
-        spec=str(spec.spec_of(method.name, method)) if holds is not None else "",
-        place=settings.servers,
-        sums=settings.sums,
-        clip_norm=settings.clip_norm if method.clips == "mean" else math.inf,
-        compression=spec_of_code(settings.compression) if compressed else "",
-        answers=settings.answers if compressed else "dense",
-        groups=groups,
-    )
-    if holds is None and not collective.needs_servers:
-        return (), job
-    return world.services(job.services), job
-
-
-def _check_servers_update_all(
-    method: Method,
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[tuple[str, torch.nn.Parameter]],
-) -> None:
-    """Raise `UsageError` unless servers can have the optimizer, and it has all that is
-    trained."""
-    check_servers_can_hold(optimizer)
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, parameter in parameters if id(parameter) not in known]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise UsageError(
-            f"parameter {missing[0]!r}{more} requires a gradient, but the optimizer does "
-            f"not have it: under {method.name} servers update what the optimizer has, and "
-            "nobody averages the rest. Freeze it (requires_grad_(False)), give it to the "
-            "optimizer, or use bsp, which averages every gradient"
-        )
-
-
-def _check_not_yet_trained(model: torch.nn.Module, world: World) -> None:
-    mine = {id(parameter) for parameter in model.parameters()}
-    for other in world.job.unfinished:
-        if any(id(p) in mine for p in other.model.parameters()):
-            raise UsageError(
-                "distribute was called before for a model with some of these parameters: "
-                "their gradients would be averaged twice. Use one optimizer for all of "
-                "them, or call finish() on the first"
-            )
+    world = subject.world
+    if overrides:
+        usual = Settings()
+        own = {key: getattr(usual, key) for key in CHOSEN_BY_AUTO}
+        settings = replace(settings, **own)
+    beside = settings.changed_keys()
+    beside = {key: beside[key] for key in CHOSEN_BY_AUTO if key in beside}
+    check_wish(world, chosen_beside=beside, others=bool(world.job.unfinished))
+    world.connect()
+    if world.size == 1:
+        say_alone(world)
+    if world.size == 1 or world.job.options.profile is not None:
+        return train(subject, *read_spec(FIRST, settings))
+    return changing(wish, settings).train(subject, settings)
 
 
 def _check_arguments(model: object, optimizer: object) -> None:
@@ -335,12 +151,13 @@ def _check_arguments(model: object, optimizer: object) -> None:
 
 
 def _resolve(
-    world: World, method: str | Method | None, settings: Settings
+    world: World, method: str | Method | Auto | None, settings: Settings
 ) -> tuple[Method, Settings]:
     """The method object and the settings, the command line's before the script's."""
     override = world.job.options.method
     if override is None and method is not None and not isinstance(method, str):
-        return _fitted(method, settings)
+        assert not isinstance(method, Auto)
+        return fitted(method, settings)
     text = override or method or "bsp"
     assert isinstance(text, str)
     if override is not None and method is not None and world.rank == 0:
@@ -351,54 +168,7 @@ def _resolve(
     return read_spec(text, settings)
 
 
-def read_spec(text: str, settings: Settings | None = None) -> tuple[Method, Settings]:
-    """The method and the settings of a spec; *settings* are those that it does not name.
-
-    Raises `UsageError` that names what is unknown and what there is.
-    """
-    chosen, rest = methods.make(spec.parse(text), set(spec.field_types(Settings)))
-    settings = (settings or Settings()).changed_by(rest)
-    chosen, settings = _fitted(chosen, settings)
-    collectives.make(settings.collective)
-    return chosen, settings
-
-
-def own_compression(method: Method) -> Compressor:
-    """What a method's means are compressed with where the user says nothing."""
-    own: str | None = getattr(method, "default_compression", None)
-    return UNSAID if own is None else make(own)
-
-
 def _made(compression: str | Compressor | None) -> Compressor:
     if compression is None:
         return UNSAID
     return make(compression) if isinstance(compression, str) else compression
-
-
-def _fitted(method: Method, settings: Settings) -> tuple[Method, Settings]:
-    """The two, as they go together. Raises `UsageError` where they do not."""
-    settings = _with_collective_of(method, settings)
-    if settings.compression is UNSAID:
-        settings = replace(settings, compression=own_compression(method))
-    _compressed(method, settings)
-    return method, settings
-
-
-def _compressed(method: Method, settings: Settings) -> Method:
-    """The method as it is under the settings' compression. Raises `UsageError` where what it
-    sends cannot be compressed."""
-    compressor = settings.compression
-    if compressor == Identity() or not hasattr(method, "compressed_by"):
-        return method
-    compressor.suits_differences()
-    compressed: Method = method.compressed_by(compressor)
-    return compressed
-
-
-def _with_collective_of(method: Method, settings: Settings) -> Settings:
-    """OSP has a key ``collective`` of its own: of those forms in which workers meet, all but
-    "native" also say how averages are formed."""
-    own: str = getattr(method, "collective", "native")
-    if own == "native" or method.updates_on == "server":
-        return settings
-    return replace(settings, collective=own)

@@ -25,6 +25,7 @@ import torch
 
 from paceline.checkpoint import files
 from paceline.checkpoint import folder as folders
+from paceline.checkpoint.changing import trained_by
 from paceline.checkpoint.own import (
     OwnPart,
     Saved,
@@ -125,10 +126,12 @@ def load(path: str | Path, **others: Stateful) -> None:
     for training in _trainings(world):
         if training.updates_on_server and not world.alone:
             training.meet()
-    checkpoint = together(world, "load", lambda: _read(world, path, set(states)))
-    together(world, "load", lambda: _unpack_shared(states, checkpoint.shared))
-    used = [training.load_is_complete() for training in _trainings(world)]
-    together(world, "load", lambda: checkpoint.give_back() if all(used) else None)
+    found = together(world, "load", lambda: _find(world, path, set(states)))
+    with trained_by(world, found.specs):
+        checkpoint = together(world, "load", lambda: _read(world, found))
+        together(world, "load", lambda: _unpack_shared(states, checkpoint.shared))
+        used = [training.load_is_complete() for training in _trainings(world)]
+        together(world, "load", lambda: checkpoint.give_back() if all(used) else None)
 
 
 def _world() -> World:
@@ -265,6 +268,22 @@ def _write(shared: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 @dataclass(frozen=True)
+class _Found:
+    """A checkpoint of the states that are *wanted*, *at* a folder that has these *names*; *saved*
+    is what it says of itself, from version 2 on."""
+
+    at: Path
+    names: set[str]
+    wanted: set[str]
+    saved: Saved | None
+
+    @property
+    def specs(self) -> list[str]:
+        """See `Saved`."""
+        return [] if self.saved is None else self.saved.specs
+
+
+@dataclass(frozen=True)
 class _Checkpoint:
     """What one worker has read: what is *shared*, and its own, which `give_back` restores."""
 
@@ -272,7 +291,7 @@ class _Checkpoint:
     give_back: Callable[[], None]
 
 
-def _read(world: World, path: str | Path, wanted: set[str]) -> _Checkpoint:
+def _find(world: World, path: str | Path, wanted: set[str]) -> _Found:
     """Changes nothing. Raises `UsageError` where the checkpoint holds other states than are
     *wanted*."""
     folder = folders.as_folder(path)
@@ -291,10 +310,15 @@ def _read(world: World, path: str | Path, wanted: set[str]) -> _Checkpoint:
             f"{', '.join(sorted(wanted))}: call distribute as often, and name the same "
             "others, as when it was saved"
         )
-    tensors = files.read(found, lambda key: name_of(key) in wanted)
-    if saved is not None:
-        return _Checkpoint(tensors, OwnPart(world, found, saved).give_back)
-    return _Checkpoint(tensors, _first_version(world, found, names))
+    return _Found(found, names, wanted, saved)
+
+
+def _read(world: World, found: _Found) -> _Checkpoint:
+    """Changes nothing. Raises `UsageError` where an own state's owner refuses what it is to have."""
+    tensors = files.read(found.at, lambda key: name_of(key) in found.wanted)
+    if found.saved is not None:
+        return _Checkpoint(tensors, OwnPart(world, found.at, found.saved).give_back)
+    return _Checkpoint(tensors, _first_version(world, found.at, found.names))
 
 
 def _saved(found: Path) -> Saved:

@@ -19,6 +19,7 @@ import torch
 
 from paceline.checkpoint import files
 from paceline.checkpoint import folder as folders
+from paceline.checkpoint.changing import specs_of
 from paceline.checkpoint.structure import is_packed, name_of, pack, unpack
 from paceline.errors import UsageError
 from paceline.interfaces import OwnState, World
@@ -30,12 +31,14 @@ _WORKER = "worker"
 
 class Saved(msgspec.Struct, frozen=True):
     """Of how many *workers* the job was that has saved, which ones' *parts* there are, the
-    names of the *states* that each of them holds, and each training's *progress*."""
+    names of the *states* that each of them holds, and each training's *progress*; *specs*: by which
+    each was trained then, of those that change their method; nothing of others."""
 
     workers: int
     parts: list[int]
     states: list[str]
     progress: list[dict[str, int]]
+    specs: list[str] = []
 
     @classmethod
     def now(cls, world: World, parts: list[int]) -> Saved:
@@ -43,7 +46,7 @@ class Saved(msgspec.Struct, frozen=True):
         progress = [
             training_of(begun.optimizer).progress for begun in world.job.trainings
         ]
-        return cls(world.size, parts, sorted(_owners(world)), progress)
+        return cls(world.size, parts, sorted(_owners(world)), progress, specs_of(world))
 
     def is_of(self, workers: int) -> bool:
         """Whether a job of so many has a part for each."""

@@ -33,33 +33,36 @@ class Verdict:
 
 
 def judge(
-    ratios: Sequence[float], spread: float, otherwise: str = "DDP's rule is kept"
+    ratios: Sequence[float],
+    spread: float,
+    otherwise: str = "DDP's rule is kept",
+    what: str = "the plan",
 ) -> Verdict | None:
     """*ratios* are the plan's time over that of what it would replace, a round each;
     *spread* is that of times in the last round; *otherwise* says what stays if the plan is
-    not used. None: another round is needed."""
+    not used; *what* it is called. None: another round is needed."""
     won = sum(ratio < 1 for ratio in ratios)
     if spread < REPEATABLE:
         if ratios[-1] < 1 - REPEATABLE:
-            return Verdict(True, "the plan is used")
-        return Verdict(False, f"the plan is no faster, and {otherwise}")
+            return Verdict(True, f"{what} is used")
+        return Verdict(False, f"{what} is no faster, and {otherwise}")
     if len(ratios) == 1 and abs(ratios[0] - 1) > max(CLEAR * spread, NOISE):
         if won:
-            return Verdict(True, "the plan is clearly faster, and is used")
-        return Verdict(False, f"the plan is clearly slower, and {otherwise}")
+            return Verdict(True, f"{what} is clearly faster, and is used")
+        return Verdict(False, f"{what} is clearly slower, and {otherwise}")
     if len(ratios) < ROUNDS:
         return None
     if won < ROUNDS:
         return Verdict(
             False,
-            f"the plan was faster in {won} of {ROUNDS} rounds and must be in all of "
+            f"{what} was faster in {won} of {ROUNDS} rounds and must be in all of "
             f"them, so {otherwise}",
         )
     gain = 100 * (1 - statistics.median(ratios))
     if statistics.median(ratios) < WORTH_IT:
-        return Verdict(True, f"the plan was faster in all {ROUNDS} rounds, and is used")
+        return Verdict(True, f"{what} was faster in all {ROUNDS} rounds, and is used")
     return Verdict(
         False,
-        f"the plan was faster in all {ROUNDS} rounds, but by {gain:.1f} %, and must be "
+        f"{what} was faster in all {ROUNDS} rounds, but by {gain:.1f} %, and must be "
         f"by {100 * (1 - WORTH_IT):.0f} %, so {otherwise}",
     )

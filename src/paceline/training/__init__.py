@@ -1,6 +1,7 @@
 """One worker's training: PyTorch's hooks become a method's hooks.
 
 - `kernel`: `Training`, which the wrapped optimizer calls; start here.
+- `present`: which training that is now, where methods change.
 - `parts`: what it is made of, made and joined.
 - `passes`: hooks into the user's model: which passes are a step's.
 - `steps`: what the method is told in a step, and what training itself sends.
@@ -20,5 +21,6 @@
 
 from paceline.training.kernel import Training
 from paceline.training.parts import MakeRemote
+from paceline.training.present import Changes, Present
 
-__all__ = ["MakeRemote", "Training"]
+__all__ = ["Changes", "MakeRemote", "Present", "Training"]

@@ -26,6 +26,7 @@ from paceline.collectives.comm import TorchComm
 from paceline.errors import UsageError
 from paceline.interfaces import Method, World
 from paceline.loading import Loading
+from paceline.planning.sides import Side
 from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
@@ -38,7 +39,7 @@ class Training:
     """Joins what one training is made of, and is what the wrapped optimizer calls.
 
     *parameters* are the trainable ones, in registration order; *remote* finds them on
-    their servers, where these update.
+    their servers, where these update. *number*: of this training among the script's.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class Training:
         sampler: Sampler | None = None,
         remote: MakeRemote | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        number: int = 0,
     ) -> None:
         self.finished = False
         self.leads = False
         """Whether this worker was the lowest rank of those who met last."""
         self.looking = False  # inside `consolidated`
         self._world, self._model, self._method = world, model, method
-        self._number = len(world.job.trainings)
+        self._number = number
         planned = {id(parameter) for _, parameter in parameters}
         self._outside = [
             (name, parameter)
@@ -129,7 +131,15 @@ class Training:
 
     def steps_without_update(self) -> bool:
         """Whether a step whose gradients a GradScaler has found not to be finite is one all
-        the same. Raises `UsageError` where they were clipped with their scale."""
+        the same. Raises `GradientError` where they were sent with their scale, `UsageError`
+        where they were clipped with it."""
+        if self._method.gradient_seen_by_user == "local-sent":
+            # Its kernel writes into gradients without a trace that `sent` could see.
+            raise self._faults.refused(
+                f"a GradScaler under {self._method.name}: gradients are on their way to the "
+                "others, times its scale, when it unscales them. Train in bfloat16 without a "
+                "scaler; or use bsp, whose .grad holds the mean"
+            )
         if not (self.optimizer_steps and self._method.rhythm.lets_models_differ):
             return False
         if self._parts.clips_own:
@@ -176,6 +186,7 @@ class Training:
                 )
         if not self._steps.delivered:
             self._parts.end_backward()
+        self._steps.observers.step_is_called()
         if self._method.gradient_seen_by_user == "local-sent":
             self._require_unchanged()
         if self._loading is not None:
@@ -201,10 +212,13 @@ class Training:
         """The user's optimizer has stepped."""
         self._steps.end()
 
-    def finish(self) -> None:
+    def finish(self, *, together: bool = False) -> None:
         """This worker is out of data. Collective over the ranks, each in its own time; but
-        not where the training is broken: then the others are told."""
+        not where the training is broken: then the others are told. *together*: all ranks
+        know that all call this now, so nobody needs company."""
         self.finished = True
+        if together:
+            self._presence.somebody_trains = False
         if self._arrivals.in_backward and self._arrivals.some_have_left:
             self._faults.broken = self._faults.broken or (
                 "its last backward pass ended with an exception after a part of its "
@@ -236,6 +250,31 @@ class Training:
     def detach(self) -> None:
         """Take the hooks out of the model."""
         self._parts.detach()
+
+    def abandon(self) -> None:
+        """It is not to be trained by this, after all: nobody has done a step."""
+        self.finished, self._presence.active = True, False
+        self.detach()
+
+    def go_on_from(self, before: Training, step: int) -> None:
+        """The script goes on where *before* has ended, after so many steps and in the middle of an
+        epoch, say."""
+        self._parts.passes.go_on_from(before._parts.passes)
+        self.progress = {"step": step, "unsent": 0, "rounds": 0}
+
+    @property
+    def plan(self) -> Side | None:
+        """The buckets that were measured and settled on, if any: for `reuse`."""
+        return self._parts.planner.kept
+
+    def reuse(self, plan: Side | None) -> None:
+        """Begin with the buckets of another training of the same model, by the same spec. Before
+        the first step, on all workers."""
+        self._parts.planner.reuse(plan)
+
+    def observe(self, watcher: Any) -> None:
+        """Tell *watcher* what `Observers` are told."""
+        self._steps.observers.add(watcher)
 
     def settle_buffers(self, *_: object) -> None:
         """Those that are under way are put into the model before others are loaded, or

@@ -13,6 +13,7 @@ EVENTS = (
         "coded",
         "bucket_leaves",
         "means_are_there",
+        "step_is_called",
         "update_begins",
         "step_ended",
     ),
@@ -34,6 +35,7 @@ class Observers:
       these.
     - ``bucket_leaves(bucket)``: it is about to be given to the method.
     - ``means_are_there()``: backward is over, and the means are waited for.
+    - ``step_is_called()``: by the script; gradients are as it has left them.
     - ``update_begins()`` and ``step_ended()``: around the optimizer's step.
     """
 
@@ -44,6 +46,13 @@ class Observers:
 
         for event in EVENTS:
             setattr(self, event, _Event(of(event)))
+
+    def add(self, watcher: Any) -> None:
+        """One more, which is told last."""
+        for event in EVENTS:
+            function = getattr(watcher, event, None)
+            if function is not None:
+                getattr(self, event).functions.append(function)
 
     step_begins: _Event
     forward: _Event
@@ -56,14 +65,15 @@ class Observers:
     coded: _Event
     bucket_leaves: _Event
     means_are_there: _Event
+    step_is_called: _Event
     update_begins: _Event
     step_ended: _Event
 
 
 class _Event:
-    def __init__(self, functions: Sequence[Callable[..., None]]) -> None:
-        self._functions = functions
+    def __init__(self, functions: list[Callable[..., None]]) -> None:
+        self.functions = functions
 
     def __call__(self, *arguments: Any) -> None:
-        for function in self._functions:
+        for function in self.functions:
             function(*arguments)

@@ -90,7 +90,12 @@ class Parts:
         self.hooks = MethodHooks(method, self.run, self.faults.failed)
         self.steps.hooks = self.hooks
         self.loading = self.steps.loading = self._make_loading()
-        self.hooks.begin()
+        try:
+            self.hooks.begin()
+        except BaseException:
+            if self.loading is not None:
+                self.loading.detach()
+            raise
         encoding = None if self.remote is None else self.remote.encoding
         self.own_states = own_states(
             method,
@@ -150,7 +155,7 @@ class Parts:
             presence, lambda: self.buckets, _where_control_is(comm, device)
         )
         means = Means(comm, presence, rhythm, roll_call, group_calls, self.codes)
-        planner = self._planner = Planner(
+        planner = self.planner = Planner(
             comm,
             settings.fusion,
             [wire_bytes(parameter) for _, parameter in self.parameters],
@@ -235,7 +240,7 @@ class Parts:
         return "halves" if getattr(self._method, "sends_halves", False) else "whole"
 
     def _sending(self) -> Sequence[Message] | None:
-        sending = self._planner.sending
+        sending = self.planner.sending
         if sending is not None and self.codes is not None:
             # Codes are of whole buckets.
             return [Message(n) for n in dict.fromkeys(m.bucket for m in sending)]
@@ -268,7 +273,12 @@ class Parts:
         )
         samples = None if self.sampler is None else self.sampler.mean_samples
         compute = self._world.compute(self._model, self.parameters, samples)
-        observers = Observers([compute, self._planner, same_data])
+        watchers = [
+            one
+            for watcher in self._world.job.watchers
+            for one in watcher(self._model, self.parameters)
+        ]
+        observers = Observers([compute, self.planner, same_data, *watchers])
         encoding = None if self.remote is None else self.remote.encoding
         if encoding is not None or (self.codes is not None and self.comm.size > 1):
             observers.codes_with(self._settings.compression)
@@ -314,8 +324,9 @@ class Parts:
 
     def say(self, sentence: str) -> None:
         """Tell people something, once for all workers: now, and beside the run's figures."""
+        known = sentence in self._world.journal.notes
         self._world.journal.note(sentence)
-        if self.comm.rank == 0:
+        if self.comm.rank == 0 and not known:
             print(f"paceline: {sentence}", file=sys.stderr)
 
     def take_model(self, source: int) -> None:

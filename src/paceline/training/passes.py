@@ -78,6 +78,10 @@ class Passes:
         self._handles.clear()
         self._accumulators.clear()
 
+    def go_on_from(self, before: Passes) -> None:
+        """The sampler may be in the middle of an epoch."""
+        self._weights = before._weights
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate into ``.grad``; so do those of a model

@@ -1,0 +1,104 @@
+"""What a script does between two steps that bsp allows, and other methods do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from paceline.interfaces import Method
+from paceline.settings import Settings
+from paceline.tensors import Bucket, stamps
+from paceline.training import Training
+
+
+class Habits:
+    """Watches one training whose ``.grad`` holds means when backward ends, and keeps what it has seen
+    in those before (`watch`)."""
+
+    def __init__(self) -> None:
+        self.writes = False
+        """Into gradients, between ``backward()`` and ``step()``: it clips, or a GradScaler does."""
+        self.passes_again = False
+        """Backward, before ``step()``, without `no_sync`."""
+        self.passes_alone = False
+        """Backward again, without calling the model before."""
+        self._training: Training | None = None
+        self._buckets: Sequence[Bucket] = ()
+        self._stamps: list[int] = []
+        self._forward_since = self._delivered = False
+
+    def watch(self, training: Training, method: Method) -> None:
+        """A training has begun."""
+        waits_late = getattr(method, "waits_late", False)
+        self._delivered = False
+        self._training = None
+        if method.gradient_seen_by_user == "mean" and not waits_late:
+            self._training = training
+            training.observe(self)
+
+    def forbid(self, method: Method, settings: Settings, *, scales: bool) -> str:
+        """Why *method* cannot be begun, given what this worker's script has done; or nothing. *scales*:
+        it has a GradScaler."""
+        seen = method.gradient_seen_by_user
+        waits_late = getattr(method, "waits_late", False)
+        clips_own = method.clips == "own" and settings.clip_norm < math.inf
+        if (self.writes or scales) and (seen == "local-sent" or clips_own):
+            return (
+                "the script changes gradients between backward() and step() (it clips, or has a "
+                f"GradScaler), and under {method.name} they have been sent by then. Clip with "
+                "distribute(clip_norm=...); train in bfloat16 without a scaler"
+            )
+        if scales and method.rhythm.lets_models_differ:
+            return (
+                f"the script has a GradScaler, and under {method.name} each worker's takes a scale "
+                "of its own, which later means would mix. Train in bfloat16 without a scaler"
+            )
+        if self.passes_again and seen == "local-sent":
+            return (
+                f"the script has several backward passes before step(), and {method.name} sends "
+                "each: run all but the last under optimizer.no_sync()"
+            )
+        if self.passes_alone and waits_late:
+            return (
+                "the script has two backward passes without calling the model in between, and "
+                f"under {method.name} the first one's means are on their way then: add losses up"
+            )
+        return ""
+
+    # ---- what it sees ----
+
+    def forward(self, samples: int | None, training: bool) -> None:
+        """The model is called."""
+        self._forward_since = self._forward_since or training
+
+    def means_are_there(self) -> None:
+        """A backward pass is over."""
+        if self._training is None:
+            return
+        self.passes_again = self.passes_again or self._delivered
+        self.passes_alone = self.passes_alone or (
+            self._delivered and not self._forward_since
+        )
+        self._delivered, self._forward_since = True, False
+        self._buckets = self._training.buckets
+        self._stamps = stamps([bucket.buffer for bucket in self._buckets])
+
+    def step_is_called(self) -> None:
+        """The script has called ``step()``."""
+        if self._training is None or not self._delivered or self.writes:
+            return
+        buckets = self._buckets
+        if buckets is not self._training.buckets:
+            return  # they were made anew, and gradients have moved
+        replaced = any(
+            parameter.grad is not None and parameter.grad is not view
+            for bucket in buckets
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+        )
+        self.writes = replaced or self._stamps != stamps(
+            [bucket.buffer for bucket in buckets]
+        )
+
+    def step_ended(self) -> None:
+        """It is over."""
+        self._delivered = False

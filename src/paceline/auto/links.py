@@ -1,0 +1,203 @@
+"""The network between the workers, measured in a few seconds between two steps of a training.
+
+All hosts send at once, each to the one that is so many places further, in rounds: that is how
+collectives use the network, and n hosts are measured in the time of one pair. Then small all-reduces show what a
+message costs. `paceline probe` measures pair by pair, and more finely.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from paceline.exchange import gather_bytes
+from paceline.interfaces import World
+from paceline.network import Cluster
+from paceline.probe import Findings, infer_cluster
+from paceline.probe.findings import Size
+from paceline.probe.pairs import FIRST_BYTES, MOST_BYTES, Pairs
+from paceline.probe.racks import find_racks
+from paceline.worlds.described import Seat, seat
+
+MOST_SHIFTS = 7
+"""Rounds in which all send at once."""
+FOR_LINKS, FOR_SUMS = 0.6, 0.3
+"""Of the time, for either; the rest is for what comes between."""
+SIZES = tuple(4096 * 8**k for k in range(4))
+"""Of all-reduces: 4 KiB to 2 MiB."""
+REPEATS = 5
+CPU = torch.device("cpu")
+
+
+def find_links(world: World, seconds: float, device: torch.device) -> Cluster:
+    """The cluster in which the virtual world takes the times that were measured, in about so many
+    *seconds*; the same on all ranks. Collective."""
+    pairs = Pairs(world, seconds / 20)
+    hosts, shared_cores = _hosts(world, device)
+    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    rates = _rates(pairs, leaders, FOR_LINKS * seconds)
+    goodput = _matrix(world.size, hosts, leaders, rates)
+    near = [[0.0] * world.size for _ in range(world.size)]
+    racks = find_racks(goodput, near, hosts)
+    return infer_cluster(
+        Findings(
+            world=world.name,
+            hosts=hosts,
+            goodput=goodput,
+            latency=near,
+            racks=racks,
+            uplinks=_uplinks(racks, rates),
+            all_reduce=_sums(world, pairs, FOR_SUMS * seconds),
+            shared_cores=shared_cores,
+            speeds=[1.0] * world.size,
+        )
+    )
+
+
+def host_rates(world: World, seconds: float, device: torch.device) -> list[float]:
+    """What each host sends to the next one while all do, bytes a second: a short look. The same on all
+    ranks. Collective."""
+    pairs = Pairs(world, seconds / 20)
+    hosts, _ = _hosts(world, device)
+    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    if len(leaders) == 1:
+        return []
+    return list(_round(pairs, leaders, 1, seconds / 2).values())
+
+
+def _hosts(world: World, device: torch.device) -> tuple[list[int], int | None]:
+    """Each worker's host, and the cores that all of them share, if they share them. Where all are on one,
+    loopback is the network, and each worker counts as a host."""
+    said = gather_bytes(msgspec.json.encode(seat()), device)
+    seats = [msgspec.json.decode(one, type=Seat) for one in said]
+    order = list(dict.fromkeys(one.host for one in seats))
+    hosts = [order.index(one.host) for one in seats]
+    if len(order) == 1:
+        hosts = list(range(world.size))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return hosts, cores if len({one.machine for one in seats}) == 1 else None
+
+
+Flows = dict[tuple[int, int], float]
+"""Bytes a second from one rank to another, in one round."""
+
+
+def _rates(pairs: Pairs, leaders: Sequence[int], seconds: float) -> list[Flows]:
+    count = len(leaders)
+    if count == 1:
+        return []
+    every = range(1, count)
+    step = max(1.0, (count - 1) / MOST_SHIFTS)
+    shifts = sorted({every[int(i * step)] for i in range(min(count - 1, MOST_SHIFTS))})
+    first = _round(pairs, leaders, shifts[0], seconds / len(shifts))
+    rate = max(first.values())
+    found = [first]
+    for shift in shifts[1:]:
+        size = min(MOST_BYTES, int(rate * seconds / len(shifts)))
+        found.append(_at_once(pairs, leaders, shift, size))
+    return found
+
+
+def _round(pairs: Pairs, leaders: Sequence[int], shift: int, seconds: float) -> Flows:
+    """One round, of a length that is found first: what a shaper lets through at once must not count.
+    What is counted of the time is all of it: on loopback, memory for what is sent takes longer than sending."""
+    size, spent = FIRST_BYTES, 0.0
+    while True:
+        start = pairs.now()
+        found = _at_once(pairs, leaders, shift, size)
+        took = pairs.max(pairs.now() - start)
+        spent += took
+        if took > seconds / 8 or size >= MOST_BYTES:
+            break
+        size *= 4
+    longer = min(MOST_BYTES, int(size * (seconds - spent) / took))
+    return _at_once(pairs, leaders, shift, longer) if longer > size else found
+
+
+def _at_once(pairs: Pairs, leaders: Sequence[int], shift: int, size: int) -> Flows:
+    count = len(leaders)
+    flows = [(leaders[i], leaders[(i + shift) % count]) for i in range(count)]
+    rates = pairs.at_once(flows, [max(2, size)] * count)
+    return dict(zip(flows, rates, strict=True))
+
+
+def _matrix(
+    size: int, hosts: Sequence[int], leaders: Sequence[int], rounds: Sequence[Flows]
+) -> list[list[float]]:
+    """From each worker's host to each other's. A pair that had no turn could do what either of its
+    hosts did."""
+    known: Flows = {}
+    for flows in rounds:
+        known |= flows
+    sent = {
+        a: max((r for (s, _), r in known.items() if s == a), default=0.0)
+        for a in leaders
+    }
+    taken = {
+        b: max((r for (_, t), r in known.items() if t == b), default=0.0)
+        for b in leaders
+    }
+    leader_of = {hosts[leader]: leader for leader in leaders}
+    at = [leader_of[host] for host in hosts]
+    return [
+        [
+            0.0
+            if at[i] == at[j]
+            else known.get((at[i], at[j]), min(sent[at[i]], taken[at[j]]))
+            for j in range(size)
+        ]
+        for i in range(size)
+    ]
+
+
+def _uplinks(
+    racks: Sequence[int], rounds: Sequence[Flows]
+) -> list[tuple[int, int, float]]:
+    """From each rack to each other one: the most that came through in a round."""
+    most: dict[tuple[int, int], float] = {}
+    for flows in rounds:
+        sums: dict[tuple[int, int], float] = {}
+        for (a, b), rate in flows.items():
+            if racks[a] != racks[b]:
+                key = racks[a], racks[b]
+                sums[key] = sums.get(key, 0.0) + rate
+        for key, rate in sums.items():
+            most[key] = max(rate, most.get(key, 0.0))
+    return [(a, b, rate) for (a, b), rate in sorted(most.items())]
+
+
+def _sums(world: World, pairs: Pairs, seconds: float) -> list[Size]:
+    """All-reduces, alone and two at a time, while the time lasts."""
+    found: list[Size] = []
+    for size in SIZES:
+        estimate = pairs.max(_sum(world, pairs, size, 1))
+        if found and estimate * 3 > seconds / len(SIZES):
+            break
+        repeats = max(
+            1, min(REPEATS, int(seconds / len(SIZES) / 3 / max(estimate, 1e-6)))
+        )
+        alone = [_sum(world, pairs, size, 1) for _ in range(repeats)]
+        both = [_sum(world, pairs, size, 2) for _ in range(repeats)]
+        middle, pair = statistics.median(alone), statistics.median(both)
+        found.append(
+            Size(
+                bytes=size,
+                seconds=pairs.sum(middle) / world.size,
+                spread=pairs.sum(max(alone) - min(alone)) / world.size,
+                pair_seconds=pairs.sum(pair) / world.size,
+                core_seconds=0.0,
+            )
+        )
+    return found
+
+
+def _sum(world: World, pairs: Pairs, size: int, together: int) -> float:
+    buffers = [world.blank(size, CPU) for _ in range(together)]
+    start = world.now()
+    for pending in [pairs.comm.all_reduce(buffer, "sum") for buffer in buffers]:
+        pending.wait()
+    return world.now() - start

@@ -1,0 +1,57 @@
+"""What a spec chooses: a method, and the settings that go with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline import collectives, methods, spec
+from paceline.compression import Identity, make
+from paceline.interfaces import Compressor, Method
+from paceline.settings import UNSAID, Settings
+
+
+def read_spec(text: str, settings: Settings | None = None) -> tuple[Method, Settings]:
+    """The method and the settings of a spec; *settings* are those that it does not name.
+
+    Raises `UsageError` that names what is unknown and what there is.
+    """
+    chosen, rest = methods.make(spec.parse(text), set(spec.field_types(Settings)))
+    settings = (settings or Settings()).changed_by(rest)
+    chosen, settings = fitted(chosen, settings)
+    collectives.make(settings.collective)
+    return chosen, settings
+
+
+def own_compression(method: Method) -> Compressor:
+    """What a method's means are compressed with where the user says nothing."""
+    own: str | None = getattr(method, "default_compression", None)
+    return UNSAID if own is None else make(own)
+
+
+def fitted(method: Method, settings: Settings) -> tuple[Method, Settings]:
+    """The two, as they go together. Raises `UsageError` where they do not."""
+    settings = _with_collective_of(method, settings)
+    if settings.compression is UNSAID:
+        settings = replace(settings, compression=own_compression(method))
+    compressed(method, settings)
+    return method, settings
+
+
+def compressed(method: Method, settings: Settings) -> Method:
+    """The method as it is under the settings' compression. Raises `UsageError` where what it
+    sends cannot be compressed."""
+    compressor = settings.compression
+    if compressor == Identity() or not hasattr(method, "compressed_by"):
+        return method
+    compressor.suits_differences()
+    result: Method = method.compressed_by(compressor)
+    return result
+
+
+def _with_collective_of(method: Method, settings: Settings) -> Settings:
+    """OSP has a key ``collective`` of its own: of those forms in which workers meet, all but
+    "native" also say how averages are formed."""
+    own: str = getattr(method, "collective", "native")
+    if own == "native" or method.updates_on == "server":
+        return settings
+    return replace(settings, collective=own)
