@@ -1,0 +1,113 @@
+"""Fabric: ``Fabric(strategy=FabricStrategy("osp"))``.
+
+It is Fabric's DDP strategy, without DDP; ``fabric.setup(model, optimizer)`` calls `distribute`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+
+from paceline.integrations.lightning_workers import (
+    OfLaunched,
+    is_virtual,
+    take_lightnings,
+)
+
+from lightning.fabric.strategies import DDPStrategy  # isort: skip
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+
+from paceline.api import init
+from paceline.distributing import distribute
+from paceline.errors import UsageError
+from paceline.integrations.chosen import accumulating, check_chosen, owner_of
+from paceline.optimizer import DistributedOptimizer
+
+
+class FabricStrategy(OfLaunched, DDPStrategy):
+    """Trains under a method of paceline; *method* and *settings* are what `distribute` takes, or Fabric's
+    own (``process_group_backend`` ...). Raises `UsageError` for what neither knows.
+
+    ``optimizer.finish()`` ends a training; else it ends when the script does. ``fabric.save`` keeps the
+    method's documented result, so every rank calls it.
+    """
+
+    def __init__(self, method: str | None = None, **settings: Any) -> None:
+        super().__init__(**take_lightnings(settings))
+        self._settings = check_chosen({"method": method, **settings})
+        self._backward_sync_control = _NoSync(self)
+        self._trained: list[tuple[torch.nn.Module, DistributedOptimizer]] = []
+        self.deals = is_virtual()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """This worker's share of the data; None where it is dealt out here."""
+        return None if self.deals else super().distributed_sampler_kwargs
+
+    def _setup_distributed(self) -> None:
+        if self.is_launched:
+            init()
+            self._set_world_ranks()
+        else:
+            super()._setup_distributed()
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Nothing is wrapped."""
+        return module
+
+    def setup_module_and_optimizers(
+        self,
+        module: torch.nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        *others: Any,
+    ) -> tuple[Any, ...]:
+        """Each optimizer becomes one that is in step with all other workers."""
+        several = len(optimizers) > 1
+        wrapped = [
+            distribute(
+                owner_of(one, module) if several else module, one, **self._settings
+            )
+            for one in optimizers
+        ]
+        self._trained += [(module, one) for one in wrapped]
+        return (module, wrapped, *others)
+
+    def setup_optimizer(
+        self, optimizer: torch.optim.Optimizer
+    ) -> torch.optim.Optimizer:
+        """Refused: gradients of a model that is not known are averaged by nobody."""
+        raise UsageError(
+            "fabric.setup_module and setup_optimizers apart: paceline needs both at once: "
+            "model, optimizer = fabric.setup(model, optimizer)"
+        )
+
+    def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        """The method's documented result. Collective."""
+        with ExitStack() as stack:
+            for optimizer in self.optimizers_of(module):
+                stack.enter_context(optimizer.consolidated())
+            state: dict[str, Any] = super().get_module_state_dict(module)
+            return {
+                name: value.detach().clone()
+                if isinstance(value, torch.Tensor)
+                else value
+                for name, value in state.items()
+            }
+
+    def optimizers_of(self, module: torch.nn.Module) -> list[DistributedOptimizer]:
+        """Those that train *module*."""
+        return [optimizer for model, optimizer in self._trained if model is module]
+
+
+class _NoSync(_BackwardSyncControl):
+    def __init__(self, strategy: FabricStrategy) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(
+        self, module: torch.nn.Module, enabled: bool
+    ) -> AbstractContextManager[None]:
+        """Backward passes within only accumulate, where *enabled*."""
+        optimizers = self._strategy.optimizers_of(module)
+        return accumulating(optimizers) if enabled else nullcontext()

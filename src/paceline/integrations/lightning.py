@@ -1,0 +1,171 @@
+"""Lightning: ``Trainer(strategy="paceline")``, or ``PacelineStrategy(method="osp")``.
+
+It is Lightning's DDP strategy, without DDP: processes, barriers, metrics, samplers and checkpoints are
+Lightning's, what becomes of gradients is `distribute`'s. Importing this module registers
+``"paceline"`` and, for each method, ``"paceline_METHOD"`` with Lightning.
+
+What a method keeps beside the model and the optimizer (residuals, rounds) is not in
+Lightning's checkpoints: it begins anew when one is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+
+from paceline.integrations.lightning_workers import (
+    OfLaunched,
+    is_virtual,
+    take_lightnings,
+)
+
+from lightning.fabric.utilities.seed import reset_seed  # isort: skip
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+
+from paceline import methods
+from paceline.api import init
+from paceline.distributing import distribute
+from paceline.integrations.chosen import accumulating, check_chosen, owner_of
+from paceline.optimizer import DistributedOptimizer
+
+
+class PacelineStrategy(OfLaunched, DDPStrategy):
+    """Trains a LightningModule under a method of paceline.
+
+    *method* and *settings* are what `distribute` takes: ``PacelineStrategy("osp")``,
+    ``PacelineStrategy(compression="int8", clip_norm=1.0)``. What Lightning's own strategies take (``accelerator``,
+    ``parallel_devices``, ``process_group_backend`` ...) goes to Lightning. Raises `UsageError` for
+    what neither knows. Under ``paceline run``, ``simulate`` and ``emulate``, torchrun and Slurm the workers are
+    those that were started there; else Lightning starts ``devices`` of them.
+
+    ``gradient_clip_val`` works where ``.grad`` holds the mean (bsp and what is like it); others refuse in
+    words, and take ``clip_norm`` here. Several optimizers: each needs a submodule of its own.
+    """
+
+    strategy_name = "paceline"
+    model: Any
+    optimizers: Any
+
+    def __init__(self, method: str | None = None, **settings: Any) -> None:
+        super().__init__(**take_lightnings(settings))
+        self._settings = check_chosen({"method": method, **settings})
+        self._looking = ExitStack()
+
+    # ---- where it runs ----
+
+    def setup_distributed(self) -> None:
+        """Meet the other workers."""
+        if not self.is_launched:
+            super().setup_distributed()
+            return
+        reset_seed()
+        init()
+        self.set_world_ranks()
+
+    def setup(self, trainer: Trainer) -> None:
+        connector = trainer._accelerator_connector
+        self.deals = connector.use_distributed_sampler and is_virtual()
+        if self.deals:
+            connector.use_distributed_sampler = False
+        super().setup(trainer)
+
+    # ---- training ----
+
+    def configure_ddp(self) -> None:
+        """Nothing is wrapped; training steps go through the module's call, where hooks are."""
+        assert isinstance(self.model, LightningModule)
+        self.model = _Called(self.model)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Each optimizer becomes one that is in step with all other workers."""
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        assert module is not None
+        several = len(self.optimizers) > 1
+        self.optimizers = [
+            distribute(
+                owner_of(one, module) if several else module, one, **self._settings
+            )
+            for one in self.optimizers
+        ]
+
+    @property
+    def _ours(self) -> list[DistributedOptimizer]:
+        return [o for o in self.optimizers if isinstance(o, DistributedOptimizer)]
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Backward passes within only accumulate."""
+        return accumulating(self._ours)
+
+    # ---- what is looked at, and saved ----
+
+    def on_validation_start(self) -> None:
+        """Validation sees the method's documented result."""
+        self._looking.close()
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            for optimizer in self._ours:
+                self._looking.enter_context(optimizer.consolidated())
+
+    def on_validation_end(self) -> None:
+        self._looking.close()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The method's documented result. Collective, as all that makes checkpoints is."""
+        with ExitStack() as stack:
+            for optimizer in self._ours:
+                stack.enter_context(optimizer.consolidated())
+            state: dict[str, Any] = super().lightning_module_state_dict()
+            return {
+                name: value.detach().clone()
+                if isinstance(value, torch.Tensor)
+                else value
+                for name, value in state.items()
+            }
+
+    # ---- the end ----
+
+    def on_train_end(self) -> None:
+        """All workers end together, with equal models."""
+        self._looking.close()
+        for optimizer in self._ours:
+            optimizer.finish()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """What was looked at stays so: nobody is there to be met."""
+        self._looking.pop_all()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        if isinstance(self.model, _Called):
+            self.model = self.lightning_module
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """``"paceline"``, and ``"paceline_METHOD"`` for each method."""
+        strategy_registry.register("paceline", cls, description="paceline's bsp")
+        for name in methods.METHODS:
+            strategy_registry.register(
+                f"paceline_{name}", cls, description=f"paceline's {name}", method=name
+            )
+
+
+class _Called(torch.nn.Module):
+    """Calls the module: Lightning sends training steps through what it takes for a wrapper."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self.module(*arguments, **named)
+
+
+_REGISTER: Callable[[Any], None] = PacelineStrategy.register_strategies
+_REGISTER(StrategyRegistry)

@@ -1,0 +1,145 @@
+"""Transformers: ``attach(Trainer(...), method="osp")``, for any `Trainer`, TRL's too.
+
+It works on the instance: a subclass that makes its optimizer, its loss or its loaders
+in its own way keeps all of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+
+from paceline.integrations.versions import require
+
+require("transformers", "5.0", "6", "transformers")
+
+from transformers import Trainer  # noqa: E402
+
+from paceline.errors import UsageError  # noqa: E402
+from paceline.integrations.accelerate import check_same_workers, hand_over  # noqa: E402
+from paceline.integrations.chosen import check_chosen, shows_mean  # noqa: E402
+from paceline.optimizer import DistributedOptimizer, training_of  # noqa: E402
+
+T = TypeVar("T", bound=Trainer)
+
+
+def attach(trainer: T, method: str | None = None, **settings: Any) -> T:
+    """Let paceline train *trainer*'s model; gives *trainer* back.
+
+    *method* and *settings* are what `distribute` takes. Where ``.grad`` holds the mean the trainer
+    clips it as ever. Elsewhere gradients have left before the trainer could: ``max_grad_norm`` becomes
+    ``clip_norm``, and the norm that is logged is that of ``.grad``. Evaluation and checkpoints see
+    the method's documented result. What a method keeps beside model and optimizer (residuals,
+    rounds) is not in Trainer's checkpoints. Raises `UsageError` for sharded models, for a trainer that was attached
+    before or has trained, and for settings that nobody knows.
+    """
+    if not isinstance(trainer, Trainer):
+        raise UsageError(
+            f"attach(trainer): expected a transformers.Trainer, got {type(trainer).__name__}"
+        )
+    _check_attachable(trainer)
+    chosen = check_chosen({"method": method, **settings})
+    norm = trainer.args.max_grad_norm
+    if norm and "clip_norm" in settings:
+        raise UsageError(
+            f"clip_norm={settings['clip_norm']} and max_grad_norm={norm}: leave one of "
+            "them out (TrainingArguments(max_grad_norm=0) clips nothing)"
+        )
+    check_same_workers(trainer.accelerator)
+    if not shows_mean(method):
+        trainer._clip_grad_norm = trainer._get_grad_norm = _norm
+        if norm:
+            chosen["clip_norm"] = norm
+    attached = _Attached(trainer, chosen)
+    trainer.create_optimizer = attached.create_optimizer(trainer.create_optimizer)
+    accelerator = trainer.accelerator
+    accelerator.prepare_model = _unwrapped(accelerator.prepare_model)
+    for name in ("evaluate", "predict", "_save_checkpoint", "save_model"):
+        setattr(trainer, name, attached.looks(getattr(trainer, name)))
+    trainer._finalize_training = attached.ends(trainer._finalize_training)
+    return trainer
+
+
+class _Attached:
+    """What a trainer's methods become; *settings* are for `distribute`."""
+
+    def __init__(self, trainer: Trainer, settings: dict[str, Any]) -> None:
+        self._trainer, self._settings = trainer, settings
+        self._optimizer: DistributedOptimizer | None = None
+
+    def create_optimizer(self, create: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(create)
+        def created(*arguments: Any, **named: Any) -> DistributedOptimizer:
+            if self._optimizer is None:
+                optimizer = create(*arguments, **named)
+                self._optimizer = hand_over(
+                    self._trainer.model, optimizer, self._settings
+                )
+            elif training_of(self._optimizer).finished:
+                raise UsageError(
+                    "train() again: the workers have parted when the first training "
+                    "ended; make a new Trainer of the model, and attach to that"
+                )
+            self._trainer.optimizer = self._optimizer
+            return self._optimizer
+
+        return created
+
+    def looks(self, look: Callable[..., Any]) -> Callable[..., Any]:
+        """Called with the method's documented result in the model. Collective."""
+
+        @wraps(look)
+        def looked(*arguments: Any, **named: Any) -> Any:
+            if self._optimizer is None:
+                return look(*arguments, **named)
+            with self._optimizer.consolidated():
+                return look(*arguments, **named)
+
+        return looked
+
+    def ends(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
+        """All end together, before the best checkpoint is loaded into the model."""
+
+        @wraps(finalize)
+        def ended(*arguments: Any, **named: Any) -> Any:
+            if self._optimizer is not None:
+                self._optimizer.finish()
+            return finalize(*arguments, **named)
+
+        return ended
+
+
+def _check_attachable(trainer: Trainer) -> None:
+    if getattr(trainer.create_optimizer, "__wrapped__", None) is not None:
+        raise UsageError("attach: this trainer was attached before; once is enough")
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise UsageError(
+            "attach: the trainer shards its model (FSDP, DeepSpeed), and paceline averages "
+            "gradients of whole models that every worker holds; leave fsdp= and deepspeed= "
+            "out of TrainingArguments"
+        )
+    if isinstance(trainer.optimizer, DistributedOptimizer):
+        raise UsageError(
+            "attach: the trainer was given an optimizer that distribute has made; give it "
+            "the plain one, attach calls distribute"
+        )
+
+
+def _unwrapped(prepare_model: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(prepare_model)
+    def prepared(model: Any, device_placement: Any = None, **_: Any) -> Any:
+        return prepare_model(model, device_placement, evaluation_mode=True)
+
+    return prepared
+
+
+def _norm(model: torch.nn.Module, grad_norm: Any = None) -> Any:
+    """Looked at only: `distribute` clips."""
+    if grad_norm is not None:
+        return grad_norm
+    return torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None]
+    )

@@ -1,0 +1,179 @@
+"""Where people look while a training runs: each step's record, in their own tool.
+
+A sink turns a `StepRecord` into numbers by name: what the script logged under its own names, the step's
+seconds and bytes under ``paceline/``.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from paceline.errors import UsageError, unknown
+from paceline.instruments import Span, StepRecord
+from paceline.interfaces import World
+
+
+class Sink(Protocol):
+    """Takes records, one a step, and is closed at the end."""
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Told:
+    """A `Recorder` that passes steps on."""
+
+    def __init__(self, callback: Callable[[StepRecord], None]) -> None:
+        self._callback = callback
+
+    def step(self, record: StepRecord) -> None:
+        self._callback(record)
+
+    def span(self, span: Span) -> None:
+        """Nobody has asked for these."""
+
+
+def report(world: World, where: str) -> None:
+    """Send worker 0's records there, from now on until its script ends."""
+    world.connect()
+    if world.rank == 0:
+        sink = sink_for(where)
+        world.journal.tell(Told(sink.step))
+        world.job.at_exit(sink.close)
+
+
+def report_as_asked(world: World) -> None:
+    """Where the command line says, from the first training on."""
+    where = world.job.options.report_to
+    if where is not None and not world.job.trainings:
+        report(world, where)
+
+
+def numbers_of(record: StepRecord) -> dict[str, float]:
+    """What a record says, by name: seconds, bytes, and what was logged and is a number."""
+    ours = {
+        "paceline/step_seconds": record.step_seconds,
+        "paceline/compute_seconds": record.compute_seconds,
+        "paceline/exposed_seconds": record.exposed_communication_seconds,
+        "paceline/bytes_sent": float(record.bytes_sent),
+    }
+    logged = {n: v for n, v in record.metrics.items() if v is not None}
+    return ours | logged
+
+
+def sink_for(where: str) -> Sink:
+    """The sink of ``KIND`` or ``KIND:NAME``. Raises `UsageError`."""
+    check_place(where)
+    kind, _, name = where.partition(":")
+    return SINKS[kind](name)
+
+
+def check_place(where: str) -> None:
+    """Raise `UsageError` for a kind that nobody knows: before workers are started."""
+    kind = where.partition(":")[0]
+    if kind not in SINKS:
+        raise UsageError(unknown("place to report to", kind, SINKS))
+
+
+class Csv:
+    """A row a step; metrics that come later than the first step's stand in a column
+    ``more``."""
+
+    def __init__(self, name: str) -> None:
+        if not name:
+            raise UsageError("report to csv: expected a file, such as csv:steps.csv")
+        try:
+            self._file: TextIO = Path(name).open(  # noqa: SIM115 - until close()
+                "w", newline="", encoding="utf-8"
+            )
+        except OSError as error:
+            raise UsageError(f"cannot write {name}: {error.strerror}") from None
+        self._rows = csv.writer(self._file)
+        self._names: list[str] = []
+
+    def step(self, record: StepRecord) -> None:
+        numbers = numbers_of(record)
+        if not self._names:
+            self._names = list(numbers)
+            self._rows.writerow(["step", "seconds", *self._names, "more"])
+        more = " ".join(f"{n}={v}" for n, v in numbers.items() if n not in self._names)
+        row = [numbers.get(name, "") for name in self._names]
+        self._rows.writerow([record.step, record.end_seconds, *row, more])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars in a folder of TensorBoard's."""
+
+    def __init__(self, name: str) -> None:
+        module = _needs("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(name or None)
+
+    def step(self, record: StepRecord) -> None:
+        for name, value in numbers_of(record).items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """The script's own run, or one of project *name*; offline as W&B itself is told to be."""
+
+    def __init__(self, name: str) -> None:
+        wandb = _needs("wandb", "wandb")
+        self._ours = wandb.run is None
+        self._run = wandb.run or wandb.init(project=name or None)
+
+    def step(self, record: StepRecord) -> None:
+        # W&B's own step rises with each log, the script's too: ours is a number among others.
+        self._run.log({"paceline/step": record.step, **numbers_of(record)})
+
+    def close(self) -> None:
+        if self._ours:
+            self._run.finish()
+
+
+class MLflow:
+    """The script's own run, or one of experiment *name*."""
+
+    def __init__(self, name: str) -> None:
+        self._mlflow = _needs("mlflow", "mlflow")
+        self._ours = self._mlflow.active_run() is None
+        if self._ours:
+            if name:
+                self._mlflow.set_experiment(name)
+            self._mlflow.start_run()
+
+    def step(self, record: StepRecord) -> None:
+        self._mlflow.log_metrics(numbers_of(record), step=record.step)
+
+    def close(self) -> None:
+        if self._ours:
+            self._mlflow.end_run()
+
+
+SINKS: dict[str, Callable[[str], Sink]] = {
+    "csv": Csv,
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+"""A row for each place; what stands after its colon is its to read."""
+
+
+def _needs(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UsageError(
+            f"reporting to {package} needs it: pip install {package}"
+        ) from None

@@ -1,0 +1,146 @@
+"""Each step's record reaches whoever asks, and the tools that people look at."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline
+from paceline.errors import UsageError
+from paceline.instruments import StepRecord
+from paceline.options import RunOptions
+from paceline.sinks import numbers_of, sink_for
+from tests.virtual.helpers import run, simulation
+
+STEPS = 5
+
+
+def train(report_to: str | None = None) -> list[StepRecord]:
+    seen: list[StepRecord] = []
+    paceline.on_step(seen.append)
+    if report_to is not None:
+        paceline.report_to(report_to)
+    model = torch.nn.Linear(3, 1)
+    optimizer = paceline.distribute(
+        model, torch.optim.SGD(model.parameters(), 0.1), method="bsp:fusion=ddp"
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        paceline.log(loss=step / 2)
+        optimizer.step()
+    optimizer.finish()
+    return seen
+
+
+def test_each_worker_is_told_of_its_own_steps() -> None:
+    for worker, records in enumerate(run(2, lambda rank: train())):
+        assert [(r.worker, r.step) for r in records] == [
+            (worker, step + 1) for step in range(STEPS)
+        ]
+        assert [r.metrics["loss"] for r in records] == [s / 2 for s in range(STEPS)]
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="", encoding="utf-8") as text:
+        return list(csv.DictReader(text))
+
+
+def test_worker_zero_reports_and_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "steps.csv"
+    records = run(2, lambda rank: train(f"csv:{file}"))[0]
+    told = rows(file)
+    assert [int(row["step"]) for row in told] == [1, 2, 3, 4, 5]
+    for row, record in zip(told, records, strict=True):
+        for name, value in numbers_of(record).items():
+            assert float(row[name]) == value
+
+
+def test_the_command_line_asks_once_for_all_trainings(tmp_path: Path) -> None:
+    file = tmp_path / "steps.csv"
+
+    def two(rank: int) -> None:
+        for _ in range(2):
+            train()
+
+    simulation(2, options=RunOptions(report_to=f"csv:{file}")).run(two)
+    assert len(rows(file)) == 2 * STEPS
+
+
+def test_metrics_that_come_later_are_not_lost(tmp_path: Path) -> None:
+    sink = sink_for(f"csv:{tmp_path / 'steps.csv'}")
+    for step, metrics in enumerate([{"loss": 1.0}, {"loss": 0.5, "accuracy": 0.9}], 1):
+        sink.step(record(step, metrics))
+    sink.close()
+    assert [row["more"] for row in rows(tmp_path / "steps.csv")] == ["", "accuracy=0.9"]
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_wandb_gets_numbers_and_keeps_a_run_of_the_script(
+    has_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    own = types.SimpleNamespace(log=told.append, finish=lambda: told.append("finish"))
+    wandb = types.ModuleType("wandb")
+    wandb.run = own if has_run else None
+    wandb.init = lambda project: told.append(project) or own
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sink = sink_for("wandb:mine")
+    sink.step(record(3, {"loss": 0.5}))
+    sink.close()
+    numbers = {"paceline/step": 3, **numbers_of(record(3, {"loss": 0.5}))}
+    assert told == ([numbers] if has_run else ["mine", numbers, "finish"])
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_mlflow_gets_numbers_and_keeps_a_run_of_the_script(
+    has_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    mlflow = types.ModuleType("mlflow")
+    mlflow.active_run = lambda: object() if has_run else None
+    mlflow.set_experiment = told.append
+    mlflow.start_run = lambda: told.append("start")
+    mlflow.end_run = lambda: told.append("end")
+    mlflow.log_metrics = lambda numbers, step: told.append((step, numbers))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    sink = sink_for("mlflow:mine")
+    sink.step(record(3, {"loss": None}))
+    sink.close()
+    numbers = (3, numbers_of(record(3, {})))
+    assert told == ([numbers] if has_run else ["mine", "start", numbers, "end"])
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("tensorbord:x", "Did you mean 'tensorboard'"),
+        ("csv", "expected a file"),
+        ("csv:/no/such/folder/steps.csv", "cannot write"),
+        ("wandb", "pip install wandb"),
+    ],
+)
+def test_what_cannot_be_reported_to_is_said(
+    where: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match=said):
+        sink_for(where)
+
+
+def record(step: int, metrics: dict[str, float | None]) -> StepRecord:
+    return StepRecord(
+        worker=0,
+        step=step,
+        end_seconds=0.1 * step,
+        step_seconds=0.1,
+        compute_seconds=0.06,
+        exposed_communication_seconds=0.04,
+        bytes_sent=8,
+        metrics=metrics,
+    )
