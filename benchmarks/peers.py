@@ -60,13 +60,21 @@ class Side:
         self.optimizer.step()
 
     def block(self, steps=BLOCK):
-        """Seconds a step, the same on all ranks."""
+        """Seconds a step, the same on all ranks.
+
+        What a method leaves under way is waited for in its next step: so one step goes before those
+        that count, and what the last one leaves is waited for afterwards, and is not the next side's.
+        """
         dist.barrier()
+        self.step()
         start = time.perf_counter()
         for _ in range(steps):
             self.step()
-        dist.barrier()
         took = torch.tensor([(time.perf_counter() - start) / steps])
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.sum()
+        dist.barrier()
         dist.all_reduce(took)
         return took.item() / dist.get_world_size()
 

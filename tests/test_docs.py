@@ -32,7 +32,8 @@ def test_collectives_page_is_the_registry():
 
 
 def test_files_that_pages_name_exist():
-    for page in (ROOT / "README.md", ROOT / "docs" / "design.md"):
+    pages = ("design.md", "use.md", "measured.md", "plan.md")
+    for page in (ROOT / "README.md", *(ROOT / "docs" / name for name in pages)):
         for path in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / path).exists(), f"{page.name} names {path}"
 
@@ -52,5 +53,6 @@ def test_modules_that_pages_name_exist():
 
 def test_numbers_in_readme_have_a_command():
     readme = (ROOT / "README.md").read_text()
-    for path in re.findall(r"python (benchmarks/\S+\.py)", readme):
+    table = (ROOT / "docs" / "measured.md").read_text()
+    for path in re.findall(r"python (benchmarks/\S+\.py)", readme + table):
         assert (ROOT / path).exists()

@@ -110,4 +110,5 @@ def test_a_recorder_is_told_all_and_in_the_jobs_numbers() -> None:
     training.journal.waited("grads", 0.0, 0.5)
     training.steps(STEPS_KEPT + 5, 1.0, before=100)
     assert [record.step for record in kept.steps] == [*range(101, STEPS_KEPT + 106)]
-    assert [span.name for span in kept.spans] == ["grads"]
+    steps = [f"step {number}" for number in range(101, STEPS_KEPT + 106)]
+    assert [span.name for span in kept.spans] == ["grads", *steps]

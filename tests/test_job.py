@@ -19,7 +19,8 @@ class Status:
 def begin(job, close=lambda: None, **status):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    job.begin(model, optimizer, Status(**status), close)
+    job.begin(model, optimizer, Status(**status))
+    job.hold(job.trainings[-1].training, close)
     return job.trainings[-1]
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from paceline.distributing import distribute, read_spec
+from paceline.chosen import read_spec
+from paceline.distributing import distribute
 from paceline.errors import UsageError
 from paceline.methods import METHODS, check_survives, make
 from paceline.spec import field_types, parse

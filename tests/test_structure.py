@@ -15,16 +15,22 @@ DESIGN = SOURCE.parent.parent / "docs" / "design.md"
 
 # Top to bottom: a module imports its own part, and what is below it.
 LAYERS = [
-    ("cli testing", "verbs without logic; the conformance kit"),
+    (
+        "cli integrations testing",
+        "verbs without logic; others' trainers; the conformance kit",
+    ),
     ("api", "what scripts call beside `distribute`"),
+    ("doctor", "what slows a training down, by name"),
+    ("distributing", "`distribute`"),
+    ("auto", "a training that changes its method"),
     ("plan", "which method a network and a model want, predicted in virtual time"),
-    ("distributing checkpoint", "the user's side of a training"),
+    ("beginning checkpoint", "a training begins; what is saved of it"),
     ("optimizer", "what `distribute` gives back"),
     ("training probe", "hooks; what a network can do, measured"),
     ("worlds", "where workers live"),
     (
-        "report startup exchange guards sent same_data",
-        "results; equal starts; mistakes that would be silent",
+        "report sinks startup exchange guards sent same_data chosen",
+        "results; equal starts; mistakes that would be silent; what a spec chooses",
     ),
     ("collectives loading", "schedules as data; the `Comm`s; loads"),
     ("aggregator", "sums formed beside a switch: state machines, sockets"),
@@ -64,7 +70,10 @@ COMPRESSORS_MAY_IMPORT = {"errors", "spec", "interfaces", "compression"}
 FORBIDDEN_TO_METHODS = {
     *("torch.distributed", "socket", "time", "os", "random", "threading"),
 }
-PRIVATE_NAMES_LIVE_IN = ("torch_private.py", "python_private.py")
+PRIVATE_NAMES_LIVE_IN = (
+    *("torch_private.py", "python_private.py"),
+    "accelerate_private.py",
+)
 PUBLIC = ("_exit", "_getframe", "_replace")
 """Python documents these."""
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -15,7 +15,17 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.api import init, log, now, pace, rank, world_name, world_size
+    from paceline.api import (
+        init,
+        log,
+        now,
+        on_step,
+        pace,
+        rank,
+        report_to,
+        world_name,
+        world_size,
+    )
     from paceline.checkpoint import load, save
     from paceline.distributing import distribute
     from paceline.errors import PacelineError
@@ -40,8 +50,10 @@ __all__ = [
     "load",
     "log",
     "now",
+    "on_step",
     "pace",
     "rank",
+    "report_to",
     "save",
     "stand_in",
     "world_name",
@@ -49,7 +61,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "api": ("init", "log", "now", "pace", "rank", "world_name", "world_size"),
+    "api": (
+        *("init", "log", "now", "on_step", "pace", "rank", "report_to"),
+        *("world_name", "world_size"),
+    ),
     "checkpoint": ("load", "save"),
     "distributing": ("distribute",),
     "errors": ("PacelineError",),

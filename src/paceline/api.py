@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from paceline.context import current_world
 from paceline.errors import UsageError
+from paceline.instruments import StepRecord
 from paceline.interfaces import World
+from paceline.sinks import Told, report
 from paceline.worlds.join import join_world
 
 
@@ -51,6 +55,28 @@ def pace(seconds: float) -> None:
 def log(**metrics: object) -> None:
     """Note metrics (numbers or one-element tensors) for the records and the tables."""
     _world().journal.log(metrics)
+
+
+def on_step(callback: Callable[[StepRecord], None]) -> None:
+    """Call *callback* with this worker's record of each step, from now on, when the step has
+    ended: its seconds, computing and waiting, bytes, and what was logged in it. Joins the job.
+
+    It runs in the training's own thread, so what takes long makes steps longer; what it raises ends the
+    training. Records come on every worker: ``if paceline.rank() == 0`` where one is enough.
+    """
+    world = join_world()
+    world.connect()
+    world.journal.tell(Told(callback))
+
+
+def report_to(where: str) -> None:
+    """Send worker 0's step records to what people look at: ``"tensorboard:FOLDER"``, ``"wandb:PROJECT"``,
+    ``"mlflow:EXPERIMENT"``, ``"csv:FILE"``. Joins the job.
+
+    Of W&B and MLflow a run that the script has begun is used, else one is begun. Raises `UsageError` for what
+    nobody knows, and where the package is missing.
+    """
+    report(join_world(), where)
 
 
 def _world() -> World:

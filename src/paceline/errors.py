@@ -10,7 +10,9 @@ from collections.abc import Iterable
 
 
 class PacelineError(Exception):
-    """Base of all errors raised by paceline."""
+    """Base of all errors raised by paceline. *exit_status*: of a command that ends with it."""
+
+    exit_status = 1
 
 
 class UsageError(PacelineError, ValueError):

@@ -7,9 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending
 from paceline.settings import ModuleBuffers
 from paceline.tensors import by_kind, flatten, unflatten_into
+
+MOST_GATHERED = 64 * 1024 * 1024
+"""Bytes that a rank tells all others in one piece."""
 
 PIECE_BYTES = 25 * 1024 * 1024
 """Tensors travel in pieces of about this size: bounds the copy's memory."""
@@ -26,13 +30,35 @@ def broadcast_tensors(
             unflatten_into(flat, piece)
 
 
+def mean_of_tensors(
+    comm: Comm, tensors: Sequence[torch.Tensor], counts: bool = True
+) -> None:
+    """Give every rank the mean of the values of those ranks that *count*. Collective."""
+    whole = torch.tensor([float(counts)], dtype=torch.float64)
+    if tensors:
+        whole = whole.to(tensors[0].device)
+    comm.all_reduce(whole, "sum").wait()
+    for piece in _pieces(tensors):
+        flat = flatten(piece)
+        if not counts:
+            flat.zero_()
+        comm.all_reduce(flat, "sum").wait()
+        unflatten_into(flat.div_(whole.item()), piece)
+
+
 def gather_bytes(own: bytes, device: torch.device) -> list[bytes]:
     """Every rank's bytes, in rank order: data, where torch's object collectives would
-    unpickle what comes. Collective over the default group."""
+    unpickle what comes. Collective over the default group. Raises `UsageError`, on all ranks, where
+    one has more than `MOST_GATHERED`: others would have to make room for it."""
     ranks = dist.get_world_size()
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
     dist.all_gather_single(sizes, torch.tensor([len(own)], device=device))
     longest = int(sizes.max())
+    if longest > MOST_GATHERED or int(sizes.min()) < 0:
+        raise UsageError(
+            f"rank {int(sizes.argmax())} has {longest} bytes to tell all others: expected at "
+            f"most {MOST_GATHERED}"
+        )
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: len(own)] = torch.frombuffer(
         bytearray(own) or bytearray(1), dtype=torch.uint8

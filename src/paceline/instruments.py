@@ -17,10 +17,18 @@ MOST_NOTES = 8
 """Sentences that stand beside a run's figures; a training may say ever so many."""
 
 
+STEP_ROW = "step"
+"""Where a trace shows steps, each from the end of the one before to its own."""
+
+
+MOST_METHODS = 64
+"""Changes of a method that are remembered."""
+
+
 class Span(NamedTuple):
     """Something that took time on one worker: *start* and *end* in seconds.
 
-    *row* is where a trace shows it: ``"compute"``, ``"wait"``, ``"world lane 0"``.
+    *row* is where a trace shows it: ``"step"``, ``"compute"``, ``"wait"``, ``"world lane 0"``.
     """
 
     worker: int
@@ -30,13 +38,13 @@ class Span(NamedTuple):
     end: float
 
 
-class StepRecord(msgspec.Struct, kw_only=True, gc=False):
+class StepRecord(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     """One optimizer step of one worker: from the end of the one before to its own end.
 
     *end_seconds* counts from the start of training on this world's clock.
     *exposed_communication_seconds* is waiting for paceline's own communication, and
     *bytes_sent* is its traffic; *compute_seconds* is all the rest of the step, a script's
-    own collectives included.
+    own collectives included. *method*: by which spec it was done, in a training that changes it.
     """
 
     worker: int
@@ -47,6 +55,7 @@ class StepRecord(msgspec.Struct, kw_only=True, gc=False):
     exposed_communication_seconds: float
     bytes_sent: int
     metrics: dict[str, float | None]
+    method: str = ""
 
 
 class Recorder(Protocol):
@@ -81,7 +90,8 @@ STEPS_KEPT = 1000
 class Journal:
     """One worker's observations.
 
-    *now* is its world's clock; *recorder* is told everything. ``step_count`` counts steps,
+    *now* is its world's clock; *recorder* is told everything, and so is whoever asks to be
+    (`tell`). ``step_count`` counts steps,
     and ``steps`` are the last `STEPS_KEPT`: training may go on for ever. What steps take
     and send repeats after ``period`` of them. ``observers`` are
     called with 0 when the first training begins, and with each step's number at its end.
@@ -99,17 +109,26 @@ class Journal:
         self.buckets = 0
         self.settled_after = 0
         self.period = 1
+        self.methods: deque[tuple[int, str]] = deque(maxlen=MOST_METHODS)
+        """Of a training that changes its method: after which step it went by which spec, the last
+        few; of others nothing."""
         self.notes: deque[str] = deque(maxlen=MOST_NOTES)
         self.step_count = 0
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self.metrics: dict[str, float] = {}
         self.observers: list[Callable[[int], None]] = []
+        self.messages = 0
+        """Collectives and requests so far."""
         self._now = now
-        self._recorder = recorder
+        self._recorders = [] if recorder is None else [recorder]
         self._fresh_metrics: dict[str, float] = {}
         self._bytes_sent = 0
         self._wait_seconds = 0.0
         self._began = self._last_end = 0.0
+
+    def tell(self, recorder: Recorder) -> None:
+        """From now on *recorder* is told everything, too."""
+        self._recorders.append(recorder)
 
     def begin(self, method: str, brief: str = "") -> None:
         """Training begins: steps are measured from here. *method*: its full spec; *brief*: what
@@ -121,6 +140,16 @@ class Journal:
         if self.trainings == 1:
             for observer in self.observers:
                 observer(0)
+
+    def change(self, method: str, brief: str) -> None:
+        """From the next step on training goes by another spec: what a usual step takes is found
+        out anew."""
+        self.method, self.brief = method, brief
+        self.settled_after, self.period = 0, 1
+        while self.methods and self.methods[-1][0] == self.step_count:
+            self.methods.pop()  # no step was done by it
+        if not self.methods or self.methods[-1][1] != brief:
+            self.methods.append((self.step_count, brief))
 
     def planned(self, buckets: int, settled: bool) -> None:
         """The gradient now travels in so many *buckets*; not *settled*: what follows is
@@ -151,8 +180,9 @@ class Journal:
             self.notes.append(sentence)
 
     def sent(self, count: int) -> None:
-        """Count bytes that this worker puts on the network."""
+        """Count bytes that this worker puts on the network, of one message or collective."""
         self._bytes_sent += count
+        self.messages += 1
 
     @property
     def bytes_sent(self) -> int:
@@ -166,8 +196,8 @@ class Journal:
 
     def observe(self, span: Span) -> None:
         """Record a span, if anybody asked for a trace."""
-        if self._recorder is not None:
-            self._recorder.span(span)
+        for recorder in self._recorders:
+            recorder.span(span)
 
     def log(self, metrics: dict[str, object]) -> None:
         """Note metrics: they go into the next step's record and into the last values."""
@@ -196,10 +226,14 @@ class Journal:
             exposed_communication_seconds=self._wait_seconds,
             bytes_sent=self._bytes_sent,
             metrics=dict(self._fresh_metrics),
+            method=self.brief if self.methods else "",
         )
         self.steps.append(record)
-        if self._recorder is not None:
-            self._recorder.step(record)
+        if self._recorders:
+            name = f"step {record.step}"
+            self.observe(Span(self.worker, STEP_ROW, name, self._last_end, end))
+        for recorder in self._recorders:
+            recorder.step(record)
         self._last_end = end
         self._fresh_metrics = {}
         self._bytes_sent, self._wait_seconds = 0, 0.0

@@ -14,6 +14,10 @@ import torch
 
 from paceline.options import RunOptions
 
+Watcher = Callable[
+    [torch.nn.Module, Sequence[tuple[str, torch.nn.Parameter]]], Sequence[object]
+]
+
 
 class TrainingStatus(Protocol):
     """How far a training is on this worker."""
@@ -51,7 +55,8 @@ class Job:
     *tell* passes on that an error has ended a training here, though the script goes on: the
     training's number, counted from 0, and the cause. Those who wait for this worker are to
     learn it. ``holding`` are trainings whose process groups and threads are there, with what
-    closes these.
+    closes these. ``watchers``: called when a training begins, with its model and its trainable tensors; what they
+    give back is told its events (`paceline.training.observers`).
     """
 
     def __init__(self, options: RunOptions, tell: Callable[[int, str], None]) -> None:
@@ -59,18 +64,37 @@ class Job:
         self.trainings: list[Begun] = []
         self.broke = tell
         self.holding: list[tuple[TrainingStatus, Callable[[], None]]] = []
+        self.watchers: list[Watcher] = []
         self._put_off: list[Callable[[], None]] = []
+        self._names = 0
+        self._last: list[Callable[[], None]] = []
 
     def begin(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         training: TrainingStatus,
-        close: Callable[[], None],
     ) -> None:
-        """One more training; *close* lets go of what it holds."""
+        """One more training."""
         self.trainings.append(Begun(model, optimizer, training))
+
+    def hold(self, training: TrainingStatus, close: Callable[[], None]) -> None:
+        """A training holds something; *close* lets go of it."""
         self.holding.append((training, close))
+
+    def next_name(self) -> str:
+        """What the next training's communicator is called, on all workers."""
+        self._names += 1
+        return f"training {self._names - 1}"
+
+    def beside(self, number: int) -> bool:
+        """Whether there are others than training *number* that have steps to do, or are
+        broken."""
+        return any(
+            not begun.training.finished
+            for other, begun in enumerate(self.trainings)
+            if other != number
+        )
 
     @property
     def unfinished(self) -> list[Begun]:
@@ -112,16 +136,18 @@ class Job:
             if not needed:
                 close()
 
-    def at_exit(self, action: Callable[[], None]) -> None:
-        """Call *action* when the script ends without an error."""
-        self._put_off.append(action)
+    def at_exit(self, action: Callable[[], None], *, last: bool = False) -> None:
+        """Call *action* when the script ends without an error; *last*: when all trainings
+        have ended."""
+        (self._last if last else self._put_off).append(action)
 
     def end(self) -> None:
         """The script has ended without an error: do what was put off, and close all
         trainings, once."""
-        for action in self._put_off:
-            action()
-        self._put_off.clear()
+        for actions in (self._put_off, self._last):
+            for action in actions:
+                action()
+            actions.clear()
         for _, close in self.holding:
             close()
         self.holding.clear()

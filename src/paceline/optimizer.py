@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Endpoint, World
-from paceline.training import Training
+from paceline.interfaces import World
+from paceline.training import Present, Training
 
 
 class TrainingEnded(SystemExit):
@@ -31,26 +31,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     _inner: torch.optim.Optimizer
-    _training: Training
+    _present: Present
     _world: World
-    _endpoints: Sequence[Endpoint]
-    # Whatever changes is kept in the training: trainers wrap optimizers by copying what
+    # Whatever changes is kept behind these: trainers wrap optimizers by copying what
     # is in `__dict__`, and each face must know what another one was told.
 
     @classmethod
     def _wrap(
         cls,
         inner: torch.optim.Optimizer,
-        training: Training,
+        present: Present,
         world: World,
-        endpoints: Sequence[Endpoint],
     ) -> DistributedOptimizer:
         self = cls.__new__(cls)
-        self._inner, self._training, self._world = inner, training, world
-        self._endpoints = endpoints
+        self._inner, self._present, self._world = inner, present, world
         # Not __init__: it would copy the groups. What unpickling does sets up the rest.
         self.__setstate__({})
         return self
+
+    @property
+    def _training(self) -> Training:
+        """The present one."""
+        return self._present.training
 
     # ---- the wrapped optimizer's own ----
 
@@ -135,7 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         loss is returned. *loss* is this worker's loss, where a method wants to see it; it
         is logged as ``loss``. Raises `UsageError` after `finish`.
         """
-        if self._training.finished:
+        if self._present.finished:
             raise UsageError(
                 "step() after finish(): the other workers no longer wait for this one"
             )
@@ -148,15 +150,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._world.journal.log({"loss": loss})
         result = self._update(closure)
         self._training.after_update()
-        if not self._sets_the_pace():
-            return result
+        if self._sets_the_pace():
+            self._count_step()
+        self._present.step_ended()
+        return result
+
+    def _count_step(self) -> None:
         self._world.journal.step(self.first_step)
         done = self.first_step + self._world.journal.step_count
         if self._world.job.options.steps and done >= self._world.job.options.steps:
             self.finish()
             self._say_ended(done)
             raise TrainingEnded(0)
-        return result
 
     def _say_ended(self, steps: int) -> None:
         """A loop can be left by an exception only, so what follows it does not run: nobody
@@ -205,6 +210,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Asked by a GradScaler, which then leaves it to `step` to leave an update out. Where
         gradients are workers' own, one of them alone has an infinity, and the others meet it
         after the update: it may leave that out, but not the step."""
+        self._present.scales = True
         return self._training.steps_without_update()
 
     def _is_left_out(self) -> bool:
@@ -242,7 +248,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Of several optimizers the first one's steps are counted and measured: the others
         step within them."""
         others = self._world.job.unfinished
-        return not others or others[0].training is self._training
+        return not others or others[0].training is self._present
 
     def no_sync(self) -> Any:
         """``with optimizer.no_sync():`` backward passes only accumulate, nothing is sent.
@@ -257,15 +263,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Afterwards all models are equal; the optimizer's state is that of this worker's own
         last step, or, where servers update, theirs. Called at exit if the script does not; again is harmless.
         """
-        if not self._training.finished:
-            self._training.finish()
-            for endpoint in self._endpoints:
-                endpoint.close()
+        self._present.finish()
 
     @property
     def broken_by(self) -> str:
         """The error after which this training cannot go on, if any; `finish` only ends it then."""
-        return self._training.broken_by
+        return self._present.broken_by
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -296,5 +299,10 @@ def _where_in_script() -> str:
 
 def training_of(optimizer: torch.optim.Optimizer) -> Training:
     """What an optimizer that `distribute` has given back belongs to."""
+    return present_of(optimizer).training
+
+
+def present_of(optimizer: torch.optim.Optimizer) -> Present:
+    """Which training that is at present."""
     assert isinstance(optimizer, DistributedOptimizer)
-    return optimizer._training
+    return optimizer._present

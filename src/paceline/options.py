@@ -43,7 +43,8 @@ class RunOptions:
     *gradients*: a folder that worker 0 writes its own gradients to, while it is profiled, of
     *gradient_steps* steps.
     *pace*: the workload whose times an emulated worker takes. *tells*: say so when *steps*
-    end a script. *cluster*: a file that describes the network of a real job.
+    end a script. *cluster*: a file that describes the network of a real job. *report_to*: where
+    worker 0's step records go, too (see `paceline.report_to`).
     """
 
     method: str | None = None
@@ -58,6 +59,7 @@ class RunOptions:
     pace: str | None = None
     tells: bool = True
     cluster: str | None = None
+    report_to: str | None = None
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
@@ -77,6 +79,7 @@ class RunOptions:
             "PACELINE_GRADIENT_STEPS": self.gradient_steps if self.gradients else None,
             "PACELINE_PACE": self.pace,
             CLUSTER_VARIABLE: self.cluster,
+            "PACELINE_REPORT_TO": self.report_to,
         }
         return {key: str(value) for key, value in values.items() if value is not None}
 
@@ -117,4 +120,5 @@ class RunOptions:
             gradient_steps=whole("PACELINE_GRADIENT_STEPS") or 1,
             pace=environment.get("PACELINE_PACE") or None,
             cluster=environment.get(CLUSTER_VARIABLE) or None,
+            report_to=environment.get("PACELINE_REPORT_TO") or None,
         )

@@ -11,10 +11,10 @@ from paceline.interfaces import Stopwatch
 
 
 class HostStopwatch:
-    """A `Stopwatch` on a clock of the host."""
+    """A `Stopwatch` on a clock of the host. *repeats*: of one where times repeat exactly."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self.mark = now
+    def __init__(self, now: Callable[[], float], *, repeats: bool = False) -> None:
+        self.mark, self.repeats = now, repeats
 
     def seconds(self, start: float, marks: Sequence[float]) -> list[float]:
         return [mark - start for mark in marks]
@@ -26,6 +26,8 @@ class CudaStopwatch:
     Marks are events; only `seconds` waits, for the last of them, and never for the whole
     device: a wait in each hook would take away the overlap that is to be measured.
     """
+
+    repeats = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -291,7 +292,11 @@ def lanes_of(group: Any, device: torch.device) -> int:
 
 def reduce_operation_name(operation: Any) -> str:
     """``"SUM"``, ``"AVG"``, ... of a ReduceOp, whichever of its two types it has."""
-    kind = getattr(operation, "op", operation)
+    return _name_of(getattr(operation, "op", operation))
+
+
+@cache
+def _name_of(kind: Any) -> str:
     return str(kind).rsplit(".", 1)[-1]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.distributing import read_spec
+from paceline.chosen import read_spec
 from paceline.spec import parse
 from paceline.testing import CASES
 from paceline.testing.task import Counting

@@ -170,7 +170,10 @@ def test_compare_in_the_real_world(tmp_path):
                 ("nothing=1", "unknown key 'nothing'"),
             )
         ),
-        (["compare", LAYERS], "at least one --variant"),
+        (["compare", LAYERS, "--world=real"], "nobody knows the network"),
+        (["compare", LAYERS, "--variant=bsp", "--quality=late"], "--quality is for"),
+        (["compare", LAYERS, "--variant=bsp", "--until=loss"], "METRIC=VALUE"),
+        (["compare", LAYERS, "--quality=lat"], "Did you mean 'late'"),
         (["compare", LAYERS, "--variant", "bsp", "--variant", "bps"], "unknown method"),
         (
             ["compare", LAYERS, "--variant=bsp", "--world=real", "--link=1gbit"],

@@ -17,6 +17,7 @@ def compress(folder, *words, status=0):
     return done
 
 
+@pytest.mark.slow
 def test_json_has_a_row_for_each_that_suits_and_a_reason_for_each_that_does_not(
     tmp_path,
 ):

@@ -333,7 +333,7 @@ def test_compare_in_the_real_world_refuses_a_workload(paceline, tmp_path):
 @pytest.mark.parametrize(
     "workers",
     [
-        pytest.param([], id="1 worker"),
+        pytest.param([], id="1 worker", marks=pytest.mark.slow),
         pytest.param(["--nproc-per-node=2"], id="2 workers", marks=pytest.mark.slow),
     ],
 )

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import paceline
+from paceline.chosen import read_spec
 from paceline.collectives.schedule import Ring
 from paceline.compression import BF16, Identity, Int4, Int8, Residuals, make
-from paceline.distributing import read_spec
 from paceline.errors import UsageError
 from paceline.network.workload import Workload
 from paceline.settings import Settings

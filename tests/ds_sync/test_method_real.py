@@ -14,7 +14,7 @@ from tests.ds_sync.ends import FEW, ends
 @pytest.mark.parametrize(
     ("workers", "part"),
     [
-        pytest.param(5, FEW, id="5, some"),
+        pytest.param(5, FEW, id="5, some", marks=pytest.mark.slow),
         pytest.param(4, slice(None), id="4", marks=pytest.mark.slow),
         pytest.param(5, slice(None), id="5", marks=pytest.mark.slow),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.distributing import read_spec
+from paceline.chosen import read_spec
 from paceline.errors import UsageError
 
 

@@ -244,7 +244,7 @@ def test_a_script_that_fails_ends_the_job_with_its_error(tmp_path):
 @pytest.mark.parametrize(
     "how",
     [
-        "kill",
+        pytest.param("kill", marks=pytest.mark.slow),
         pytest.param("interrupt", marks=pytest.mark.slow),
         pytest.param("terminate", marks=pytest.mark.slow),
     ],

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.distributing import read_spec
+from paceline.chosen import read_spec
 from paceline.errors import UsageError
 from paceline.network import Cluster, Rack
 from tests.local.helpers import Trained, adam, double, momentum, simulate, spread, train

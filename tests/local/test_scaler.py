@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.errors import UsageError, WorkerFailedError
+from paceline.errors import GradientError, UsageError, WorkerFailedError
 from tests.local.helpers import double, momentum, simulate
 from tests.osp.helpers import flat, loss_of
 from tests.tables import crossed
@@ -77,3 +77,10 @@ def test_an_own_gradient_that_was_clipped_with_its_scale_is_refused() -> None:
         train("local-sgd:every=4", 8.0, clip_norm=1.0)
     assert isinstance(error.value.__cause__, UsageError)
     train("daso:group=2", 8.0, clip_norm=1.0)  # of the node's mean, after it
+
+
+@pytest.mark.parametrize("method", ["osp:collective=native", "ssp"])
+def test_gradients_that_were_sent_with_their_scale_are_refused(method: str) -> None:
+    with pytest.raises(WorkerFailedError, match="a GradScaler under") as error:
+        train(method, 8.0)
+    assert isinstance(error.value.__cause__, GradientError)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import paceline
+from paceline.chosen import read_spec
 from paceline.compression import make, pure
-from paceline.distributing import read_spec
 from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.methods.local import SparseLoCo

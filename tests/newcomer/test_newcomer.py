@@ -74,7 +74,7 @@ def test_a_sample_of_the_kit_in_virtual_time(toy, workers):
 @pytest.mark.parametrize(
     ("workers", "every"),
     [
-        pytest.param(3, 41, id="3 processes, few"),
+        pytest.param(3, 41, id="3 processes, few", marks=pytest.mark.slow),
         pytest.param(2, 5, id="2 processes", marks=pytest.mark.slow),
         pytest.param(3, 5, id="3 processes", marks=pytest.mark.slow),
     ],

@@ -10,7 +10,7 @@ from benchmarks.osp_comparisons import Inverse, InverseOSP, Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.distributing import read_spec
+from paceline.chosen import read_spec
 from paceline.errors import UsageError
 from paceline.methods.osp.choice import (
     VISIBLE,

@@ -288,7 +288,8 @@ def test_two_trainings_plan_side_by_side(capsys):
     for ours, theirs in zip(answers[0], answers[1], strict=True):
         assert ours.groups == theirs.groups
         assert len(ours.plan) > 1
-    assert capsys.readouterr().err.count("the plan is used") == 2
+    # Of two models that are alike the sentence is the same, and said once.
+    assert capsys.readouterr().err.count("the plan is used") == 1
 
 
 def test_without_a_forward_pass_of_the_model_itself_ddps_rule_stays(capsys):

@@ -164,6 +164,7 @@ def test_a_worker_is_killed_at_any_moment(start, seed):
     check_kill(start, seed, workers=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.distributing import read_spec
+from paceline.chosen import read_spec
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush
 from paceline.methods.sync_switch import BSPThenASP

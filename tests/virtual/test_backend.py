@@ -597,7 +597,8 @@ def test_two_runs_are_equal_bit_for_bit(play: bool) -> None:
         world = simulation(racks(), play=play, trace=True)
         runs.append((run_on(world, everything), world.result))
     (first, one), (second, two) = runs
-    assert len(one.spans) == 4 * (3 + 1 + 1) * N
+    # Three sums of all, one of a half, a broadcast, and a message to the next.
+    assert len(one.spans) == 4 * (3 + 1 + 1 + 1) * N
     assert one.spans == two.spans
     assert [kept.spans for kept in one.kept] == [kept.spans for kept in two.kept]
     assert one.virtual_seconds == two.virtual_seconds > 0

@@ -440,9 +440,9 @@ def test_spans_show_each_worker_lane_and_time() -> None:
     run_on(world, body)
     spans = [span for span in world.result.spans if span.worker == 0]
     assert [span.name for span in spans] == [
-        "all_reduce(SUM, float32[25000])",
-        "all_reduce(SUM, float32[25000])",
-        "barrier()",
+        "all_reduce(SUM, float32[25000]), 100 kB sent",
+        "all_reduce(SUM, float32[25000]), 100 kB sent",
+        "barrier(), 0 B sent",
     ]
     assert {span.row for span in spans} == {"world lane 0"}
     # Present from 0; the other comes at 0.25; 2 x (0.05 + 2 ms) each; a barrier 0.05 ms.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.distributing import read_spec
+from paceline.chosen import read_spec
 from paceline.errors import GradientError, UsageError, WorkerFailedError
 from paceline.methods import METHODS
 from paceline.network import Cluster, Rack, ServerHost, uniform_cluster
@@ -187,6 +187,36 @@ def test_textbook_push_and_pull_are_an_incast_and_its_mirror(workers):
         each = latency + workers * (size + HEADER_BYTES) / rate
         # bsp holds a roll call's worth of nothing: one message each way
         assert took == pytest.approx(2 * each, rel=1e-6)
+
+
+def test_a_trace_tells_when_messages_were_on_their_way():
+    rate, latency, size = 50e6, 1e-3, 8 * MB
+    cluster = Cluster(
+        (Rack(workers=2, link=rate, latency=latency),), servers=(ServerHost(),)
+    )
+
+    def train(rank):
+        model = torch.nn.Linear(size // 4, 1, bias=False)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(model, plain, method="backup:fusion=single")
+        for _ in range(3):
+            model(torch.ones(size // 4)).backward()
+            optimizer.step()
+        optimizer.finish()
+
+    compute = ComputeModel(forward=0.0, backward=0.0)
+    spans = Simulation(cluster, compute=compute, trace=True).run(train).spans
+    seconds = latency + 2 * (size + HEADER_BYTES) / rate
+    for way, kind in (("to", "push"), ("from", "parameters")):
+        mine = [
+            span
+            for span in spans
+            if (span.worker, span.row) == (1, f"{way} server 0")
+            and span.name == f"{kind}, {size / MB:g} MB"
+        ]
+        assert len(mine) >= 3  # parameters come at the start and at the end, too
+        for span in mine[1:3]:
+            assert span.end - span.start == pytest.approx(seconds, rel=1e-3)
 
 
 def test_pulls_stream_back_while_others_are_pushed():

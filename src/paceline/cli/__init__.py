@@ -19,6 +19,7 @@ from paceline.cli import (
     compare,
     compress,
     compression,
+    doctor,
     emulate,
     methods,
     plan,
@@ -49,6 +50,7 @@ app.command(cls=LaunchCommand)(probe.probe)
 app.command(cls=Command)(compare.compare)
 app.command(cls=LaunchCommand)(plan.plan)
 app.command(cls=Command)(plan_switches.plan_switches)
+app.command(cls=doctor.DoctorCommand)(doctor.doctor)
 app.command(cls=Command)(compress.compress)
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(aggregate.aggregate)
@@ -67,7 +69,7 @@ def main() -> None:
             # what the script itself raised, and where
             traceback.print_exception(cause.with_traceback(_script_frames(cause)))
         print(f"paceline: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error.exit_status)
 
 
 def _script_frames(error: BaseException) -> TracebackType | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -14,13 +15,25 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from paceline.cli import options as o
+from paceline.cli.planned import classes, plan_script, processes, telling
 from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.report.files import clear
+from paceline.units import show_seconds
 
 if TYPE_CHECKING:
+    from paceline.instruments import StepRecord
+    from paceline.interfaces import Quality
+    from paceline.network import Cluster
+    from paceline.plan import Plan
+    from paceline.report.goal import Goal
     from paceline.report.result import Outcome, Result
     from paceline.report.variants import Variant
+    from paceline.worlds.virtual import ComputeModel
+
+PLAN_SECONDS = 30.0
+"""Of a core, for the plan where no variant is named."""
+BASELINE = "what DDP does"
 
 
 def compare(
@@ -28,7 +41,25 @@ def compare(
     script_arguments: o.ScriptArguments = None,
     variant: Annotated[
         list[str] | None,
-        typer.Option(metavar="SPEC", help="A method's spec; once or more."),
+        typer.Option(
+            metavar="SPEC",
+            help="A method's spec; once or more. \\[default: what paceline plan finds to be the "
+            "best of each class, and bsp:fusion=ddp, which is what DDP does]",
+        ),
+    ] = None,
+    quality: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLASS",
+            help="Without --variant: only the best of this class; once or more. \\[default: of all]",
+        ),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC=VALUE",
+            help="Say when each reached this value of a logged metric. \\[default: no column for it]",
+        ),
     ] = None,
     world: Annotated[
         Literal["virtual", "emulated", "real"], typer.Option(help="Where to run.")
@@ -57,13 +88,24 @@ def compare(
     json: o.Json = False,
 ) -> None:
     """Run SCRIPT under each --variant, in turn; print a table and write records, plots and
-    a page.
+    a page. Without --variant: under what paceline plan finds to be the best of each class.
 
     A variant that fails has a row that says so, the others go on, and the exit status is 1.
     """
-    if not variant:
-        raise UsageError("expected at least one --variant SPEC, such as --variant bsp")
-    o.check_job(script, *variant)
+    o.check_job(script, *variant or ())
+    if variant and quality:
+        raise UsageError(
+            "--quality is for the plan, which --variant replaces: leave it out"
+        )
+    if world == "real" and not variant:
+        raise UsageError(
+            "in the real world nobody knows the network: give one --variant SPEC or more "
+            "(paceline plan SCRIPT --probe measures it, and says which are fastest)"
+        )
+    from paceline.report.goal import Goal
+
+    goal = None if until is None else Goal.read(until)
+    allowed = classes(quality)
     network: dict[str, object] = {
         "--cluster": cluster,
         "--link": link,
@@ -84,42 +126,46 @@ def compare(
     for name, value in foreign[world].items():
         if value is not None:
             raise UsageError(f"{name} means nothing in the {world} world; leave it out")
-    from paceline.cli.measured import profiled
     from paceline.report.result import Result
     from paceline.report.tables import print_results
     from paceline.report.variants import Variant, to_json
 
+    arguments = script_arguments or []
     shared: dict[str, object] = {"--steps": steps, "--seed": seed, "--workers": workers}
+    plan, measures = None, True
     if world == "real":
         shared["--workers"] = workers or 2
-    elif world == "emulated":
-        o.make_cluster(
-            cluster, workers, link, latency, server_hosts
-        )  # complain here, once
-        shared |= network | {"--pace": pace}
     else:
         # Complain here, once, not in every variant; and profile once for all.
         described = o.make_cluster(cluster, workers, link, latency, server_hosts)
-        compute = o.make_compute(workload, forward, backward, jitter, seed)
-        if workload is None and forward is None and backward is None:
-            compute = profiled(
-                script,
-                script_arguments or [],
-                described,
-                compute,
-                RunOptions(method="bsp", seed=seed),  # it runs whatever the variants do
-            )
-            if compute.workload is None:
-                shared |= {"--forward": compute.forward, "--backward": compute.backward}
-            # else each variant finds the profile that is kept
-        shared = network | virtual_only | shared
-    arguments = [
-        f"{name}={value}" for name, value in shared.items() if value is not None
+        times: dict[str, object] = {
+            "workload": pace or workload,
+            "forward": forward,
+            "backward": backward,
+        }
+        if not variant:
+            plan = _planned(script, arguments, described, allowed, times)
+        if world == "virtual":
+            compute = o.make_compute(workload, forward, backward, jitter, seed)
+            measures = not any(times.values())
+            if measures:
+                said = _measured(script, arguments, described, compute, seed)
+                measures, shared = not said, shared | said
+            shared = virtual_only | shared
+        shared |= network | ({"--pace": pace} if world == "emulated" else {})
+    variants = [
+        Variant(i, spec) for i, spec in enumerate(variant or _specs(plan).values())
     ]
-    variants = [Variant(i, text) for i, text in enumerate(variant)]
     clear(str(output))  # else what is left of the last comparison looks like this one's
-    results = _run_all(
-        variants, world, script, script_arguments or [], arguments, output
+    results, reached = _run_all(
+        variants,
+        world,
+        script,
+        arguments,
+        [f"{name}={value}" for name, value in shared.items() if value is not None],
+        output,
+        goal,
+        at_once=1 if world != "virtual" or measures else processes(),
     )
     ran = [outcome for _, outcome in results if isinstance(outcome, Result)]
     page = None
@@ -127,14 +173,120 @@ def compare(
         title = f"{script}: {len(variants)} variant{'s' * (len(variants) > 1)}"
         page = _write_page(output, title, variants, results, ran[0])
     if json:
-        print(to_json(results))
+        print(to_json(results, reached, plan=plan))
     elif ran:
-        print_results(results)
+        if plan is None:
+            print_results(results, reached, goal)
+        else:
+            _print_gains(plan, results, reached, goal, ran[0])
         print(f"records and traces: {output}/ (open a trace in ui.perfetto.dev)")
         if page is not None:
             print(f"page: {page}")
+    if goal is not None and ran:
+        goal.check_logged(ran[0].metrics)
     if len(ran) < len(results):
         sys.exit(1)
+
+
+def _planned(
+    script: Path,
+    arguments: list[str],
+    cluster: Cluster,
+    allowed: Collection[Quality],
+    times: Mapping[str, Any],
+) -> Plan:
+    """The plan; says which will run, and why, on standard error."""
+    from paceline.plan.verdict import passed_over, verdict
+
+    with o.standard_output_for_result(True), telling() as told:
+        made = plan_script(
+            script,
+            arguments,
+            cluster,
+            **times,
+            allowed=allowed,
+            budget=PLAN_SECONDS,
+            told=told,
+        )
+        plan = made.plan
+        if plan.workers == 1:
+            raise UsageError(
+                "one worker has nothing to compare: give --workers 2 or more"
+            )
+        told.say(f"plan: {verdict(plan)}")
+        for role, spec in _specs(plan).items():
+            row = plan.row(spec)
+            if row is None:
+                told.say(f"  {role}: {spec}")
+            else:
+                among = sum(one.quality == row.quality for one in plan.rows)
+                told.say(
+                    f"  {role}: {spec}, {show_seconds(row.step_seconds)} a step"
+                    + f", the best of {among}" * (role == row.quality)
+                )
+        if passed_over(plan):
+            told.say(f"  {passed_over(plan)}")
+    return plan
+
+
+def _specs(plan: Plan | None) -> dict[str, str]:
+    """What a plan has run, by what it is there for: DDP's rule, then the best of each class."""
+    from paceline.plan.help import DDP
+
+    best = {} if plan is None else plan.advised
+    return {BASELINE: DDP} | {
+        quality: row.spec for quality, row in best.items() if row.spec != DDP
+    }
+
+
+def _measured(
+    script: Path,
+    arguments: list[str],
+    cluster: Cluster,
+    compute: ComputeModel,
+    seed: int | None,
+) -> dict[str, object]:
+    """Profile the script, if need be, for all variants, which find what is kept. Options for them
+    where there is nothing to measure, as the script says what it computes."""
+    from paceline.cli.measured import profiled
+
+    # It runs whatever the variants do.
+    options = RunOptions(method="bsp", seed=seed)
+    compute = profiled(script, arguments, cluster, compute, options)
+    if compute.workload is not None:
+        return {}
+    return {"--forward": compute.forward, "--backward": compute.backward}
+
+
+def _print_gains(
+    plan: Plan,
+    results: Sequence[tuple[str, Outcome]],
+    reached: Sequence[StepRecord | None],
+    goal: Goal | None,
+    first: Result,
+) -> None:
+    from paceline.report.gains import Gain, print_gains
+
+    rows = []
+    for role, (spec, outcome), when in zip(_specs(plan), results, reached, strict=True):
+        row = plan.row(spec)
+        rows.append(
+            Gain(
+                role=role,
+                spec=spec,
+                outcome=outcome,
+                planned=None if row is None else row.step_seconds,
+                reached=None if when is None else when.end_seconds,
+                steps=None if when is None else when.step,
+            )
+        )
+    print_gains(
+        rows,
+        plan.workers,
+        plan.one_machine.step_seconds,
+        goal,
+        title=f"{plan.cluster}, {first.world} world",
+    )
 
 
 def _run_all(
@@ -144,15 +296,19 @@ def _run_all(
     script_arguments: Sequence[str],
     options: Sequence[str],
     output: Path,
-) -> list[tuple[str, Outcome]]:
-    """Run each variant; records of those that have not failed are merged in *output*."""
+    goal: Goal | None,
+    *,
+    at_once: int,
+) -> tuple[list[tuple[str, Outcome]], list[StepRecord | None]]:
+    """Run each variant, some *at_once*; records of those that have not failed are merged in
+    *output*. Also each one's step that reached the *goal*, if any."""
     from paceline.report.result import Result
-    from paceline.report.variants import merge_records, run_variant
+    from paceline.report.variants import merge_records, reached, run_variant
 
-    results: list[tuple[str, Outcome]] = []
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        for item in variants:
+
+        def run(item: Variant) -> Outcome:
             task = progress.add_task(
                 f"[{item.number + 1}/{len(variants)}] {item.spec}", total=1
             )
@@ -162,15 +318,21 @@ def _run_all(
             if not isinstance(outcome, Result):
                 words = f"{errors.strip()}\npaceline: variant {item.spec!r} failed"
                 progress.console.print(Text(words), soft_wrap=True)
-            results.append((item.spec, outcome))
             progress.update(task, completed=1)
-    have_run = [
-        item
-        for item, (_, outcome) in zip(variants, results, strict=True)
-        if isinstance(outcome, Result)
+            return outcome
+
+        with ThreadPoolExecutor(at_once) as pool:
+            outcomes = list(pool.map(run, variants))
+    pairs = list(zip(variants, outcomes, strict=True))
+    when = [
+        reached(goal, item, outcome, output)
+        if goal is not None and isinstance(outcome, Result)
+        else None
+        for item, outcome in pairs
     ]
+    have_run = [item for item, outcome in pairs if isinstance(outcome, Result)]
     merge_records(have_run, output)
-    return results
+    return [(item.spec, outcome) for item, outcome in pairs], when
 
 
 def _write_page(
@@ -180,7 +342,7 @@ def _write_page(
     results: Sequence[tuple[str, Outcome]],
     first: Result,
 ) -> Path:
-    from paceline.report.page import write_report  # matplotlib: only where needed
+    from paceline.report.comparison import write_report  # matplotlib: only where needed
 
     notes = [("network", first.network), ("compute", first.compute)]
     return write_report(
@@ -190,4 +352,15 @@ def _write_page(
         title=title,
         command=shlex.join(["paceline", *sys.argv[1:]]),
         notes=[(name, text) for name, text in notes if text],
+        qualities=[_class_of(spec) for spec, _ in results],
     )
+
+
+def _class_of(spec: str) -> str:
+    """What becomes of a gradient; nothing where that is found out while it trains."""
+    from paceline.plan.candidates import candidate
+
+    try:
+        return candidate(spec).quality
+    except UsageError:
+        return ""

@@ -43,6 +43,7 @@ def emulate(
     ] = True,
     output: o.Output = "first",
     records: o.Records = None,
+    report_to: o.ReportTo = None,
     json: o.Json = False,
     check: Annotated[
         bool, typer.Option("--check", help="Say what this machine can emulate.")
@@ -63,6 +64,7 @@ def emulate(
     from paceline.worlds.emulated.job import EmulatedJob
 
     o.check_job(script, method)
+    o.check_report(report_to)
     described = o.make_cluster(cluster, workers, link, latency, server_hosts)
     o.check_workers(method, described.workers, described.groups)
     if pace is not None:
@@ -80,6 +82,7 @@ def emulate(
             method=method,
             steps=steps,
             seed=seed,
+            report_to=report_to,
             pace=pace,
             json=True,
             result=str(result_file),

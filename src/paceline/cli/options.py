@@ -67,6 +67,14 @@ Records = Annotated[
         help="Folder for per-step records (JSON lines) and a trace. \\[default: none]"
     ),
 ]
+ReportTo = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLACE",
+        help="Where worker 0's step records go while it trains: tensorboard:FOLDER, "
+        "wandb:PROJECT, mlflow:EXPERIMENT or csv:FILE. \\[default: nowhere]",
+    ),
+]
 Output = Annotated[
     Literal["first", "all"],
     typer.Option(
@@ -136,10 +144,11 @@ def check_job(script: Path, *specs: str | None) -> None:
         raise UsageError(f"there is no script {script}")
     if not any(specs):
         return
-    from paceline.distributing import read_spec
+    from paceline.auto.wish import wish_of
+    from paceline.chosen import read_spec
 
     for spec in specs:
-        if spec is not None:
+        if spec is not None and wish_of(spec) is None:
             read_spec(spec)
 
 
@@ -149,9 +158,14 @@ def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) ->
     if spec is None:
         return
     from paceline import methods
-    from paceline.distributing import read_spec
+    from paceline.auto.wish import wish_of
+    from paceline.chosen import read_spec
     from paceline.interfaces import UpdatesOnServer
 
+    wish = wish_of(spec)
+    if wish is not None:
+        wish.load_cluster(workers)  # which says it, if it is of others
+        return
     method = methods.grouped(read_spec(spec)[0], groups)
     if method.updates_on == "server":
         cast(UpdatesOnServer, method).server(workers)
@@ -243,3 +257,11 @@ def standard_output_for_result(active: bool) -> Iterator[int]:
         sys.stdout.flush()
         os.dup2(true_output, 1)
         os.close(true_output)
+
+
+def check_report(report_to: str | None) -> None:
+    """Raise `UsageError` for a place that nobody knows."""
+    if report_to is not None:
+        from paceline.sinks import check_place
+
+        check_place(report_to)

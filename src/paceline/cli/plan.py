@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
-from paceline.errors import UsageError, unknown
+from paceline.cli.planned import (
+    Planned,
+    Telling,
+    classes,
+    plan_script,
+    processes,
+    telling,
+)
+from paceline.errors import UsageError
 from paceline.network import load_cluster
-from paceline.options import RunOptions
+from paceline.units import show_seconds
 from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:
-    from paceline.interfaces import Quality
-    from paceline.network import Cluster, Workload
-    from paceline.plan.facts import Facts
-    from paceline.worlds.virtual import ComputeModel
-
-Told = Callable[[str, int | None, int | None], None]
+    from paceline.network import Cluster
+    from paceline.plan.help import Helps
+    from paceline.plan.until import Reached
+    from paceline.plan.what_if import Point
+    from paceline.report.goal import Goal
 
 
 def plan(
@@ -48,6 +50,8 @@ def plan(
         ),
     ] = False,
     workload: o.WorkloadFile = None,
+    forward: o.Forward = None,
+    backward: o.Backward = None,
     quality: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,6 +75,12 @@ def plan(
             "time to this value of a logged metric. \\[default: by seconds a step]",
         ),
     ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="With --until: train so many steps at most. \\[default: all of the script's]"
+        ),
+    ] = None,
     what_if: Annotated[
         bool,
         typer.Option(
@@ -78,10 +88,18 @@ def plan(
             help="Predict 1 to 64 workers with links of 0.1 to 25 Gbit/s, too.",
         ),
     ] = False,
-    output: Annotated[Path, typer.Option(help="Folder for pictures.")] = Path(
-        "paceline-plan"
-    ),
-    no_plots: Annotated[bool, typer.Option("--no-plots", help="Draw nothing.")] = False,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Print all candidates, and why the others cannot run, too."
+        ),
+    ] = False,
+    output: Annotated[
+        Path, typer.Option(help="Folder for the page and its pictures.")
+    ] = Path("paceline-plan"),
+    no_plots: Annotated[
+        bool, typer.Option("--no-plots", help="Draw nothing, and write no page.")
+    ] = False,
     json: o.Json = False,
 ) -> None:
     """Predict every method for SCRIPT on a network, and say which are fastest.
@@ -91,7 +109,12 @@ def plan(
     o.check_job(script, None)
     if not budget > 0:
         raise UsageError(f"--budget: expected more than zero, got {budget:g}")
-    allowed = _classes(quality)
+    from paceline.report.goal import Goal
+
+    allowed = classes(quality)
+    goal = None if until is None else Goal.read(until)
+    if steps is not None and goal is None:
+        raise UsageError("--steps says how long --until trains; give both")
     if probe:
         described = _probed(
             context, workers, cluster or link or latency or server_hosts
@@ -102,89 +125,132 @@ def plan(
         for word in torchrun_words(context)[:1]:
             raise UsageError(f"{word} means nothing without --probe; leave it out")
         described = o.make_cluster(cluster, workers, link, latency, server_hosts)
-    from paceline.plan import plan as make_plan
     from paceline.plan import tables
-    from paceline.plan.facts import facts_of
     from paceline.plan.help import helps
-    from paceline.plan.predict import Job
-    from paceline.plan.until import Goal
+    from paceline.plan.together import in_processes
+    from paceline.plan.until import Trained
     from paceline.plan.until import until as train_until
-    from paceline.plan.what_if import what_if as make_points
 
-    goal = None if until is None else Goal.read(until)
     arguments = script_arguments or []
-    with o.standard_output_for_result(True) as true_output, _progress() as told:
-        told(f"running {script}", None, None)
-        facts = facts_of(str(script), arguments, o.SCRATCH)
-        times, compute = _workload(script, arguments, described, workload, facts)
-        found = make_plan(
+    with (
+        o.standard_output_for_result(True) as true_output,
+        telling() as told,
+        in_processes(processes()) as predict,
+    ):
+        made = plan_script(
+            script,
+            arguments,
             described,
-            times,
+            workload=workload,
+            forward=forward,
+            backward=backward,
             allowed=allowed,
-            budget_seconds=budget,
-            optimizer=facts.optimizer,
-            refused=facts.refused,
-            processes=min(2, os.cpu_count() or 1),
+            budget=budget,
             told=told,
+            predict=predict,
         )
-        told("what would help", None, None)
-        job = Job(cluster=described, workload=times, optimizer=facts.optimizer)
-        more = helps(found, job)
-        points = make_points(found, job, told=told) if what_if else []
+        told("what would help")
+        more = helps(made.plan, made.job, predict)
+        points = _points(made, told) if what_if else []
         reached = []
         if goal is not None:
-            best = {q: row.spec for q, row in found.best.items()}
-            reached = train_until(
-                best, goal, str(script), arguments, described, compute, o.SCRATCH, told
+            trained = Trained(
+                script=str(script),
+                arguments=arguments,
+                cluster=described,
+                compute=made.compute,
+                scratch=o.SCRATCH,
+                steps=steps,
             )
+            best = {q: row.spec for q, row in made.plan.advised.items()}
+            reached = train_until(best, goal, trained, told, told.say)
         print(f"network: {described.describe()}", file=sys.stderr)
-        print(f"compute: {times.source or workload}", file=sys.stderr)
+        print(f"compute: {made.job.workload.source}", file=sys.stderr)
         if not no_plots:
-            from paceline.plan.pictures import (
-                write_pictures,  # matplotlib takes a second
+            page = _write_page(
+                output,
+                made,
+                more,
+                points,
+                reached,
+                (str(script), arguments, goal),
+                told,
             )
-
-            write_pictures(str(output), found, points)
-            print(f"pictures: {output}/", file=sys.stderr)
+            print(f"page: {page}", file=sys.stderr)
         if json:
             with open(true_output, "w", closefd=False) as stream:
-                print(tables.to_json(found, more, points, reached), file=stream)
-    if not json:
-        tables.print_plan(found, str(script), arguments)
-        tables.print_helps(more)
-        if points:
-            tables.print_points(points)
-        if until is not None:
-            tables.print_reached(reached, until)
-
-
-@contextmanager
-def _progress() -> Iterator[Told]:
-    """What is told is shown on standard error, where that is a terminal."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-        redirect_stdout=False,
-        redirect_stderr=False,
+                text = tables.to_json(
+                    made.plan, more, points, reached, str(script), arguments
+                )
+                print(text, file=stream)
+    if json:
+        return
+    if points:
+        tables.print_points(points)
+    if goal is not None:
+        tables.print_reached(reached, str(goal))
+    words = {
+        "--cluster": cluster,
+        "--workers": workers,
+        "--link": link,
+        "--latency": latency,
+        "--server-hosts": server_hosts,
+    }
+    tables.print_plan(
+        made.plan,
+        more,
+        described,
+        str(script),
+        arguments,
+        network=None
+        if probe
+        else [f"{name}={value}" for name, value in words.items() if value is not None],
+        everything=everything,
     )
-    with progress:
-        task = progress.add_task("", total=None)
-        yield lambda what, number, count: progress.update(
-            task, description=what, completed=number or 0, total=count
-        )
 
 
-def _classes(wanted: list[str] | None) -> tuple[Quality, ...]:
-    from paceline.interfaces import QUALITIES
+def _write_page(
+    output: Path,
+    made: Planned,
+    more: Helps,
+    points: list[Point],
+    reached: list[Reached],
+    asked: tuple[str, list[str], Goal | None],
+    told: Telling,
+) -> Path:
+    """The page, and its pictures as files beside it."""
+    from paceline.plan.page import plan_page
+    from paceline.plan.pictures import write_pictures  # matplotlib takes a second
+    from paceline.plan.steps import steps_of
+    from paceline.report.page import NAME, write_page
 
-    for name in wanted or []:
-        if name not in QUALITIES:
-            raise UsageError(unknown("class for --quality", name, QUALITIES))
-    return tuple(q for q in QUALITIES if not wanted or q in wanted)
+    steps = steps_of(made.plan, made.job, told)
+    pictures = write_pictures(str(output), made.plan, points)
+    script, arguments, goal = asked
+    page = plan_page(
+        *(made.plan, more, points, reached, steps),
+        cluster=made.job.cluster,
+        script=script,
+        arguments=arguments,
+        goal=str(goal),
+        command=shlex.join(["paceline", *sys.argv[1:]]),
+        notes=[
+            ("network", made.job.cluster.describe()),
+            ("compute", made.job.workload.source),
+        ],
+        files=[f"{one.name}.{kind}" for one in pictures for kind in ("svg", "png")],
+    )
+    return write_page(output / NAME, page)
+
+
+def _points(made: Planned, told: Telling) -> list[Point]:
+    """What more workers and faster links would give, after saying how long that takes."""
+    from paceline.plan.what_if import seconds_at_most
+    from paceline.plan.what_if import what_if as make_points
+
+    seconds = seconds_at_most(made.plan, made.job)
+    told.say(f"--what-if takes about {show_seconds(seconds)} of a core at most")
+    return make_points(made.plan, made.job, told=told, processes=processes())
 
 
 def _probed(
@@ -202,36 +268,3 @@ def _probed(
         file = Path(folder) / "cluster.toml"
         probe(context, world="real", workers=workers, output=file, seconds=0.1)
         return load_cluster(file) if file.exists() else None
-
-
-def _workload(
-    script: Path,
-    arguments: list[str],
-    cluster: Cluster,
-    named: str | None,
-    facts: Facts,
-) -> tuple[Workload, ComputeModel]:
-    """A step's times: from the file that is named, or what the model stands for, or as the script
-    paces itself, or measured; and what its training is charged in virtual time."""
-    from paceline.cli.measured import profiled
-    from paceline.worlds.virtual.profile import paced_workload
-
-    compute = o.make_compute(named, None, None, 0.0, None)
-    if compute.workload is not None:
-        facts.check(compute.workload, compute.what)
-        return compute.workload, compute
-    if facts.workload is not None:
-        return facts.workload, compute
-    options = RunOptions(method="bsp")
-    compute = profiled(script, arguments, cluster, compute, options)
-    measured = compute.workload or paced_workload(str(script), arguments)
-    if measured is None:
-        raise UsageError(
-            f"{script} trains more than one model, or never calls the model itself: nobody "
-            "knows how long a step of it takes. Give --workload FILE (paceline profile SCRIPT)"
-        )
-    # What compressors take is guessed here, as it was for the plan.
-    compute = replace(compute, kept=False)
-    return (
-        measured if measured.source else replace(measured, source=str(script))
-    ), compute

@@ -42,6 +42,7 @@ def run(
     steps: o.Steps = None,
     seed: o.Seed = None,
     records: o.Records = None,
+    report_to: o.ReportTo = None,
     survive: Annotated[
         bool,
         typer.Option(
@@ -73,6 +74,7 @@ def run(
     torchrun_options = torchrun_words(context)
     arguments = script_arguments or []
     o.check_job(script, method)
+    o.check_report(report_to)
     described = load_cluster(cluster) if cluster is not None else None
     if workers and not torchrun_options and NODES_VARIABLE not in os.environ:
         groups: tuple[int, ...] = ()
@@ -94,6 +96,7 @@ def run(
             method=method,
             steps=steps,
             seed=seed,
+            report_to=report_to,
             json=True,
             records=None if records is None else str(Path(records).resolve()),
             result=str(result_file),

@@ -45,10 +45,12 @@ def simulate(
         Path, typer.Option(help="Folder for the checkpoints of SCRIPT.")
     ] = o.SCRATCH,
     records: o.Records = None,
+    report_to: o.ReportTo = None,
     json: o.Json = False,
 ) -> None:
     """Run SCRIPT once per virtual worker, in one process, on a virtual clock."""
     o.check_job(script, method)
+    o.check_report(report_to)
     if records is not None:
         make_folder(str(records))
     described = o.make_cluster(cluster, workers, link, latency, server_hosts)
@@ -58,7 +60,7 @@ def simulate(
     from paceline.worlds.virtual.script import result_of
 
     compute = o.make_compute(workload, forward, backward, jitter, seed)
-    options = RunOptions(method=method, steps=steps, seed=seed)
+    options = RunOptions(method=method, steps=steps, seed=seed, report_to=report_to)
     progress = Progress(
         *(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()),
         console=Console(stderr=True),

@@ -14,14 +14,15 @@ _HEAD = """# Compressors
 Made by `paceline compression` from the registry; do not edit. What each costs and gains is in
 [compression.md](compression.md). What is sent of a mean of gradients:
 `distribute(compression="int8:residuals=true")`, or `--method bsp:compression=int8,compression.residuals=true`.
+*Class*: what a mean of gradients so coded promises ([plan.md](plan.md#classes)).
 A gradient is divided by the number of workers (or weighted by its samples) before it is coded.
 
 *Linear*: sums of codes are codes of sums, so codes are all-reduced; others are gathered, and every worker adds up
 all of them. *Unbiased*: the expected result is the mean itself. *State*: what is kept between steps; each worker's
 *own* is saved in each worker's part of a checkpoint.
 
-| compression | keys | linear | unbiased | rounds | state | sends | loses |
-|---|---|---|---|---|---|---|---|
+| compression | class | keys | linear | unbiased | rounds | state | sends | loses |
+|---|---|---|---|---|---|---|---|---|
 """
 
 _RESIDUALS = """
@@ -47,6 +48,7 @@ def compression_page() -> str:
         one = shape()
         cells = [
             f"`{name}`",
+            one.quality,
             ", ".join(keys) or "-",
             "yes" if one.linear else "no",
             "yes" if one.unbiased else "no",

@@ -59,7 +59,13 @@ class Compute(Protocol):
 
 
 class Stopwatch(Protocol):
-    """Marks moments without waiting for them, and says later how far apart they were."""
+    """Marks moments without waiting for them, and says later how far apart they were.
+
+    *repeats*: equal work takes equal time, to the bit, and whoever measures may do so once.
+    """
+
+    @property
+    def repeats(self) -> bool: ...
 
     def mark(self) -> Any:
         """This moment: on the host's clock, or in the device's stream of work."""

@@ -7,7 +7,7 @@ collectives use it, among others. Methods never see it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol
 
@@ -20,7 +20,7 @@ from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.job import Job
 from paceline.messages import Answers
-from paceline.network import Cluster
+from paceline.network import Cluster, Workload
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,12 @@ class World(Protocol):
         """
         ...
 
+    @property
+    def workload(self) -> Workload | None:
+        """The times that the first model's passes are given here; None where they take what they
+        take, or what the script says."""
+        ...
+
     def stopwatch(self, device: torch.device) -> Stopwatch:
         """What times work on tensors of *device*."""
         ...
@@ -192,4 +198,9 @@ class World(Protocol):
     def spend(self, seconds: float, what: str) -> None:
         """Paceline itself computes *seconds* (at a speed of 1): charged where time is
         virtual, to the work that runs now (`Pending.then`) or else to the script."""
+        ...
+
+    def outside(self, wait: Callable[[], None]) -> None:
+        """Wait for something that is not of this world, such as another process: where time is virtual,
+        it takes none."""
         ...

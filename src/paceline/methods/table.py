@@ -14,11 +14,12 @@ from paceline.spec import parse
 _HEAD = """# Methods
 
 Made by `paceline methods` from the registry; do not edit. *Updates on*: where the optimizer
-runs. *Gradient seen*: what `.grad` holds between `backward()` and `step()`. *Clips*: whose norm
+runs. *Class*: what becomes of a gradient, with the settings of the row; a code or a collective can weaken
+it ([plan.md](plan.md#classes)). *Gradient seen*: what `.grad` holds between `backward()` and `step()`. *Clips*: whose norm
 `distribute(clip_norm=...)` limits, that of the mean gradient, or of each worker's own before it is sent.
 
-| method | keys | updates on | gradient seen | clips | waits for | sends | guarantees |
-|---|---|---|---|---|---|---|---|
+| method | class | keys | updates on | gradient seen | clips | waits for | sends | guarantees |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -39,6 +40,7 @@ def methods_page() -> str:
             written = ",".join(f"{key}={value}" for key, value in form.items())
             cells = [
                 f"`{name}:{written}`" if form else f"`{name}`",
+                getattr(method, "quality", "asynchronous"),
                 "as above" if form else keys or "-",
                 method.updates_on,
                 method.gradient_seen_by_user,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import UsageError
 from paceline.hooks import Uncopied
@@ -46,14 +47,16 @@ class Profiler:
         """Those that training is going to code with."""
         index = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
         self._owned: list[list[int]] = []  # each module's own tensors, as indices
+        self._handles: list[RemovableHandle] = []
         for module in model.modules():
             own = [index.pop(id(p), -1) for p in module.parameters(recurse=False)]
             own = [i for i in own if i >= 0]
             if own:
                 hook = Uncopied(self._module_hook(len(self._owned)))
-                module.register_forward_pre_hook(hook)
+                self._handles.append(module.register_forward_pre_hook(hook))
                 self._owned.append(own)
-        model.register_forward_hook(Uncopied(self._forward_ended))
+        ended = Uncopied(self._forward_ended)
+        self._handles.append(model.register_forward_hook(ended))
         self._forget_pass(None)
         self._update_start: Any = None
         self._batches: list[int] = []
@@ -62,6 +65,12 @@ class Profiler:
         self.backwards: list[list[float]] = []
         self.updates: list[float] = []
         self.order: list[int] = []
+
+    def detach(self) -> None:
+        """Take the hooks out of the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     # ---- what training tells ----
 

@@ -17,7 +17,7 @@ class PacedCompute:
     """
 
     def __init__(self, workload: Workload, samples: float | None, speed: float) -> None:
-        self._workload = workload
+        self.workload = workload
         self._reference = workload.batch if workload.batch is not None else samples
         self._speed = speed
         self._scale = 1.0
@@ -35,14 +35,14 @@ class PacedCompute:
             self._reference = samples
         ratio = samples / self._reference if samples and self._reference else 1.0
         self._scale = ratio / self._speed
-        self._left = self._workload.forward_seconds * self._scale
+        self._left = self.workload.forward_seconds * self._scale
         self._begun = 0.0
         self._deadline = time.perf_counter()
 
     def used(self, index: int) -> None:
         self._pass(self._begun)
         self._sleep()
-        self._begun = self._workload.forward[index] * self._scale
+        self._begun = self.workload.forward[index] * self._scale
 
     def usable(self) -> None:
         # What was waited for is no compute time, and delays all that follows.
@@ -50,7 +50,7 @@ class PacedCompute:
 
     def gradient(self, index: int) -> None:
         self._pass(self._left)
-        self._deadline += self._workload.backward[index] * self._scale
+        self._deadline += self.workload.backward[index] * self._scale
         self._sleep()
 
     def gradient_taken(self) -> None:
@@ -66,7 +66,7 @@ class PacedCompute:
 
     def update_begins(self) -> None:
         self._left = 0.0
-        seconds = self._workload.update / self._speed
+        seconds = self.workload.update / self._speed
         self._deadline = time.perf_counter() + seconds
 
     def step_ended(self) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -63,6 +63,7 @@ class RealWorld:
         self.journal = Journal(self.rank, self.now, self._records)
         self.job = Job(options, self._training_broke)
         self._profilers: list[Profiler] = []
+        self._paced: list[PacedCompute] = []
         self._results_written = False
         self._liveness: Liveness | None = None
         self._services: RealServices | None = None
@@ -155,6 +156,9 @@ class RealWorld:
     def spend(self, seconds: float, what: str) -> None:
         """It takes the time it takes."""
 
+    def outside(self, wait: Callable[[], None]) -> None:
+        wait()
+
     def compute(
         self,
         model: torch.nn.Module,
@@ -173,8 +177,13 @@ class RealWorld:
             return profiler
         own = getattr(model, "workload", None)
         if isinstance(own, Workload):
-            return PacedCompute(own, samples, 1.0)
+            self._paced.append(PacedCompute(own, samples, 1.0))
+            return self._paced[-1]
         return None  # it takes the time it takes
+
+    @property
+    def workload(self) -> Workload | None:
+        return self._paced[0].workload if self._paced else None
 
     def stopwatch(self, device: torch.device) -> Stopwatch:
         return stopwatch_for(device)

@@ -15,7 +15,7 @@ rank = paceline.rank()
 model = torch.nn.Linear(4, 1)
 plain = torch.optim.SGD(model.parameters(), lr=0.01)
 optimizer = paceline.distribute(model, plain, method="asp")
-[server] = optimizer._endpoints
+[server] = optimizer._present.endpoints
 port = server.name.rpartition(":")[2]
 enough = torch.zeros(())
 while not enough:

@@ -36,7 +36,6 @@ class EmulatedWorld(RealWorld):
         self._pace: Workload | None = None
         if options.pace is not None:
             self._pace = Workload.load(options.pace)
-        self._paced: list[PacedCompute] = []
         self._paced_by_script = False
 
     @property
@@ -56,6 +55,10 @@ class EmulatedWorld(RealWorld):
             workload = self.options.pace or "the workload that the model stands for"
             return f"paced: {workload}"
         return "what it takes, on this machine's cores"
+
+    @property
+    def workload(self) -> Workload | None:
+        return None if self._paced_by_script else super().workload
 
     def pace(self, seconds: float) -> None:
         self._paced_by_script = True

@@ -8,7 +8,7 @@ moves it, and how the result gets into its buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -373,7 +373,11 @@ def _reduced(
         else:
             result = reduce(_REDUCE[name], tensors[1:], tensors[0])
         if name == "AVG":
-            result.div_(len(operation.contributions))
+            whole = not (result.is_floating_point() or result.is_complex())
+            # Of whole numbers as NCCL has it.
+            result.div_(
+                len(operation.contributions), rounding_mode="trunc" if whole else None
+            )
         operation.results[index] = result
     combined: torch.Tensor = operation.results[index]
     return combined
@@ -405,7 +409,9 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     if len(tensors) > 3:
         return f"{len(tensors)} tensors of {sum(t.numel() for t in tensors)} elements"
-    return ", ".join(
-        f"{str(t.dtype).removeprefix('torch.')}[{'x'.join(map(str, t.shape))}]"
-        for t in tensors
-    )
+    return ", ".join(_shape(t.dtype, tuple(t.shape)) for t in tensors)
+
+
+@lru_cache(maxsize=1024)
+def _shape(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{'x'.join(map(str, shape))}]"

@@ -100,6 +100,8 @@ class Clock:
         self.failure: BaseException | None = None
         self._interruption: BaseException | None = None
         self.switches = 0
+        self.waits_outside = False
+        """Whether who has the baton waits for something of the real world, which may take long."""
         self.explain: Callable[[], str] = lambda: QUESTION
         """The last line of a deadlock's text."""
         self._resumed = resumed

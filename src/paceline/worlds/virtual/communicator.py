@@ -31,6 +31,7 @@ from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.instruments import Span
 from paceline.interfaces import Schedule
 from paceline.network.links import Links
+from paceline.units import show_bytes
 from paceline.worlds.virtual.clock import MAX_NAMED, Clock, Completion
 
 
@@ -101,7 +102,7 @@ class Communicator:
         *,
         lanes: int,
         play: bool,
-        observe: Callable[[Span], None],
+        observe: Callable[[Span], None] | None = None,
     ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
@@ -109,7 +110,7 @@ class Communicator:
         self.links = links
         self.lanes = lanes
         self._play = play
-        self._observe = observe
+        self.observe = observe
         self._operations: dict[int, Operation] = {}
         self._next = [0] * len(self.ranks)
         self._queues: list[deque[Operation]] = [deque() for _ in self.ranks]
@@ -218,6 +219,18 @@ class Communicator:
         for position in range(len(self.ranks)):
             self.done(operation, position)
 
+    def _span(self, operation: Operation, position: int) -> Span:
+        """What it took on one rank; stand-ins have other shapes than what they stand for, so
+        it also says the bytes."""
+        sent = operation.schedule.bytes_sent(position) * operation.unit
+        return Span(
+            worker=self.ranks[position],
+            row=f"{self.name} lane {operation.lane[position]}",
+            name=f"{operation.call}, {show_bytes(sent)} sent",
+            start=operation.started[position],
+            end=self.clock.now,
+        )
+
     def done(self, operation: Operation, position: int) -> None:
         """*operation* is complete on one rank: write its result, wake it, free its lane."""
         deliver = operation.delivers[position]
@@ -232,15 +245,8 @@ class Communicator:
         operation.delivers[position] = None
         self.clock.complete(operation.take_completion(position))
         self._free_lanes[position].append(operation.lane[position])
-        self._observe(
-            Span(
-                worker=self.ranks[position],
-                row=f"{self.name} lane {operation.lane[position]}",
-                name=operation.call,
-                start=operation.started[position],
-                end=self.clock.now,
-            )
-        )
+        if self.observe is not None:
+            self.observe(self._span(operation, position))
         operation.done_count += 1
         if operation.done_count == len(self.ranks):
             del self._operations[operation.number]

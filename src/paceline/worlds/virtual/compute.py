@@ -118,6 +118,7 @@ class VirtualCompute:
         self.inside_forward = False
         """Whether a forward pass waits for a tensor: what it owes has not run yet."""
         self._models = 0
+        self.workload: Workload | None = None  # of the first model
         self.guessed: set[str] = set()
         """Sentences on compressors of which nobody has measured what they take."""
         self.paced_by_script = False
@@ -157,6 +158,7 @@ class VirtualCompute:
             workload = None
         if workload is None:
             workload = Workload.spread(names, sizes, costs.forward, costs.backward)
+        self.workload = self.workload or workload
         if model is not None and costs.inputs is not None and self._models == 1:
             self._expect(model, costs.inputs)
         self.stand_in = own is not None and costs.workload is None

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from paceline.instruments import Span
+from paceline.units import show_bytes
 from paceline.worlds.virtual.clock import Completion
 from paceline.worlds.virtual.communicator import Communicator
 
@@ -80,11 +82,17 @@ class Mailbox:
         communicator = self._communicator
         clock = communicator.clock
 
+        source, destination = communicator.ranks[key[0]], communicator.ranks[key[1]]
+        met = clock.now
+
         def arrived() -> None:
             fill(payload)
             clock.complete(received)
+            if communicator.observe is not None:
+                row = f"{communicator.name} sends"
+                name = f"to worker {destination}, {show_bytes(size)}"
+                communicator.observe(Span(source, row, name, met, clock.now))
 
-        source, destination = communicator.ranks[key[0]], communicator.ranks[key[1]]
         communicator.links.send(
             (communicator.name, source, destination),
             communicator.links.cluster.host_of(source),

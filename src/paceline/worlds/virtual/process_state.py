@@ -20,7 +20,11 @@ from typing import Any
 import torch
 
 from paceline.python_private import Environ
-from paceline.worlds.seeding import seed_everything
+from paceline.worlds.seeding import (
+    random_states,
+    seed_everything,
+    set_random_states,
+)
 
 _overlay = threading.local()
 
@@ -120,6 +124,35 @@ class RandomStates:
             seed_everything(self._seed)
         else:
             _set_states(saved)
+
+
+class UndrawnRandomStates:
+    """Instead of `RandomStates`, for bodies that draw from no global generator: exchanging states
+    is half of what a hand-over costs. *drawn* says, at the end, whether somebody did draw: then
+    workers have shared one generator, and what they computed is not what they compute alone."""
+
+    drawn = False
+
+    def __enter__(self) -> None:
+        self._before = random_states()
+
+    def __exit__(self, *exception: object) -> None:
+        self.drawn = not _alike(self._before, random_states())
+        if self.drawn:
+            set_random_states(self._before)
+
+    def hand_to(self, worker: int) -> None:
+        """Nothing is exchanged."""
+
+
+def _alike(some: Any, others: Any) -> bool:
+    if isinstance(some, torch.Tensor):
+        return torch.equal(some, others)
+    if isinstance(some, dict):  # others: numpy may have been loaded meanwhile
+        return all(_alike(state, others[key]) for key, state in some.items())
+    if isinstance(some, list):
+        return all(map(_alike, some, others))
+    return bool(some == others)
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from paceline.compression import make
 from paceline.network.cluster import Cluster
 from paceline.network.cluster_file import uniform_cluster
-from paceline.network.workload import Workload
+from paceline.network.workload import CodingTimes, Workload
 from paceline.options import RunOptions
 from paceline.profiling import KeptGradients, coding_times
 from paceline.worlds.virtual.inputs import Shapes
@@ -59,6 +60,24 @@ def profile_script(
         )
         outcome = run_script(simulation, script, arguments)
         return _profile(outcome, kept, script, workers)
+
+
+def measured_codes(
+    script: str, arguments: Sequence[str], codes: Sequence[str]
+) -> dict[str, CodingTimes]:
+    """What each of *codes*, specs of compressors, takes for the script's first gradient; nothing
+    where there is none."""
+    with TemporaryDirectory(prefix="paceline-") as folder:
+        kept = KeptGradients(folder)
+        simulation = Simulation(
+            uniform_cluster(2, "1gbit", "50us"),
+            options=RunOptions(method="bsp", steps=2, tells=False),
+            profile=True,
+            keep=kept,
+            output="first",
+        )
+        run_script(simulation, script, arguments)
+        return coding_times([make(code) for code in codes], kept) if len(kept) else {}
 
 
 def paced_workload(script: str, arguments: Sequence[str]) -> Workload | None:

@@ -37,6 +37,7 @@ from paceline.server.wire import HEADER_BYTES
 from paceline.tensors import stand_alike, stands_in, wire_bytes
 from paceline.worlds import places
 from paceline.worlds.virtual.clock import Clock, Completion
+from paceline.worlds.virtual.ways import Observe, Ways
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ Outgoing = Sequence[Answer | Ask]
 
 
 class VirtualServer:
-    """One service on a virtual host, or in a switch. *number*: as who it asks others."""
+    """One service on a virtual host, or in a switch. *number*: as who it asks others. *observe* is
+    told when messages from and to workers were on their way, if somebody looks."""
 
     def __init__(
         self,
@@ -82,9 +84,11 @@ class VirtualServer:
         clock: Clock,
         links: Links,
         rates: ServerRates,
+        observe: Observe | None = None,
     ) -> None:
         self.name, self.host, self.server = name, host, server
         self.clock, self.links = clock, links
+        self._ways = Ways(name, clock, links.cluster.workers, observe)
         self._number, self._rates = number, rates
         self._peers: dict[str, VirtualPeer] = {}
         self._waiting: dict[tuple[int, str, int], Receiver] = {}
@@ -123,7 +127,9 @@ class VirtualServer:
             self.host,
             size,
             lambda: None,
-            partial(self.enter, arrived),
+            self._ways.observed(
+                "to", sender, message, size, time, partial(self.enter, arrived)
+            ),
         )
         self.clock.at(time, send)
         return size
@@ -198,7 +204,14 @@ class VirtualServer:
             receiver.host,
             size,
             lambda: None,
-            partial(receiver.arrived, answer.message, answer.payload),
+            self._ways.observed(
+                "from",
+                to,
+                answer.message,
+                size,
+                self.clock.now,
+                partial(receiver.arrived, answer.message, answer.payload),
+            ),
         )
 
 
@@ -342,7 +355,12 @@ def _put(payload: torch.Tensor | None, into: torch.Tensor | None) -> None:
 
 
 def make_services(
-    job: ServiceJob, cluster: Cluster, clock: Clock, links: Links, rates: ServerRates
+    job: ServiceJob,
+    cluster: Cluster,
+    clock: Clock,
+    links: Links,
+    rates: ServerRates,
+    observe: Observe | None,
 ) -> list[VirtualServer]:
     """The services of a job, where it asks for them."""
     placed = places.spread(job, partial(hosts_of, cluster))
@@ -360,7 +378,7 @@ def make_services(
         )
         machine = kinds.make(service.kind, start)
         made[service.name] = VirtualServer(
-            service.name, host, number, machine, clock, links, rates
+            service.name, host, number, machine, clock, links, rates, observe
         )
     for service, _ in placed:
         made[service.name].meet([made[peer] for peer in service.peers])

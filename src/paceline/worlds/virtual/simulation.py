@@ -42,6 +42,7 @@ from paceline.worlds.virtual.process_state import (
     EnvironmentOverlay,
     MainModules,
     RandomStates,
+    UndrawnRandomStates,
     thread_count_kept,
 )
 from paceline.worlds.virtual.servers import VirtualServer, make_services, rates_of
@@ -81,7 +82,9 @@ class Simulation:
     says that it computes (`paceline.pace`). Its first gradients go into *keep*.
     *patience*: real seconds without any progress after which the process is given up.
     *look*: called now and then, on the calling thread, with the virtual time. *output*:
-    whose prints are shown, see `output`; None: everybody's, as they are.
+    whose prints are shown, see `output`; None: everybody's, as they are. *draws*: whether bodies
+    may draw random numbers; without, `drawn` says after the run whether one did all the same.
+    *repeats*: what is measured to plan buckets is measured once, since here all times repeat.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class Simulation:
         patience: float = 20.0,
         look: Callable[[float], None] = lambda seconds: None,
         output: Shown | None = None,
+        draws: bool = True,
+        repeats: bool = False,
     ) -> None:
         self.cluster = cluster
         self.options = options or RunOptions()
@@ -110,7 +115,10 @@ class Simulation:
         self.trace = trace
         self.profile, self.paced, self.keep = profile, paced, keep
         self._watchdog = partial(Watchdog, patience=patience, look=look)
-        self._random = RandomStates(self.options.seed or 0)
+        self.repeats = repeats
+        self._random: RandomStates | UndrawnRandomStates = UndrawnRandomStates()
+        if draws:
+            self._random = RandomStates(self.options.seed or 0)
         self.mains = MainModules()
         self.speeds = cluster.speeds
         workers = range(cluster.workers)
@@ -136,14 +144,28 @@ class Simulation:
         if number == len(self._services):
             self._services.append(
                 make_services(
-                    job, self.cluster, self.clock, self.links, self.server_rates
+                    job,
+                    self.cluster,
+                    self.clock,
+                    self.links,
+                    self.server_rates,
+                    self.observe if self.trace else None,
                 )
             )
         return self._services[number]
 
+    @property
+    def drawn(self) -> bool:
+        """Whether a body drew random numbers that had none of its own (*draws*)."""
+        return isinstance(self._random, UndrawnRandomStates) and self._random.drawn
+
     def job_of(self, rank: int) -> Job:
         """What a worker's script does: its trainings, after the run."""
         return self._worlds[rank].job
+
+    def world_of(self, rank: int) -> VirtualWorld:
+        """Where a worker lives."""
+        return self._worlds[rank]
 
     def observe(self, span: Span) -> None:
         """Keep a span for the trace."""
@@ -231,7 +253,7 @@ class Simulation:
                 self.links,
                 lanes=self._lanes,
                 play=self._play,
-                observe=self.observe,
+                observe=self.observe if self.trace else None,
             )
             self._communicators[key] = communicator, Mailbox(communicator)
         communicator, mailbox = self._communicators[key]

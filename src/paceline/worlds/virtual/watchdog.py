@@ -49,7 +49,7 @@ class Watchdog:
             self._look(self._clock.now)
             now, cpu = time.monotonic(), time.process_time()
             busy = cpu - used > _IDLE_SHARE * _LOOK_EVERY
-            if busy or self._clock.switches != switches:
+            if busy or self._clock.waits_outside or self._clock.switches != switches:
                 idle_since = now
             switches, used = self._clock.switches, cpu
             if now - idle_since > self._patience:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -92,6 +92,14 @@ class VirtualWorld:
             self._compute.settle()
         self._compute.spend(seconds, what)
 
+    def outside(self, wait: Callable[[], None]) -> None:
+        clock = self._simulation.clock
+        clock.waits_outside = True
+        try:
+            wait()
+        finally:
+            clock.waits_outside = False
+
     def compute(
         self,
         model: torch.nn.Module,
@@ -119,8 +127,12 @@ class VirtualWorld:
         sizes = [wire_bytes(parameter) for _, parameter in parameters]
         return self._compute.of_model(names, sizes, samples, own, model)
 
+    @property
+    def workload(self) -> Workload | None:
+        return None if self.paced_by_script else self._compute.workload
+
     def stopwatch(self, device: torch.device) -> HostStopwatch:
-        return HostStopwatch(self.now)
+        return HostStopwatch(self.now, repeats=self._simulation.repeats)
 
     def blank(self, size: int, device: torch.device) -> torch.Tensor:
         elements = max(FEW_ELEMENTS, min(size // BYTES_AN_ELEMENT, MOST_ELEMENTS))

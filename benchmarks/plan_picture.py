@@ -1,0 +1,48 @@
+"""The picture of a plan on the README's first screen: docs/plan.png.
+
+    python benchmarks/plan_picture.py
+
+The plan of ``make demo``: examples/digits.py on 8 workers at 100 Mbit/s, with passes of 20 and 40 ms. In
+virtual time, so that equal code draws an equal picture. About a minute of one core.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.cli.planned import plan_script, telling
+from paceline.interfaces import QUALITIES
+from paceline.network import uniform_cluster
+from paceline.plan.pictures import draw_plan
+from paceline.report.pictures import house_style
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "digits.py"
+PICTURE = ROOT / "docs" / "plan.png"
+WORKERS, LINK, LATENCY = 8, "100mbit", "50us"
+FORWARD, BACKWARD = 0.02, 0.04
+BUDGET = 60.0
+
+
+def main() -> None:
+    cluster = uniform_cluster(WORKERS, LINK, LATENCY)
+    with telling() as told:
+        made = plan_script(
+            SCRIPT,
+            [],
+            cluster,
+            forward=FORWARD,
+            backward=BACKWARD,
+            allowed=QUALITIES,
+            budget=BUDGET,
+            told=told,
+        )
+    with house_style():
+        figure, _ = draw_plan(made.plan)
+        figure.set_size_inches(6.4, 0.5 * len(made.plan.advised) + 1.9)
+        figure.savefig(PICTURE, dpi=200, metadata={"Software": None})
+    print(PICTURE.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What the planner's choice loses between real processes: 8 hosts of an emulated network.
+
+    python benchmarks/regret_emulated.py                  # cells that have no result yet: 15 minutes in all
+    python benchmarks/regret_emulated.py --cell 100mbit
+    python benchmarks/regret_emulated.py --table
+
+A plan is made of the network as it is described. The chosen of each class, and the two that come
+next in it, train a stand-in of 16 equal layers (1 MB, 20 ms forward and 40 ms backward), one after the
+other in one set of processes, and once more in the reverse order. What the plan makes of buckets
+is measured and tried first; then steps count, whole rounds of them. Per class: what the chosen takes
+over what the fastest takes. Without methods that keep parameters on servers: eight of these on the
+cores of one machine are no servers of a network. Results: benchmarks/results/regret_emulated.json.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean, median
+
+import regret
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline.chosen import read_spec
+from paceline.network import Workload
+from paceline.options import RunOptions
+from paceline.plan import plan
+
+RESULTS = Path(__file__).parent / "results" / "regret_emulated.json"
+CLASSES = ("exact", "late", "lossy", "local")
+EACH = 3
+NEAR = 1.5
+SETTLING, COUNTED = 45, 12
+TURNS = 2
+CELLS = {
+    "50mbit": regret.one_rack(8, "50mbit"),
+    "100mbit": regret.one_rack(8, "100mbit"),
+    "200mbit": regret.one_rack(8, "200mbit"),
+    "400mbit": regret.one_rack(8, "400mbit"),
+    "racks": regret.racks(4, "200mbit", "200mbit"),
+    "slow-link": regret.slow_link(8, "200mbit", "50mbit"),
+}
+
+
+def workload():
+    made = regret.layers(16, 1.0)
+    return Workload(
+        names=made.names,
+        sizes=made.sizes,
+        forward=tuple(seconds / 5 for seconds in made.forward),
+        backward=tuple(seconds / 5 for seconds in made.backward),
+        batch=made.batch,
+        source=made.source,
+    )
+
+
+def run(name):
+    """One cell: what each candidate takes in each turn, and the regret of each class."""
+    cluster = CELLS[name]
+    made = plan(cluster, workload(), allowed=CLASSES, budget_seconds=30, processes=2)
+    chosen = {quality: row.spec for quality, row in made.best.items()}
+    candidates = {}
+    for quality, spec in chosen.items():
+        best = made.row(spec).step_seconds
+        rows = [
+            row
+            for row in made.rows
+            if row.quality == quality
+            and row.step_seconds <= NEAR * best
+            and "servers" not in row.spec
+            and not (row.cut and row.spec != spec)
+        ]
+        if "servers" not in spec:
+            candidates[quality] = [row.spec for row in rows[:EACH]]
+    specs = [spec for mine in candidates.values() for spec in mine]
+    measured = measure(cluster, specs)
+    regrets = {}
+    for quality, mine in candidates.items():
+        taken = {spec: median(measured[spec]) for spec in mine}
+        best = min(taken, key=taken.__getitem__)
+        picked = chosen[quality]
+        regrets[quality] = {
+            "chosen": picked,
+            "best": best,
+            "regret": taken[picked] / taken[best],
+            "predicted": made.row(picked).step_seconds,
+        }
+    return {"measured": measured, "regrets": regrets}
+
+
+def measure(cluster, specs):
+    """Seconds of a step by each of *specs*, in each turn."""
+    from paceline.worlds.emulated.fabric import Fabric
+    from paceline.worlds.emulated.job import EmulatedJob
+
+    order = [spec for turn in range(TURNS) for spec in specs[:: 1 - 2 * (turn % 2)]]
+    with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:
+        wanted, output = Path(scratch) / "specs.json", Path(scratch) / "found.json"
+        wanted.write_text(json.dumps(order))
+        words = ["--train", str(wanted), str(output)]
+        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
+            sys.exit("the job failed")
+        found = json.loads(output.read_text())
+    return {
+        spec: [taken for one, taken in zip(order, found, strict=True) if one == spec]
+        for spec in specs
+    }
+
+
+def train(spec):
+    """Mean seconds of a step, once it has settled."""
+    torch.manual_seed(0)
+    method, _ = read_spec(spec)
+    every = getattr(method, "every", 1) or 1
+    model = paceline.stand_in(workload())
+    own = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = paceline.distribute(model, own, method=spec)
+    batch = torch.full((32,), 1.0 + paceline.rank())
+
+    def steps(count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+
+    settling = SETTLING + getattr(method, "learns_for", 0)
+    steps(-(-settling // every) * every)
+    dist.barrier()
+    counted = -(-COUNTED // every) * every
+    start = time.perf_counter()
+    steps(counted)
+    dist.barrier()
+    seconds = (time.perf_counter() - start) / counted
+    optimizer.finish()
+    return seconds
+
+
+def main_of_a_worker(wanted, output):
+    torch.set_num_threads(1)
+    paceline.init()
+    found = []
+    for spec in json.loads(Path(wanted).read_text()):
+        found.append(train(spec))
+        if paceline.rank() == 0:
+            print(f"{spec}: {1e3 * found[-1]:.1f} ms", file=sys.stderr, flush=True)
+    if paceline.rank() == 0:
+        Path(output).write_text(json.dumps(found))
+
+
+def table(results):
+    print(
+        "| cell | " + " | ".join(CLASSES) + " |\n" + "|---" * (1 + len(CLASSES)) + "|"
+    )
+    values = []
+    for name, result in results.items():
+        mine = [result["regrets"].get(quality, {}).get("regret") for quality in CLASSES]
+        values += [value for value in mine if value is not None]
+        shown = " | ".join("-" if value is None else f"{value:.3f}" for value in mine)
+        print(f"| {name} | {shown} |")
+    if values:
+        print(f"\nworst {max(values):.3f}, mean {fmean(values):.3f}")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cell", action="append", choices=CELLS)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train:
+        main_of_a_worker(*args.train)
+        return
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    wanted = args.cell or [name for name in CELLS if name not in results]
+    for name in [] if args.table else wanted:
+        results[name] = run(name)
+        ordered = {cell: results[cell] for cell in CELLS if cell in results}
+        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+        print(name, json.dumps(results[name]["regrets"]), flush=True)
+    table(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""``paceline doctor``: what slows a training down, by name."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from paceline.cli import options as o
+from paceline.cli.arguments import LaunchCommand, torchrun_words
+from paceline.cli.run import NODES_VARIABLE
+from paceline.errors import PacelineError, UsageError
+from paceline.options import CLUSTER_VARIABLE, RunOptions
+from paceline.worlds.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    from paceline.doctor import Diagnosis, Evidence
+    from paceline.network import Cluster
+
+SCRIPT = str(Path(__file__).parent.parent / "doctor" / "__main__.py")
+NO_ANSWER = 2
+"""Exit status where nothing was found out: 0 is healthy, 1 are faults."""
+
+
+class DoctorCommand(LaunchCommand):
+    """A verb whose exit status 1 means something."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _no_answer():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _no_answer():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _no_answer() -> Iterator[None]:
+    try:
+        yield
+    except PacelineError as error:
+        error.exit_status = NO_ANSWER
+        raise
+
+
+def doctor(
+    context: typer.Context,
+    script: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[SCRIPT]",
+            help="A training script. Without one, network and machines are measured.",
+            show_default=False,
+        ),
+    ] = None,
+    script_arguments: o.ScriptArguments = None,
+    world: Annotated[
+        Literal["real", "emulated", "virtual"], typer.Option(help="What to examine.")
+    ] = "real",
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Number of workers. \\[default: 4; in the real world 1]"),
+    ] = None,
+    link: o.Link = None,
+    latency: o.Latency = None,
+    server_hosts: o.ServerHosts = None,
+    cluster: o.ClusterFile = None,
+    method: o.Method = None,
+    steps: Annotated[int, typer.Option(help="Steps of SCRIPT that are watched.")] = 24,
+    workload: o.WorkloadFile = None,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds for each pair of hosts, each way.")
+    ] = 0.1,
+    output: Annotated[Path, typer.Option(help="Folder for the page.")] = Path(
+        "paceline-doctor"
+    ),
+    no_page: Annotated[bool, typer.Option("--no-page", help="Write no page.")] = False,
+    json: o.Json = False,
+) -> None:
+    """Say what slows a training down: measured on the machines, or in any world.
+
+    In the real world torchrun's options are passed through: run the same command on each
+    machine. Exit status: 0 healthy, 1 faults, 2 nothing was found out.
+    """
+    if not seconds > 0:
+        raise UsageError(f"--seconds: expected more than zero, got {seconds:g}")
+    if script is not None:
+        o.check_job(script, method)
+    job = _Job(
+        script=script,
+        arguments=script_arguments or [],
+        seconds=seconds,
+        options=RunOptions(method=method, steps=steps, tells=False),
+    )
+    with o.standard_output_for_result(True) as true_output:
+        if world == "real":
+            described = (link, latency, server_hosts, cluster, workload)
+            evidence = job.real(context, workers, described)
+        else:
+            for word in torchrun_words(context)[:1]:
+                raise UsageError(f"{word} means nothing in the {world} world")
+            network = o.make_cluster(cluster, workers, link, latency, server_hosts)
+            if network.workers < 2:
+                raise UsageError(
+                    "one worker has nobody to wait for: expected --workers 2, or more"
+                )
+            o.check_workers(method, network.workers, network.groups)
+            run = job.emulated if world == "emulated" else job.virtual
+            evidence = run(network, workload)
+        if evidence is None:
+            return  # another machine's rank 0 has it
+        if script is not None and evidence.workers[0].step is None:
+            print(
+                f"paceline: {script} took no step of an optimizer from paceline.distribute: "
+                "only network and machines were examined",
+                file=sys.stderr,
+            )
+        from paceline.doctor import diagnose
+
+        with Console(stderr=True).status("predicting what each remedy gains"):
+            diagnosis = diagnose(evidence)
+        with open(true_output, "w", closefd=False) as stream:
+            text = "\n".join(diagnosis.lines())
+            print(_json(diagnosis, evidence) if json else text, file=stream)
+        if not no_page:
+            _write_page(output, diagnosis, evidence)
+    sys.exit(0 if diagnosis.healthy else 1)
+
+
+def _write_page(folder: Path, diagnosis: Diagnosis, evidence: Evidence) -> None:
+    """What was found out is told already: a folder that cannot be written is no reason to fail."""
+    from paceline.doctor.page import doctor_page
+    from paceline.report.page import NAME, write_page
+
+    command = shlex.join(["paceline", *sys.argv[1:]])
+    try:
+        page = write_page(folder / NAME, doctor_page(diagnosis, evidence, command))
+        print(f"page: {page}", file=sys.stderr)
+    except UsageError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+
+
+def _json(diagnosis: Diagnosis, evidence: Evidence) -> str:
+    import msgspec
+
+    everything = msgspec.to_builtins(diagnosis) | {
+        "evidence": msgspec.to_builtins(evidence)
+    }
+    return msgspec.json.encode(everything).decode()
+
+
+class _Job:
+    """What is examined, whatever the world."""
+
+    def __init__(
+        self,
+        script: Path | None,
+        arguments: list[str],
+        seconds: float,
+        options: RunOptions,
+    ) -> None:
+        self._script, self._arguments = script, arguments
+        self._seconds, self._options = seconds, options
+
+    def real(
+        self, context: Any, workers: int | None, described: tuple[object, ...]
+    ) -> Evidence | None:
+        from paceline.worlds.launch import launch
+
+        names = ("--link", "--latency", "--server-hosts", "--cluster", "--workload")
+        for name, value in zip(names, described, strict=True):
+            if value is not None:
+                raise UsageError(
+                    f"{name} describes what this measures: leave it out, or say --world "
+                    "emulated or virtual"
+                )
+        os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
+        words = torchrun_words(context)
+        if (workers or 1) < 2 and not words and NODES_VARIABLE not in os.environ:
+            raise UsageError(
+                "one worker has nobody to wait for: expected --workers 2 or more on this "
+                "machine, or torchrun's options on each of several (--nnodes 2 --node-rank 0 "
+                "--master-addr HOST ...); or --world emulated or virtual"
+            )
+        with scratch_folder() as scratch:
+            file = Path(scratch) / "evidence.json"
+            status = launch(workers, words, SCRIPT, self._words(file), self._options)
+            return self._read(file, status)
+
+    def emulated(self, network: Cluster, workload: str | None) -> Evidence | None:
+        from paceline.worlds.emulated.fabric import Fabric
+        from paceline.worlds.emulated.job import EmulatedJob
+
+        options = replace(self._options, pace=workload)
+        with scratch_folder() as scratch, Fabric(network) as fabric:
+            file = Path(scratch) / "evidence.json"
+            for warning in fabric.warnings:
+                print(f"paceline: {warning}", file=sys.stderr)
+            job = EmulatedJob(fabric, SCRIPT, self._words(file), options, "first")
+            return self._read(file, job.run())
+
+    def virtual(self, network: Cluster, workload: str | None) -> Evidence | None:
+        from paceline.cli.measured import profiled, run_or_profile_anew
+        from paceline.doctor.virtual import examined, examined_network
+        from paceline.worlds.virtual import Simulation
+
+        if self._script is None:
+            with Console(stderr=True).status("measuring the links"):
+                return examined_network(network, self._seconds)
+        compute = o.make_compute(workload, None, None, 0.0, None)
+        script, arguments = self._script, self._arguments
+        if workload is None:
+            compute = profiled(script, arguments, network, compute, self._options)
+        found: list[Evidence] = []
+
+        def make(compute: Any) -> Simulation:
+            simulation = Simulation(
+                network, options=self._options, compute=compute, output="first"
+            )
+            examined(simulation, found.append, self._seconds)
+            return simulation
+
+        run_or_profile_anew(
+            *(make, script, arguments, network, compute, self._options, 20.0),
+            o.SCRATCH,
+        )
+        return self._named(found[-1])
+
+    def _words(self, file: Path) -> list[str]:
+        words = [f"--output={file}", f"--seconds-per-pair={self._seconds}"]
+        return (
+            words
+            if self._script is None
+            else [*words, str(self._script), *self._arguments]
+        )
+
+    def _read(self, file: Path, status: int) -> Evidence | None:
+        from paceline.doctor import Evidence
+
+        if status:
+            sys.exit(NO_ANSWER)
+        return self._named(Evidence.read(file.read_bytes())) if file.exists() else None
+
+    def _named(self, evidence: Evidence) -> Evidence:
+        import msgspec
+
+        return msgspec.structs.replace(
+            evidence,
+            script="" if self._script is None else str(self._script),
+            arguments=tuple(self._arguments),
+        )

@@ -1,0 +1,211 @@
+"""A script's plan, made of what it trains and of what a step of it takes: for the verbs that plan."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from paceline.cli import options as o
+from paceline.errors import UsageError, unknown
+from paceline.options import RunOptions
+
+if TYPE_CHECKING:
+    from paceline.interfaces import Quality
+    from paceline.network import Cluster, Workload
+    from paceline.plan import Plan
+    from paceline.plan.facts import Facts
+    from paceline.plan.predict import Job
+    from paceline.plan.together import Predict
+    from paceline.worlds.virtual import ComputeModel
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The *plan*, the *job* that it is of, and what a training of the script is charged in virtual
+    time (*compute*)."""
+
+    plan: Plan
+    job: Job
+    compute: ComputeModel
+
+
+@dataclass(frozen=True)
+class Telling:
+    """Shows what long work is doing, on standard error; a bar only where that is a terminal."""
+
+    progress: Progress
+
+    def __call__(
+        self, what: str, number: int | None = None, count: int | None = None
+    ) -> None:
+        """*number* of *count* are done; neither is known of what has no bar."""
+        (task,) = self.progress.task_ids
+        self.progress.update(
+            task, description=what, completed=number or 0, total=count or None
+        )
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.progress.console.print(Text(text), soft_wrap=True)
+
+
+@contextmanager
+def telling() -> Iterator[Telling]:
+    """A `Telling`, within it."""
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    with progress:
+        progress.add_task("", total=None)
+        yield Telling(progress)
+
+
+def classes(wanted: Sequence[str] | None) -> tuple[Quality, ...]:
+    """What ``--quality`` allows."""
+    from paceline.interfaces import QUALITIES
+
+    for name in wanted or []:
+        if name not in QUALITIES:
+            raise UsageError(unknown("class for --quality", name, QUALITIES))
+    return tuple(q for q in QUALITIES if not wanted or q in wanted)
+
+
+def processes() -> int:
+    """Predictions that are made at a time."""
+    return min(2, os.cpu_count() or 1)
+
+
+def plan_script(
+    script: Path,
+    arguments: list[str],
+    cluster: Cluster,
+    *,
+    workload: str | None = None,
+    forward: float | None = None,
+    backward: float | None = None,
+    allowed: Collection[Quality],
+    budget: float,
+    told: Callable[[str, int | None, int | None], None],
+    predict: Predict | None = None,
+) -> Planned:
+    """Run *script* for a few steps, find out what a step takes, and plan."""
+    from paceline.plan import plan
+    from paceline.plan.facts import facts_of
+    from paceline.plan.predict import Job
+
+    compute = o.make_compute(workload, forward, backward, 0.0, None)
+    told(f"running {script}", None, None)
+    facts = facts_of(str(script), arguments, o.SCRATCH)
+    if forward is None and backward is None:
+        times, compute = _workload(script, arguments, cluster, compute, facts)
+    else:
+        times = _said(script, compute, facts)
+    made = plan(
+        cluster,
+        times,
+        allowed=allowed,
+        budget_seconds=budget,
+        optimizer=facts.optimizer,
+        refused=facts.refused,
+        processes=processes(),
+        predict=predict,
+        told=told,
+    )
+    job = Job(cluster=cluster, workload=times, optimizer=facts.optimizer)
+    named = workload is not None or forward is not None or backward is not None
+    if not named and facts.workload is None and compute.workload is not None:
+        made, job = _with_codes(made, job, script, arguments, told, predict)
+        compute = replace(compute, workload=job.workload)
+    return Planned(made, job, compute)
+
+
+def _with_codes(
+    plan: Plan,
+    job: Job,
+    script: Path,
+    arguments: list[str],
+    told: Callable[[str, int | None, int | None], None],
+    predict: Predict | None,
+) -> tuple[Plan, Job]:
+    """The same, with what codes take that are in front: the script was measured on this machine, and
+    so are they. Twice, since what comes next may be another guess."""
+    from paceline.plan.codes import codes_in_front, revised
+    from paceline.plan.together import in_this_process
+    from paceline.worlds.virtual.profile import measured_codes
+    from paceline.worlds.virtual.set_aside import checkpoints_set_aside
+
+    for _ in range(2):
+        codes = codes_in_front(plan)
+        if not codes:
+            break
+        told(f"measuring {', '.join(codes)}", None, None)
+        with o.standard_output_for_result(True), checkpoints_set_aside(o.SCRATCH):
+            coding = measured_codes(str(script), arguments, codes)
+        if not coding:
+            break
+        plan, job = revised(plan, job, coding, predict or in_this_process)
+    return plan, job
+
+
+def _said(script: Path, compute: ComputeModel, facts: Facts) -> Workload:
+    """The times that options say, spread as a training of the script is charged for them."""
+    from paceline.network import Workload
+
+    if facts.paced or facts.workload is not None:
+        raise UsageError(
+            f"--forward and --backward: {script} says itself what a step computes "
+            "(paceline.pace, or a stand-in's workload); leave them out"
+        )
+    spread = Workload.spread(
+        facts.names, facts.sizes, compute.forward, compute.backward
+    )
+    return replace(spread, source=compute.describe(False))
+
+
+def _workload(
+    script: Path,
+    arguments: list[str],
+    cluster: Cluster,
+    compute: ComputeModel,
+    facts: Facts,
+) -> tuple[Workload, ComputeModel]:
+    """A step's times: from the file that is named, or what the model stands for, or as the script
+    paces itself, or measured; and what its training is charged in virtual time."""
+    from paceline.cli.measured import profiled
+    from paceline.worlds.virtual.profile import paced_workload
+
+    if compute.workload is not None:
+        facts.check(compute.workload, compute.what)
+        named = compute.workload
+        return named if named.source else replace(named, source=compute.what), compute
+    if facts.workload is not None:
+        return facts.workload, compute
+    options = RunOptions(method="bsp")
+    compute = profiled(script, arguments, cluster, compute, options)
+    measured = compute.workload or paced_workload(str(script), arguments)
+    if measured is None:
+        raise UsageError(
+            f"{script} trains more than one model, or never calls the model itself: nobody "
+            "knows how long a step of it takes. Give --workload FILE (paceline profile SCRIPT)"
+        )
+    # What compressors take is guessed here, as it was for the plan.
+    compute = replace(compute, kept=False)
+    return (
+        measured if measured.source else replace(measured, source=str(script))
+    ), compute

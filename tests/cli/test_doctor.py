@@ -1,0 +1,95 @@
+"""``paceline doctor``: what it refuses, what it answers, and by which exit status."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.errors import UsageError
+
+SCRIPT = """
+import torch, paceline
+paceline.init()
+torch.manual_seed(1)
+model = paceline.stand_in(
+    paceline.Workload(
+        names=("a", "b", "c"),
+        sizes=(400_000, 400_000, 400_000),
+        forward=(0.01, 0.01, 0.01),
+        backward=(0.02, 0.02, 0.02),
+    )
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+optimizer = paceline.distribute(model, optimizer, fusion="wfbp")
+for step in range(30):
+    optimizer.zero_grad()
+    model(torch.full((1,), 1.0 + paceline.rank())).backward()
+    optimizer.step()
+"""
+CLUSTER = """
+[[rack]]
+workers = 4
+link = "10 Gbit/s"
+latency = "20 us"
+speed = [1.0, 1.0, {speed}, 1.0]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "plain.py").write_text("import paceline\npaceline.init()\n")
+    (tmp_path / "equal.toml").write_text(CLUSTER.format(speed=1.0))
+    (tmp_path / "slow.toml").write_text(CLUSTER.format(speed=0.4))
+    return tmp_path
+
+
+def doctor(*words):
+    return CliRunner().invoke(app, ["doctor", "--no-page", *words])
+
+
+def refused(*words):
+    with pytest.raises(UsageError) as caught:
+        CliRunner().invoke(app, ["doctor", *words], catch_exceptions=False)
+    assert caught.value.exit_status == 2
+    return str(caught.value)
+
+
+def test_what_is_refused(folder):
+    assert "--seconds" in refused("--seconds", "0")
+    assert "no script" in refused("other.py")
+    assert "nobody to wait for" in refused("train.py")
+    assert "nobody to wait for" in refused("--workers", "1")
+    assert "--link describes" in refused("--workers", "2", "--link", "1gbit")
+    assert "--cluster describes" in refused("--cluster", "slow.toml", "train.py")
+    assert "--nnodes=2 means nothing" in refused("--world", "virtual", "--nnodes=2")
+    assert "or more" in refused("--world", "virtual", "--workers", "1")
+    assert "did you mean '--world'" in refused("--wrld", "virtual")
+    assert "--steps" in refused("--world", "virtual", "--steps", "0", "train.py")
+
+
+def test_a_healthy_training(folder, capfd):
+    words = ("--world", "virtual", "--cluster", "equal.toml")
+    ran = doctor(*words, "--json", "train.py")
+    told = json.loads(capfd.readouterr().out)
+    assert ran.exit_code == 0
+    assert told["faults"] == []
+    assert told["evidence"]["script"] == "train.py"
+    assert told["evidence"]["workers"][3]["step"]["steps"] > 10
+
+
+def test_a_fault_is_named_in_ten_lines(folder, capfd):
+    words = ("--world", "virtual", "--cluster", "slow.toml")
+    ran = doctor(*words, "train.py")
+    said = capfd.readouterr().out
+    assert ran.exit_code == 1
+    assert "slow host" in said
+    assert len(said.strip().splitlines()) <= 10
+
+
+def test_a_script_that_trains_nothing_is_told_so(folder):
+    ran = doctor("--world", "virtual", "--workers", "2", "plain.py")
+    assert ran.exit_code == 0
+    assert "plain.py took no step of an optimizer" in ran.stderr
