@@ -23,7 +23,6 @@ import os
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+from tests import hanging
 
 PRELOADED = "tests.preloaded"
 
@@ -71,7 +72,7 @@ class Forked:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def wait(self, seconds: float, job: Sequence[Forked] = ()) -> int:
+    def wait(self, seconds: float = hanging.SECONDS, job: Sequence[Forked] = ()) -> int:
         """Its exit status. A process that takes longer is killed, with all it started, and
         the error says what each thread of it, and of the others of its *job*, was at."""
         self._process.join(seconds)
@@ -121,7 +122,7 @@ class Forked:
         self._process.join()
 
     def done(
-        self, seconds: float, job: Sequence[Forked] = ()
+        self, seconds: float = hanging.SECONDS, job: Sequence[Forked] = ()
     ) -> subprocess.CompletedProcess[str]:
         """Wait for its end; what it was and said."""
         status = self.wait(seconds, job)
@@ -132,7 +133,7 @@ def run(
     words: Sequence[object],
     *,
     folder: str | Path | None = None,
-    seconds: float = 60,
+    seconds: float = hanging.SECONDS,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """``python WORDS``, to its end."""
@@ -156,14 +157,11 @@ def together(
 
 def variables_of(workers: int) -> list[dict[str, str]]:
     """Each rank's, of a new job."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     job = {
         "WORLD_SIZE": str(workers),
         "LOCAL_WORLD_SIZE": str(workers),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(hanging.free_port()),
     }
     return [job | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(workers)]
 
@@ -173,7 +171,7 @@ def run_together(
     words: Sequence[object],
     *,
     folder: str | Path | None = None,
-    seconds: float = 120,
+    seconds: float = hanging.SECONDS,
     environment: Mapping[str, str] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
     """A job to its good end: what each rank said. Whatever happens, nothing of it is left."""

@@ -30,7 +30,7 @@ def test_example_prints_what_it_says(expected, tmp_path):
     command, _, text = expected.read_text().partition("\n")
     words = [w.replace("examples/", f"{ROOT}/examples/") for w in shlex.split(command)]
     assert words[:2] == ["$", "paceline"]
-    done = forked.run(["-m", *words[1:]], folder=tmp_path, seconds=120)
+    done = forked.run(["-m", *words[1:]], folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert shape(done.stdout) == shape(text)
     for ours, theirs in zip(numbers(done.stdout), numbers(text), strict=True):

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from tests import forked
+from tests.hanging import SECONDS
 from tests.real.helpers import wait_until
 
 LOOKS = """
@@ -69,7 +70,7 @@ def test_a_module():
 def test_one_that_takes_too_long_is_killed_with_all_that_it_started(tmp_path):
     text = "import subprocess; print('up', flush=True); subprocess.run(['sleep', '99'])"
     process = forked.Forked([script(tmp_path, text)])
-    wait_until(lambda: process.stdout, 20, "its first words")
+    wait_until(lambda: process.stdout, SECONDS, "its first words")
     with pytest.raises(AssertionError, match=r"still runs after 0\.01 s\nup") as found:
         process.wait(0.01)
     assert "subprocess.py" in str(found.value)  # where it stood
@@ -86,7 +87,7 @@ globals()["here_stands_rank_" + os.environ["RANK"]]()
 """
     ranks = forked.together(2, [script(tmp_path, text)])
     for rank in ranks:
-        wait_until(lambda rank=rank: rank.stdout, 20, "its first words")
+        wait_until(lambda rank=rank: rank.stdout, SECONDS, "its first words")
     with pytest.raises(AssertionError) as found:
         ranks[0].done(0.01, ranks)
     ranks[1].kill()

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import paceline
+from tests.hanging import SECONDS
 
 HEAVY = ("torch", "numpy", "zmq", "pyroute2", "matplotlib", "jinja2", "rich", "typer")
 
@@ -20,7 +21,7 @@ def loaded(code):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=SECONDS,
     ).stdout.split("\n")[-2]
 
 

@@ -13,6 +13,7 @@ from paceline.aggregator.ring import one_switch, ring_of_racks
 from paceline.aggregator.ring_end import RingEnd
 from paceline.errors import PeerLostError, UsageError
 from tests.aggregator.test_udp import TOKEN, lossy, running, together
+from tests.hanging import SECONDS
 from tests.real.helpers import wait_until
 
 
@@ -25,9 +26,9 @@ class Exchanges:
     def of(self, rank):
         def exchange(words):
             self.said[rank] = words
-            self.barrier.wait(60)
+            self.barrier.wait(SECONDS)
             said = list(self.said)
-            self.barrier.wait(60)
+            self.barrier.wait(SECONDS)
             return said
 
         return exchange
@@ -57,7 +58,7 @@ def in_a_ring(ring, where, work, job="a ring", **options):
         try:
             return work(rank, end)
         finally:
-            end.serve_while(lambda: exchanges.barrier.wait(60))
+            end.serve_while(lambda: exchanges.barrier.wait(SECONDS))
             end.close()
 
     return together(size, one)
@@ -131,7 +132,7 @@ def test_an_aggregator_that_dies_is_a_loss_and_values_are_as_they_were():
 
         def work(rank, end):
             end.sum_integers(np.ones(10, np.int32))
-            began.wait(60)
+            began.wait(SECONDS)
             end.watch = told if racks[rank] else None
             if rank == 0:
                 first.close()
@@ -186,7 +187,7 @@ def test_a_job_that_finds_no_slot_free_is_refused_on_all_ranks():
         where = addresses(there)
 
         def hold(rank, end):
-            end.serve_while(lambda: tried.wait(60))
+            end.serve_while(lambda: tried.wait(SECONDS))
 
         tried = threading.Event()
         holding = threading.Thread(
@@ -194,9 +195,9 @@ def test_a_job_that_finds_no_slot_free_is_refused_on_all_ranks():
         )
         holding.start()
         try:
-            wait_until(lambda: not there[0].jobs.free_slots, 60, "the first job")
+            wait_until(lambda: not there[0].jobs.free_slots, SECONDS, "the first job")
             for error in errors_of(UsageError, where):
                 assert "start the aggregator with more --slots" in error
         finally:
             tried.set()
-            holding.join(60)
+            holding.join(SECONDS)

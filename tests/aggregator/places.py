@@ -9,6 +9,7 @@ import numpy as np
 from paceline.aggregator.client import AggregatorClient
 from paceline.aggregator.udp import UserSpaceAggregator
 from tests.aggregator import rack as racks
+from tests.hanging import SECONDS
 
 TOKEN = "a token of tests"
 WORKERS = 4
@@ -24,7 +25,7 @@ def served(aggregator):
         yield aggregator
     finally:
         os.write(stopper, b".")
-        thread.join(10)
+        thread.join(SECONDS)
         aggregator.close()
         os.close(stop)
         os.close(stopper)
@@ -118,7 +119,7 @@ def together(workers, work):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(150)
+        thread.join(SECONDS)
     assert not any(thread.is_alive() for thread in threads)
     if errors:
         raise errors[0]

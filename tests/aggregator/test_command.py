@@ -14,6 +14,7 @@ from paceline.server.security import SECRET, TOKEN, TRUSTED
 from tests import forked
 from tests.aggregator.places import InARack
 from tests.aggregator.rack import AGGREGATOR
+from tests.hanging import SECONDS
 from tests.real.helpers import wait_until
 from tests.test_import import loaded
 
@@ -27,7 +28,7 @@ def start(*words, environment=PLAIN):
 def test_it_makes_a_token_sums_and_says_what_it_has_counted():
     process = start("--listen", "127.0.0.1:0", "--json")
     try:
-        wait_until(lambda: "export" in process.stderr, 60, "the aggregator")
+        wait_until(lambda: "export" in process.stderr, SECONDS, "the aggregator")
         (port,) = re.findall(r"aggregating at 127.0.0.1:(\d+)", process.stderr)
         (token,) = re.findall(rf"export {TOKEN}=(\w+)", process.stderr)
         client = AggregatorClient(
@@ -38,7 +39,7 @@ def test_it_makes_a_token_sums_and_says_what_it_has_counted():
         assert (values == np.arange(1000)).all()
         client.close()
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait() == 0
     finally:
         process.kill()
     counts = json.loads(process.stdout)
@@ -59,7 +60,9 @@ def test_in_the_kernel_it_says_how_and_leaves_nothing_behind(rack, bpf, tmp_path
     for ends_well in (False, True):
         process = forked.Forked([script], None, PLAIN | {TRUSTED: "1"})
         try:
-            wait_until(lambda p=process: "export" in p.stderr, 60, "the aggregator")
+            wait_until(
+                lambda p=process: "export" in p.stderr, SECONDS, "the aggregator"
+            )
             assert "XDP at eth0, native" in process.stderr
             (port,) = re.findall(rf"aggregating at {AGGREGATOR}:(\d+)", process.stderr)
             (token,) = re.findall(rf"export {TOKEN}=(\w+)", process.stderr)
@@ -71,7 +74,7 @@ def test_in_the_kernel_it_says_how_and_leaves_nothing_behind(rack, bpf, tmp_path
             client.close()
             if ends_well:
                 process.send_signal(signal.SIGINT)
-                assert process.wait(60) == 0
+                assert process.wait() == 0
         finally:
             process.kill()
     counts = json.loads(process.stdout)
@@ -91,7 +94,7 @@ def test_in_the_kernel_it_says_how_and_leaves_nothing_behind(rack, bpf, tmp_path
     ],
 )
 def test_what_cannot_work_is_said(words, said):
-    done = start(*words).done(60)
+    done = start(*words).done()
     assert done.returncode == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -100,7 +103,7 @@ def test_what_cannot_work_is_said(words, said):
 def test_a_port_in_use_is_said():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        done = start("--listen", f"127.0.0.1:{port}").done(60)
+        done = start("--listen", f"127.0.0.1:{port}").done()
     assert done.returncode == 1
     assert "a port that is free" in done.stderr
 

@@ -11,6 +11,7 @@ from paceline.aggregator.ring import ring_of_racks
 from paceline.aggregator.ring_end import RingEnd
 from tests.aggregator.places import TOKEN, InARack, together
 from tests.aggregator.test_udp import one_by_one
+from tests.hanging import SECONDS
 
 RANKS = 4
 
@@ -24,9 +25,9 @@ class Exchange:
     def of(self, rank):
         def exchange(words):
             self.said[rank] = words
-            self.barrier.wait(60)
+            self.barrier.wait(SECONDS)
             said = list(self.said)
-            self.barrier.wait(60)
+            self.barrier.wait(SECONDS)
             return said
 
         return exchange
@@ -75,7 +76,7 @@ def test_sums_are_exact_whatever_adds_up(rack, bpf, racks, paths, monkeypatch):
                     for values in made:
                         end.sum_integers(values[rank])
                 finally:
-                    end.serve_while(lambda: exchange.barrier.wait(60))
+                    end.serve_while(lambda: exchange.barrier.wait(SECONDS))
                     end.close()
 
         together(RANKS, work)

@@ -29,6 +29,7 @@ from tests.aggregator.places import (
     running,
     together,
 )
+from tests.hanging import SECONDS
 from tests.real.helpers import wait_until
 
 
@@ -59,7 +60,7 @@ def test_sums_are_exact_though_one_datagram_in_a_hundred_is_lost(way, monkeypatc
             return error, repeats
 
         ends = together(WORKERS, work)
-        wait_until(lambda: not list(aggregator.jobs), 60, "the aggregator")
+        wait_until(lambda: not list(aggregator.jobs), SECONDS, "the aggregator")
         assert aggregator.jobs.free_slots == 1024
     for values, total in zip(made, totals, strict=True):
         assert (values == total).all()
@@ -100,7 +101,7 @@ def test_sums_are_exact_though_the_network_loses_one_packet_in_a_hundred(
             return error, counts["chunks"] + counts["repeats"]
 
         ends = together(WORKERS, work)
-        wait_until(lambda: not list(aggregator.jobs), 60, "the aggregator")
+        wait_until(lambda: not list(aggregator.jobs), SECONDS, "the aggregator")
         assert aggregator.jobs.free_slots == 1024
         came = aggregator.summary()["contributions"]
         assert came < sum(sent for _, sent in ends), "nothing was lost"
@@ -150,27 +151,29 @@ def test_two_jobs_share_an_aggregator_and_one_is_killed(place, tmp_path, capfd):
                 mine = values[worker].copy()
                 client.sum_integers(mine)
                 totals.append(mine)
-            rounds.wait(120)
+            rounds.wait(SECONDS)
             mine = values[worker].copy()
             client.sum_integers(mine)
             client.close()
             return [*totals, mine]
 
         def dies():
-            wait_until(lambda: process.stdout == "here\n", 60, "the aggregator")
+            wait_until(lambda: process.stdout == "here\n", SECONDS, "the aggregator")
             killer = threading.Thread(target=process.kill)
             killer.start()
             with pytest.raises(PeerLostError, match="worker 0 died"):
                 other.sum_integers(np.ones(1 << 20, np.int32))
             killer.join()
-            wait_until(lambda: len(list(aggregator.jobs)) == 1, 60, "the aggregator")
+            wait_until(
+                lambda: len(list(aggregator.jobs)) == 1, SECONDS, "the aggregator"
+            )
             rounds.set()
 
         try:
             dying = threading.Thread(target=dies)
             dying.start()
             totals = together(2, work)
-            dying.join(120)
+            dying.join(SECONDS)
             assert rounds.is_set()
         finally:
             process.kill()
@@ -178,7 +181,7 @@ def test_two_jobs_share_an_aggregator_and_one_is_killed(place, tmp_path, capfd):
         for mine in totals:
             for total in mine:
                 assert (total == 2).all()
-        wait_until(lambda: aggregator.jobs.free_slots == 100, 60, "the aggregator")
+        wait_until(lambda: aggregator.jobs.free_slots == 100, SECONDS, "the aggregator")
         assert aggregator.counts["jobs lost"] == 1
     assert "job 'killed': worker 0 died" in capfd.readouterr().err
 
@@ -227,7 +230,7 @@ def test_datagrams_that_do_not_come_back_are_noticed_before_the_first_sum(
             place.joining(aggregator, 0, lossy=lambda count: np.zeros(count, np.bool_))
         assert aggregator.counts["jobs"] == 1
         wait_until(
-            lambda: aggregator.counts["jobs lost"] == 1, 60, "the end of the job"
+            lambda: aggregator.counts["jobs lost"] == 1, SECONDS, "the end of the job"
         )
 
 
@@ -272,7 +275,9 @@ def test_strangers_and_fuzzed_datagrams_change_nothing(place):
         for word in ("truncated", "foreign", "forged", "of an unknown job"):
             assert f"dropped: {word}" in dropped
         wait_until(
-            lambda: aggregator.counts["refused: undecodable"] >= 5, 60, "the aggregator"
+            lambda: aggregator.counts["refused: undecodable"] >= 5,
+            SECONDS,
+            "the aggregator",
         )
 
 
@@ -419,9 +424,9 @@ def test_jobs_that_compete_for_few_places_fall_back_to_their_servers(place):
         for server in servers.values():
             server.stop()
         for thread in threads:
-            thread.join(10)
+            thread.join(SECONDS)
         assert aggregator.jobs.best_effort.collisions
-        wait_until(lambda: not list(aggregator.jobs), 60, "the end of both jobs")
+        wait_until(lambda: not list(aggregator.jobs), SECONDS, "the end of both jobs")
         assert aggregator.jobs.best_effort.taken == 0
     for job, values in made.items():
         assert (values == totals[job]).all()

@@ -11,6 +11,7 @@ from paceline.aggregator.jobs import key_of, number_of
 from paceline.aggregator.served import ServedClient
 from paceline.collectives.atp_routes import at_server, at_switch, at_worker
 from tests.aggregator.test_udp import TOKEN, lossy, running, together
+from tests.hanging import SECONDS
 
 HOST, ELEMENTS = "127.0.0.1", 358
 
@@ -85,7 +86,7 @@ class Job:
         for server in self.servers:
             server.stop()
         for thread in self.threads:
-            thread.join(10)
+            thread.join(SECONDS)
 
 
 @contextlib.contextmanager

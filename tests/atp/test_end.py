@@ -20,6 +20,7 @@ from paceline.server.client import RemoteServer
 from paceline.server.dedicated import make_shell
 from tests.aggregation.test_ring_end import Exchanges, addresses, aggregators
 from tests.aggregator.test_udp import TOKEN, lossy, together
+from tests.hanging import SECONDS
 
 RACKS = (0, 0, 1, 1, 2)
 LONG_TOKEN = 3 * TOKEN
@@ -70,7 +71,7 @@ def in_a_job(ways, where, work, ends_of=lambda rank: [], faulty=False, **options
             try:
                 return work(rank, end)
             finally:
-                end.serve_while(lambda: exchanges.barrier.wait(60))
+                end.serve_while(lambda: exchanges.barrier.wait(SECONDS))
                 end.close()
         finally:
             for one in ends:
@@ -122,7 +123,7 @@ def test_an_aggregator_that_dies_is_a_loss_and_values_are_as_they_were():
 
         def work(rank, end):
             end.sum_integers(np.ones(10, np.int32))
-            began.wait(60)
+            began.wait(SECONDS)
             end.watch = told if racks[rank] else None
             if rank == 0:
                 first.close()

@@ -15,6 +15,7 @@ from tests.aggregation.test_real import (
     racks,
     ranks_of,
 )
+from tests.hanging import SECONDS
 from tests.real.helpers import wait_until
 
 WORKERS, STEPS = 4, "30"
@@ -26,7 +27,7 @@ def dedicated():
     words = ["-m", "paceline", "serve", "--workers", str(WORKERS), "--port", "0"]
     process = forked.Forked(words, None, ENVIRONMENT)
     try:
-        wait_until(lambda: "serving at" in process.stderr, 60, "the server")
+        wait_until(lambda: "serving at" in process.stderr, SECONDS, "the server")
         (address,) = re.findall(r"serving at (\S+)", process.stderr)
         yield {ADDRESSES_VARIABLE: address}
     finally:
@@ -40,10 +41,10 @@ def test_shards_and_a_server_of_its_own_have_the_same_bits_whoever_dies(tmp_path
         described = racks(tmp_path, 2)
         variables = them.variables | described
         with ranks_of(WORKERS, ["atp", STEPS, "10", go], variables) as ranks:
-            wait_until(lambda: "step 3\n" in ranks[0].stdout, 60, "the job")
+            wait_until(lambda: "step 3\n" in ranks[0].stdout, SECONDS, "the job")
             them.kill(1)
-            wait_until(lambda: "step 10\n" in ranks[0].stdout, 60, "the job")
-            wait_until(lambda: "go around" in ranks[0].stderr, 60, "the job")
+            wait_until(lambda: "step 10\n" in ranks[0].stdout, SECONDS, "the job")
+            wait_until(lambda: "go around" in ranks[0].stderr, SECONDS, "the job")
             them.start_again(1)
             go.touch()
             disturbed, said = learnt(ranks)

@@ -6,6 +6,7 @@ from paceline.aggregator.packets import mtu_for
 from paceline.collectives.atp_ways import Server, Ways, beside_workers
 from paceline.errors import UsageError
 from tests.atp.real_net import ELEMENTS, jobs, sums
+from tests.hanging import SECONDS
 from tests.real.helpers import wait_until
 
 RACKS = (0, 0, 1, 1, 2)
@@ -34,7 +35,9 @@ def test_sums_are_exact_though_datagrams_are_lost(aggregating, servers):
         assert sums(made, 20_001)
         merged = [bool(one.summary().get("sums out")) for one in aggregators]
     assert merged == [rack in ways.merging for rack in range(3)]
-    wait_until(lambda: not any(list(one.jobs) for one in aggregators), 60, "goodbyes")
+    wait_until(
+        lambda: not any(list(one.jobs) for one in aggregators), SECONDS, "goodbyes"
+    )
 
 
 @pytest.mark.slow
@@ -50,7 +53,7 @@ def test_two_jobs_of_different_layouts_compete_for_few_places():
             for client in job.clients:
                 client.close()
         wait_until(
-            lambda: not any(list(one.jobs) for one in aggregators), 60, "both ends"
+            lambda: not any(list(one.jobs) for one in aggregators), SECONDS, "both ends"
         )
         assert all(one.jobs.best_effort.taken == 0 for one in aggregators)
 

@@ -5,6 +5,7 @@ from collections import deque
 
 from paceline.auto.interfaces import LeftError
 from paceline.auto.program import Program
+from tests.hanging import SECONDS
 
 
 class Mail:
@@ -199,7 +200,7 @@ class World:
 
             def patient():
                 while not end.is_readable():
-                    assert lock.wait(5), "waits for ever"
+                    assert lock.wait(SECONDS), "waits for ever"
                 return take()
 
             end._take = patient

@@ -32,7 +32,8 @@ for _ in range(2000):
 optimizer.finish()
 assert_equal_everywhere(flat(model))
 asked = Canned.asked
-assert len(asked) == (paceline.rank() == 0), asked
+# Where a code was kept, times of a busy machine may let it be decided anew.
+assert bool(asked) == (paceline.rank() == 0), asked
 if asked:
     assert "workers = 2" in asked[0].cluster
 assert specs >= {"bsp", CODED}, specs

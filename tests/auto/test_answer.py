@@ -1,7 +1,6 @@
 """The planner's process: what it is asked, and what it answers."""
 
 import re
-import time
 
 import msgspec
 import pytest
@@ -159,7 +158,5 @@ def test_it_ends_with_its_worker():
     process = PlannerProcess(question(budget_seconds=1000.0))
     assert not process.is_over
     process._process.stdin.close()  # which the kernel does when the worker dies
-    begun = time.monotonic()
     process.wait()
     assert process.answer().fault
-    assert time.monotonic() - begun < 60

@@ -79,7 +79,6 @@ def test_every_case_on_two_processes(tmp_path):
         2,
         ["-m", "tests.auto.all_cases"],
         folder=ROOT,
-        seconds=180,
         environment={"PACELINE_TEST_FOLDER": str(tmp_path)},
     )
     for rank, end in enumerate(ends):

@@ -21,7 +21,7 @@ class Network:
     def __init__(self, links, racks=None, uplink=float("inf")):
         self.links, self.uplink = links, uplink
         self.racks = racks or [0] * len(links)
-        self.bytes = 0
+        self.bytes = self.largest = 0
         self.seconds = 0.0
 
     def now(self):
@@ -33,6 +33,7 @@ class Network:
     def at_once(self, flows, sizes):
         crossing = sum(self.racks[a] != self.racks[b] == 1 for a, b in flows)
         self.bytes += sum(sizes)
+        self.largest = max(self.largest, *sizes)
         found = []
         for a, b in flows:
             rate = min(self.links[a], self.links[b])
@@ -81,12 +82,38 @@ def test_many_hosts_are_measured_in_a_few_rounds():
 
 
 @pytest.mark.parametrize("times", [0, 1, 10])
-def test_memory_that_takes_longer_than_the_link_is_within_the_time(times):
-    network = Network([20_000 * MBIT] * 2)
+@pytest.mark.parametrize("hosts", [2, 8])
+def test_memory_that_takes_longer_than_the_link_is_within_the_time(times, hosts):
+    network = Network([20_000 * MBIT] * hosts)
     network.touch = times / (20_000 * MBIT)
     goodput, _ = measured(network)
     assert goodput[0][1] == pytest.approx(20_000 * MBIT)
     assert network.seconds < 1.3 * 3.0
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        Network([1000 * MBIT] * 7 + [10 * MBIT]),
+        Network([1000 * MBIT] * 16, [0] * 8 + [1] * 8, uplink=200 * MBIT),
+        Network([0.1 * MBIT] * 8),
+    ],
+    ids=["a slow host", "a narrow uplink", "all are very slow"],
+)
+def test_what_is_slow_is_measured_within_the_time(network):
+    goodput, _ = measured(network)
+    assert network.seconds < 2.0 * 3.0
+    for a, fast in enumerate(network.links):
+        for b, other in enumerate(network.links):
+            if a != b and network.racks[a] == network.racks[b]:
+                assert goodput[a][b] == pytest.approx(min(fast, other))
+
+
+def test_buffers_are_bounded_where_links_are_fast():
+    network = Network([25_000 * MBIT] * 8)
+    goodput, _ = measured(network)
+    assert goodput[0][1] == pytest.approx(25_000 * MBIT)
+    assert network.largest <= 2**26
 
 
 def test_whether_a_network_is_as_it_was():

@@ -7,14 +7,13 @@ import pytest
 from tests import forked
 
 ROOT = Path(__file__).parent.parent.parent
-BAD_END_SECONDS = 60
 
 
 def ends_of(mode):
     """Of two workers: the statuses, and what they have said."""
     ranks = forked.together(2, ["-m", "tests.auto.lives", mode], folder=ROOT)
     try:
-        ends = [rank.done(BAD_END_SECONDS, ranks) for rank in ranks]
+        ends = [rank.done(job=ranks) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -241,7 +241,6 @@ def test_real_processes_measure_their_links_and_try_what_is_proposed(tmp_path):
         2,
         ["-m", "tests.auto.real_job"],
         folder=ROOT,
-        seconds=120,
         environment={"PACELINE_AUTO_FILE": str(tmp_path / "decision.json")},
     )
     for rank, end in enumerate(ends):

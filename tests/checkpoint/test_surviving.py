@@ -7,6 +7,7 @@ import paceline
 from paceline.checkpoint import files
 from paceline.checkpoint.structure import name_of, unpack
 from paceline.testing.task import Counting
+from tests.hanging import SECONDS
 from tests.real.helpers import run
 
 from .test_save_load import Counter, on
@@ -77,7 +78,7 @@ def test_who_dies_and_who_comes_back_destroys_no_checkpoint(tmp_path):
         options=["--survive"],
         forked="all",
     )
-    job.wait(300).check_ended_well()
+    job.wait(2 * SECONDS).check_ended_well()
 
     def found(name):
         (result,) = on(1, lambda rank: read(folder / name))

@@ -12,6 +12,7 @@ import pytest
 from paceline.cli import main
 from paceline.report.files import claim
 from tests import forked
+from tests.hanging import SECONDS
 from tests.real.helpers import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -19,7 +20,7 @@ LAYERS = str(ROOT / "examples" / "layers.py")
 QUICK = ("--", "--layers", "4", "--megabytes", "1", "--forward", "0.1")
 
 
-def paceline(*words, folder=None, timeout=60):
+def paceline(*words, folder=None, timeout=SECONDS):
     return forked.run(["-m", "paceline", *words], folder=folder, seconds=timeout)
 
 
@@ -275,7 +276,7 @@ def test_control_c_ends_a_simulation(workers, tmp_path):
     )
     words = ("simulate", script, "--workers", workers, "--forward", 1)
     process = forked.Forked(["-m", "paceline", *words])
-    wait_until(lambda: process.stdout == "ready\n", 30, "its first words")
+    wait_until(lambda: process.stdout == "ready\n", SECONDS, "its first words")
     process.send_signal(signal.SIGINT)
-    assert process.wait(15) == 130
+    assert process.wait() == 130
     assert "Stacks of all threads" not in process.stderr

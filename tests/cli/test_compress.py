@@ -10,9 +10,7 @@ from .scripts import CALLS_A_PART, TRAINS, TRAINS_NOTHING, write
 
 
 def compress(folder, *words, status=0):
-    done = forked.run(
-        ["-m", "paceline", "compress", *words], folder=folder, seconds=120
-    )
+    done = forked.run(["-m", "paceline", "compress", *words], folder=folder)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 

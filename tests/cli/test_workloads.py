@@ -49,7 +49,7 @@ def paceline(tmp_path, monkeypatch, capfd):
 
 
 def in_a_process(folder, *words, status=0):
-    done = forked.run(["-m", "paceline", *words], folder=folder, seconds=120)
+    done = forked.run(["-m", "paceline", *words], folder=folder)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 

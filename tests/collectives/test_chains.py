@@ -9,6 +9,7 @@ import torch
 from paceline.collectives.chains import Chain, ThreadRunner, WaitingRunner
 from paceline.errors import UsageError
 from paceline.instruments import Journal
+from tests.hanging import SECONDS
 
 
 class Result:
@@ -98,7 +99,7 @@ def test_a_runner_that_nobody_closes_takes_its_thread_along():
     told.wait()
     (thread,) = threads("forgotten")
     del runner
-    thread.join(10)
+    thread.join(SECONDS)
     assert not thread.is_alive()
 
 
@@ -178,5 +179,5 @@ def test_closing_does_not_wait_for_what_the_thread_takes_meanwhile():
     runner._queue.put((None, lambda error: None))
     closing = threading.Thread(target=runner.close, daemon=True)
     closing.start()
-    closing.join(10.0)
+    closing.join(SECONDS)
     assert not closing.is_alive()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from paceline.errors import UsageError
 from paceline.patient_store import PatientStore, meet
+from tests.hanging import SECONDS
 
 SOON = timedelta(seconds=0.01)
 
@@ -16,7 +17,7 @@ SOON = timedelta(seconds=0.01)
 class Impatient(dist.Store):
     """A store that says at once what it has, and refuses whoever would wait in it."""
 
-    timeout = timedelta(seconds=20)
+    timeout = timedelta(seconds=SECONDS)
 
     def __init__(self):
         super().__init__()
@@ -42,9 +43,9 @@ def test_who_gets_what_is_not_there_yet_asks_until_it_is():
     patient = PatientStore(store)
     thread = threading.Thread(target=lambda: found.append(patient.get("key")))
     thread.start()
-    assert store.asked.wait(20)
+    assert store.asked.wait(SECONDS)
     patient.set("key", b"here")
-    thread.join(20)
+    thread.join(SECONDS)
     assert found == [b"here"]
 
 
@@ -70,14 +71,14 @@ def test_gloo_makes_a_group_and_waits_in_no_store():
 
     def make(rank):
         made[rank] = dist.ProcessGroupGloo(
-            PatientStore(store), rank, 2, timeout=timedelta(seconds=20)
+            PatientStore(store), rank, 2, timeout=timedelta(seconds=SECONDS)
         )
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(SECONDS)
     values = [torch.tensor([1.0]), torch.tensor([2.0])]
     works = [made[rank].allreduce([values[rank]]) for rank in (0, 1)]
     for work in works:

@@ -21,7 +21,7 @@ from tests.ds_sync.ends import FEW, ends
 )
 def test_worlds_end_with_the_same_bits(workers, part):
     words = ["-m", "tests.ds_sync.ends", *(["few"] if part == FEW else [])]
-    first, *_ = forked.run_together(workers, words, seconds=120)
+    first, *_ = forked.run_together(workers, words)
     virtual = {}
     Simulation(uniform_cluster(workers, "100mbit", "1ms")).run(
         lambda rank: virtual.update({rank: ends(part)})

@@ -4,8 +4,7 @@ import os
 import select
 from pathlib import Path
 
-SECONDS = 20
-"""Longer than anything here takes; a test that waits so long has failed."""
+from tests.hanging import SECONDS
 
 
 def descendants(pid):

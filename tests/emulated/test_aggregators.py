@@ -49,7 +49,7 @@ def digits(folder, described, collective, steps=40):
     file.write_text(cluster_toml(described))
     words = ["-m", "paceline", "emulate", DIGITS, f"--cluster={file}", "--no-measure"]
     words += [f"--method=bsp:collective={collective},fusion=ddp", f"--steps={steps}"]
-    done = forked.run([*words, "--seed=0", "--json"], seconds=200)
+    done = forked.run([*words, "--seed=0", "--json"])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 

@@ -61,5 +61,5 @@ def test_a_name_that_means_loopback_on_its_own_machine(
     for process in processes:
         with process.stdout:
             outputs.append(process.stdout.read().decode())
-        assert process.wait(3 * SECONDS) == 0, outputs
+        assert process.wait(SECONDS) == 0, outputs
     assert outputs == ["trained 0 of 2\n", "trained 1 of 2\n"]

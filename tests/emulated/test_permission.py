@@ -61,7 +61,7 @@ def interpreter_for(user):
                 extra_groups=[],
                 check=True,
                 capture_output=True,
-                timeout=SECONDS * 3,
+                timeout=SECONDS,
             )
         except (OSError, subprocess.SubprocessError):
             continue

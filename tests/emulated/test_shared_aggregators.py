@@ -17,6 +17,7 @@ from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.messages import INTERFACE
 from paceline.worlds.emulated.plan import JUMBO_MTU
 from paceline.worlds.emulated.world import WORLD_VARIABLE, EmulatedWorld
+from tests.hanging import SECONDS
 from tests.real.helpers import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces")]
@@ -25,7 +26,6 @@ ROOT = Path(__file__).parent.parent.parent
 JOB = ROOT / "tests" / "aggregation" / "job.py"
 WORKERS = 4
 PORT = 29700
-SECONDS = 120
 STEPS = 12
 
 

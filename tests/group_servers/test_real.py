@@ -1,13 +1,13 @@
 """Group servers in processes: beside workers, on hosts of their own, and on emulated links."""
 
 import re
-import socket
 
 import pytest
 
 from paceline.server.security import TOKEN
 from tests import forked
 from tests.emulated.conftest import refusal
+from tests.hanging import free_port
 from tests.real.helpers import PACELINE, Job
 from tests.server import ROOT
 
@@ -25,17 +25,9 @@ def check(said, methods):
     assert sorted(lines) == sorted(expected), said
 
 
-def free_ports(count):
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
-
-
 @pytest.mark.slow
 def test_beside_workers_and_dedicated_from_one_training_to_the_next():
-    ports = free_ports(2)
+    ports = [free_port() for _ in range(2)]
     environment = {TOKEN: "a token that nobody guesses", "OMP_NUM_THREADS": "1"}
     there = "+".join(f"127.0.0.1:{port}" for port in ports)
     methods = [
@@ -47,9 +39,7 @@ def test_beside_workers_and_dedicated_from_one_training_to_the_next():
     words = ["-m", "paceline", "serve", f"--workers={WORKERS}", "--port"]
     servers = [forked.Forked([*words, port], environment=environment) for port in ports]
     try:
-        ends = forked.run_together(
-            WORKERS, [SCRIPT, *methods], seconds=120, environment=environment
-        )
+        ends = forked.run_together(WORKERS, [SCRIPT, *methods], environment=environment)
     finally:
         for server in servers:
             server.kill()
@@ -65,5 +55,5 @@ def test_on_emulated_links(hosts, tmp_path):
     words += [f"--server-hosts={hosts}"] if hosts else []
     words += [f"--workers={WORKERS}", str(SCRIPT), "--", *methods]
     job = Job(words, tmp_path / "job", {"PYTHONPATH": str(ROOT)})
-    job.wait(120).check_ended_well()
+    job.wait().check_ended_well()
     check(job.stdout, methods)

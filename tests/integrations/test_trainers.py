@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.hanging import SECONDS
 from tests.real.helpers import TORCHRUN
 
 pytestmark = pytest.mark.slow
@@ -58,7 +59,7 @@ def started(
         [*by, str(SCRIPTS / script), *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=2 * SECONDS,
         check=False,
         cwd=folder,
     )

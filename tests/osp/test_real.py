@@ -25,7 +25,7 @@ def test_virtual_equals_real(tmp_path):
     script, (real, virtual) = SCRIPTS / "osp.py", folders
     forked.run_together(2, [script, real, *METHODS], folder=real)
     words = ["-m", "paceline", "simulate", "--workers=2", script, "--"]
-    done = forked.run([*words, virtual, *METHODS], folder=virtual, seconds=120)
+    done = forked.run([*words, virtual, *METHODS], folder=virtual)
     assert done.returncode == 0, done.stderr
     folders[1] /= SCRATCH  # where a simulation's checkpoints end up
     for number, method in enumerate(METHODS):

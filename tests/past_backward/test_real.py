@@ -17,7 +17,7 @@ def test_50_steps_end_with_the_bits_of_bsp(workers):
 def test_a_worker_that_dies_under_way_is_named(method):
     ranks = forked.together(2, ["-m", "tests.past_backward.ends", method, "1", "9"])
     try:
-        ends = [rank.done(30) for rank in ranks]
+        ends = [rank.done() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tests import hanging
 from tests.forked import Forked
 from tests.real import forking
 
@@ -22,8 +23,8 @@ PACELINE = (sys.executable, "-m", "paceline")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MARK = "PACELINE_TEST_JOB"
 """An environment variable that tells a job's processes from all others."""
-BAD_END_SECONDS = 30
-"""A job that fails must have ended after so long."""
+BAD_END_SECONDS = hanging.SECONDS
+"""A job that fails must have ended after so long: it never hangs."""
 
 
 class DictStore(dict[str, bytes]):
@@ -86,7 +87,7 @@ class Job:
             env=inherited | own | self.environment,
         )
 
-    def wait(self, seconds: float = 60) -> "Job":
+    def wait(self, seconds: float = hanging.SECONDS) -> "Job":
         """Wait for its end; a job that takes longer is killed, and the test fails."""
         try:
             self.process.wait(seconds)
@@ -203,7 +204,7 @@ def run(
     )
 
 
-def wait_for_all(jobs: Iterable[Job], seconds: float = 90) -> list[Job]:
+def wait_for_all(jobs: Iterable[Job], seconds: float = hanging.SECONDS) -> list[Job]:
     """Wait for jobs that run side by side; if one takes longer, all are killed."""
     jobs = list(jobs)
     try:
@@ -232,13 +233,6 @@ def carries(process: int, mark: str) -> bool:
 def kill(process: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def somebody_listens(port: int) -> bool:

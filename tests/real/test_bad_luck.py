@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.hanging import SECONDS
 from tests.real.helpers import (
     BAD_END_SECONDS,
     PACELINE,
@@ -20,7 +21,6 @@ from tests.real.helpers import (
     wait_until,
 )
 
-START_SECONDS = 60
 WORKERS = 2
 
 
@@ -41,7 +41,7 @@ def wait_for_step(job, folder, rank, step):
         now = progress(folder, rank)
         return now is not None and now[2] >= step
 
-    wait_until(begun, START_SECONDS, f"step {step} of rank {rank}")
+    wait_until(begun, SECONDS, f"step {step} of rank {rank}")
     process, port, _ = progress(folder, rank)
     return process, port
 

@@ -68,7 +68,7 @@ def test_ranks_know_the_cluster_or_why_it_is_not_theirs(tmp_path: Path) -> None:
         )
     ]
     try:
-        ends = [rank.done(120) for rank in ranks]
+        ends = [rank.done() for rank in ranks]
     finally:
         for one in ranks:
             one.kill()

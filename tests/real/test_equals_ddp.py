@@ -20,7 +20,7 @@ def trained(request, tmp_path_factory):
     script, real, virtual = SCRIPTS / "train_cases.py", *folders.values()
     forked.run_together(size, [script, real, "paceline", "ddp"])
     words = ["-m", "paceline", "simulate", f"--workers={size}", script, "--"]
-    done = forked.run([*words, virtual, "paceline"], folder=virtual, seconds=120)
+    done = forked.run([*words, virtual, "paceline"], folder=virtual)
     assert done.returncode == 0, done.stderr
     folders["virtual"] /= SCRATCH  # where a simulation's checkpoints end up
     return size, folders

@@ -16,6 +16,7 @@ from paceline.interfaces import Service, ServiceJob
 from paceline.server.security import SECRET, TOKEN, dedicated_token
 from paceline.worlds.handover import Address, Board, Posted, Sheet, Way, way_of
 from paceline.worlds.services import RealServices
+from tests.hanging import SECONDS
 from tests.real.helpers import (
     SCRIPTS,
     DictStore,
@@ -269,13 +270,13 @@ def test_somebody_else_on_the_machine_learns_nothing_that_opens_the_server(
             assert job.process.poll() is None, job.output
             return all(path.exists() for path in ready)
 
-        wait_until(begun, 120, "the first step")
+        wait_until(begun, SECONDS, "the first step")
         port, server = ready[0].read_text().split()
         stranger = subprocess.run(
             [sys.executable, str(SCRIPTS / "stranger.py"), port, server],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=SECONDS,
         )
         assert stranger.returncode == 0, stranger.stderr
         learnt = msgspec.json.decode(stranger.stdout)

@@ -16,10 +16,10 @@ from paceline.worlds.handover import Board
 from paceline.worlds.hub import LINE_BYTES, News
 from paceline.worlds.liveness import Liveness
 from tests import forked
+from tests.hanging import SECONDS
 from tests.real.helpers import DictStore
 
 SCRIPT = Path(__file__).parent / "scripts" / "dies.py"
-SECONDS = 20
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def ends_of(case):
     """What became of three ranks that nobody watches over."""
     ranks = forked.together(3, [SCRIPT, case])
     try:
-        return [rank.done(45) for rank in ranks]
+        return [rank.done() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -201,7 +201,7 @@ def test_a_forked_helper_keeps_no_dead_rank_alive(dead, words):
         for variables in job
     ]
     try:
-        ends = [process.communicate(timeout=45)[1] for process in processes]
+        ends = [process.communicate(timeout=SECONDS)[1] for process in processes]
     finally:
         os.close(writing)  # only now do the helpers end
         os.close(reading)

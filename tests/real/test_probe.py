@@ -21,7 +21,7 @@ def probe(folder, *words):
     """Whatever a job here is told of its network."""
     told = {"PACELINE_CLUSTER": "nowhere.toml"}
     words = ["-m", "paceline", "probe", *words]
-    return forked.run(words, folder=folder, seconds=120, environment=told)
+    return forked.run(words, folder=folder, environment=told)
 
 
 @pytest.mark.slow

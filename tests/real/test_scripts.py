@@ -6,11 +6,11 @@ import re
 import pytest
 
 from tests import forked
+from tests.hanging import free_port
 from tests.real.helpers import (
     PACELINE,
     PYTHON,
     SCRIPTS,
-    free_port,
     launch,
     run,
     somebody_listens,
@@ -67,7 +67,7 @@ MISMATCHES = {
 
 def test_what_differs_between_ranks_is_refused_on_all_of_them(tmp_path):
     ranks = forked.together(3, [SCRIPTS / "mismatch.py", tmp_path, "shape"])
-    ends = [rank.done(60) for rank in ranks]
+    ends = [rank.done() for rank in ranks]
     for case, words in MISMATCHES.items():
         told = [(tmp_path / f"{case}-{rank}.txt").read_text() for rank in range(3)]
         assert told[0].startswith("ModelMismatchError: ")
@@ -147,7 +147,7 @@ def test_command_line_decides_over_the_script(tmp_path):
 def test_a_misspelt_option_is_refused(tmp_path):
     job = launch(
         PACELINE, ["run", "--wrokers=2"], "loops.py", folder=tmp_path / "job"
-    ).wait(30)
+    ).wait()
     assert job.status == 1
     assert "unknown option '--wrokers'" in job.stderr
     job.check_nothing_left()
@@ -157,7 +157,7 @@ def test_a_misspelt_option_is_refused(tmp_path):
 @pytest.mark.parametrize("launcher", ["run", "torchrun"])
 def test_a_script_that_starts_workers_itself_is_refused(launcher, tmp_path):
     start = {"run": run, "torchrun": torchrun}[launcher]
-    job = start(2, "spawns.py", folder=tmp_path / "job").wait(30)
+    job = start(2, "spawns.py", folder=tmp_path / "job").wait()
     assert job.status == 1
     assert "a script that starts workers of its own starts a job in each" in job.stderr
     assert "Call main once, for this worker" in job.stderr

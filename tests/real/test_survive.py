@@ -127,7 +127,7 @@ def test_the_server_is_killed_and_there_is_no_snapshot(start):
     for rank in range(WORKERS):
         wait_for_steps(job, folder, rank, 0, 5)
     kill(servers_of(job)[0])
-    job.wait(BAD_END_SECONDS + 10)
+    job.wait(BAD_END_SECONDS)
     assert job.status == 1
     assert "the parameter server was killed by SIGKILL after step" in job.stderr
     assert "there is no snapshot: give --snapshot FILE" in job.stderr

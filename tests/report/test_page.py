@@ -23,6 +23,7 @@ from paceline.report.sections import Page as PageData
 from paceline.report.sections import Timelines
 from paceline.report.timelines import Step
 from paceline.report.variants import Variant
+from tests.hanging import SECONDS
 from tests.report.cases import Comparison, three, wild
 
 ROOT = Path(__file__).parent.parent.parent
@@ -267,7 +268,12 @@ def compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command += ["--forward", "0.1", "--backward", "0.1", *words]
     command += ["--", "--layers", "2", "--megabytes", "0.1", "--forward", "0.1"]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60, cwd=folder
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+        cwd=folder,
     )
 
 

@@ -29,9 +29,9 @@ from paceline.server import wire
 from paceline.server.client import RemoteServer
 from paceline.server.security import PLAIN
 from paceline.server.serve import Shell
+from tests.hanging import SECONDS
 
 TOKEN = "the token of this job"
-SECONDS = 30
 ROOT = Path(__file__).parent.parent.parent
 
 

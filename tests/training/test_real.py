@@ -17,7 +17,6 @@ def test_every_case_on_three_processes(tmp_path):
         3,
         ["-m", "tests.training.all_cases"],
         folder=ROOT,
-        seconds=180,
         environment={"PACELINE_TEST_FOLDER": str(tmp_path)},
     )
     for rank, end in enumerate(ends):

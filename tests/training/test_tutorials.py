@@ -41,5 +41,5 @@ def test_moved_script_has_the_same_loss_curve(name, tmp_path):
     first, _ = forked.run_together(2, [ours], folder=tmp_path)
     assert losses(first) == pytest.approx(expected, rel=1e-5)
     virtual = ["-m", "paceline", "simulate", "--workers", 2, "--link", "100mbit", ours]
-    done = forked.run(virtual, folder=tmp_path, seconds=120)
+    done = forked.run(virtual, folder=tmp_path)
     assert losses(done) == pytest.approx(expected, rel=1e-5)

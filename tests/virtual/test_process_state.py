@@ -35,6 +35,7 @@ from paceline.options import RunOptions
 from paceline.torch_private import load_lazy_modules
 from paceline.worlds.virtual import Simulation
 from paceline.worlds.virtual.world import place_of
+from tests.hanging import SECONDS
 from tests.virtual.helpers import run, run_on, simulation
 
 
@@ -512,7 +513,7 @@ def test_a_worker_that_blocks_outside_the_clock_ends_the_process_with_stacks() -
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=SECONDS,
     )
     assert outcome.returncode == 70
     assert "worker 1 has blocked outside the virtual clock for 1 s" in outcome.stderr

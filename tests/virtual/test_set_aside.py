@@ -15,6 +15,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.worlds.virtual.set_aside import checkpoints_set_aside
+from tests.hanging import SECONDS
 
 REAL, SIMULATED = b"of a real run", b"of a simulation"
 
@@ -215,7 +216,7 @@ def test_the_next_simulation_puts_back_what_a_killed_one_had_changed(
         "    Path('ckpt.pt').write_text('x')\n    Path('new.pt').write_text('x')\n"
         "    os._exit(9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=SECONDS)
     assert done.returncode == 9
     assert sorted(os.listdir()) == ["ckpt.pt", "new.pt", "scratch"]
     with checkpoints_set_aside(Path("scratch")):

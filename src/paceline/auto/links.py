@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Sequence
+from operator import truediv
 
 import msgspec
 import torch
@@ -19,12 +20,15 @@ from paceline.interfaces import World
 from paceline.network import Cluster
 from paceline.probe import Findings, infer_cluster
 from paceline.probe.findings import Size
-from paceline.probe.pairs import FIRST_BYTES, MOST_BYTES, Pairs
+from paceline.probe.pairs import FIRST_BYTES, Pairs
 from paceline.probe.racks import find_racks
 from paceline.worlds.described import Seat, seat
 
 MOST_SHIFTS = 7
 """Rounds in which all send at once."""
+LEAST_BYTES, MOST_BYTES = 4096, 2**26
+"""Of a flow. A worker holds the most twice, beside its training: 128 MiB. They take 21 ms at 25 Gbit/s,
+of which three quarters count."""
 FOR_LINKS, FOR_SUMS = 0.6, 0.3
 """Of the time, for either; the rest is for what comes between."""
 SIZES = tuple(4096 * 8**k for k in range(4))
@@ -66,7 +70,7 @@ def host_rates(world: World, seconds: float, device: torch.device) -> list[float
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
     if len(leaders) == 1:
         return []
-    return list(_round(pairs, leaders, 1, seconds / 2).values())
+    return list(_Rounds(pairs, leaders).measure(1, seconds / 2).values())
 
 
 def _hosts(world: World, device: torch.device) -> tuple[list[int], int | None]:
@@ -86,6 +90,62 @@ Flows = dict[tuple[int, int], float]
 """Bytes a second from one rank to another, in one round."""
 
 
+class _Rounds:
+    """Rounds in which all hosts send at once, each to the one that is *shift* places further.
+
+    A round begins with little, and its last transfer is as long as the time allows by what that took, by the clock,
+    agreed on: what a shaper lets through at once must not count, and links are not all that takes time (on
+    loopback memory for what is sent takes longer than sending). Each flow sends as much as it can in that time: one slow
+    host among fast ones must not make a round as many times longer."""
+
+    def __init__(self, pairs: Pairs, leaders: Sequence[int]) -> None:
+        self._pairs, self._leaders = pairs, leaders
+        self.spent = 0.0
+        self._busy = 1.0
+        """Of a transfer's time: as long its slowest flow takes, at the rate that was measured."""
+        self._sent: dict[int, float] = {}
+        self._taken: dict[int, float] = {}
+
+    def measure(self, shift: int, seconds: float) -> Flows:
+        """One round of about so many *seconds*; more only if its first bytes take that long."""
+        count, first = len(self._leaders), self.spent
+        flows = [
+            (self._leaders[i], self._leaders[(i + shift) % count]) for i in range(count)
+        ]
+        sizes = [FIRST_BYTES] * count
+        if self._sent:
+            usual = [min(self._sent[a], self._taken[b]) for a, b in flows]
+            sizes = self._within(seconds / 16, usual)
+        while True:
+            found, took = self._send(flows, sizes)
+            if took > seconds / 8 or max(sizes) == MOST_BYTES:
+                break
+            sizes = [min(4 * size, MOST_BYTES) for size in sizes]
+        left = seconds - (self.spent - first)
+        if left > took and min(sizes) < MOST_BYTES:
+            found, _ = self._send(flows, self._within(left, list(found.values())))
+        return found
+
+    def _send(
+        self, flows: Sequence[tuple[int, int]], sizes: Sequence[int]
+    ) -> tuple[Flows, float]:
+        """The rates of so many bytes of each flow, and what all of it took."""
+        start = self._pairs.now()
+        rates = self._pairs.at_once(flows, sizes)
+        took = self._pairs.max(self._pairs.now() - start)
+        self.spent += took
+        self._busy = min(1.0, max(map(truediv, sizes, rates)) / took)
+        for (a, b), rate in zip(flows, rates, strict=True):
+            self._sent[a] = max(rate, self._sent.get(a, 0.0))
+            self._taken[b] = max(rate, self._taken.get(b, 0.0))
+        return dict(zip(flows, rates, strict=True)), took
+
+    def _within(self, seconds: float, rates: Sequence[float]) -> list[int]:
+        """What flows of these *rates* send in that time."""
+        bytes_ = [int(seconds * self._busy * rate) for rate in rates]
+        return [max(LEAST_BYTES, min(MOST_BYTES, size)) for size in bytes_]
+
+
 def _rates(pairs: Pairs, leaders: Sequence[int], seconds: float) -> list[Flows]:
     count = len(leaders)
     if count == 1:
@@ -93,36 +153,12 @@ def _rates(pairs: Pairs, leaders: Sequence[int], seconds: float) -> list[Flows]:
     every = range(1, count)
     step = max(1.0, (count - 1) / MOST_SHIFTS)
     shifts = sorted({every[int(i * step)] for i in range(min(count - 1, MOST_SHIFTS))})
-    first = _round(pairs, leaders, shifts[0], seconds / len(shifts))
-    rate = max(first.values())
-    found = [first]
-    for shift in shifts[1:]:
-        size = min(MOST_BYTES, int(rate * seconds / len(shifts)))
-        found.append(_at_once(pairs, leaders, shift, size))
+    rounds, found = _Rounds(pairs, leaders), list[Flows]()
+    for done, shift in enumerate(shifts):
+        left = seconds - rounds.spent
+        if left > 0:  # all agree on that
+            found.append(rounds.measure(shift, left / (len(shifts) - done)))
     return found
-
-
-def _round(pairs: Pairs, leaders: Sequence[int], shift: int, seconds: float) -> Flows:
-    """One round, of a length that is found first: what a shaper lets through at once must not count.
-    What is counted of the time is all of it: on loopback, memory for what is sent takes longer than sending."""
-    size, spent = FIRST_BYTES, 0.0
-    while True:
-        start = pairs.now()
-        found = _at_once(pairs, leaders, shift, size)
-        took = pairs.max(pairs.now() - start)
-        spent += took
-        if took > seconds / 8 or size >= MOST_BYTES:
-            break
-        size *= 4
-    longer = min(MOST_BYTES, int(size * (seconds - spent) / took))
-    return _at_once(pairs, leaders, shift, longer) if longer > size else found
-
-
-def _at_once(pairs: Pairs, leaders: Sequence[int], shift: int, size: int) -> Flows:
-    count = len(leaders)
-    flows = [(leaders[i], leaders[(i + shift) % count]) for i in range(count)]
-    rates = pairs.at_once(flows, [max(2, size)] * count)
-    return dict(zip(flows, rates, strict=True))
 
 
 def _matrix(
