@@ -108,6 +108,7 @@ def test_a_job_of_two_racks_learns_the_same_whoever_dies_and_comes_back(tmp_path
     assert disturbed == undisturbed
 
 
+@pytest.mark.slow
 def test_groups_channels_and_works_have_queues_of_their_own(tmp_path):
     queues = JOB.with_name("queues.py")
     with aggregators(2) as them:
@@ -116,6 +117,7 @@ def test_groups_channels_and_works_have_queues_of_their_own(tmp_path):
     assert all("all as they should be" in end.stdout for end in ends)
 
 
+@pytest.mark.slow
 def test_an_aggregator_that_is_back_is_used_again_each_time(tmp_path):
     go = tmp_path / "go"
     words = ["switchml", "1000000", "0", go]

@@ -16,11 +16,11 @@ DEDICATED = (Server(0, None, 0),)
 @pytest.mark.parametrize(
     ("aggregating", "servers"),
     [
-        ((1,), DEDICATED),
         ((0, 1, 2), beside_workers(RACKS)),
         *(
             pytest.param(*others, marks=pytest.mark.slow)
             for others in (
+                ((1,), DEDICATED),
                 ((), DEDICATED),
                 ((0, 1, 2), DEDICATED),
                 ((1,), beside_workers(RACKS)),

@@ -132,6 +132,7 @@ def test_the_process_answers():
     assert found.present.spec == "bsp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

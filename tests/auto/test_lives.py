@@ -41,6 +41,7 @@ def test_an_error_of_one_worker_reaches_those_who_change():
     assert "rank 1 failed with ArithmeticError: on purpose" in said[0]
 
 
+@pytest.mark.slow
 def test_a_training_that_cannot_be_begun_on_one_worker_ends_for_all():
     statuses, said = ends_of("breaks")
     assert statuses[0] == 1

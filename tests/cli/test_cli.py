@@ -220,6 +220,7 @@ def test_a_script_that_trains_nothing_says_so(tmp_path):
     assert "nothing was trained" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_blocks_outside_the_clock_is_given_up(tmp_path):
     script = tmp_path / "blocks.py"
     script.write_text(

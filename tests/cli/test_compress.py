@@ -66,7 +66,10 @@ def test_a_table_says_what_it_is_made_of(tmp_path):
     ("text", "message"),
     [
         pytest.param(
-            TRAINS_NOTHING, "ended without a gradient: it trained nothing", id="nothing"
+            TRAINS_NOTHING,
+            "ended without a gradient: it trained nothing",
+            marks=pytest.mark.slow,
+            id="nothing",
         ),
         pytest.param(
             TRAINS_NOTHING + "raise RuntimeError('boom')\n",

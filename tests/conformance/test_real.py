@@ -26,6 +26,7 @@ ALONE = {"one_worker_is_the_reference"}
 """What says nothing about several workers."""
 
 
+@pytest.mark.slow
 def test_a_row_of_each_method_holds_and_ends_as_in_virtual_time(tmp_path):
     check_job(3, ["-m", "tests.conformance.job"], job.chosen(3), job.ends(), tmp_path)
 

@@ -25,6 +25,7 @@ def examine(folder, *script, workers=2):
     return Evidence.read(file.read_bytes())
 
 
+@pytest.mark.slow
 def test_a_training_on_two_processes_that_makes_its_own_group(tmp_path):
     evidence = examine(tmp_path, TRAINS, "slow", "own")
     assert (evidence.world, evidence.spec) == ("real", "bsp:fusion=ddp")
@@ -51,7 +52,9 @@ def test_a_training_on_two_processes_that_makes_its_own_group(tmp_path):
         assert path.retransmitted < 0.05
 
 
-@pytest.mark.parametrize("word", ["lossy", "whole"])
+@pytest.mark.parametrize(
+    "word", [pytest.param("lossy", marks=pytest.mark.slow), "whole"]
+)
 def test_packets_that_get_lost(word):
     first, _ = forked.run_together(2, [WHISPERS, word])
     found = [Again(**one) for one in json.loads(first.stdout)]

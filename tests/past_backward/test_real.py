@@ -6,7 +6,8 @@ from tests import forked
 from tests.past_backward.ends import METHODS
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3])
 def test_50_steps_end_with_the_bits_of_bsp(workers):
     first, *_ = forked.run_together(workers, ["-m", "tests.past_backward.ends"])
     expected = [f"{m} {o} True" for m in METHODS for o in ("sgd", "AdamW")]

@@ -25,6 +25,7 @@ def test_no_link_helps_where_latency_is_all():
     assert "no link" in found.words
 
 
+@pytest.mark.slow
 def test_what_would_help_is_what_it_gives_when_it_runs():
     job = Job(cluster=cluster(4), workload=layers(2))
     made = plan(job.cluster, job.workload, allowed=("exact",))

@@ -129,6 +129,7 @@ def test_fewer_tensors_have_the_same_bytes_and_times():
     assert coarse(layers()) == layers()
 
 
+@pytest.mark.slow
 def test_predictions_in_other_processes_are_the_same():
     job = Job(cluster=cluster(2), workload=layers(1))
     specs = ["bsp:fusion=single", "bsp:compression=dgc,compression.density=3"]

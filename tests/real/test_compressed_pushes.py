@@ -20,9 +20,8 @@ CODES = "compression=top-k,compression.density=0.1,compression.small=0"
 SCRIPT = SCRIPTS / "pushes_codes.py"
 
 
-@pytest.mark.parametrize(
-    "answers", ["dense", pytest.param("differences", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", ["dense", "differences"])
 def test_processes_end_with_the_bits_of_virtual_time(answers):
     method = f"backup:{CODES},answers={answers},buffers=local"
     ends = {}

@@ -11,6 +11,7 @@ ENDS = [1, 5, 12]
 """When one rank is out of data: in the first step, while profiled, and in the trial."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ends", [ENDS, pytest.param(list(range(0, 40, 2)), marks=pytest.mark.slow)], ids=len
 )

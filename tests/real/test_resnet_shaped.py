@@ -8,11 +8,13 @@ from tests import forked
 from tests.real.helpers import SCRIPTS
 from tests.real.scripts.resnet_shaped import CASES, resnet
 
+pytestmark = pytest.mark.slow
+
 BOUNDS = {"sgd": 1e-6, "adamw": 1e-5}
 PARAMETERS = dict(resnet().named_parameters())
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, 4])
 def trained(request, tmp_path_factory):
     """What each rank held, by ``(engine, case, moment)``."""
     size = request.param

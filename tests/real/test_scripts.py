@@ -235,8 +235,10 @@ def check_bare_script(folder, end, launchers, workers=2, **options):
     assert "│ bsp " in jobs[0].stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "method", ["ssp:staleness=0,fusion=wfbp", "bsp:collective=parameter-server"]
+    "method",
+    ["ssp:staleness=0,fusion=wfbp", "bsp:collective=parameter-server"],
 )
 def test_both_worlds_count_the_same_bytes_towards_servers(tmp_path, method):
     options = {"JSON": "1", "STEPS": "7", "METHOD": method}

@@ -219,6 +219,7 @@ def test_under_torchrun_a_death_ends_the_job(start):
 # ---- bad input ----
 
 
+@pytest.mark.slow
 def test_a_script_that_always_fails_is_given_up(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)")

@@ -173,7 +173,7 @@ def seconds_of_a_step(method, cluster, megabytes=8, rates=None):
     return max(took.values())
 
 
-@pytest.mark.parametrize("workers", [1, 2, 8])
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(8, marks=pytest.mark.slow)])
 def test_textbook_push_and_pull_are_an_incast_and_its_mirror(workers):
     rate, latency, size = 50e6, 1e-3, 8 * MB
     cluster = Cluster(
