@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -11,10 +13,19 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.errors import UsageError
-from paceline.integrations.chosen import check_chosen, owner_of, shows_mean
+from paceline.distributing import distribute
+from paceline.errors import UsageError, WorkerFailedError
+from paceline.integrations.chosen import (
+    check_chosen,
+    check_meets_all,
+    check_not_sharded,
+    check_plain,
+    owner_of,
+    shows_mean,
+)
 from paceline.integrations.dealing import dealt
 from paceline.integrations.versions import require
+from tests.virtual.helpers import run
 
 
 def test_unknown_settings_are_refused_with_the_nearest() -> None:
@@ -31,6 +42,70 @@ def test_a_version_that_was_not_tried_is_refused() -> None:
         require("numpy", "1000", "1001", "any")
     with pytest.raises(UsageError, match=r"pip install 'paceline\[any\]'"):
         require("no-such-package", "1", "2", "any")
+
+
+class Prepared(torch.optim.Optimizer):
+    """As Accelerate and Fabric wrap optimizers."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+def test_what_is_wrapped_already_is_refused_with_the_line_to_take_out() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    plain = torch.optim.SGD(model.parameters())
+    check_plain(model, plain, "prepare(...)")
+    check_plain(model, None, "prepare(...)")
+    with pytest.raises(UsageError, match=r"prepare\(...\): .*Prepared\): take out the"):
+        check_plain(model, Prepared(plain), "prepare(...)")
+    ddp = torch.nn.parallel.DistributedDataParallel
+    wrapped = ddp.__new__(ddp)
+    torch.nn.Module.__init__(wrapped)
+    for name, inner in (("it is", wrapped), ("'0' is", torch.nn.Sequential(wrapped))):
+        with pytest.raises(
+            UsageError, match=rf"{name} under Distri.*Take out the line"
+        ):
+            check_plain(inner, plain, "prepare(...)")
+
+
+def test_a_model_of_distributed_tensors_is_refused(single_process_group) -> None:
+    mesh = dist.init_device_mesh("cpu", (1,))
+    model = torch.nn.Linear(2, 2)
+    model.weight = torch.nn.Parameter(distribute_tensor(model.weight, mesh))
+    with pytest.raises(UsageError, match=r"'weight' is a DTensor.*fully_shard"):
+        check_plain(model, None, "attach(trainer)")
+
+
+@pytest.fixture
+def single_process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"])
+def test_sharding_by_accelerate_is_refused_with_the_argument_to_leave_out(kind):
+    check_not_sharded("MULTI_CPU")
+    with pytest.raises(UsageError, match=rf"\({kind}\).*leave \w+= out of Acceler"):
+        check_not_sharded(kind)
+
+
+def test_what_needs_a_process_group_is_refused_where_a_job_survives() -> None:
+    check_meets_all("Accelerate", {})
+    with pytest.raises(UsageError, match="leave --survive out"):
+        check_meets_all("Accelerate", {"PACELINE_SURVIVE": "1"})
+
+
+@pytest.mark.parametrize("method", ["ssp", "osp:servers=per-node"])
+def test_an_optimizer_of_several_evaluations_is_refused_by_methods_that_split_steps(
+    method,
+) -> None:
+    def body(rank):
+        model = torch.nn.Linear(2, 2)
+        distribute(model, torch.optim.LBFGS(model.parameters()), method=method)
+
+    with pytest.raises(WorkerFailedError, match=r"LBFGS cannot be applied.*such as bsp"):
+        run(2, body)
 
 
 def test_who_owns_what_an_optimizer_trains() -> None:

@@ -8,20 +8,73 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hanging import SECONDS
-from tests.real.helpers import TORCHRUN
+from tests import forked
+from tests.real.helpers import run
 
 pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parent / "scripts"
-OURS = "bsp:fusion=ddp"
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+"""With what `forked` sets: by these Lightning knows that torchrun has started its processes."""
+METHODS = ("osp:budget=constant", "ssp", "local-sgd:every=4")
 Lines = dict[tuple[str, int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A trainer: *cases* are compared with its own DDP, *virtual* ones with virtual time; *other* is
+    trained by other methods."""
+
+    name: str
+    package: str
+    cases: tuple[str, ...]
+    virtual: str = "plain"
+    other: str = "plain"
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / f"of_{self.name}.py"
+
+    @property
+    def others(self) -> list[str]:
+        return [f"{self.other}@{method}" for method in METHODS]
+
+
+TRIED = [
+    Tried(
+        *("accelerate", "accelerate"),
+        ("plain", "accumulation", "clipping", "bf16", "seeded", "resumed"),
+    ),
+    Tried(
+        *("fabric", "lightning"),
+        ("plain", "accumulation", "clipping", "fp16", "scheduler", "saved"),
+    ),
+    Tried(
+        *("lightning", "lightning"),
+        (
+            "plain",
+            "accumulation",
+            "clipping",
+            "bf16",
+            "two",
+            "resumed",
+            "early",
+            "lbfgs",
+        ),
+    ),
+    Tried(
+        *("trainer", "transformers"),
+        ("plain", "clipping", "accumulation", "resumed"),
+        *("clipping", "clipping"),
+    ),
+]
 
 
 def needs(*packages: str) -> None:
@@ -32,136 +85,107 @@ def needs(*packages: str) -> None:
             )
 
 
-def trained(
-    script: str,
-    *words: object,
-    by: tuple[str, ...] = (),
-    folder: Path | None = None,
-) -> Lines:
+def lines_of(said: Iterable[str]) -> Lines:
     """What each worker has printed of each case."""
-    command = by or (*TORCHRUN, "--standalone", "--nproc-per-node=2")
-    done = started(script, *words, by=command, folder=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
     lines = [
         json.loads(line.split("=== ", 1)[1])
-        for line in done.stdout.splitlines()
+        for text in said
+        for line in text.splitlines()
         if "=== " in line
     ]
-    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
     return {(line.pop("case"), line.pop("rank")): line for line in lines}
 
 
-def started(
-    script: str, *words: object, by: tuple[str, ...], folder: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """*folder*: where it runs, and leaves what it measures."""
-    return subprocess.run(
-        [*by, str(SCRIPTS / script), *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=2 * SECONDS,
-        check=False,
-        cwd=folder,
+def trained(tried: Tried, side: str, folder: Path, cases: Iterable[str]) -> Lines:
+    """By two processes."""
+    words = [tried.script, side, folder, *cases]
+    ends = forked.run_together(2, words, environment=LAUNCHED)
+    return lines_of(end.stdout for end in ends)
+
+
+def trained_in_virtual_time(tried: Tried, folder: Path) -> Lines:
+    folder.mkdir()
+    words = ("simulate", "--workers=2", "--link=1gbit", "--output=all", tried.script)
+    done = forked.run(
+        ["-m", "paceline", *words, "ours", folder, tried.virtual], folder=folder
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return lines_of([done.stdout])
 
 
-def require_alike(ours: Lines, theirs: Lines, but: tuple[str, ...] = ()) -> None:
+def require_alike(ours: Lines, theirs: Lines) -> None:
     """Every worker of ours has what rank 0 of DDP has (there others keep old buffers)."""
-    assert ours.keys() == theirs.keys()
     for case, rank in ours:
         expected = theirs[case, 0]
         for name, value in ours[case, rank].items():
-            if name not in but:
+            if (case, name) != ("two", "validation"):
+                # With two optimizers DDP has rank 0's statistics at another moment.
                 assert value == pytest.approx(expected[name], rel=1e-6), (case, name)
 
 
-@pytest.mark.parametrize(
-    ("script", "package", "folder"),
-    [
-        ("of_accelerate.py", "accelerate", False),
-        ("of_fabric.py", "lightning", False),
-        ("of_trainer.py", "transformers", True),
-    ],
-)
-def test_learns_what_ddp_learns(
-    script: str, package: str, folder: bool, tmp_path: Path
-) -> None:
-    needs(package)
-    ends: list[Lines] = []
-    for side in ("ddp", "ours"):
-        more = [tmp_path / side] if folder else []
-        ends.append(trained(script, side, OURS, *more))
-    require_alike(ends[1], ends[0])
+@pytest.mark.parametrize("tried", TRIED, ids=lambda tried: tried.name)
+def test_learns_what_ddp_learns_in_both_worlds(tried: Tried, tmp_path: Path) -> None:
+    needs(tried.package)
+    theirs = trained(tried, "ddp", tmp_path / "ddp", tried.cases)
+    asked = [*tried.cases, *tried.others]
+    ours = trained(tried, "ours", tmp_path / "ours", asked)
+    assert ours.keys() == {(case, rank) for case in asked for rank in (0, 1)}
+    require_alike({k: line for k, line in ours.items() if k[0] in tried.cases}, theirs)
+    for end in (theirs, ours):  # saved and resumed: as without a break
+        if tried.name == "lightning":
+            assert end["resumed", 0] == pytest.approx(end["plain", 0])
+        if tried.name == "accelerate":
+            assert end["resumed", 0] == pytest.approx(end["seeded", 0])
+    for case in tried.others:
+        assert ours[case, 0]["sum"] == ours[case, 1]["sum"]
+        assert ours[case, 0]["absolute"] == ours[case, 1]["absolute"]
+    virtual = trained_in_virtual_time(tried, tmp_path / "virtual")
+    assert virtual.keys() == {(tried.virtual, rank) for rank in (0, 1)}
+    require_alike(virtual, ours)
 
 
-def test_lightning_learns_what_ddp_learns(tmp_path: Path) -> None:
-    """Two optimizers, a checkpoint in mid-training and early stopping, too. With two optimizers DDP
-    has rank 0's statistics at another moment."""
+def test_clipping_what_has_left_is_refused_in_words(tmp_path: Path) -> None:
     needs("lightning")
-    cases = "plain,accumulation,clipping,bf16,two,resumed,early"
-    ends: list[Lines] = []
-    for side in ("ddp", "ours"):
-        folder = tmp_path / side
-        folder.mkdir()
-        ends.append(trained("of_lightning.py", side, OURS, cases, folder))
-    for end in ends:
-        for rank in (0, 1):
-            del end["two", rank]["validation"]
-    require_alike(ends[1], ends[0])
-    plain, resumed = ends[1]["plain", 0], ends[1]["resumed", 0]
-    assert plain == resumed
+    words = [SCRIPTS / "of_lightning.py", "ours", tmp_path, "clipping@osp"]
+    ranks = forked.together(2, words, environment=LAUNCHED)
+    try:
+        ends = [rank.done(job=ranks) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(end.returncode for end in ends)
+    assert any("Clip with distribute(clip_norm=...)" in end.stderr for end in ends)
 
 
 @pytest.mark.parametrize(
-    ("script", "package", "words"),
-    [
-        ("of_accelerate.py", "accelerate", ["plain"]),
-        ("of_fabric.py", "lightning", ["plain"]),
-        ("of_lightning.py", "lightning", ["plain"]),
-        ("of_trainer.py", "transformers", ["FOLDER", "clipping"]),
-    ],
+    ("name", "package"), [("lightning", "lightning"), ("fabric", "lightning")]
 )
-def test_virtual_workers_learn_what_real_ones_learn(
-    script: str, package: str, words: list[str], tmp_path: Path
+def test_a_job_survives_a_worker_that_is_killed(
+    name: str, package: str, tmp_path: Path
 ) -> None:
+    """Its second life has the servers' model, and does its own epochs anew."""
     needs(package)
-    given = [tmp_path if word == "FOLDER" else word for word in words]
-    real = trained(script, "ours", OURS, *given)
-    virtual = trained(
-        *(script, "ours", OURS, *given),
-        by=(
-            *(sys.executable, "-m", "paceline", "simulate", "--workers=2"),
-            *("--link=1gbit", "--output=all"),
-        ),
-        folder=tmp_path,
+    job = run(
+        *(2, SCRIPTS / f"of_{name}.py", "ours", tmp_path, "dies@asp"),
+        folder=tmp_path / "job",
+        options=["--survive"],
     )
-    require_alike(virtual, {case: real[case] for case in virtual})
+    job.wait()
+    assert job.status == 0, job.output
+    assert job.stderr.count(f"was killed by {signal.SIGKILL.name}") == 1, job.output
+    ends = lines_of([job.stdout])
+    assert ends["dies@asp", 0]["sum"] == ends["dies@asp", 1]["sum"], ends
+    assert ends["dies@asp", 0]["first_step"] == 0
+    assert ends["dies@asp", 1]["first_step"] > 0
 
 
-@pytest.mark.parametrize("method", ["osp:budget=constant", "ssp", "local-sgd:every=4"])
-@pytest.mark.parametrize(
-    ("script", "package", "words"),
-    [
-        ("of_lightning.py", "lightning", ["plain"]),
-        ("of_trainer.py", "transformers", ["FOLDER", "clipping"]),
-    ],
-)
-def test_other_methods_end_with_equal_models(
-    script: str, package: str, words: list[str], method: str, tmp_path: Path
-) -> None:
-    needs(package)
-    given = [tmp_path if word == "FOLDER" else word for word in words]
-    end = trained(script, "ours", method, *given)
-    (first, second) = (end[words[-1], rank] for rank in (0, 1))
-    assert first["sum"] == second["sum"]
-    assert first["absolute"] == second["absolute"]
-
-
-def test_clipping_what_has_left_is_refused_in_words() -> None:
-    needs("lightning")
-    done = started(
-        *("of_lightning.py", "ours", "osp", "clipping"),
-        by=(*TORCHRUN, "--standalone", "--nproc-per-node=2"),
+def test_accelerate_in_a_job_that_survives_is_refused_in_words(tmp_path: Path) -> None:
+    needs("accelerate")
+    job = run(
+        *(2, SCRIPTS / "of_accelerate.py", "ours", tmp_path, "plain@asp"),
+        folder=tmp_path / "job",
+        options=["--survive"],
     )
-    assert done.returncode != 0
-    assert "Clip with distribute(clip_norm=...)" in done.stderr
+    job.wait()
+    assert job.status == 1
+    assert "nobody comes back to" in job.stderr, job.output

@@ -7,6 +7,8 @@ is what accumulation asks for. All of this is Accelerate's public API.
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +17,17 @@ from paceline.integrations.versions import require
 
 require("accelerate", "1.10", "2", "transformers")
 
+import paceline.integrations.chosen as chosen  # noqa: E402
+
+# Before Accelerator(), where it would wait for workers that are no longer there.
+chosen.check_meets_all("Accelerate", os.environ)
+
 from accelerate import Accelerator  # noqa: E402
 
 from paceline.api import init, world_size  # noqa: E402
 from paceline.distributing import distribute  # noqa: E402
 from paceline.errors import UsageError  # noqa: E402
 from paceline.integrations.accelerate_private import states_of_threads  # noqa: E402
-from paceline.integrations.chosen import check_chosen  # noqa: E402
 from paceline.optimizer import DistributedOptimizer  # noqa: E402
 
 
@@ -35,13 +41,18 @@ def prepare(
     """What ``accelerator.prepare(model, optimizer, *others)`` gives, but trained by paceline.
 
     *others* are loaders and schedulers; *settings* what `distribute` takes. Raises
-    `UsageError` for others, and where Accelerate and paceline do not see the same workers. Clip with
-    ``clip_norm``, or, where ``.grad`` holds the mean, as ever. Call ``finish()`` of the
+    `UsageError` for others, for what is wrapped or sharded already, and where Accelerate and paceline do not see
+    the same workers. Clip with
+    ``clip_norm``, or, where ``.grad`` holds the mean, as ever. ``accelerator.save_state`` keeps the
+    method's documented result. Call ``finish()`` of the
     optimizer's ``optimizer`` when training has ended; else it is done when the script ends.
     """
+    chosen.check_plain(model, optimizer, "prepare(accelerator, model, optimizer)")
     check_same_workers(accelerator)
+    settings = chosen.check_chosen(settings)
     model = accelerator.prepare_model(model, evaluation_mode=True)
-    wrapped = hand_over(model, optimizer, check_chosen(settings))
+    wrapped = hand_over(model, optimizer, settings)
+    accelerator.register_save_state_pre_hook(partial(_show_result, model, wrapped))
     prepared = accelerator.prepare(wrapped, *others)
     return (model, *(prepared if others else (prepared,)))
 
@@ -55,8 +66,26 @@ def hand_over(
     return wrapped
 
 
+def _show_result(
+    model: torch.nn.Module,
+    optimizer: DistributedOptimizer,
+    models: list[torch.nn.Module],
+    weights: list[dict[str, Any]],
+    folder: str,
+) -> None:
+    """What is saved of *model* is the method's documented result. Collective, as `save_state` is."""
+    for number, one in enumerate(models):
+        if one is model:
+            with optimizer.consolidated():
+                weights[number] = {
+                    name: value.detach().clone()
+                    for name, value in model.state_dict().items()
+                }
+
+
 def check_same_workers(accelerator: Accelerator) -> None:
-    """Raise `UsageError` unless Accelerate deals data out to as many as train."""
+    """Raise `UsageError` unless Accelerate deals data out to as many as train, whole models each."""
+    chosen.check_not_sharded(accelerator.distributed_type.name)
     init()
     if accelerator.num_processes != world_size():
         raise UsageError(

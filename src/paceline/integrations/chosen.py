@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,10 +14,19 @@ from paceline.chosen import read_spec
 from paceline.context import current_world
 from paceline.distributing import distribute
 from paceline.errors import UsageError, unknown
+from paceline.guards import check_trained_by_nobody_else
 from paceline.interfaces import Method
 from paceline.optimizer import DistributedOptimizer
+from paceline.worlds.servers import SURVIVE_VARIABLE
 
 _NOT_HERE = ("model", "optimizer", "sampler")
+_SHARDING = {
+    "FSDP": "fsdp_plugin=",
+    "DEEPSPEED": "deepspeed_plugin=",
+    "MEGATRON_LM": "megatron_lm_plugin=",
+    "TP": "parallelism_config=",
+}
+"""Accelerate's names for what spreads a model over workers, and how that is asked for."""
 
 
 def check_chosen(settings: dict[str, Any]) -> dict[str, Any]:
@@ -44,6 +53,44 @@ def shows_mean(method: str | Method | None) -> bool:
             return False
         chosen, _ = read_spec(chosen)
     return chosen.gradient_seen_by_user == "mean"
+
+
+def check_plain(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, call: str
+) -> None:
+    """Raise `UsageError` if *model* or *optimizer*, given to *call*, was wrapped or sharded before."""
+    try:
+        check_trained_by_nobody_else(model)
+    except UsageError as error:
+        raise UsageError(
+            f"{call}: {error}. Take out the line before it that wraps or shards the model "
+            "(DistributedDataParallel(model), accelerator.prepare(model), fully_shard(model))"
+        ) from None
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        raise UsageError(
+            f"{call}: the optimizer is wrapped already ({type(optimizer).__name__}): take out "
+            f"the line before it that prepares it; {call} does that itself"
+        )
+
+
+def check_not_sharded(kind: str) -> None:
+    """Raise `UsageError` where Accelerate, which calls it *kind*, spreads models over workers."""
+    if kind in _SHARDING:
+        raise UsageError(
+            f"the Accelerator shards models ({kind}), and paceline averages gradients of whole "
+            f"models that every worker holds: leave {_SHARDING[kind]} out of Accelerator(), and "
+            "what asks for it out of accelerate launch and its configuration"
+        )
+
+
+def check_meets_all(trainer: str, environment: Mapping[str, str]) -> None:
+    """Raise `UsageError` in a job that survives, for a *trainer* that needs a process group."""
+    if environment.get(SURVIVE_VARIABLE) == "1":
+        raise UsageError(
+            f"{trainer} holds all workers together in one process group, which nobody comes back to "
+            "after a death: leave --survive out, or train by Lightning, Fabric or a plain loop"
+        )
 
 
 @contextmanager

@@ -22,7 +22,12 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from paceline.api import init
 from paceline.distributing import distribute
 from paceline.errors import UsageError
-from paceline.integrations.chosen import accumulating, check_chosen, owner_of
+from paceline.integrations.chosen import (
+    accumulating,
+    check_chosen,
+    check_plain,
+    owner_of,
+)
 from paceline.optimizer import DistributedOptimizer
 
 
@@ -64,6 +69,8 @@ class FabricStrategy(OfLaunched, DDPStrategy):
         *others: Any,
     ) -> tuple[Any, ...]:
         """Each optimizer becomes one that is in step with all other workers."""
+        for one in optimizers:
+            check_plain(module, one, "fabric.setup(model, optimizer)")
         several = len(optimizers) > 1
         wrapped = [
             distribute(

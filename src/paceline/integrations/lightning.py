@@ -30,7 +30,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from paceline import methods
 from paceline.api import init
 from paceline.distributing import distribute
-from paceline.integrations.chosen import accumulating, check_chosen, owner_of
+from paceline.integrations.chosen import (
+    accumulating,
+    check_chosen,
+    check_plain,
+    owner_of,
+)
 from paceline.optimizer import DistributedOptimizer
 
 
@@ -86,6 +91,8 @@ class PacelineStrategy(OfLaunched, DDPStrategy):
         super().setup_optimizers(trainer)
         module = self.lightning_module
         assert module is not None
+        for one in self.optimizers:
+            check_plain(module, one, type(module).__name__)
         several = len(self.optimizers) > 1
         self.optimizers = [
             distribute(

@@ -20,7 +20,11 @@ from transformers import Trainer  # noqa: E402
 
 from paceline.errors import UsageError  # noqa: E402
 from paceline.integrations.accelerate import check_same_workers, hand_over  # noqa: E402
-from paceline.integrations.chosen import check_chosen, shows_mean  # noqa: E402
+from paceline.integrations.chosen import (  # noqa: E402
+    check_chosen,
+    check_plain,
+    shows_mean,
+)
 from paceline.optimizer import DistributedOptimizer, training_of  # noqa: E402
 
 T = TypeVar("T", bound=Trainer)
@@ -41,6 +45,7 @@ def attach(trainer: T, method: str | None = None, **settings: Any) -> T:
             f"attach(trainer): expected a transformers.Trainer, got {type(trainer).__name__}"
         )
     _check_attachable(trainer)
+    check_plain(trainer.model, trainer.optimizer, "attach(trainer)")
     chosen = check_chosen({"method": method, **settings})
     norm = trainer.args.max_grad_norm
     if norm and "clip_norm" in settings:

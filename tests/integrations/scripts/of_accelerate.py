@@ -1,53 +1,88 @@
-"""Accelerate, each case under its own DDP or under paceline: of_accelerate.py SIDE [METHOD]."""
-
-import sys
+"""Accelerate, each case under its own DDP or under paceline; see `common`."""
 
 import torch
 import torch.nn.functional as F
 
 from paceline.integrations.accelerate import prepare  # isort: skip
 from accelerate import Accelerator
+from accelerate.data_loader import skip_first_batches
 from accelerate.state import AcceleratorState, GradientState
-from common import OURS, loader, net, show
+from accelerate.utils import DataLoaderConfiguration
+from common import each, loader, net
 
 CASES = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2},
     "clipping": {"clip": 0.3},
     "bf16": {"mixed_precision": "bf16"},
+    "seeded": {"seeded": True},
+    "resumed": {"seeded": True, "breaks_at": 23},
 }
+"""*breaks_at*: after so many steps, in mid-epoch, all is saved, and a new training goes on."""
 
 
-def train(side: str, method: str, clip: float = 0.0, **options: object):
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    accelerator = Accelerator(cpu=True, **options)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
-    torch.manual_seed(3)
-    parts = (model, optimizer, loader(), scheduler)
-    if side == "ddp":
-        wrapped, optimizer, batches, scheduler = accelerator.prepare(*parts)
-    else:
-        wrapped, optimizer, batches, scheduler = prepare(
-            accelerator, *parts, method=method
+class Training:
+    """One life of a training."""
+
+    def __init__(self, side, method, seeded=False, **options):
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        self.accelerator = Accelerator(
+            cpu=True,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seeded),
+            **options,
         )
-    for _ in range(2):
-        for inputs, labels in batches:
-            with accelerator.accumulate(wrapped):
-                accelerator.backward(F.cross_entropy(wrapped(inputs), labels))
-                if clip and accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(wrapped.parameters(), clip)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-    if side != "ddp":
-        optimizer.optimizer.finish()
-    return accelerator.process_index, model, optimizer.param_groups[0]["lr"]
+        self.side, self.model = side, net()
+        optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
+        torch.manual_seed(3)
+        parts = (self.model, optimizer, loader(), scheduler)
+        if side == "ddp":
+            made = self.accelerator.prepare(*parts)
+        else:
+            made = prepare(self.accelerator, *parts, method=method)
+        self.wrapped, self.optimizer, self.batches, self.scheduler = made
+
+    def train(self, first=0, last=32, clip=0.0):
+        """From one step to another one; an epoch has 16."""
+        for epoch in range(first // 16, 2):
+            self.batches.set_epoch(epoch)
+            done = first % 16 if epoch == first // 16 else 0
+            left = skip_first_batches(self.batches, done) if done else self.batches
+            for number, (inputs, labels) in enumerate(left, 16 * epoch + done):
+                if number == last:
+                    return
+                with self.accelerator.accumulate(self.wrapped):
+                    loss = F.cross_entropy(self.wrapped(inputs), labels)
+                    self.accelerator.backward(loss)
+                    if clip and self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(
+                            self.wrapped.parameters(), clip
+                        )
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+
+    def finish(self):
+        if self.side != "ddp":
+            self.optimizer.optimizer.finish()
 
 
-side, method = sys.argv[1], (sys.argv[2:] or [OURS])[0]
-for case in CASES if len(sys.argv) < 4 else sys.argv[3:]:
-    rank, model, rate = train(side, method, **CASES[case])
-    show(case, rank, model, rate=rate)
+def train(side, method, folder, clip=0.0, breaks_at=None, **options):
+    training = Training(side, method, **options)
+    if breaks_at is not None:
+        training.train(last=breaks_at)
+        training.accelerator.save_state(str(folder))
+        training.finish()
+        training = Training(side, method, **options)
+        training.accelerator.load_state(str(folder))
+    training.train(breaks_at or 0, clip=clip)
+    training.finish()
+    return {
+        "rank": training.accelerator.process_index,
+        "model": training.model,
+        "rate": training.optimizer.param_groups[0]["lr"],
+    }
+
+
+each(train, CASES)

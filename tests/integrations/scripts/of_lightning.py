@@ -1,13 +1,12 @@
-"""Lightning, each case under its own DDP or under paceline: of_lightning.py SIDE [METHOD [CASE ...]]."""
+"""Lightning, each case under its own DDP or under paceline; see `common`."""
 
 import logging
-import sys
 from pathlib import Path
 
 import lightning
 import torch
 import torch.nn.functional as F
-from common import OURS, data, net, show
+from common import data, die_once, each, net
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -33,6 +32,21 @@ class Classifier(lightning.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class Dies(Classifier):
+    """As it does in a job that survives; see `common.die_once`."""
+
+    def training_step(self, batch, number):
+        die_once(number)
+        return super().training_step(batch, number)
+
+
+class Evaluates(Classifier):
+    """Several evaluations a step."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
 class Two(lightning.LightningModule):
@@ -74,6 +88,8 @@ CASES = {
     "two": {"module": Two},
     "resumed": {"resumes": True},
     "early": {"max_epochs": 12, "early": True},
+    "lbfgs": {"module": Evaluates},
+    "dies": {"module": Dies},
 }
 
 
@@ -102,29 +118,28 @@ def trainer(side, method, *, early=False, max_epochs=2, folder=None, **options):
     )
 
 
-def train(side, method, module=Classifier, resumes=False, **options):
+def train(side, method, folder, module=Classifier, resumes=False, **options):
     lightning.seed_everything(3, verbose=False)
     training = DataLoader(data(384), 16, shuffle=True)
     validation = DataLoader(data(128), 32)
-    model, path, folder = module(), None, None
+    model, path = module(), None
     if resumes:
-        folder = sys.argv[4]
         first = trainer(side, method, max_epochs=1, folder=folder, **options)
         first.fit(model, training, validation)
         path = str(Path(folder, "last.ckpt"))
         model = module()
     last = trainer(side, method, **options)
     last.fit(model, training, validation, ckpt_path=path)
-    return last, model
+    return {
+        "rank": last.global_rank,
+        "model": model,
+        "steps": last.global_step,
+        **(
+            {"first_step": last.optimizers[0].first_step}
+            if module is Dies
+            else {"validation": float(last.callback_metrics["validation"])}
+        ),
+    }
 
 
-side, method = sys.argv[1], (sys.argv[2:] or [OURS])[0]
-for case in sys.argv[3].split(",") if len(sys.argv) > 3 else CASES:
-    last, model = train(side, method, **CASES[case])
-    show(
-        case,
-        last.global_rank,
-        model,
-        steps=last.global_step,
-        validation=float(last.callback_metrics["validation"]),
-    )
+each(train, CASES)

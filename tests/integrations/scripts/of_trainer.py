@@ -1,10 +1,7 @@
-"""transformers' Trainer, each case under its own DDP or under paceline: of_trainer.py SIDE METHOD FOLDER [CASES]."""
-
-import sys
-from pathlib import Path
+"""transformers' Trainer, each case under its own DDP or under paceline; see `common`."""
 
 import torch
-from common import show
+from common import each
 
 from paceline.integrations.transformers import attach  # isort: skip
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -43,7 +40,7 @@ CASES = {
 def train(side, method, folder, resumes=False, **options):
     def trainer(epochs):
         arguments = TrainingArguments(
-            output_dir=folder,
+            output_dir=str(folder),
             use_cpu=True,
             per_device_train_batch_size=8,
             num_train_epochs=2,
@@ -68,16 +65,12 @@ def train(side, method, folder, resumes=False, **options):
         trainer(1).train()
     last = trainer(2)
     last.train(resume_from_checkpoint=True if resumes else None)
-    return last
+    return {
+        "rank": last.args.process_index,
+        "model": last.model,
+        "steps": last.state.global_step,
+        "loss": last.evaluate()["eval_loss"],
+    }
 
 
-side, method, folder = sys.argv[1:4]
-for case in sys.argv[4].split(",") if len(sys.argv) > 4 else CASES:
-    last = train(side, method, str(Path(folder, case)), **CASES[case])
-    show(
-        case,
-        last.args.process_index,
-        last.model,
-        steps=last.state.global_step,
-        loss=last.evaluate()["eval_loss"],
-    )
+each(train, CASES)
