@@ -104,7 +104,9 @@ def test_an_optimizer_of_several_evaluations_is_refused_by_methods_that_split_st
         model = torch.nn.Linear(2, 2)
         distribute(model, torch.optim.LBFGS(model.parameters()), method=method)
 
-    with pytest.raises(WorkerFailedError, match=r"LBFGS cannot be applied.*such as bsp"):
+    with pytest.raises(
+        WorkerFailedError, match=r"LBFGS cannot be applied.*such as bsp"
+    ):
         run(2, body)
 
 
