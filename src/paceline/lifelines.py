@@ -25,10 +25,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import math
 import os
 import socket
+import struct
+import termios
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -79,6 +82,18 @@ def watch(connection: socket.socket) -> None:
             number = getattr(socket, option)
             connection.setsockopt(socket.IPPROTO_TCP, number, value)
     close_in_children(connection)
+
+
+def unanswered(connection: socket.socket) -> int:
+    """How many bytes the other end's kernel has not acknowledged: it does so at once, whatever
+    its process is doing. 0 where this system does not say."""
+    if not hasattr(termios, "TIOCOUTQ"):
+        return 0
+    try:
+        told = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int(struct.unpack("i", told)[0])
 
 
 def how_it_ended(error: OSError | None) -> str:

@@ -137,6 +137,30 @@ Jitter = Annotated[
 ]
 
 
+def check_lone_worker(
+    survive: bool,
+    server: str | None,
+    torchrun_options: Sequence[str],
+    snapshot: Path | None,
+    resume: bool,
+) -> None:
+    """Raise `UsageError` for options that mean nothing to one worker whose server is elsewhere."""
+    if not survive or server is None:
+        raise UsageError(
+            "--server and --rank are of one worker of a job that survives: expected --survive "
+            "--server HOST:PORT"
+        )
+    if torchrun_options:
+        raise UsageError(
+            f"--server: this command is one worker: leave out {' '.join(torchrun_options)}"
+        )
+    if snapshot is not None or resume:
+        raise UsageError(
+            "--snapshot and --resume are the server's: paceline serve --survive --snapshot "
+            "FILE, which goes on from the file that is there"
+        )
+
+
 def check_job(script: Path, *specs: str | None) -> None:
     """Raise `UsageError` here, once, for what every worker would stumble over: a script
     that is not there, a spec that names nothing."""

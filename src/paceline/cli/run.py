@@ -64,6 +64,22 @@ def run(
             "--resume", help="With --snapshot: go on from the file that is there."
         ),
     ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="With --survive: be one worker of the server that `paceline serve --survive` has "
+            "started there, so that whatever started this command may start it again. "
+            "\\[default: server and workers are started here]",
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            help="With --server: which worker, from 0. \\[default: what the launcher's "
+            "variables say]"
+        ),
+    ] = None,
     json: o.Json = False,
 ) -> None:
     """Run a script in real processes, and print what a step took.
@@ -75,6 +91,20 @@ def run(
     arguments = script_arguments or []
     o.check_job(script, method)
     o.check_report(report_to)
+    if server is not None or rank is not None:
+        o.check_lone_worker(survive, server, torchrun_options, snapshot, resume)
+        from paceline.worlds.alone import become
+
+        options = RunOptions(
+            method=method,
+            steps=steps,
+            seed=seed,
+            report_to=report_to,
+            json=json,
+            records=None if records is None else str(records.resolve()),
+            cluster=None if cluster is None else str(cluster.resolve()),
+        )
+        become(str(script), arguments, options, str(server), rank, workers)
     described = load_cluster(cluster) if cluster is not None else None
     if workers and not torchrun_options and NODES_VARIABLE not in os.environ:
         groups: tuple[int, ...] = ()

@@ -16,7 +16,6 @@ has counted, as JSON; group servers add a dot and their number to its name.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -29,7 +28,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, AnyServer, Ask, Server
-from paceline.server import snapshot
+from paceline.server import snapshot, surviving
 from paceline.server.kinds import Start
 from paceline.server.mesh import GroupServer, make_group_machine
 from paceline.server.orders import (
@@ -41,15 +40,9 @@ from paceline.server.orders import (
     IsLost,
     Listens,
 )
-from paceline.server.process import SILENT_SECONDS, SilenceWatch, make_machine
+from paceline.server.process import SILENT_SECONDS, make_machine
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Shell
-
-COUNTS_VARIABLE = "PACELINE_SERVER_COUNTS"
-_MISFITS = (
-    *(AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError),
-    msgspec.MsgspecError,
-)
 
 
 def main() -> int:
@@ -109,7 +102,8 @@ class Supervised:
     def _around(self, machine: ParameterServer) -> Server:
         """What keeps and watches it."""
         arguments, self._machine = self._arguments, machine
-        self.step = _restore(machine, arguments.snapshot, arguments.enters)
+        path = None if arguments.enters else arguments.snapshot
+        self.step = surviving.restore(machine, path)
         for worker in arguments.without:
             machine.on_lost(worker, 0, 0.0)
         if arguments.lost_return:
@@ -120,7 +114,7 @@ class Supervised:
             server = snapshot.Snapshots(machine, arguments.snapshot, seconds)
         if arguments.evict_silent is not None:
             seconds = arguments.evict_silent
-            server = SilenceWatch(server, seconds, _report, self._judges)
+            server = surviving.watched(server, seconds, _report, self._judges)
         return server
 
     def hear(self, line: bytes) -> Sequence[Answer | Ask]:
@@ -138,11 +132,8 @@ class Supervised:
 
     def write_counts(self) -> None:
         """Where the environment says so; one that nobody came to says nothing."""
-        path, counts = os.environ.get(COUNTS_VARIABLE), self._machine.counts
-        if path and counts:
-            if self._arguments.groups:
-                path += f".{self._arguments.number}"
-            Path(path).write_text(json.dumps(counts))
+        of = f".{self._arguments.number}" if self._arguments.groups else ""
+        surviving.write_counts(self._machine.counts, of)
 
     def _judges(self, worker: int) -> bool:
         """Whether it is this server that the worker pushes to."""
@@ -187,7 +178,7 @@ def _parse() -> argparse.Namespace:
         metavar="FILE",
         help="keep parameters there, and go on from it if it exists, unless it enters",
     )
-    parser.add_argument("--snapshot-seconds", type=float, default=10.0)
+    parser.add_argument("--snapshot-seconds", type=float, default=snapshot.SECONDS)
     parser.add_argument(
         "--without",
         type=int,
@@ -212,26 +203,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _restore(machine: ParameterServer, path: Path | None, enters: bool) -> int:
-    """The step from which the server goes on: its snapshot's, if there is one."""
-    if enters or path is None or not path.exists():
-        return 0
-    saved = snapshot.read(path)
-    try:
-        return machine.restore(saved)
-    except _MISFITS as error:
-        raise UsageError(
-            f"snapshot {path} does not fit together ({error!r}): remove it, and begin anew"
-        ) from None
-
-
-def _report(worker: int, incarnation: int, seconds: float) -> None:
-    print(
-        f"paceline: nothing was heard of worker {worker} for {seconds:.0f} s, though its "
-        "connection stands: it is taken for lost",
-        file=sys.stderr,
-        flush=True,
-    )
+def _report(worker: int, incarnation: int) -> None:
     _say(Evicted(worker=worker, incarnation=incarnation))
 
 

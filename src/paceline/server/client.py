@@ -51,7 +51,8 @@ CLOSE_SECONDS = 5.0
 class RemoteServer:
     """An `Endpoint`: the server *name* at *host*, *port*, as *incarnation* of *worker*.
 
-    *token* is the job's; *security*: as the environment says, see `security`. Bytes and
+    *incarnation* None: the server numbers this life. *workers*: how many this worker takes the job
+    to have, 0: it does not say. *token* is the job's; *security*: as the environment says, see `security`. Bytes and
     waits are counted in *journal*.
 
     Raises `PeerLostError` if nobody answers there within `CONNECT_SECONDS`, `UsageError`
@@ -68,7 +69,8 @@ class RemoteServer:
         port: int,
         *,
         worker: int,
-        incarnation: int = 0,
+        incarnation: int | None = 0,
+        workers: int = 0,
         token: str,
         security: Security | None = None,
         journal: Journal | None = None,
@@ -76,6 +78,7 @@ class RemoteServer:
         self.name = f"{name} at {host}:{port}"
         self._host, self._port = host, port
         self._worker, self._incarnation, self._token = worker, incarnation, token
+        self._workers = workers
         self._security = choose(host) if security is None else security
         self._journal = journal
         self._failure: UsageError | PeerLostError | None = None
@@ -199,6 +202,7 @@ class RemoteServer:
         self._await(lambda: main.welcome is not None, deadline)
         assert main.welcome is not None
         port, ticket = main.welcome.port, main.welcome.ticket
+        self._incarnation = main.welcome.incarnation
         try:
             left = max(1.0, deadline - time.monotonic())
             self._liveness = socket.create_connection((self._host, port), left)
@@ -250,7 +254,14 @@ class RemoteServer:
         channel = self._channels[name] = Channel(self, name, self._socket())
         channel.socket.connect(wire.endpoint(self._host, self._port))
         channel.say(
-            wire.Hello(PROTOCOL, self._token, self._worker, self._incarnation, name)
+            wire.Hello(
+                PROTOCOL,
+                self._token,
+                self._worker,
+                self._incarnation,
+                name,
+                self._workers,
+            )
         )
         self._watch(channel.socket, channel.read)
         self._watch(channel.monitor, lambda: self._read_monitor(channel))

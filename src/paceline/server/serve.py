@@ -53,7 +53,8 @@ QUEUED_IN = 4
 class Shell:
     """Runs *server* at *address*, on `port` (0: a free one), for *workers* workers that
     know the job's *token*, and for so many *services*, which ask it with numbers behind those.
-    *peers*: names of those that it may ask itself, once it has met them.
+    *peers*: names of those that it may ask itself, once it has met them. *numbers*: workers' lives
+    are numbered here (see `sessions`).
 
     *security*: as the environment says, see `security`. *max_payload_bytes*: what one
     message may bring. *now* is the clock that the server is told.
@@ -70,6 +71,7 @@ class Shell:
         workers: int,
         services: int = 0,
         peers: Iterable[str] = (),
+        numbers: bool = False,
         token: str,
         security: Security | None = None,
         max_payload_bytes: int = wire.LARGEST_PAYLOAD_BYTES,
@@ -95,7 +97,7 @@ class Shell:
         if isinstance(server, AskingServer):
             self._peers = Peers(server, peers, self._loop, now)
         self._sessions = Sessions(
-            workers, token, max_payload_bytes, self._loop, services
+            workers, token, max_payload_bytes, self._loop, services, numbers
         )
         self._memory = ServerMemory()
         self._context = zmq.Context(io_threads=1)
@@ -144,6 +146,20 @@ class Shell:
                 "on_reply and on_peer_lost (paceline.interfaces.AskingServer)"
             )
         self._peers.meet(sender, peers, life)
+
+    def evict(self, worker: int, incarnation: int) -> None:
+        """See `Sessions.evict`."""
+        self._sessions.evict(worker, incarnation)
+
+    @property
+    def present(self) -> int:
+        """How many workers are connected."""
+        return self._sessions.present
+
+    @property
+    def all_have_departed(self) -> bool:
+        """Whether all workers have said goodbye."""
+        return self._sessions.all_have_departed
 
     @property
     def some_have_departed(self) -> bool:

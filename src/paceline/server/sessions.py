@@ -18,6 +18,13 @@ Whoever departs or is lost is forgotten at once, with all its connections: only 
 incarnation is remembered. The worker may come back with a newer one, which replaces one
 that is still here (that one is lost); an older one, or the same again, is refused.
 
+Where nobody else *numbers* workers' lives, this does, and a second process of a worker that is here is
+refused: two were started with one rank. But its machine may have vanished, which no
+connection tells for minutes. So the one that is here is sent a byte then. Its kernel acknowledges
+that at once, busy as its process may be; where it has not within `ANSWER_SECONDS`,
+the worker is lost, and the next to come in its place is let in. So is the next in place of one that was
+evicted.
+
 What is kept for strangers is bounded: one session of each worker that has yet to show its
 ticket, a line of each liveness connection without one, and so many of those; the oldest is
 closed for the next.
@@ -33,11 +40,12 @@ import contextlib
 import hmac
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 
 from paceline.interfaces import Sender
-from paceline.lifelines import Callers
+from paceline.lifelines import Callers, unanswered
 from paceline.messages import PROTOCOL
 from paceline.server import payloads, wire
 from paceline.server.poll_loop import PollLoop
@@ -47,6 +55,9 @@ from paceline.server.wire import RefusalError
 _LINE_BYTES = 64
 _STRANGERS = 16
 """Liveness connections without a ticket, beyond one for each worker."""
+
+ANSWER_SECONDS = 8.0
+"""How long a machine whose worker is asked after may take to acknowledge a byte."""
 
 Report = Callable[["Session"], None]
 """Is told of a worker that is lost, once it is forgotten."""
@@ -74,6 +85,10 @@ class Session:
         self.liveness: socket.socket | None = None
         self.shared: ServerEnd | None = None
         self.connections: dict[str, Connection] = {}
+        self.evicted = False
+        """Whether the server has taken it for lost though its connection stands."""
+        self.asked: float | None = None
+        """Since when its machine is to acknowledge a byte."""
         self.leaves_well = False
         self.takes_part = False
         """Whether it has joined the training, and has not left it."""
@@ -92,7 +107,7 @@ class Session:
 
 class Sessions:
     """Which of *workers* workers that know the job's *token* are here, and of so many
-    *services*.
+    *services*. *numbers*: workers' lives are numbered here.
 
     Their liveness connections are watched in *loop*. *max_payload*: bytes that one message
     may bring.
@@ -105,8 +120,10 @@ class Sessions:
         max_payload: int,
         loop: PollLoop,
         services: int = 0,
+        numbers: bool = False,
     ) -> None:
         self._workers, self._services = workers, services
+        self._numbers = numbers
         self._token = token
         self._max_payload = max_payload
         self._loop = loop
@@ -152,6 +169,17 @@ class Sessions:
     def some_have_departed(self) -> bool:
         return bool(self._departed)
 
+    @property
+    def present(self) -> int:
+        """How many workers are here."""
+        return sum(worker < self._workers for worker in self._present)
+
+    def evict(self, worker: int, incarnation: int) -> None:
+        """The server has taken this life for lost: another may come in its place."""
+        session = self._present.get(worker)
+        if session is not None and session.incarnation == incarnation:
+            session.evicted = True
+
     def connection_of(self, identity: bytes) -> Connection | None:
         """The connection that ZeroMQ knows as *identity*, if it was greeted."""
         return self._connections.get(identity)
@@ -175,12 +203,18 @@ class Sessions:
         if not 0 <= hello.worker < self._workers + self._services:
             reason = f"worker {hello.worker} of {self._workers}"
             raise RefusalError("worker", reason)
+        if hello.workers not in (0, self._workers):
+            reason = (
+                f"worker {hello.worker} of a job of {hello.workers} workers, and this server's "
+                f"has {self._workers}: give both the same --workers"
+            )
+            raise RefusalError("worker", reason)
         if hello.channel:
             session = self._check_channel(hello)
             welcome = wire.Welcome()
         else:
             session = self._expect(hello)
-            welcome = wire.Welcome(self.port, session.ticket)
+            welcome = wire.Welcome(self.port, session.ticket, session.incarnation)
         connection = Connection(identity, session, hello.channel, self._max_payload)
         session.connections[hello.channel] = connection
         self._connections[identity] = connection
@@ -189,18 +223,46 @@ class Sessions:
     def _expect(self, hello: wire.Hello) -> Session:
         """A worker's first connection: the worker is to show a ticket now."""
         newest = self._newest.get(hello.worker, -1)
-        if hello.incarnation <= newest:
+        incarnation = hello.incarnation
+        if incarnation is None:
+            self._check_free(hello.worker)
+            incarnation = newest + 1
+        if incarnation <= newest:
             reason = (
-                f"incarnation {hello.incarnation} of worker {hello.worker}, "
+                f"incarnation {incarnation} of worker {hello.worker}, "
                 f"{wire.HAS_BEEN_HERE} {newest}; come back with a larger one"
             )
             raise RefusalError("incarnation", reason)
         before = self._pending.pop(hello.worker, None)
         if before is not None:
             self._forget(before)
-        session = Session(hello.worker, hello.incarnation)
+        session = Session(hello.worker, incarnation)
         self._pending[hello.worker] = session
         return session
+
+    def _check_free(self, worker: int) -> None:
+        """Raise `RefusalError` unless a process without a number may be this worker."""
+        if not self._numbers:
+            reason = (
+                f"worker {worker} is of a job that survives deaths, and this server's ends with "
+                "its first worker that dies: start the server with --survive, too"
+            )
+            raise RefusalError("incarnation", reason)
+        here = self._present.get(worker)
+        if here is None or here.evicted or here.liveness is None:
+            return
+        now, place = time.monotonic(), _place_of(here.liveness)
+        if here.asked is None or not unanswered(here.liveness):
+            here.asked = now
+            with contextlib.suppress(OSError):
+                here.liveness.send(b"\n")
+        elif now > here.asked + ANSWER_SECONDS:
+            return  # its machine is gone
+        reason = (
+            f"worker {worker} {wire.IS_HERE} {place}: two processes were started with this rank, "
+            "or the other one hangs; start each rank once"
+        )
+        raise RefusalError("rank", reason)
 
     def _check_channel(self, hello: wire.Hello) -> Session:
         """A further connection: the worker that it belongs to is here."""
@@ -310,3 +372,11 @@ class Sessions:
                 del among[session.worker]
         if session.liveness is not None:
             self.show_out(session.liveness)
+
+
+def _place_of(peer: socket.socket) -> str:
+    try:
+        host, port = peer.getpeername()[:2]
+    except OSError:
+        return "a place that is gone"
+    return f"{host}:{port}"

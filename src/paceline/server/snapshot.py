@@ -31,6 +31,8 @@ from paceline.server.protocol import ParameterServer
 
 _MAGIC = b"paceline snapshot 2\n"
 _DIGEST_BYTES = 32
+SECONDS = 10.0
+"""Between two snapshots, where nobody says otherwise."""
 SHARE = 10
 """Writing takes at most one part in so many of the server's time."""
 
@@ -143,6 +145,8 @@ class Snapshots:
             None  # a quiet moment, as soon as its answers have left
         )
         self._versions: list[int] = []
+        self.kept: float | None = None
+        """When the last one was written, by *clock*; None: none was yet."""
 
     def on_message(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
@@ -177,6 +181,10 @@ class Snapshots:
     def take_work(self) -> Work:
         return self._server.take_work()
 
+    def take_last(self) -> None:
+        """The server ends before its training: keep what it holds now, if that is whole."""
+        self._take(0.0)
+
     def _wait_until(self, due: float) -> None:
         self._due, self._latest = due, due + self._seconds
 
@@ -190,6 +198,7 @@ class Snapshots:
             try:
                 self._keep(self._path, saved)
                 self._versions = versions
+                self.kept = self._clock()
             except OSError as error:
                 print(
                     f"paceline: no snapshot of step {saved['step']}: {error}; the one "

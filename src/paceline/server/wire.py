@@ -41,6 +41,8 @@ frames, and the headers of TCP and IP of one packet."""
 HELLO_BYTES = 1024
 HAS_BEEN_HERE = "which has been here as"
 """In the refusal of a worker that has left: a later training may be about to begin."""
+IS_HERE = "is here already, from"
+"""In the refusal of a worker whose number somebody has: that one may be about to be lost."""
 CREDITS = 1024
 CREDIT_BYTES = 256 << 20
 CHANNELS = 16
@@ -53,13 +55,16 @@ LARGEST_PAYLOAD_BYTES = 2 << 30
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, forbid_unknown_fields=True):
     """The first message of a connection. *channel* ``""`` comes first, and alone, until
-    it was welcomed and the liveness connection stands."""
+    it was welcomed and the liveness connection stands. *incarnation*: None where the server is
+    to number this life; *workers*: how many the worker takes the job to have, 0 where it does
+    not say."""
 
     protocol: int
     token: str
     worker: int
-    incarnation: int
+    incarnation: int | None
     channel: str
+    workers: int = 0
 
 
 class Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -112,10 +117,12 @@ FromWorker = Hello | Share | Reads | Begin | More | Bye
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     """The connection is known. Channel ``""`` gets the *port* for the liveness connection,
-    and the *ticket* that is to be its first line; the others get neither."""
+    and the *ticket* that is to be its first line; the others get neither. *incarnation*: the
+    number of this life."""
 
     port: int = 0
     ticket: str = ""
+    incarnation: int = 0
 
 
 class Shared(msgspec.Struct, tag="shared", array_like=True):

@@ -9,7 +9,11 @@ from paceline.interfaces import Endpoint, Service, ServiceJob
 from paceline.messages import Introduce
 from paceline.server.security import SECRET, TOKEN, dedicated_token
 from paceline.worlds.handover import Address
-from paceline.worlds.servers import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
+from paceline.worlds.servers import (
+    ADDRESSES_VARIABLE,
+    INCARNATION_VARIABLE,
+    SURVIVE_VARIABLE,
+)
 
 
 def addresses_at(place: str, environment: Mapping[str, str]) -> list[Address]:
@@ -42,6 +46,12 @@ def check_supervised(job: ServiceJob, environment: Mapping[str, str]) -> None:
         return
     started = len(environment.get(ADDRESSES_VARIABLE, "").split("+"))
     wanted = sum(len(service.beside) or 1 for service in job.services)
+    if started != wanted and INCARNATION_VARIABLE not in environment:
+        raise UsageError(
+            f"--survive --server: this training's method wants {wanted} servers, and such a job "
+            f"has one, got {started}. Take one with a single server (see `paceline methods`), or "
+            "survive on one machine: paceline run --survive --workers N"
+        )
     if started != wanted:
         name = "its" if job.method is None else job.method.name
         raise UsageError(

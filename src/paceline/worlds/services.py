@@ -29,7 +29,7 @@ from paceline.interfaces import Service, ServiceJob
 from paceline.server.client import RemoteServer, check_listens
 from paceline.server.orders import Introduction, Order, PeerAddress, Place
 from paceline.server.wire import HAS_BEEN_HERE
-from paceline.worlds import dedicated, places
+from paceline.worlds import alone, dedicated, places
 from paceline.worlds.addresses import Meeting, at_master, found_at, towards_master
 from paceline.worlds.handover import Address, Board, Store
 from paceline.worlds.servers import (
@@ -226,20 +226,29 @@ class RealServices:
     ) -> RemoteServer:
         """This worker's end of a service; one that the job has *started* listens already."""
         host = found_at(address.host, environment)
+        life = environment.get(INCARNATION_VARIABLE)
+        numbered = life is not None or environment.get(SURVIVE_VARIABLE) != "1"
+
+        def connect() -> RemoteServer:
+            return RemoteServer(
+                name,
+                host,
+                address.port,
+                worker=self._rank,
+                incarnation=int(life or 0) if numbered else None,
+                workers=self._workers,
+                token=address.token,
+                journal=self._journal,
+            )
+
+        if not numbered:  # no supervisor does, so the server does
+            return alone.connected(name, host, address.port, self._rank, connect)
         if started:
             check_listens(name, host, address.port)
         deadline = time.monotonic() + BETWEEN_SECONDS
         while True:
             try:
-                return RemoteServer(
-                    name,
-                    host,
-                    address.port,
-                    worker=self._rank,
-                    incarnation=int(environment.get(INCARNATION_VARIABLE, "0")),
-                    token=address.token,
-                    journal=self._journal,
-                )
+                return connect()
             except (UsageError, PeerLostError) as error:
                 # A dedicated server still serves the last training, which this worker has
                 # left and others have not, or ends it just now; then comes the next one.

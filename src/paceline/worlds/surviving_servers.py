@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.server import snapshot as snapshots
 from paceline.server.orders import (
     Entered,
     Evicted,
@@ -25,12 +26,11 @@ from paceline.server.orders import (
     IsLost,
     PeerAddress,
 )
-from paceline.server.snapshot import unfinished
+from paceline.server.surviving import checked
 from paceline.worlds.processes import how_it_ended
 from paceline.worlds.servers import ServerProcess
 
 SNAPSHOT_VARIABLE = "PACELINE_SNAPSHOT_SECONDS"
-SNAPSHOT_SECONDS = 10.0
 SILENT_VARIABLE = "PACELINE_SILENT_SECONDS"
 """How long a worker may be silent; without it, what `server.process` says."""
 _HOST = "127.0.0.1"
@@ -83,9 +83,7 @@ class SurvivingServers:
         resumes: bool = False,
     ) -> None:
         self.token = secrets.token_hex(16)
-        self.snapshot = None if snapshot is None else snapshot.absolute()
-        if self.snapshot is not None:
-            _check_snapshot(self.snapshot, resumes)
+        self.snapshot = None if snapshot is None else _checked(snapshot, resumes)
         self._workers, self._groups = workers, groups
         self.each = [SurvivingServer(number) for number in range(max(1, groups))]
 
@@ -133,7 +131,7 @@ class SurvivingServers:
         if not server.holds:
             extra += ["--enters"]
         if self.snapshot is not None and server.number == 0:
-            seconds = float(os.environ.get(SNAPSHOT_VARIABLE, SNAPSHOT_SECONDS))
+            seconds = float(os.environ.get(SNAPSHOT_VARIABLE, snapshots.SECONDS))
             extra += [f"--snapshot={self.snapshot}", f"--snapshot-seconds={seconds}"]
         if without:
             extra += ["--without", *map(str, without)]
@@ -163,7 +161,7 @@ class SurvivingServers:
         for server in self.each:
             server.close()
         if self.snapshot is not None:
-            unfinished(self.snapshot).unlink(missing_ok=True)
+            snapshots.unfinished(self.snapshot).unlink(missing_ok=True)
 
     # ---- what they say, and are told ----
 
@@ -241,14 +239,12 @@ class SurvivingServers:
             self.snapshot.unlink(missing_ok=True)
 
 
-def _check_snapshot(snapshot: Path, resumes: bool) -> None:
+def _checked(snapshot: Path, resumes: bool) -> Path:
     """Raise `UsageError` unless a server can keep its snapshot there."""
-    if not snapshot.parent.is_dir():
-        raise UsageError(f"--snapshot {snapshot}: there is no folder {snapshot.parent}")
-    if snapshot.is_dir():
-        raise UsageError(f"--snapshot {snapshot}: expected a file, got a folder")
+    snapshot = checked(snapshot)
     if snapshot.exists() and not resumes:
         raise UsageError(
             f"--snapshot {snapshot}: the file exists, and may be what another job left; "
             f"remove it to begin anew, or pass --resume to go on from it"
         )
+    return snapshot

@@ -13,7 +13,7 @@ from pathlib import Path
 
 folder, what = Path(sys.argv[1]), sys.argv[2]
 rank = int(os.environ["RANK"])
-life = os.environ.get("PACELINE_INCARNATION", "0")
+life = os.environ.get("LIFE") or os.environ.get("PACELINE_INCARNATION", "0")
 PAUSE = float(os.environ.get("PAUSE", "0.002"))
 part = folder / f"part-{rank}"
 part.write_text(f"{os.getpid()} {life}")

@@ -1,0 +1,158 @@
+"""A server whose job survives deaths: its workers come back, and so does it.
+
+It keeps a snapshot, takes silent workers for lost, and waits for those that are lost. A
+supervisor starts one as its child (see `__main__`); where workers live on many machines, and
+something else starts them again, `SurvivingJob` is the whole server. It numbers workers' lives
+itself, and knows no other process: whoever died is started again with the same words.
+
+A job that has ended well has removed its snapshot. One that is there belongs to a
+job that goes on, and what its workers train is compared with it when they join.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.interfaces import Server
+from paceline.server import snapshot as snapshots
+from paceline.server.process import SILENT_SECONDS, SilenceWatch, make_machine
+from paceline.server.protocol import ParameterServer
+from paceline.server.serve import Shell
+
+COUNTS_VARIABLE = "PACELINE_SERVER_COUNTS"
+"""A file where a server writes at its end what it has counted."""
+_MISFITS = (
+    *(AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError),
+    msgspec.MsgspecError,
+)
+
+Report = Callable[[int, int], None]
+"""Is told of a silent worker that is taken for lost, and of which life."""
+
+
+def restore(machine: ParameterServer, path: Path | None) -> int:
+    """The step from which a server goes on: its snapshot's, if there is one. Raises
+    `UsageError` for one that is not this job's."""
+    if path is None or not path.exists():
+        return 0
+    saved = snapshots.read(path)
+    try:
+        return machine.restore(saved)
+    except _MISFITS as error:
+        raise UsageError(
+            f"snapshot {path} does not fit together ({error!r}): remove it, and begin anew"
+        ) from None
+
+
+def watched(
+    server: Server,
+    seconds: float,
+    report: Report,
+    judges: Callable[[int], bool] = lambda _: True,
+) -> SilenceWatch:
+    """*server*, which takes workers for lost that are silent for *seconds*, and says so."""
+
+    def say(worker: int, incarnation: int, silent: float) -> None:
+        print(
+            f"paceline: nothing was heard of worker {worker} for {silent:.0f} s, though its "
+            "connection stands: it is taken for lost",
+            file=sys.stderr,
+            flush=True,
+        )
+        report(worker, incarnation)
+
+    return SilenceWatch(server, seconds, say, judges)
+
+
+class SurvivingJob:
+    """The server of one job of *workers* workers, listening at *bind*, `port`.
+
+    *snapshot*: the file where it keeps what it holds every *snapshot_seconds*, and from which it goes
+    on if it is there; None: a server that is started again begins with nothing. *evict_silent*:
+    a worker that is silent for so many seconds is taken for lost.
+
+    Raises `UsageError` where it cannot listen, nothing protects the address, or the snapshot is
+    of another job.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        bind: str,
+        port: int,
+        token: str,
+        *,
+        snapshot: Path | None = None,
+        snapshot_seconds: float = snapshots.SECONDS,
+        evict_silent: float = SILENT_SECONDS,
+    ) -> None:
+        self._path = None if snapshot is None else checked(snapshot)
+        self.machine = make_machine(workers, f"server at {bind}:{port}")
+        self.step = restore(self.machine, self._path)
+        """The one that it goes on from, 0: from the beginning."""
+        self.machine.wait_for_the_lost()
+        server: Server = self.machine
+        self.snapshots: snapshots.Snapshots | None = None
+        if self._path is not None:
+            server = self.snapshots = snapshots.Snapshots(
+                self.machine, self._path, snapshot_seconds
+            )
+        server = watched(server, evict_silent, self._evict)
+        self.shell = Shell(
+            server, bind, port, workers=workers, numbers=True, token=token
+        )
+        self.port = self.shell.port
+
+    def run(self, stop: int | None = None) -> bool:
+        """Serve until all workers have ended well, or *stop*, a descriptor, is at its end. Returns
+        whether they have: then the snapshot is gone, else it holds what is known to the end."""
+        self.shell.run(stop)
+        well = self.shell.all_have_departed
+        if well and self._path is not None:
+            self._path.unlink(missing_ok=True)
+        elif self.snapshots is not None:
+            self.snapshots.take_last()
+        return well
+
+    def close(self) -> None:
+        """Let go of all sockets, and of what is half written."""
+        self.shell.close()
+        write_counts(self.machine.counts)
+        if self._path is not None:
+            snapshots.unfinished(self._path).unlink(missing_ok=True)
+
+    def snapshot_age(self) -> float | None:
+        """Seconds since the last snapshot was written; None: there is none."""
+        kept = None if self.snapshots is None else self.snapshots.kept
+        return None if kept is None else time.monotonic() - kept
+
+    def _evict(self, worker: int, incarnation: int) -> None:
+        self.shell.evict(worker, incarnation)
+
+
+def checked(path: Path) -> Path:
+    """Where a server can keep its snapshot. Raises `UsageError`."""
+    path = path.absolute()
+    if not path.parent.is_dir():
+        raise UsageError(f"--snapshot {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"--snapshot {path}: expected a file, got a folder")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"--snapshot {path}: nothing can be written in {path.parent}")
+    return path
+
+
+def write_counts(counts: Mapping[str, int], of: str = "") -> None:
+    """Where the environment says so, with *of* behind its name; one that nobody came to says
+    nothing."""
+    path = os.environ.get(COUNTS_VARIABLE)
+    if path and counts:
+        Path(path + of).write_text(json.dumps(counts))

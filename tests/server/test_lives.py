@@ -1,0 +1,90 @@
+"""Who may be a worker where the server numbers lives, and who is refused, in which words."""
+
+import gc
+
+import pytest
+import torch
+
+from paceline.errors import PeerLostError, UsageError
+from paceline.messages import Load, PullState
+from paceline.server import sessions
+from tests.server import Adder, connect, running, time_limit
+
+
+@pytest.fixture(autouse=True)
+def _limit():
+    with time_limit():
+        yield
+
+
+def test_lives_are_numbered_by_the_server():
+    adder = Adder(1)
+    with running(adder, 1, numbers=True) as shell:
+        for life in range(3):
+            worker = connect(shell, incarnation=None)
+            worker.request(Load(bucket=0), torch.ones(1)).wait()
+            assert adder.taken[-1].incarnation == life
+            del worker  # without a goodbye
+            gc.collect()
+            assert adder.news.wait(20)
+            adder.news.clear()
+        assert adder.lost == [(0, 0), (0, 1), (0, 2)]
+    assert not shell.refused
+
+
+def test_a_rank_that_is_in_use_is_refused_in_words_on_both_ends(capfd):
+    with running(Adder(2), 2, numbers=True) as shell:
+        first = connect(shell, 1, incarnation=None)
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"worker 1 is here already, from 127"):
+                connect(shell, 1, incarnation=None)
+        first.request(Load(bucket=0), torch.ones(1)).wait()
+        assert shell.present == 1
+        first.close()
+    assert shell.refused == {"rank": 2}
+    assert "two processes were started with this rank" in capfd.readouterr().err
+
+
+def test_who_has_vanished_with_its_machine_makes_room(monkeypatch):
+    monkeypatch.setattr(sessions, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(sessions, "unanswered", lambda connection: 1)
+    adder = Adder(1)
+    with running(adder, 1, numbers=True) as shell:
+        gone = connect(shell, incarnation=None)
+        with pytest.raises(UsageError, match="is here already"):
+            connect(shell, incarnation=None)  # its machine is asked
+        connect(shell, incarnation=None).close()
+        assert adder.lost == [(0, 0)]
+        gone.close()
+
+
+def test_who_was_evicted_makes_room():
+    adder = Adder(1)
+    with running(adder, 1, numbers=True) as shell:
+        silent = connect(shell, incarnation=None)
+        waiting = silent.request(PullState(bucket=0))
+        assert adder.silent.wait(20)
+        shell.evict(0, 1)  # another life
+        with pytest.raises(UsageError, match="is here already"):
+            connect(shell, incarnation=None)
+        shell.evict(0, 0)
+        connect(shell, incarnation=None).close()
+        with pytest.raises(PeerLostError):
+            waiting.wait()
+        silent.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"incarnation": None}, "start the server with --survive, too"),
+        (
+            {"workers": 3},
+            "of a job of 3 workers, and this server's has 2: give both the same",
+        ),
+    ],
+)
+def test_jobs_that_do_not_fit_the_server(changed, sentence):
+    with running(Adder(2), 2) as shell, pytest.raises(UsageError, match=sentence):
+        connect(shell, **changed)
+    assert shell.refused.total() == 1
