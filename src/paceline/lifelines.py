@@ -19,6 +19,8 @@ without an answer are the kernel's own limit (tcp_retries2).
 copy: a helper that outlives its parent would keep it alive for all others. So a child closes
 its copies when it begins. (What is started by ``exec`` has none: descriptors are not
 inherited there.)
+
+A process of `multiprocessing` has such a connection to its parent, a pipe: see `end_with_parent`.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ import errno
 import fcntl
 import io
 import math
+import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import struct
 import termios
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -180,6 +185,21 @@ class Callers:
     def __iter__(self) -> Iterator[socket.socket]:
         """Connections that are open, the oldest first."""
         return iter(self._begun)
+
+
+def end_with_parent() -> None:
+    """From now on this process of `multiprocessing` ends when its parent has, in whatever way. (What
+    a pool's process waits for comes over a pipe that it can write to itself, so that pipe never
+    ends.)"""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)  # whatever is under way is for nobody
+
+    threading.Thread(target=wait, name="paceline lifeline", daemon=True).start()
 
 
 def close_in_children(end: socket.socket | io.BufferedWriter) -> None:

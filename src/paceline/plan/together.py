@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from paceline.lifelines import end_with_parent
 from paceline.plan.predict import Job, Prediction, Refused, predict
 
 
@@ -64,6 +65,13 @@ class _Pool(_InThisProcess):
         return self._pool.map(partial(_predict, short=short), asked)
 
 
+def _begin() -> None:
+    """A process of the pool: it waits for what is asked next, and nobody asks any more once its
+    parent was killed."""
+    end_with_parent()
+    torch.set_num_threads(1)
+
+
 def _predict(asked: tuple[Job, str], *, short: bool) -> Prediction | Refused:
     return predict(*asked, short=short)
 
@@ -77,10 +85,7 @@ def in_processes(count: int) -> Iterator[Predict]:
         return
     # A fork of a process with threads, as torch's autograd engine has, can hang.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
-        count, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-    )
-
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin)
     try:
         yield _Pool(pool)
     finally:

@@ -1,0 +1,51 @@
+"""Processes that predict beside the one that plans: none is left when that one is killed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PLANS = """
+import os, sys
+from paceline.plan.predict import Job
+from paceline.plan.together import in_processes
+from tests.plan.helpers import cluster, layers
+
+if __name__ == "__main__":
+    job = Job(cluster=cluster(), workload=layers())
+    with in_processes(2) as predict:
+        answers = list(predict(job, ["bsp", "bsp:fusion=ddp"] * 4, short=True))
+        print(*predict._pool._processes, flush=True)  # idle by now: they wait for more
+        sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_no_process_of_the_pool_outlives_the_one_that_plans(how, tmp_path):
+    script = tmp_path / "plans.py"
+    script.write_text(PLANS)
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    ) as plans:
+        children = [int(word) for word in plans.stdout.readline().split()]
+        ends = [os.pidfd_open(child) for child in children]
+        plans.send_signal(how)
+        try:
+            assert len(children) == 2
+            for end in ends:
+                assert select.select([end], [], [], 60)[0], "a process is left"
+        finally:
+            for child, end in zip(children, ends, strict=True):
+                if not select.select([end], [], [], 0)[0]:
+                    os.kill(child, signal.SIGKILL)
+                os.close(end)
