@@ -21,6 +21,7 @@ from paceline.cli import (
     compression,
     doctor,
     emulate,
+    merge_traces,
     methods,
     plan,
     plan_switches,
@@ -52,6 +53,7 @@ app.command(cls=LaunchCommand)(plan.plan)
 app.command(cls=Command)(plan_switches.plan_switches)
 app.command(cls=doctor.DoctorCommand)(doctor.doctor)
 app.command(cls=Command)(compress.compress)
+app.command(cls=Command)(merge_traces.merge_traces)
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(aggregate.aggregate)
 app.command(cls=Command)(methods.methods)

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from paceline.cli import options as o
-from paceline.cli.planned import classes, plan_script, processes, telling
+from paceline.cli.live import describe
+from paceline.cli.planned import classes, plan_script, processes
+from paceline.cli.telling import rows, telling
 from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.report.files import clear
@@ -144,7 +144,7 @@ def compare(
             "backward": backward,
         }
         if not variant:
-            plan = _planned(script, arguments, described, allowed, times)
+            plan = _planned(script, arguments, described, allowed, times, json)
         if world == "virtual":
             compute = o.make_compute(workload, forward, backward, jitter, seed)
             measures = not any(times.values())
@@ -166,6 +166,7 @@ def compare(
         output,
         goal,
         at_once=1 if world != "virtual" or measures else processes(),
+        json=json,
     )
     ran = [outcome for _, outcome in results if isinstance(outcome, Result)]
     page = None
@@ -194,11 +195,12 @@ def _planned(
     cluster: Cluster,
     allowed: Collection[Quality],
     times: Mapping[str, Any],
+    json: bool,
 ) -> Plan:
     """The plan; says which will run, and why, on standard error."""
     from paceline.plan.verdict import passed_over, verdict
 
-    with o.standard_output_for_result(True), telling() as told:
+    with o.standard_output_for_result(True), telling(json) as told:
         made = plan_script(
             script,
             arguments,
@@ -299,26 +301,39 @@ def _run_all(
     goal: Goal | None,
     *,
     at_once: int,
+    json: bool,
 ) -> tuple[list[tuple[str, Outcome]], list[StepRecord | None]]:
     """Run each variant, some *at_once*; records of those that have not failed are merged in
     *output*. Also each one's step that reached the *goal*, if any."""
     from paceline.report.result import Result
     from paceline.report.variants import merge_records, reached, run_variant
+    from paceline.worlds.progress import FILE_VARIABLE, read
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with (
+        rows(json) as shown,
+        TemporaryDirectory(prefix="paceline-") as folder,
+    ):
 
         def run(item: Variant) -> Outcome:
-            task = progress.add_task(
-                f"[{item.number + 1}/{len(variants)}] {item.spec}", total=1
-            )
+            file = Path(folder) / str(item.number)
+
+            def now() -> str:
+                standing = read(file)
+                return "" if standing is None else describe(standing)
+
+            end = shown.begin(f"[{item.number + 1}/{len(variants)}] {item.spec}", now)
             outcome, errors = run_variant(
-                item, world, str(script), script_arguments, options, output
+                item,
+                world,
+                str(script),
+                script_arguments,
+                options,
+                output,
+                {FILE_VARIABLE: str(file)},
             )
             if not isinstance(outcome, Result):
-                words = f"{errors.strip()}\npaceline: variant {item.spec!r} failed"
-                progress.console.print(Text(words), soft_wrap=True)
-            progress.update(task, completed=1)
+                shown.say(f"{errors.strip()}\npaceline: variant {item.spec!r} failed")
+            end()
             return outcome
 
         with ThreadPoolExecutor(at_once) as pool:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from paceline.cli import options as o
+from paceline.cli.live import live_line
+from paceline.cli.telling import telling
 from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.worlds.scratch import scratch_folder
@@ -52,7 +52,6 @@ def compress(
     specs = only or [name for name, cls in COMPRESSORS.items() if cls is not Identity]
     for spec in specs:
         make(spec)  # complain before anything is run
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with (
         scratch_folder() as scratch,
         o.standard_output_for_result(json) as true_output,
@@ -64,7 +63,8 @@ def compress(
             gradients=scratch,
             gradient_steps=steps,
         )
-        status = launch(1, [], str(script), script_arguments or [], options)
+        with live_line(json, "starting", options.steps):
+            status = launch(1, [], str(script), script_arguments or [], options)
         if status:
             sys.exit(status)
         if not Path(scratch, "workload.json").exists():
@@ -72,16 +72,13 @@ def compress(
                 f"{script} ended without a gradient: it trained nothing with "
                 "paceline.distribute"
             )
-        rows = []
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            for row in price(
-                specs,
-                KeptGradients(scratch),
-                workers,
-                lambda spec: progress.add_task(spec, total=1),
-            ):
-                rows.append(row)
-                progress.update(progress.task_ids[-1], completed=1)
+        with telling(json) as told:
+            rows = []
+
+            def tell(spec: str) -> None:
+                told(spec, len(rows), len(specs))
+
+            rows += price(specs, KeptGradients(scratch), workers, tell)
         if json:
             with open(true_output, "w", closefd=False) as stream:
                 print(prices_as_json(rows, workers), file=stream)

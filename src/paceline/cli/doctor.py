@@ -6,17 +6,18 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from paceline.cli import options as o
 from paceline.cli.arguments import LaunchCommand, torchrun_words
+from paceline.cli.live import live_line
 from paceline.cli.run import NODES_VARIABLE
+from paceline.cli.telling import telling
 from paceline.errors import PacelineError, UsageError
 from paceline.options import CLUSTER_VARIABLE, RunOptions
 from paceline.worlds.scratch import scratch_folder
@@ -99,6 +100,7 @@ def doctor(
         arguments=script_arguments or [],
         seconds=seconds,
         options=RunOptions(method=method, steps=steps, tells=False),
+        json=json,
     )
     with o.standard_output_for_result(True) as true_output:
         if world == "real":
@@ -125,7 +127,7 @@ def doctor(
             )
         from paceline.doctor import diagnose
 
-        with Console(stderr=True).status("predicting what each remedy gains"):
+        with telling(json, "predicting what each remedy gains"):
             diagnosis = diagnose(evidence)
         with open(true_output, "w", closefd=False) as stream:
             text = "\n".join(diagnosis.lines())
@@ -166,9 +168,11 @@ class _Job:
         arguments: list[str],
         seconds: float,
         options: RunOptions,
+        json: bool,
     ) -> None:
         self._script, self._arguments = script, arguments
         self._seconds, self._options = seconds, options
+        self._json = json
 
     def real(
         self, context: Any, workers: int | None, described: tuple[object, ...]
@@ -192,7 +196,10 @@ class _Job:
             )
         with scratch_folder() as scratch:
             file = Path(scratch) / "evidence.json"
-            status = launch(workers, words, SCRIPT, self._words(file), self._options)
+            with self._live():
+                status = launch(
+                    workers, words, SCRIPT, self._words(file), self._options
+                )
             return self._read(file, status)
 
     def emulated(self, network: Cluster, workload: str | None) -> Evidence | None:
@@ -205,7 +212,9 @@ class _Job:
             for warning in fabric.warnings:
                 print(f"paceline: {warning}", file=sys.stderr)
             job = EmulatedJob(fabric, SCRIPT, self._words(file), options, "first")
-            return self._read(file, job.run())
+            with self._live():
+                status = job.run()
+            return self._read(file, status)
 
     def virtual(self, network: Cluster, workload: str | None) -> Evidence | None:
         from paceline.cli.measured import profiled, run_or_profile_anew
@@ -213,7 +222,7 @@ class _Job:
         from paceline.worlds.virtual import Simulation
 
         if self._script is None:
-            with Console(stderr=True).status("measuring the links"):
+            with telling(self._json, "measuring the links"):
                 return examined_network(network, self._seconds)
         compute = o.make_compute(workload, None, None, 0.0, None)
         script, arguments = self._script, self._arguments
@@ -233,6 +242,9 @@ class _Job:
             o.SCRATCH,
         )
         return self._named(found[-1])
+
+    def _live(self) -> AbstractContextManager[None]:
+        return live_line(self._json, "measuring", self._options.steps)
 
     def _words(self, file: Path) -> list[str]:
         words = [f"--output={file}", f"--seconds-per-pair={self._seconds}"]

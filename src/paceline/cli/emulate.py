@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import options as o
+from paceline.cli.live import live_line
+from paceline.cli.telling import telling
 from paceline.errors import UsageError
 from paceline.network import Workload
 from paceline.options import RunOptions
@@ -93,11 +95,12 @@ def emulate(
             for warning in fabric.warnings:
                 print(f"paceline: {warning}", file=sys.stderr)
             if measure:
-                _measure(fabric)
+                _measure(fabric, json)
             job = EmulatedJob(
                 fabric, str(script), script_arguments or [], options, output
             )
-            status = job.run()
+            with live_line(json, "starting", steps):
+                status = job.run()
         if records is not None:
             merge_workers(str(records), "records")
         result = read_result(result_file)
@@ -108,8 +111,8 @@ def emulate(
     sys.exit(status)
 
 
-def _measure(fabric: Fabric) -> None:
-    with Console(stderr=True).status("measuring the links"):
+def _measure(fabric: Fabric, json: bool) -> None:
+    with telling(json, "measuring the links"):
         report = fabric.measure()
     for link in report.off():
         print(f"paceline: {link}", file=sys.stderr)

@@ -11,14 +11,8 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
-from paceline.cli.planned import (
-    Planned,
-    Telling,
-    classes,
-    plan_script,
-    processes,
-    telling,
-)
+from paceline.cli.planned import Planned, classes, plan_script, processes
+from paceline.cli.telling import Telling, telling
 from paceline.errors import UsageError
 from paceline.network import load_cluster
 from paceline.units import show_seconds
@@ -134,7 +128,7 @@ def plan(
     arguments = script_arguments or []
     with (
         o.standard_output_for_result(True) as true_output,
-        telling() as told,
+        telling(json) as told,
         in_processes(processes()) as predict,
     ):
         made = plan_script(

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from paceline.cli import options as o
+from paceline.cli.telling import telling
 from paceline.errors import UsageError
 from paceline.network import Workload, load_cluster
 from paceline.units import bytes_per_second
@@ -58,12 +58,12 @@ def plan_switches(
     from paceline.plan.switches import plan_switches as make_plan
     from paceline.plan.switches_shown import draw_purchase, print_purchase
 
-    with Console(stderr=True).status("pricing") as status:
+    with telling(json, "pricing") as told:
         found = make_plan(
             described,
             times,
             Upgrade(_rate(rate), slots),
-            lambda name, switches: status.update(f"{name}: switch {switches}"),
+            lambda name, switches: told(f"{name}: switch {switches}"),
         )
         picture = None
         if not no_plots:

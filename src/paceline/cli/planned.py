@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from paceline.cli import options as o
 from paceline.errors import UsageError, unknown
@@ -36,44 +30,6 @@ class Planned:
     plan: Plan
     job: Job
     compute: ComputeModel
-
-
-@dataclass(frozen=True)
-class Telling:
-    """Shows what long work is doing, on standard error; a bar only where that is a terminal."""
-
-    progress: Progress
-
-    def __call__(
-        self, what: str, number: int | None = None, count: int | None = None
-    ) -> None:
-        """*number* of *count* are done; neither is known of what has no bar."""
-        (task,) = self.progress.task_ids
-        self.progress.update(
-            task, description=what, completed=number or 0, total=count or None
-        )
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self.progress.console.print(Text(text), soft_wrap=True)
-
-
-@contextmanager
-def telling() -> Iterator[Telling]:
-    """A `Telling`, within it."""
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    with progress:
-        progress.add_task("", total=None)
-        yield Telling(progress)
 
 
 def classes(wanted: Sequence[str] | None) -> tuple[Quality, ...]:

@@ -13,6 +13,8 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
+from paceline.cli.live import live_line
+from paceline.cli.telling import telling
 from paceline.errors import UsageError
 from paceline.network import ServerHost, cluster_toml
 from paceline.options import CLUSTER_VARIABLE, RunOptions
@@ -79,7 +81,8 @@ def probe(
                     raise UsageError(f"{name} describes a network; this measures one")
             words = torchrun_words(context)
             os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
-            status = launch(workers, words, SCRIPT, arguments, RunOptions())
+            with live_line(json, "measuring the network"):
+                status = launch(workers, words, SCRIPT, arguments, RunOptions())
         elif torchrun_words(context):
             raise UsageError(
                 f"{torchrun_words(context)[0]} means nothing in the {world} world"
@@ -91,10 +94,12 @@ def probe(
                 with Fabric(described) as fabric:
                     for warning in fabric.warnings:
                         print(f"paceline: {warning}", file=sys.stderr)
-                    status = EmulatedJob(fabric, SCRIPT, arguments, RunOptions()).run()
+                    job = EmulatedJob(fabric, SCRIPT, arguments, RunOptions())
+                    with live_line(json, "measuring the network"):
+                        status = job.run()
             else:
-                simulation = Simulation(described)
-                status = _in_virtual_time(simulation, found, seconds)
+                with telling(json, "measuring the network"):
+                    status = _in_virtual_time(Simulation(described), found, seconds)
         if status:
             sys.exit(status)
         if not found.exists():

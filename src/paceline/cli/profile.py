@@ -11,6 +11,8 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
+from paceline.cli.live import live_line
+from paceline.cli.telling import telling
 from paceline.errors import UsageError
 from paceline.network import Workload
 from paceline.options import RunOptions
@@ -71,9 +73,9 @@ def profile(
             profile=str(measured),
             gradients=scratch if compressors else None,
         )
-        status = launch(
-            workers, torchrun_words(context), str(script), arguments, options
-        )
+        words = torchrun_words(context)
+        with live_line(json, "starting", steps):
+            status = launch(workers, words, str(script), arguments, options)
         if status:
             sys.exit(status)
         if not measured.exists():
@@ -83,7 +85,8 @@ def profile(
             )
         workload = Workload.load(measured)
         if compressors:
-            coding = coding_times(compressors, KeptGradients(scratch))
+            with telling(json, "timing compressors"):
+                coding = coding_times(compressors, KeptGradients(scratch))
             workload = replace(workload, coding=coding)
         workload.save(path)
         if json:

@@ -11,6 +11,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
+from paceline.cli.live import live_line
 from paceline.errors import UsageError
 from paceline.network import load_cluster
 from paceline.options import RunOptions
@@ -138,18 +139,23 @@ def run(
                     f"--survive has a launcher of its own, for one machine: leave out "
                     f"{' '.join(torchrun_options)}"
                 )
-            status = Supervisor(
+            supervisor = Supervisor(
                 2 if workers is None else workers,
                 str(script),
                 arguments,
                 options,
                 snapshot,
                 resume=resume,
-            ).run()
+            )
+            with live_line(json, "starting", steps, supervisor.standing):
+                status = supervisor.run()
         elif snapshot is not None or resume:
             raise UsageError("--snapshot and --resume mean nothing without --survive")
         else:
-            status = launch(workers, torchrun_options, str(script), arguments, options)
+            with live_line(json, "starting", steps):
+                status = launch(
+                    workers, torchrun_options, str(script), arguments, options
+                )
         if records is not None:
             merge_workers(str(records), "records")
         result = read_result(result_file)  # where rank 0 is, if anything was trained

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from paceline.cli import options as o
+from paceline.cli.live import describe
+from paceline.cli.telling import telling
 from paceline.options import RunOptions
 from paceline.report.files import make_folder, write_run
+from paceline.worlds.progress import Standing, place
+
+if TYPE_CHECKING:
+    from paceline.worlds.virtual import ComputeModel
 
 
 def simulate(
@@ -59,41 +62,39 @@ def simulate(
     from paceline.worlds.virtual import Simulation
     from paceline.worlds.virtual.script import result_of
 
+    there = place()
     compute = o.make_compute(workload, forward, backward, jitter, seed)
     options = RunOptions(method=method, steps=steps, seed=seed, report_to=report_to)
-    progress = Progress(
-        *(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-        # where standard output goes elsewhere, a script's words must go there too
-        redirect_stdout=sys.stdout.isatty(),
-    )
-    task = progress.add_task("profiling", total=None)
     arguments = script_arguments or []
-
-    def look(now: float) -> None:
-        progress.update(task, description=f"virtual time {now:.3f} s")
-
     with o.standard_output_for_result(json) as true_output:
-        with progress:
+        with telling(json, "profiling", prints=True) as told:
             if workload is None and forward is None and backward is None:
                 compute = profiled(
                     script, arguments, described, compute, options, patience, scratch
                 )
-            run = partial(
-                Simulation,
-                described,
-                options=options,
-                play=play,
-                lanes=lanes,
-                trace=records is not None,
-                patience=patience,
-                look=look,
-                output=output,
-            )
+
+            def make(compute: ComputeModel) -> Simulation:
+                def look(now: float) -> None:
+                    standing = Standing.of(simulation.world_of(0).journal)
+                    told(f"virtual time {now:.3f} s · {describe(standing, steps)}")
+                    if there is not None:
+                        standing.write(there)
+
+                simulation = Simulation(
+                    described,
+                    options=options,
+                    compute=compute,
+                    play=play,
+                    lanes=lanes,
+                    trace=records is not None,
+                    patience=patience,
+                    look=look,
+                    output=output,
+                )
+                return simulation
+
             outcome, compute = run_or_profile_anew(
-                lambda compute: run(compute=compute),
+                make,
                 script,
                 arguments,
                 described,

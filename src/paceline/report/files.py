@@ -27,11 +27,12 @@ class WorkerRecords:
 
     JSON lines as they come, an object for a step and an array for a span: all that a step
     took is in the file when it has ended. Only the last line of a killed worker's may be
-    incomplete; what the worker writes in another life comes after the last whole one.
+    incomplete; what the worker writes in another life comes after the last whole one. *clock*:
+    what to add to a span's times to have seconds since 1970.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: str, clock: float = 0.0) -> None:
+        self._folder, self._clock = folder, clock
         self._file: BinaryIO | None = None
         self._lines = bytearray()
         self._broken = False
@@ -41,7 +42,8 @@ class WorkerRecords:
         self._write(record.worker)
 
     def span(self, span: Span) -> None:
-        self._add(span)
+        start, end = self._clock + span.start, self._clock + span.end
+        self._add(span._replace(start=start, end=end))
         if len(self._lines) > _PIECE:
             self._write(span.worker)
 
@@ -103,7 +105,7 @@ def merge_workers(folder: str, name: str) -> None:
         return (line for line in lines if isinstance(line, Span))
 
     steps = heapq.merge(*map(_steps_of, paths), key=_order)
-    write_run(folder, name, steps, spans)
+    write_run(folder, name, steps, spans, wall=True)
     for path in paths:
         path.unlink()
 
@@ -119,14 +121,17 @@ def write_run(
     name: str,
     steps: Iterable[StepRecord],
     spans: Callable[[], Iterable[Span]],
+    *,
+    wall: bool = False,
 ) -> None:
-    """Write ``NAME.jsonl`` (a record per worker and step) and ``NAME.trace.json``."""
+    """Write ``NAME.jsonl`` (a record per worker and step) and ``NAME.trace.json``. *wall*: times of
+    *spans* are seconds since 1970."""
     path = make_folder(folder)
     encode = msgspec.json.Encoder().encode
     with (path / f"{name}.jsonl").open("wb", buffering=_PIECE) as file:
         file.writelines(encode(record) + b"\n" for record in steps)
     with (path / f"{name}.trace.json").open("wb", buffering=_PIECE) as file:
-        file.writelines(chrome_trace(spans))
+        file.writelines(chrome_trace(spans, wall=wall))
 
 
 def _order(record: StepRecord) -> tuple[int, int]:

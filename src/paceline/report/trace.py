@@ -15,16 +15,27 @@ import msgspec
 from paceline.instruments import STEP_ROW, Span
 
 _FIRST = (STEP_ROW, "compute", "wait")
-_OPENS, _CLOSES = b'{"traceEvents":[', b'],"displayTimeUnit":"ms"}'
+_OPENS, _CLOSES = b'"traceEvents":[', b'],"displayTimeUnit":"ms"}'
+BASE = "baseTimeNanoseconds"
+"""By this key a trace says when its time 0 was, in nanoseconds since 1970; as torch's profiler's."""
 
 
-def chrome_trace(spans: Callable[[], Iterable[Span]]) -> Iterator[bytes]:
+def chrome_trace(
+    spans: Callable[[], Iterable[Span]], *, wall: bool = False
+) -> Iterator[bytes]:
     """The trace event format's JSON object, in pieces; times in microseconds from the first
-    span. *spans* gives them all, each time that it is called."""
+    span. *spans* gives them all, each time that it is called; *wall*: in seconds since 1970."""
+    origin = min((span.start for span in spans()), default=0.0)
+    base = round(origin * 1e9) if wall else None
+    return trace_of(_events(spans, origin), base)
+
+
+def trace_of(events: Iterable[dict[str, Any]], base: int | None) -> Iterator[bytes]:
+    """A trace of *events*, in pieces. *base*: see `BASE`; None where that means nothing."""
     encode = msgspec.json.Encoder().encode
-    yield _OPENS
+    yield b"{" + (b"" if base is None else b'"%b":%d,' % (BASE.encode(), base)) + _OPENS
     comma = b"\n"
-    for event in _events(spans):
+    for event in events:
         yield comma + encode(event)
         comma = b",\n"
     yield b"\n" + _CLOSES
@@ -47,7 +58,7 @@ def spans_in(path: Path) -> Iterator[Span]:
     with path.open("rb") as lines:
         for line in lines:
             text = line.strip().removesuffix(b",")
-            if text in (b"", _OPENS, _CLOSES):
+            if text in (b"", _CLOSES) or text.endswith(_OPENS):
                 continue
             event = decode(text)
             if event.ph == "X":
@@ -55,8 +66,9 @@ def spans_in(path: Path) -> Iterator[Span]:
                 yield Span(event.pid, event.cat, event.name, start, end)
 
 
-def _events(spans: Callable[[], Iterable[Span]]) -> Iterator[dict[str, Any]]:
-    origin = min((span.start for span in spans()), default=0.0)
+def _events(
+    spans: Callable[[], Iterable[Span]], origin: float
+) -> Iterator[dict[str, Any]]:
     rows: dict[tuple[int, str], int] = {}
     for span in spans():
         key = (span.worker, span.row)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +42,10 @@ def run_variant(
     script_arguments: Sequence[str],
     options: Sequence[str],
     folder: Path,
+    environment: Mapping[str, str],
 ) -> tuple[Outcome, str]:
     """Run one variant and read its result; its records stay in *folder*. Returns also what
-    it wrote to standard error.
+    it wrote to standard error. *environment*: variables of its own.
     """
     with _ONE_AT_A_TIME:
         claim(str(folder), variant.file_name)
@@ -53,7 +55,13 @@ def run_variant(
         *(f"--method={variant.spec}", f"--records={records}", *options),
         *("--", *script_arguments),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
     if done.returncode or not done.stdout.strip():
         status = done.returncode
         with suppress(OSError):

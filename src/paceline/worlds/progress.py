@@ -1,34 +1,132 @@
 """How far workers have come, as their launcher learns it.
 
-A supervisor asks after a worker has died: that is in a file, which outlives its writer. The
+A file says it to whoever looks now and then: a supervisor after a worker has died, since the
+file outlives its writer, and the live line of a terminal. The
 rules of an emulated cluster take effect in a step: worker 0 says each on a socket.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
+
+from paceline.instruments import Journal
+
 FILE_VARIABLE = "PACELINE_PROGRESS_FILE"
-"""Where a worker writes the number of the step that it has done."""
+"""Where a worker writes its `Standing`."""
 SOCKET_VARIABLE = "PACELINE_PROGRESS"
 """The launcher's socket, where worker 0 says which step it has ended."""
 
+_EVERY_SECONDS = 0.2
+_LAST_STEPS = 10
+"""Of so many, at least, what people see is the mean; of whole periods."""
+_MOST_METRICS = 2
 
-def file_of(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where this worker is to note its steps, if anywhere."""
-    path = environment.get(FILE_VARIABLE)
-    return Path(path) if path else None
+
+class Standing(msgspec.Struct, omit_defaults=True):
+    """How far a worker has come, and what a step takes now.
+
+    *step*: of the job, the last one that has ended. *step_seconds* and *exposed_seconds*: means over
+    its last few. *buckets*: of its plan, which is still being found where it is not *settled*.
+    """
+
+    step: int = 0
+    step_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    method: str = ""
+    buckets: int = 0
+    settled: bool = False
+    metrics: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, journal: Journal) -> Standing:
+        """As a worker's journal says; another thread may write in it meanwhile."""
+        steps = list(journal.steps)  # in one go
+        count = journal.period * -(-_LAST_STEPS // journal.period)
+        # The first carries start-ups.
+        last = steps[1:][-count:] or steps
+        metrics = list(dict(journal.metrics).items())
+        return cls(
+            step=steps[-1].step if steps else 0,
+            step_seconds=_mean([one.step_seconds for one in last]),
+            exposed_seconds=_mean([one.exposed_communication_seconds for one in last]),
+            method=journal.brief,
+            buckets=journal.buckets,
+            settled=journal.settled_after > 0,
+            metrics=dict(metrics[:_MOST_METRICS]),
+        )
+
+    def write(self, path: Path) -> None:
+        """For `read`. Training goes on where that cannot be."""
+        with contextlib.suppress(OSError):
+            path.write_bytes(msgspec.json.encode(self))
+
+
+def read(path: Path) -> Standing | None:
+    """What is there; None: nothing yet, or it is being written."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Standing)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def noted(path: Path) -> int:
     """The step that a worker has noted; 0: none. (It may have died while it wrote one.)"""
-    try:
-        return int(path.read_text() or 1)
-    except (OSError, ValueError):
-        return 0
+    standing = read(path)
+    if standing is None:
+        return int(path.exists())
+    return standing.step
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where this process is to write a `Standing`, if anywhere."""
+    file = environment.get(FILE_VARIABLE)
+    return Path(file) if file else None
+
+
+def write_there(
+    journal: Journal,
+    first_step: Callable[[], int],
+    *,
+    alone: bool,
+    environment: Mapping[str, str] = os.environ,
+) -> None:
+    """Note this worker's steps where its launcher looks, if it does: each of them for a
+    supervisor, as that goes on from the last one (*alone*); else now and then, and one worker a
+    machine. *first_step*: how many the job had done when this worker joined it."""
+    file = place(environment)
+    if file is not None and (alone or environment.get("LOCAL_RANK", "0") == "0"):
+        journal.observers.append(_Writer(file, journal, first_step, alone))
+
+
+class _Writer:
+    """An observer of a journal."""
+
+    def __init__(
+        self, path: Path, journal: Journal, first_step: Callable[[], int], each: bool
+    ) -> None:
+        self._path, self._journal = path, journal
+        self._first_step, self._each = first_step, each
+        self._standing = Standing()
+        self._looked = -_EVERY_SECONDS
+
+    def __call__(self, step: int) -> None:
+        now = time.monotonic()
+        is_due = now - self._looked >= _EVERY_SECONDS
+        if is_due:
+            self._looked, self._standing = now, Standing.of(self._journal)
+        elif not self._each:
+            return
+        if step:
+            # Of the job, not of this life: see `DistributedOptimizer.first_step`.
+            self._standing.step = self._first_step() + step
+        self._standing.write(self._path)
 
 
 def teller(
@@ -41,3 +139,7 @@ def teller(
     launcher = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     launcher.connect(path)
     return lambda step: launcher.sendall(b"%d\n" % step)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

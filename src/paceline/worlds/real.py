@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -59,7 +58,9 @@ class RealWorld:
         self.cluster: Cluster | None = None
         self._records: WorkerRecords | None = None
         if options.records is not None:
-            self._records = WorkerRecords(options.records)
+            # Other tools' traces, and those of other machines, are on this clock.
+            clock = time.time() - self.now()
+            self._records = WorkerRecords(options.records, clock)
         self.journal = Journal(self.rank, self.now, self._records)
         self.job = Job(options, self._training_broke)
         self._profilers: list[Profiler] = []
@@ -69,9 +70,9 @@ class RealWorld:
         self._services: RealServices | None = None
         self._knows_cluster = False
         self.alone = os.environ.get(SURVIVE_VARIABLE) == "1"
-        noted = progress.file_of()
-        if self.alone and noted is not None:
-            self.journal.observers.append(partial(self._note_progress, noted))
+        progress.write_there(
+            self.journal, lambda: self.job.first_step, alone=self.alone
+        )
         self._bad_news = threading.Event()
         self._ends_badly = threading.Event()
         self._weighed = threading.Event()
@@ -195,11 +196,6 @@ class RealWorld:
     def compute_from(self) -> str:
         """One line for people: where compute time comes from."""
         return "what it takes"
-
-    def _note_progress(self, path: Path, step: int) -> None:
-        if step:
-            # Of the job, not of this life: see `DistributedOptimizer.first_step`.
-            path.write_text(str(self.job.first_step + step))
 
     def _training_broke(self, number: int, cause: str) -> None:
         self._broke = True

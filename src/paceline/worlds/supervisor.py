@@ -43,6 +43,7 @@ from paceline.server.security import TOKEN
 from paceline.settings import Settings
 from paceline.worlds.described import load_of
 from paceline.worlds.processes import end_all, how_it_ended, wait_for_all
+from paceline.worlds.progress import Standing
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
 from paceline.worlds.servers import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
 from paceline.worlds.surviving import END_SECONDS, MOST_IN_VAIN, SurvivingWorker
@@ -112,6 +113,11 @@ class Supervisor:
             return 1
         self._servers.remove_snapshot()
         return 0
+
+    def standing(self) -> Standing | None:
+        """How far the worker is that is ahead of the others, if any trains."""
+        found = [one for w in self._workers if (one := w.standing) is not None]
+        return max(found, key=lambda one: one.step, default=None)
 
     def _supervise(self) -> None:
         step = self._servers.start()

@@ -56,6 +56,11 @@ class SurvivingWorker:
         """The job's step that this life has completed; 0: none."""
         return progress.noted(self._progress)
 
+    @property
+    def standing(self) -> progress.Standing | None:
+        """How far this life has come, if it has begun to train."""
+        return progress.read(self._progress)
+
     def note_reached(self) -> None:
         """Keep this life's steps: it is over."""
         self.reached = max(self.reached, self.steps)

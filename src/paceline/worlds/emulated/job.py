@@ -124,6 +124,7 @@ class EmulatedJob:
         base |= replace(self._options, cluster=str(file)).to_environment()
         # Hosts are no machine of their own, and have no network but this job's.
         base.setdefault(TOKEN, secrets.token_hex(16))
+        live = base.pop(progress.FILE_VARIABLE, None)  # where worker 0 writes
         base |= self._start_servers(base)
         base |= self._aggregators.start(base)
         for worker, host in enumerate(per_host):
@@ -136,6 +137,8 @@ class EmulatedJob:
             }
             if worker == 0:
                 own[progress.SOCKET_VARIABLE] = path
+                if live is not None:
+                    own[progress.FILE_VARIABLE] = live
             stdout, stderr = self._output.streams(worker)
             process = self._fabric.popen(
                 host,

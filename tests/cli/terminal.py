@@ -1,0 +1,84 @@
+"""A command on a terminal of its own, and what stands on that in the end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+SECONDS = 120
+"""Longer than anything here takes."""
+_WIDTH = 100
+_PARTS = re.compile(rb"\x1b\[(\d*)(;\d+)*([A-Za-z])|\x1b\[\?\d+[hl]|\r|\n|[^\x1b\r\n]+")
+
+
+class Screen:
+    """As much of a terminal as lines need that are wiped and written anew."""
+
+    def __init__(self) -> None:
+        self.lines = [""]
+        self._row = self._column = 0
+
+    def write(self, data: bytes) -> None:
+        for part in _PARTS.finditer(data):
+            self._part(part)
+
+    def _part(self, part: re.Match[bytes]) -> None:
+        line = self.lines[self._row]
+        match part.group(), part.group(3):
+            case b"\r", _:
+                self._column = 0
+            case b"\n", _:
+                self._row += 1
+                if self._row == len(self.lines):
+                    self.lines.append("")
+            case _, b"K":
+                self.lines[self._row] = "" if part.group(1) == b"2" else line
+            case _, b"A":
+                self._row -= int(part.group(1) or 1)
+            case text, None if not text.startswith(b"\x1b"):
+                shown = text.decode(errors="replace")
+                end = self._column + len(shown)
+                padded = line.ljust(self._column)
+                self.lines[self._row] = padded[: self._column] + shown + padded[end:]
+                self._column = end
+
+
+def on_terminal(
+    words: Sequence[str], folder: Path, look: Callable[[str], None]
+) -> tuple[int, list[str]]:
+    """Run ``paceline WORDS`` with a terminal as its outputs; *look* is told all that has been
+    written there so far, each time that more comes. Returns the exit status, and the lines that stand
+    there in the end."""
+    ours, theirs = os.openpty()
+    size = struct.pack("HHHH", 40, _WIDTH, 0, 0)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
+    command = [sys.executable, "-m", "paceline", *words]
+    environment = os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=theirs, stderr=theirs, cwd=folder, env=environment
+    ) as process:
+        os.close(theirs)
+        written = b""
+        try:
+            while True:
+                assert select.select([ours], [], [], SECONDS)[0], written
+                try:
+                    written += os.read(ours, 1 << 16)
+                except OSError:  # nobody has it open any more
+                    break
+                look(written.decode(errors="replace"))
+        finally:
+            os.close(ours)
+            process.terminate()
+        status = process.wait(SECONDS)
+    screen = Screen()
+    screen.write(written)
+    return status, [line.rstrip() for line in screen.lines]

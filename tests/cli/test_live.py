@@ -1,0 +1,155 @@
+"""How far a training is, on the terminal that waits for it: and all that it prints, too."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.live import describe
+from paceline.instruments import Journal
+from paceline.worlds.progress import Standing, noted, read, write_there
+from tests.cli.terminal import on_terminal
+from tests.emulated.conftest import refusal
+
+TRAINS = """
+import sys
+from pathlib import Path
+import paceline, torch
+
+paceline.init()
+model = torch.nn.Linear(6, 1)
+optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+count = 0
+while not Path("seen").exists():
+    count += 1
+    loss = model(torch.ones(4, 6)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step(loss=loss)
+    if count % 50 == 0:
+        print(f"{{worker {paceline.rank()} has done {count:06d}}}", flush=True)
+        print(f"{{and says {count:06d}}}", file=sys.stderr, flush=True)
+"""
+SHOWN = re.compile(r"step \d+ · [\d.]+ [mu]?s a step, .*exposed · ")
+WHOLE = re.compile(r"(\[1\] )?({worker \d has done \d{6}}|{and says \d{6}})")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verb", "method"),
+    [
+        (["run", "--workers=2"], "bsp:fusion=ddp"),
+        (["run", "--workers=2", "--survive"], "asp"),
+        (["emulate", "--workers=2", "--no-measure"], "bsp:fusion=ddp"),
+        (["simulate", "--workers=2", "--forward=0.1", "--backward=0.1"], "bsp"),
+    ],
+)
+def test_a_live_line_tells_of_steps_and_mixes_with_nothing(
+    verb: list[str], method: str, tmp_path: Path
+) -> None:
+    if verb[0] == "emulate" and refusal():
+        pytest.skip(refusal())
+    (tmp_path / "train.py").write_text(TRAINS)
+
+    def look(written: str) -> None:
+        said, _, last = written.rpartition("}")
+        if said.count("{") > 20 and SHOWN.search(last):
+            (tmp_path / "seen").touch()  # now it may end
+
+    words = [*verb, f"--method={method}", "train.py"]
+    status, lines = on_terminal(words, tmp_path, look)
+    assert status == 0, lines
+    told = [line for line in lines if "{" in line]
+    assert told
+    assert [line for line in told if not WHOLE.fullmatch(line)] == []
+    assert not [line for line in lines if SHOWN.search(line)], "the line is left"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("json", [True, False])
+def test_where_nobody_looks_nothing_moves(json: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS.replace("count", "done"))
+    words = ["run", "--steps=200", "--method=bsp:fusion=ddp", *["--json"] * json]
+    if json:
+        status, lines = on_terminal([*words, "train.py"], tmp_path, lambda _: None)
+        assert status == 0
+        said = "\n".join(lines)
+    else:
+        command = [sys.executable, "-m", "paceline", *words, "train.py"]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        said = done.stderr
+    assert "\x1b" not in said
+    assert " a step" not in said
+
+
+def test_what_the_line_says() -> None:
+    standing = Standing(
+        step=12,
+        step_seconds=0.0351234,
+        exposed_seconds=0.002,
+        method="ssp",
+        buckets=3,
+        settled=True,
+        metrics={"loss": 2.34567},
+    )
+    said = describe(standing, 500)
+    assert said == (
+        "step 12 of 500 · 35.1 ms a step, 2 ms exposed · ssp, 3 buckets · loss 2.346"
+    )
+    standing.settled = False
+    assert "ssp, still planning" in describe(standing)
+    assert describe(Standing(method="bsp")) == "no step yet · bsp, still planning"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+def trained(journal: Journal, clock: Clock, seconds: list[float]) -> None:
+    for one in seconds:
+        clock.now += one
+        journal.step()
+
+
+def test_a_steps_time_is_of_whole_periods_and_without_the_first() -> None:
+    clock = Clock()
+    journal = Journal(0, lambda: clock.now)
+    journal.begin("local-sgd")
+    trained(journal, clock, [9.0])
+    assert Standing.of(journal).step_seconds == 9.0
+    journal.repeats_after(3)
+    trained(journal, clock, [1.0, 1.0, 4.0] * 8)
+    assert Standing.of(journal).step_seconds == 2.0
+
+
+@pytest.mark.parametrize(
+    ("alone", "local_rank", "written"), [(True, "1", 3), (False, "1", 0)]
+)
+def test_who_writes_how_far_it_is(
+    alone: bool, local_rank: str, written: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "progress"
+    journal = Journal(0, lambda: 0.0)
+    place = {"PACELINE_PROGRESS_FILE": str(file), "LOCAL_RANK": local_rank}
+    write_there(journal, lambda: 40 if alone else 0, alone=alone, environment=place)
+    journal.begin("asp")
+    assert noted(file) == 0
+    for _ in range(written):
+        journal.step()
+    assert noted(file) == (43 if alone else 0)
+    assert (read(file) is not None) == alone
+
+
+def test_a_worker_that_died_while_it_wrote_had_done_a_step(tmp_path: Path) -> None:
+    file = tmp_path / "progress"
+    assert noted(file) == 0
+    file.touch()
+    assert noted(file) == 1
+    assert read(file) is None
