@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -73,12 +74,12 @@ def compress(
                 "paceline.distribute"
             )
         with telling(json) as told:
-            rows = []
+            begun = itertools.count()
 
             def tell(spec: str) -> None:
-                told(spec, len(rows), len(specs))
+                told(spec, next(begun), len(specs))
 
-            rows += price(specs, KeptGradients(scratch), workers, tell)
+            rows = list(price(specs, KeptGradients(scratch), workers, tell))
         if json:
             with open(true_output, "w", closefd=False) as stream:
                 print(prices_as_json(rows, workers), file=stream)
