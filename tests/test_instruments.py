@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tracemalloc
 
+import pytest
+
 from paceline.instruments import STEPS_KEPT, Journal, Kept
 from paceline.report.result import Result, Summary
 
@@ -99,9 +101,134 @@ def test_figures_of_less_than_a_period_say_so() -> None:
     summary = Summary.of(training.journal)
     assert summary.step_seconds == 3.0  # without the first, which carries start-up
     result = Result.of("real", 1, training.journal, [summary])
-    assert result.notes == [
-        "figures are means over 3 steps, and steps repeat after 8: say --steps 32 or more"
+    assert result.notes == result.cautions
+    assert result.cautions == [
+        "figures are of 3 steps, from step 2 on, and steps repeat after 8: train for 33 or more"
     ]
+
+
+# What happens to a journal, in turn: steps, plans, decisions; then how many steps there are in
+# all, from which on they are settled, and what is said of that.
+SETTLING: dict[str, tuple[list[tuple[str, object]], int, int, str]] = {
+    "nothing is known": (
+        [("steps", 5)],
+        *(5, 0, "not settled in 5 steps: buckets were still being measured and tried,"),
+    ),
+    "a fixed plan": ([("plan", True), ("steps", 11)], 11, 2, ""),
+    "few": (
+        [("plan", True), ("steps", 10)],
+        *(10, 2, "figures are of 9 steps, from step 2 on: train for 11 or more"),
+    ),
+    "a plan that was tried": (
+        [("plan", False), ("steps", 20), ("plan", True), ("steps", 20)],
+        *(40, 22, ""),
+    ),
+    "a plan that is made anew": (
+        [("plan", True), ("steps", 20), ("plan", False), ("steps", 20)],
+        *(40, 0, "not settled in 40 steps: buckets were"),
+    ),
+    "a budget": ([("plan", True), ("learns", 40), ("steps", 60)], 60, 42, ""),
+    "a budget that has not come to its end": (
+        [("plan", True), ("learns", 40), ("steps", 30)],
+        *(
+            30,
+            42,
+            "not settled in 30 steps: the method does what it will from step 42 on",
+        ),
+    ),
+    "methods were tried": (
+        [
+            ("plan", True),
+            ("decides", True),
+            ("steps", 20),
+            ("decides", False),
+            ("steps", 12),
+        ],
+        *(32, 21, ""),
+    ),
+    "they still are": (
+        [("plan", True), ("decides", True), ("steps", 20)],
+        *(
+            20,
+            0,
+            "not settled in 20 steps: it was still being found out by which method",
+        ),
+    ),
+    "another method": (
+        [
+            ("plan", True),
+            ("steps", 20),
+            ("change", "asp"),
+            ("plan", True),
+            ("steps", 12),
+        ],
+        *(32, 22, ""),
+    ),
+    "another method, and nothing else": (
+        [
+            ("plan", True),
+            ("learns", 4),
+            ("steps", 20),
+            ("change", "asp"),
+            ("steps", 12),
+        ],
+        *(32, 0, "not settled in 32 steps: buckets were"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTLING)
+def test_settled_is_what_comes_after_plans_budgets_and_changes(name: str) -> None:
+    events, steps, settled_from, said = SETTLING[name]
+    training = Training()
+    journal = training.journal
+    for event, value in events:
+        match event, value:
+            case "steps", int(count):
+                training.steps(count, 1.0)
+            case "plan", bool(settled):
+                journal.planned(2, settled=settled)
+            case "learns", int(count):
+                journal.learning = count
+            case "decides", bool(active):
+                journal.decides(active)
+            case "change", str(spec):
+                journal.change(spec, spec)
+    assert (journal.step_count, journal.settled_from) == (steps, settled_from)
+    result = Result.of("real", 1, journal, [Summary.of(journal)])
+    settled = 0 < settled_from <= steps
+    assert result.settled is settled
+    assert result.settled_from == (settled_from if settled else None)
+    assert result.settled_steps == (steps + 1 - settled_from if settled else 0)
+    if settled:
+        numbers = [record.step for record in journal.settled_steps()]
+        assert numbers == [*range(settled_from, steps + 1)]
+    assert [text.startswith(said) for text in result.cautions] == [True] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("asked", "before", "said"),
+    [
+        (None, 0, []),
+        (40, 0, []),
+        (50, 10, []),
+        (
+            120,
+            0,
+            ["asked for 120 steps, and the script ended by itself after 40 steps"],
+        ),
+        (60, 10, ["asked for 60 steps, and the script ended by itself after 50 steps"]),
+    ],
+)
+def test_a_script_that_ends_before_it_was_asked_to(
+    asked: int | None, before: int, said: list[str]
+) -> None:
+    training = Training()
+    training.journal.planned(1, settled=True)
+    training.steps(40, 1.0, before)
+    summaries = [Summary.of(training.journal)]
+    result = Result.of("real", 1, training.journal, summaries, asked, before)
+    assert (result.asked, result.cautions) == (asked, said)
 
 
 def test_a_recorder_is_told_all_and_in_the_jobs_numbers() -> None:

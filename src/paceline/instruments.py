@@ -108,6 +108,13 @@ class Journal:
         self.trainings = 0
         self.buckets = 0
         self.settled_after = 0
+        """After which step buckets are as they will be, as a usual step sees it; 0: not yet."""
+        self.learning = 0
+        """Steps that the method takes after that, until it does what it will: a budget, first steps
+        without a code."""
+        self.deciding = False
+        """Whether by which method to train is still being found out."""
+        self._decided_after = 0
         self.period = 1
         self.methods: deque[tuple[int, str]] = deque(maxlen=MOST_METHODS)
         """Of a training that changes its method: after which step it went by which spec, the last
@@ -145,7 +152,7 @@ class Journal:
         """From the next step on training goes by another spec: what a usual step takes is found
         out anew."""
         self.method, self.brief = method, brief
-        self.settled_after, self.period = 0, 1
+        self.settled_after, self.learning, self.period = 0, 0, 1
         while self.methods and self.methods[-1][0] == self.step_count:
             self.methods.pop()  # no step was done by it
         if not self.methods or self.methods[-1][1] != brief:
@@ -160,17 +167,36 @@ class Journal:
         elif not self.settled_after:
             self.settled_after = self.step_count + 1
 
+    def decides(self, active: bool) -> None:
+        """Whether somebody tries methods, or is about to: such steps are not as those that follow."""
+        if self.deciding and not active:
+            self._decided_after = self.step_count
+        self.deciding = active
+
+    @property
+    def method_settled_after(self) -> int:
+        """After which step the present method does what it will; 0: nobody knows yet."""
+        return self.settled_after and self.settled_after + self.learning
+
+    @property
+    def settled_from(self) -> int:
+        """The first step (of this worker, from 1 on) that is as all later ones will be: after plans and
+        their trials, budgets that grow, and changes of the method; 0: nobody knows yet."""
+        after = self.method_settled_after
+        return 0 if self.deciding or not after else max(after, self._decided_after) + 1
+
     def repeats_after(self, steps: int) -> None:
         """What steps take and send repeats after so many: a mean over fewer says little."""
         self.period = max(1, steps)
 
     def settled_steps(self) -> list[StepRecord]:
-        """Of the window those that ran as planned; without such steps, all but the first,
-        which carries the start-up's costs."""
+        """Of the window those that are as all later ones will be, or else those since the present method
+        does what it will; without such steps, all but the first, which carries the
+        start-up's costs."""
         first = self.step_count - len(self.steps)  # steps that are no longer kept
         numbered = list(enumerate(self.steps, first + 1))
-        usual = max(1, self.settled_after)
-        settled = [record for number, record in numbered if number > usual]
+        usual = max(2, self.settled_from or self.method_settled_after + 1)
+        settled = [record for number, record in numbered if number >= usual]
         warm = [record for number, record in numbered if number > 1]
         return settled or warm or list(self.steps)
 

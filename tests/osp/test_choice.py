@@ -25,8 +25,8 @@ from paceline.methods.osp.choice import (
 )
 from paceline.methods.osp.decision import Decision
 from paceline.methods.osp.layout import Layout
-from paceline.methods.osp.options import Importance, OSPOptions
-from paceline.methods.osp.watch import EPOCHS, Growth
+from paceline.methods.osp.options import EPOCHS, Importance, OSPOptions
+from paceline.methods.osp.watch import Growth
 from paceline.tensors import make_buckets
 from paceline.updater import TorchUpdater, split_pieces
 

@@ -5,7 +5,7 @@ import msgspec
 from paceline.plan.help import DDP, BreakEven, Help, Helps
 from paceline.plan.tables import print_plan
 from paceline.plan.verdict import command, commands, reasons, summary, verdict
-from paceline.report.gains import Gain, gains
+from paceline.report.gains import Gain, gains, print_gains
 from paceline.report.goal import Goal
 from paceline.report.result import Failed, Result
 from tests.plan.helpers import cluster
@@ -128,7 +128,7 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
     assert text.count("4 workers train") == 2  # also below the tables
 
 
-def test_what_was_gained_is_over_one_machine_and_over_ddp():
+def test_what_was_gained_is_over_one_machine_and_over_ddp(capsys):
     def ran(seconds):
         return Result(
             world="virtual",
@@ -159,4 +159,8 @@ def test_what_was_gained_is_over_one_machine_and_over_ddp():
         "-",
     ]
     assert named[3]["step"] == "failed"
+    rows[1].outcome.cautions.append("asked for 20 steps")
+    print_gains(rows, 4, 0.09, None, "here")
+    below = capsys.readouterr().out.splitlines()[-2:]
+    assert below == ["osp: asked for 20 steps", "x: failed: no"]
     assert named[2]["accuracy"] == "0.9"

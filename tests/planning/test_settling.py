@@ -165,9 +165,10 @@ def test_one_worker_measures_nothing(rule, capsys):
             f"not settled in {TRIED - 5} steps: buckets were",
         ),
         ("optimal", TRIED, False, f"not settled in {TRIED} steps: buckets were still"),
-        ("optimal", TRIED + 1, True, "fusion: "),
+        ("optimal", TRIED + 1, True, "figures are of 1 step, from step "),
         ("ddp", 1, False, "one step only: its figures include the start-up"),
-        ("ddp", 2, True, None),
+        ("ddp", 2, True, "figures are of 1 step, from step 2 on"),
+        ("ddp", 11, True, None),
     ],
 )
 def test_a_result_says_whether_its_figures_are_of_settled_steps(
@@ -176,7 +177,9 @@ def test_a_result_says_whether_its_figures_are_of_settled_steps(
     _, world = on(2, lambda rank: train_stand_in(UNEVEN, steps, fusion=rule))
     result = result_of(world.result, 2)
     assert result.settled is settled
-    assert [text.startswith(note) for text in result.notes[:1]] == [True] * bool(note)
+    said = result.cautions
+    assert said == result.notes[: len(said)]
+    assert [text.startswith(str(note)) for text in said] == [True] * bool(note)
 
 
 def test_figures_are_of_settled_steps():

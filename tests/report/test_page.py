@@ -120,11 +120,11 @@ def test_the_page_holds_everything(text_of_three: str) -> None:
         "open ui.perfetto.dev in a browser and load",
     ):
         assert word in page.text
-    headings = "variant buckets step compute exposed sent loss accuracy ratio"
-    assert page.cells[:9] == headings.split()
-    first = "bsp|3|30 ms|30 ms|0 s|1 MB|0.1|0.9|1.000"
-    assert page.cells[9:18] == first.split("|")
-    assert page.cells[27] == "bsp:fusion=single"
+    headings = "variant buckets settled step compute exposed sent loss accuracy ratio"
+    assert page.cells[:10] == headings.split()
+    first = "bsp|3|-|30 ms|30 ms|0 s|1 MB|0.1|0.9|1.000"
+    assert page.cells[10:20] == first.split("|")
+    assert page.cells[30] == "bsp:fusion=single"
     assert page.cells[-1] == "1.667"
     assert (page.tags["svg"], page.tags["figure"]) == (3, 3 + 2)
     # the answer, the table, plots, what two lists offer, traces
@@ -231,8 +231,8 @@ def test_classes_stand_beside_their_variants(tmp_path: Path) -> None:
     )
     page = Page(path.read_text(encoding="utf-8"))
     assert page.cells[:3] == ["variant", "class", "buckets"]
-    assert page.cells[10:12] == ["bsp", "exact"]
-    assert page.cells[30:32] == ["bsp:fusion=single", "-"]
+    assert page.cells[11:13] == ["bsp", "exact"]
+    assert page.cells[33:35] == ["bsp:fusion=single", "-"]
     assert "local: bsp:fusion=wfbp, 40 ms" in page.text
 
 
@@ -240,15 +240,16 @@ def test_one_variant_has_no_ratio_and_no_metrics_no_plots(tmp_path: Path) -> Non
     comparison = Comparison()
     comparison.add("bsp", [{}] * 3)
     page = Page(write(comparison, tmp_path))
-    assert page.cells[:6] == [
+    assert page.cells[:7] == [
         "variant",
         "buckets",
+        "settled",
         "step",
         "compute",
         "exposed",
         "sent",
     ]
-    assert len(page.cells) == 12
+    assert len(page.cells) == 14
     assert page.tags["svg"] == 1
     assert "virtual, 1 worker" in page.text
     assert "workers logged" not in page.text

@@ -23,7 +23,7 @@ def rows_with_a_failure() -> list[tuple[str, Outcome]]:
 def test_a_run_that_failed_keeps_its_row_and_the_reason_stands_below() -> None:
     headings, rows, _, notes = sheet(rows_with_a_failure())
     assert headings[-1] == "ratio"
-    assert rows[0] == ["asp [1]", "-", "failed", *["-"] * 6]
+    assert rows[0] == ["asp [1]", "-", "-", "failed", *["-"] * 6]
     assert [len(row) for row in rows] == [len(headings)] * 4
     # the first that ran is what others are compared with
     assert [row[-1] for row in rows] == ["-", "1.000", "1.333", "1.667"]
@@ -55,13 +55,23 @@ def test_the_legend_does_not_add_up_what_does_not() -> None:
     assert odd.step_seconds is not None
     (legend,) = sheet([plain]).legend
     words = "step = compute + exposed (waiting for the network)"
-    assert legend == f"{words}; sent per worker"
+    assert legend == f"{words}; sent per worker; figures are of settled steps"
     odd.step_seconds *= 1.004  # rounding
     assert sheet([plain, ("odd", odd)]).legend == [legend]
     odd.step_seconds *= 1.004
     assert sheet([plain, ("odd", odd)]).legend == [
-        f"{words} in each step, and medians of these need not add up; sent per worker"
+        f"{words} in each step, and medians of these need not add up; sent per worker; "
+        "figures are of settled steps"
     ]
+
+
+def test_it_says_of_which_steps_figures_are() -> None:
+    (_, first), (_, second), _ = three().results
+    first.settled_from, first.steps = 14, 120
+    column = [
+        row[2] for row in sheet([("a", first), ("b", second), ("c", FAILED)]).rows
+    ]
+    assert column == ["14 to 120", "-", "-"]
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

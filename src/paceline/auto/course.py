@@ -56,11 +56,13 @@ class Course:
             self.senses, self._exchange, FIRST, self._decided, self._say
         )
         self._run = self.program.run()
+        self._world.journal.decides(True)
 
     def after_step(self, step: int) -> str | None:
         """A step has ended: the spec to go on with, the same on all workers; None: as before."""
         self.senses.step_ended()
         wanted = next(self._run)
+        self._world.journal.decides(not self.program.is_settled)
         if wanted is not None:
             self.senses.refused = ""
             self._before, self.senses.present = self.senses.present, wanted

@@ -22,9 +22,7 @@ from paceline.auto.program import MEASURED_STEPS
 from paceline.auto.watch import Watch, as_one_pass, with_all
 from paceline.auto.wish import FIRST, Auto
 from paceline.beginning import Subject
-from paceline.chosen import read_spec
 from paceline.errors import PacelineError, UsageError
-from paceline.fusion import MEASURED
 from paceline.interfaces import Comm, Method
 from paceline.methods import METHODS
 from paceline.network import Cluster, cluster_toml, parse_cluster
@@ -125,16 +123,8 @@ class TrainingSenses:
 
     @property
     def settled(self) -> bool:
-        after = self._journal.settled_after
-        return after > 0 and self._journal.step_count >= after + self._learning()
-
-    def _learning(self) -> int:
-        """Steps that the present method takes beyond the planning of its buckets."""
-        method, settings = read_spec(self.present, self._settings)
-        steps: int = getattr(method, "learns_for", 0)
-        if settings.fusion not in MEASURED:
-            steps += settings.compression.first_steps
-        return steps
+        after = self._journal.method_settled_after
+        return 0 < after <= self._journal.step_count
 
     def waited(self) -> float:
         if not self._on_host:

@@ -103,7 +103,7 @@ def simulate(
                 patience,
                 scratch,
             )
-        result = result_of(outcome, described.workers)
+        result = result_of(outcome, described.workers, steps)
         result.network = described.describe()
         result.notes += sorted(outcome.guessed)
         if described.processor is None:

@@ -73,6 +73,11 @@ class R2SP(PushPull):
                 "does not tell how long a step takes"
             )
 
+    @property
+    def learns_for(self) -> int:
+        """Steps until workers wait for their turns."""
+        return self.warm_up
+
     def server(self, workers: int) -> Discipline:
         return RoundRobin(self.slack, self.warm_up)
 

@@ -68,6 +68,11 @@ class SyncSwitch(PushPull):
             )
 
     @property
+    def learns_for(self) -> int:
+        """Steps until workers wait for nobody."""
+        return self.bsp_steps
+
+    @property
     def clips(self) -> Clips:
         """Of what is applied alone there is no mean, and one job has one rule."""
         return "own"

@@ -41,6 +41,7 @@ from paceline.plan.predict import (
     MakeOptimizer,
     Prediction,
     Refused,
+    in_the_long_run,
     plain_sgd,
 )
 from paceline.plan.promise import rough
@@ -274,6 +275,7 @@ def _needs_more(spec: str) -> bool:
 def cost(job: Job, spec: str, *, short: bool) -> float:
     """About how many seconds of a core a prediction takes."""
     method, settings = read_spec(spec)
+    method = in_the_long_run(method)
     cluster, workload = job.cluster, job.workload
     steps, served = 6, method.updates_on == "server"
     if served and not short:

@@ -112,11 +112,6 @@ class _Run:
     short: bool
 
     @property
-    def learns(self) -> int:
-        """Steps in which the method finds out what it will do."""
-        return 0 if self.short else getattr(self.method, "learns_for", 0)
-
-    @property
     def drifts(self) -> bool:
         """Whether its workers wait for nobody."""
         return self.method.rhythm.every == 0
@@ -151,11 +146,17 @@ def traced(job: Job, spec: str) -> SimulationResult:
     )
 
 
-def _as_run(spec: str, short: bool, brief: bool) -> _Run:
-    method, settings = read_spec(spec)
+def in_the_long_run(method: Method) -> Method:
+    """As it is after its warm-up."""
     cls: Any = type(method)
     later = getattr(cls, "in_the_long_run", {})
-    method = replace(method, **convert_fields(cls, later))  # type: ignore[type-var]
+    changed: Method = replace(method, **convert_fields(cls, later))  # type: ignore[type-var]
+    return changed
+
+
+def _as_run(spec: str, short: bool, brief: bool) -> _Run:
+    method, settings = read_spec(spec)
+    method = in_the_long_run(method)
     if short and settings.fusion in MEASURED:
         settings = replace(settings, fusion="ddp")
     settings = replace(settings, compression=settings.compression.settled())
@@ -190,6 +191,8 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
         plain = job.optimizer(model.parameters())
         settings = replace(run.settings, clip_norm=math.inf)
         optimizer = train(Subject(world, model, plain), run.method, settings)
+        if run.short:
+            world.journal.learning = 0
         # No two workers' gradients are alike, and none is zero.
         batch = torch.full((int(job.workload.batch or 1) * job.batches,), 1.0 + rank)
         while not _is_enough(world.journal, run, job):
@@ -250,13 +253,13 @@ def _wait_for_batch(world: World, job: Job) -> None:
 
 def _is_enough(journal: Journal, run: _Run, job: Job) -> bool:
     if run.drifts:
-        wanted = _drifting_steps(run.short, job.cluster.workers) + run.learns
+        wanted = _drifting_steps(run.short, job.cluster.workers) + journal.learning
         wanted += job.settled - SETTLED
     else:
         late = getattr(run.method, "waits_late", False)
         settled = job.settled if late or not job.brief else SETTLED_AT_ONCE
         rounds = max(settled, 2 * journal.period)
-        wanted = (journal.settled_after or MOST_STEPS) + run.learns + rounds
+        wanted = (journal.method_settled_after or MOST_STEPS) + rounds
     return journal.step_count >= wanted
 
 
@@ -268,8 +271,6 @@ def _drifting_steps(short: bool, workers: int) -> int:
 def _figures(journals: Sequence[Journal], run: _Run, *, guessed: bool) -> Prediction:
     notes = tuple(journals[0].notes)
     buckets = journals[0].buckets
-    for journal in journals:
-        journal.settled_after += run.learns
     if run.drifts:
         step, compute, exposed, sent = _drifting(journals)
     else:

@@ -105,8 +105,11 @@ def until(
         if not each or number == 1:
             each = outcome.journals[0].step_count
             left = (len(best) - number) * (time.perf_counter() - began)
+            short = (trained.steps or 0) > each
+            asked = f" ({trained.steps} were asked for: the script ends by itself)"
             say(
-                f"--until: {each} steps each; the others take about {show_seconds(left)}"
+                f"--until: {each} steps each{asked * short}; the others take about "
+                f"{show_seconds(left)}"
             )
         found.append(reached)
     return sorted(found, key=lambda one: (one.seconds is None, one.seconds or 0.0))

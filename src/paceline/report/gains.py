@@ -81,7 +81,7 @@ def print_gains(
     goal: Goal | None,
     title: str,
 ) -> None:
-    """The table of `gains`, and below it what failed and why."""
+    """The table of `gains`, and below it what failed and why, and whose figures tell little."""
     headings, cells = gains(rows, workers, one_machine, goal)
     table = Table(title=title)
     table.add_column(headings[0])
@@ -97,7 +97,7 @@ def print_gains(
         "machine, which was not run, takes these one after the other. planned: in the long run"
     )
     for row in rows:
-        for note in row.outcome.notes if isinstance(row.outcome, Failed) else ():
+        for note in row.outcome.cautions:
             console.print(Text(f"{row.spec}: {note}"), soft_wrap=True)
 
 

@@ -50,14 +50,20 @@ class Summary(msgspec.Struct, array_like=True):
         )
 
 
+FEW = 10
+"""Settled steps: a median of fewer says little."""
+
+
 class Result(msgspec.Struct, kw_only=True):
-    """What one run took: per-step figures are medians over a worker's last thousand steps
-    (without those that measured; of means, see `Summary`), then means over workers; *buckets* is the number of pieces in
+    """What one run took: per-step figures are medians over a worker's settled steps, of the last
+    thousand (or of means, see `Summary`), then means over workers. Settled are the *settled_steps* steps from
+    *settled_from* on: after plans, trials, budgets and changes of the method, on rank 0. *asked*: how many
+    steps somebody asked for. *buckets* is the number of pieces in
     which the gradient travelled at the end; *metrics* are the last values that rank 0
     logged; *network* and *compute* say where the one and the times of the other come from.
-    *notes* are sentences that belong beside the figures, *method* is the full spec, *brief* what
-    of it is not as by default. Not *settled*: there were no other steps than those that
-    measured, and the figures are of these.
+    *notes* are sentences that belong beside the figures, of which *cautions* say why these tell little;
+    *method* is the full spec, *brief* what of it is not as by default. Not *settled*: there
+    were no settled steps (*settled_from* is null), and the figures are of others.
     """
 
     world: str
@@ -74,26 +80,47 @@ class Result(msgspec.Struct, kw_only=True):
     compute: str = ""
     brief: str = ""
     settled: bool = True
+    settled_from: int | None = None
+    settled_steps: int = 0
+    asked: int | None = None
     methods: list[tuple[int, str]] = msgspec.field(default_factory=list)
+    cautions: list[str] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)
 
     @classmethod
     def of(
-        cls, world: str, workers: int, journal: Journal, summaries: Sequence[Summary]
+        cls,
+        world: str,
+        workers: int,
+        journal: Journal,
+        summaries: Sequence[Summary],
+        asked: int | None = None,
+        before: int = 0,
     ) -> Result:
-        """From rank 0's *journal* and every worker's summary."""
+        """From rank 0's *journal* and every worker's summary. *asked*: how many steps the job was
+        to have; *before*: how many it had done when rank 0 joined it."""
 
         def mean(field: str) -> float | None:
             values = [getattr(s, field) for s in summaries if s.steps]
             return fmean(values) if values else None
 
         steps = int(max(s.steps for s in summaries))
-        settled = 0 < journal.settled_after < steps
-        notes = [] if settled else [_unsettled(steps, journal.settled_after)]
+        settled = 0 < journal.settled_from <= steps
+        settled_steps = steps - journal.settled_from + 1 if settled else 0
+        cautions = []
+        if asked is not None and before + journal.step_count < asked:
+            cautions.append(_ended_early(asked, before + journal.step_count))
+        if not settled:
+            cautions.append(_unsettled(steps, journal))
+        elif settled_steps < max(FEW, journal.period):
+            cautions.append(_few(settled_steps, journal))
+        notes = []
         if len(journal.methods) > 1:
             notes.append(_changed(journal))
-        if journal.period > 1:
-            notes.append(_repeating(len(journal.settled_steps()), journal.period))
+        if journal.period > 1 and settled_steps >= journal.period:
+            notes.append(
+                f"steps repeat after {journal.period}: figures are medians of means over so many"
+            )
         return cls(
             world=world,
             workers=workers,
@@ -107,8 +134,12 @@ class Result(msgspec.Struct, kw_only=True):
             bytes_sent_per_worker=mean("bytes_sent"),
             metrics=dict(journal.metrics),
             settled=settled,
+            settled_from=journal.settled_from if settled else None,
+            settled_steps=settled_steps,
+            asked=asked,
             methods=list(journal.methods),
-            notes=[*notes, *journal.notes],
+            cautions=cautions,
+            notes=[*cautions, *notes, *journal.notes],
         )
 
     def to_json(self) -> str:
@@ -123,30 +154,42 @@ def read_result(path: Path) -> Result | None:
     return msgspec.json.decode(path.read_bytes(), type=Result)
 
 
-def _unsettled(steps: int, settled_after: int) -> str:
+def _ended_early(asked: int, done: int) -> str:
+    return (
+        f"asked for {asked} steps, and the script ended by itself after {_steps(done)}"
+    )
+
+
+def _unsettled(steps: int, journal: Journal) -> str:
     if not steps:
         return "no step was taken"
-    if settled_after == steps == 1:
+    if journal.settled_from == 2:
         return "one step only: its figures include the start-up"
-    many = "1 step" if steps == 1 else f"{steps} steps"
-    return (
-        f"not settled in {many}: buckets were still being measured and tried, and the "
-        "figures are of such steps"
-    )
+    if not 0 < journal.settled_after < steps:
+        why = "buckets were still being measured and tried"
+    elif journal.deciding:
+        why = "it was still being found out by which method to train"
+    else:
+        why = f"the method does what it will from step {journal.settled_from} on"
+    return f"not settled in {_steps(steps)}: {why}, and the figures are of such steps"
+
+
+def _few(settled: int, journal: Journal) -> str:
+    many = f"figures are of {_steps(settled)}, from step {journal.settled_from} on"
+    period = journal.period
+    wanted = journal.settled_from - 1 + max(FEW, 4 * period if period > 1 else 0)
+    if settled < period:
+        many += f", and steps repeat after {period}"
+    return f"{many}: train for {wanted} or more"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _changed(journal: Journal) -> str:
     since, spec = journal.methods[-1]
     return f"the method has changed while it trained; figures are of {spec}, from step {since + 1} on"
-
-
-def _repeating(steps: int, period: int) -> str:
-    if steps < period:
-        return (
-            f"figures are means over {steps} steps, and steps repeat after {period}: say "
-            f"--steps {4 * period} or more"
-        )
-    return f"steps repeat after {period}: figures are medians of means over so many"
 
 
 class Failed(msgspec.Struct, kw_only=True):
@@ -159,6 +202,8 @@ class Failed(msgspec.Struct, kw_only=True):
     def notes(self) -> list[str]:
         """What stands below a table with this run in it."""
         return [f"failed: {self.failed}"]
+
+    cautions = notes
 
 
 Outcome = Result | Failed

@@ -36,7 +36,8 @@ def sheet(rows: Sequence[tuple[str, Outcome]]) -> Sheet:
     results = [outcome for _, outcome in rows if isinstance(outcome, Result)]
     metrics = list(dict.fromkeys(name for r in results for name in r.metrics))
     first = next((r.step_seconds for r in results if r.step_seconds), None)
-    headings = ["variant", "buckets", "step", "compute", "exposed", "sent", *metrics]
+    headings = ["variant", "buckets", "settled", "step", "compute", "exposed", "sent"]
+    headings += metrics
     if len(rows) > 1:
         headings.append("ratio")
     # What is to be known about all of them needs no mark.
@@ -55,7 +56,7 @@ def sheet(rows: Sequence[tuple[str, Outcome]]) -> Sheet:
         ]
         label = name + "".join(f" [{number}]" for number in marks)
         if isinstance(outcome, Failed):
-            cells = ["-", "failed", *["-"] * (len(headings) - 3)]
+            cells = ["-", "-", "failed", *["-"] * (len(headings) - 4)]
         else:
             cells = _figures(outcome, metrics)
             if len(rows) > 1:
@@ -79,14 +80,16 @@ def _sum(results: Sequence[Result]) -> str:
         if abs(step - compute - exposed) > ADDS_UP * step:
             words += " in each step, and medians of these need not add up"
             break
-    return f"{words}; sent per worker"
+    return f"{words}; sent per worker; figures are of settled steps"
 
 
 def _figures(result: Result, metrics: Sequence[str]) -> list[str]:
     sent = result.bytes_sent_per_worker
     values = (result.metrics.get(metric) for metric in metrics)
+    first = result.settled_from
     return [
         str(result.buckets),
+        "-" if first is None else f"{first} to {result.steps}",
         _seconds(result.step_seconds),
         _seconds(result.compute_seconds),
         _seconds(result.exposed_communication_seconds),

@@ -14,6 +14,7 @@ from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.compression import Identity
 from paceline.exchange import SharedBuffers, broadcast_tensors
+from paceline.fusion import MEASURED
 from paceline.hooks import Uncopied
 from paceline.interfaces import CodingStage, Compressor, Message, Method, World
 from paceline.loading import Loading
@@ -71,6 +72,7 @@ class Parts:
         rhythms = rhythms_of(method, world, comm.size)
         self.rhythm = rhythms[comm.rank]
         world.journal.repeats_after(self.rhythm.every)
+        world.journal.learning = _learning(method, settings)
         alike = all(rhythm == self.rhythm for rhythm in rhythms)
         self._common_every = None if alike else method.rhythm.every
         self.presence = Presence(comm.size, weight=1.0 / comm.size)
@@ -352,6 +354,14 @@ class Parts:
     def clip_mean(self, gradients: Sequence[torch.Tensor]) -> None:
         if self._method.clips == "mean":
             clip(gradients, self._settings.clip_norm)
+
+
+def _learning(method: Method, settings: Settings) -> int:
+    """Steps after those that plan buckets, until the method does what it will. Rules that measure buckets wait
+    until codes are sent."""
+    steps: int = getattr(method, "learns_for", 0)
+    early = settings.compression.first_steps
+    return steps if settings.fusion in MEASURED else steps + early
 
 
 def _where_control_is(

@@ -263,7 +263,10 @@ class RealWorld:
                         "others were not at their end yet"
                     )
             if self.rank == 0:
-                result = Result.of(self.name, self.size, self.journal, summaries)
+                result = Result.of(
+                    *(self.name, self.size, self.journal, summaries),
+                    *(self.options.steps, self.job.first_step),
+                )
                 result.compute = self.compute_from
                 if self.options.result is not None:
                     Path(self.options.result).write_text(result.to_json() + "\n")

@@ -65,6 +65,11 @@ class ClusterHybrid(InGroups):
             if not least <= value < math.inf:
                 raise UsageError(f"cluster-hybrid:{name}={value}: expected {what}")
 
+    @property
+    def learns_for(self) -> int:
+        """Steps until workers are in groups of their speed."""
+        return self.measure_steps
+
     def groups(self, workers: int) -> Groups:
         if self.members:
             return read_members(self.members, workers)

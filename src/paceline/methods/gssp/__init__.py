@@ -116,6 +116,11 @@ class GSSP(InGroups):
             if not least <= value < float("inf"):
                 raise UsageError(f"gssp:{name}={value}: expected {what}")
 
+    @property
+    def learns_for(self) -> int:
+        """Steps until workers are in groups of their speed."""
+        return self.measure_steps
+
     def groups(self, workers: int) -> Groups:
         number = self.number_of_groups
         if self.members:

@@ -161,6 +161,11 @@ class DASO:
             raise self._wrong("cool_down", f"a step after warm_up={self.warm_up}, or 0")
         check_group(self)
 
+    @property
+    def learns_for(self) -> int:
+        """Steps until it averages as seldom as it will."""
+        return self.warm_up
+
     def _wrong(self, key: str, expected: str) -> UsageError:
         return UsageError(f"daso:{key}={getattr(self, key)}: expected {expected}")
 

@@ -30,3 +30,8 @@ class PostLocalSGD(LocalUpdates):
 
     every: int = 16
     each_until: int = 1000
+
+    @property
+    def learns_for(self) -> int:
+        """Steps until it averages as seldom as it will."""
+        return self.each_until

@@ -53,6 +53,10 @@ class LocalStep:
         """These were the mean gradients. Under ``collective=native`` only."""
 
 
+EPOCHS = 10
+"""The loss is averaged over this part of the ramp."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OSPOptions:
     """Everything but ``collective``, which says in which form OSP runs.
@@ -82,8 +86,6 @@ class OSPOptions:
 
     interval: ClassVar[int] = 20
     """Steps from one decision to the next."""
-    learns_for: ClassVar[int] = 2 * interval
-    """Steps until it defers what it will."""
     importance_class: ClassVar[type[Importance]] = Importance
     correction_class: ClassVar[type[LocalStep]] = LocalStep
     """Comparisons take others: ``benchmarks/osp_comparisons.py``."""
@@ -91,6 +93,13 @@ class OSPOptions:
     def piece_bytes(self, total: int) -> int:
         """The most that a piece has, of a model of *total* bytes."""
         return min(self.chunk, max(SMALLEST_BYTES, total // FINEST))
+
+    @property
+    def learns_for(self) -> int:
+        """Steps until it defers what it will: the budget is whole, or what it follows has been seen to
+        fall, and two decisions were made."""
+        seen = {"constant": 0, "linear": self.ramp, "loss": 2 * (self.ramp // EPOCHS)}
+        return seen[self.budget] + 2 * self.interval
 
     def __post_init__(self) -> None:
         if not 0 <= self.most <= 1:

@@ -11,11 +11,8 @@ from typing import Any
 from paceline.interfaces import Run
 from paceline.methods.osp.choice import Parts, Rate, StepTimes, measured_rate
 from paceline.methods.osp.decision import LOOK
-from paceline.methods.osp.options import OSPOptions
+from paceline.methods.osp.options import EPOCHS, OSPOptions
 from paceline.methods.osp.reports import Measured
-
-EPOCHS = 10
-"""The loss is averaged over this part of the ramp."""
 
 NO_LOSS = "no step has told a finite loss: step(loss=loss) or paceline.log(loss=loss)"
 

@@ -44,11 +44,14 @@ def run_script(
         sys.argv, sys.path[:] = before
 
 
-def result_of(outcome: SimulationResult, workers: int) -> Result:
-    """The simulation's result object; raises `UsageError` if nothing was trained."""
+def result_of(
+    outcome: SimulationResult, workers: int, asked: int | None = None
+) -> Result:
+    """The simulation's result object; raises `UsageError` if nothing was trained. *asked*: how
+    many steps it was to have."""
     if not outcome.journals[0].method:
         raise UsageError(
             "the script ended without calling paceline.distribute: nothing was trained"
         )
     summaries = [Summary.of(journal) for journal in outcome.journals]
-    return Result.of("virtual", workers, outcome.journals[0], summaries)
+    return Result.of("virtual", workers, outcome.journals[0], summaries, asked)
