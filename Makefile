@@ -21,10 +21,11 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest $(PARALLEL)
 
-# Others' trainers: what they learn under their own DDP and under paceline.
+# Others' trainers: what they learn under their own DDP and under paceline; jobs on Ray, whose workers,
+# server and nodes are killed.
 test-integrations: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
-	    --editable ".[lightning,transformers]"
+	    --editable ".[lightning,transformers,ray]"
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations
 
 lint: $(READY)

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -77,7 +77,8 @@ class SurvivingJob:
 
     *snapshot*: the file where it keeps what it holds every *snapshot_seconds*, and from which it goes
     on if it is there; None: a server that is started again begins with nothing. *evict_silent*:
-    a worker that is silent for so many seconds is taken for lost.
+    a worker that is silent for so many seconds is taken for lost. *without*: workers that had ended
+    well before the server was started again, and do not come back.
 
     Raises `UsageError` where it cannot listen, nothing protects the address, or the snapshot is
     of another job.
@@ -93,12 +94,17 @@ class SurvivingJob:
         snapshot: Path | None = None,
         snapshot_seconds: float = snapshots.SECONDS,
         evict_silent: float = SILENT_SECONDS,
+        without: Sequence[int] = (),
     ) -> None:
         self._path = None if snapshot is None else checked(snapshot)
         self.machine = make_machine(workers, f"server at {bind}:{port}")
         self.step = restore(self.machine, self._path)
         """The one that it goes on from, 0: from the beginning."""
+        for worker in without:
+            self.machine.on_lost(worker, 0, 0.0)
         self.machine.wait_for_the_lost()
+        for worker in without:
+            self.machine.on_done(worker)
         server: Server = self.machine
         self.snapshots: snapshots.Snapshots | None = None
         if self._path is not None:

@@ -134,7 +134,7 @@ class Ending:
             status, cause, steps = self._bad_end
             if steps == self._steps():
                 self._leave(cause)
-                _end_at_once(status)
+                end_at_once(status)
         try:
             self._close()
             if dist.is_initialized():
@@ -143,7 +143,7 @@ class Ending:
             report_to_launcher(error)
             tracebacks.print_exc()
             self._leave(f"failed at its end: {error}")
-            _end_at_once(1)
+            end_at_once(1)
         self._leave(None)
 
 
@@ -176,7 +176,7 @@ def report_to_launcher(error: BaseException) -> None:
         unfinished.replace(path)
 
 
-def _end_at_once(status: int) -> NoReturn:
+def end_at_once(status: int) -> NoReturn:
     """End this process without taking the interpreter down.
 
     What Python tidies up at exit is tidied up: child processes, temporary folders, logs.

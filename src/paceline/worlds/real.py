@@ -78,7 +78,7 @@ class RealWorld:
         self._weighed = threading.Event()
         self._weighed.set()
         self._broke = False
-        Ending(lambda: self.journal.step_count, self._close, self._leave)
+        Ending(lambda: self.journal.step_count, self.close, self._leave)
 
     @property
     def speeds(self) -> Sequence[float] | None:
@@ -233,7 +233,7 @@ class RealWorld:
             self._bad_news.wait(GRACE_SECONDS)
         self._liveness.close(fault)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Do what was put off until the end."""
         if dist.is_initialized() or self.alone:
             self.job.end()

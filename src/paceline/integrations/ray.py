@@ -1,0 +1,299 @@
+"""Ray: a training whose server and workers are actors, and survives the death of any of them.
+
+```python
+ray.init("auto")
+results = paceline.integrations.ray.run(loop, workers=8, method="ssp", snapshot="/shared/job.snapshot")
+```
+
+*loop* is a training loop like any other: `paceline.distribute`, steps, a result. What happens to
+it when a worker, the server or a node dies is what happens to a script under ``paceline run
+--survive`` (docs/parameter-server.md): here Ray starts again what has died, wherever there is
+room.
+
+(Inside ``ray.train.torch.TorchTrainer`` paceline needs nothing of this: Ray sets torchrun's variables, and
+`distribute` does the rest. A death ends such a job, and Ray Train starts all of it again.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, cast
+
+from paceline import methods, spec
+from paceline.errors import UsageError, WorkerFailedError
+from paceline.integrations.ray_room import (
+    Resources,
+    check_room,
+    described,
+    needs,
+    nodes_of,
+)
+from paceline.integrations.versions import require
+from paceline.interfaces import UpdatesOnServer
+from paceline.options import RunOptions
+from paceline.settings import Settings
+
+require("ray", "2.60", "3", "ray")
+
+import ray  # noqa: E402
+from ray.util.scheduling_strategies import (  # noqa: E402
+    NodeAffinitySchedulingStrategy,
+)
+
+from paceline.integrations.ray_actors import (  # noqa: E402
+    NAMESPACE,
+    SERVER,
+    Coordinator,
+    News,
+    Server,
+    Worker,
+    called,
+    name_of,
+    protection,
+)
+
+ROOM_SECONDS = 300.0
+"""How long a job waits for room that others use, or that has gone with a node."""
+_LOOK_SECONDS = 0.5
+_SAY_SECONDS = 20.0
+"""Whoever has no room for so long is spoken of."""
+_END_SECONDS = 60.0
+
+
+def run(
+    loop: Callable[..., Any],
+    *,
+    workers: int,
+    method: str | None = None,
+    config: Any = None,
+    snapshot: str | os.PathLike[str] | None = None,
+    snapshot_seconds: float = 10.0,
+    resume: bool = False,
+    steps: int | None = None,
+    seed: int | None = None,
+    resources_per_worker: Resources | None = None,
+    server_resources: Resources | None = None,
+    room_seconds: float = ROOM_SECONDS,
+    grows: bool = False,
+    runtime_env: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Run *loop* in *workers* actors of the Ray cluster, and return what each has returned, by rank.
+
+    *loop* is called with *config*, or with nothing where that is None; when its worker comes back it is called anew, and
+    ``optimizer.first_step`` says where the job stands. *method*: a spec whose server updates; wins over the loop's;
+    None: the loop says. *steps*, *seed*: as ``paceline run`` has them.
+
+    *snapshot*: a file that every node reaches, where the server keeps what it holds every *snapshot_seconds*; without
+    it the server's death ends the job. One that is there already is refused, unless it *resume*s; it is removed when the job ends
+    well.
+
+    *resources_per_worker* and *server_resources* are Ray's, 1 CPU each unless told otherwise; each worker's on one node. *room_seconds*: how long to wait
+    for room that others use, or that has gone with a node. *grows*: nodes are added when they are asked for, so a
+    cluster that is too small is waited for, too. *runtime_env*: Ray's, for all actors.
+
+    Raises `UsageError` for what cannot be: a method without a server, a cluster that is too small (at once, with what is
+    missing), a snapshot that is there; and `WorkerFailedError` from what *loop* raises: that ends the job, and is
+    not tried again. Whatever happens, no actor is left.
+    """
+    requests = _requests(workers, resources_per_worker, server_resources)
+    _check_method(method, workers)
+    options = RunOptions(method=method, steps=steps, seed=seed)
+    if not ray.is_initialized():
+        ray.init()
+    if not grows:
+        check_room(requests, list(nodes_of(ray.nodes()).values()))
+    environment = {
+        **{k: v for k, v in os.environ.items() if k.startswith("PACELINE_")},
+        **options.to_environment(),
+        **protection(os.environ),
+    }
+    path = None if snapshot is None else os.path.abspath(os.fspath(snapshot))
+    with _actors(runtime_env) as actors:
+        coordinator = actors.beside(Coordinator, workers, path, resume)
+        server = actors.named(
+            *(Server, requests[SERVER], workers, actors.job),
+            *(environment, path, snapshot_seconds),
+        )
+        calls = {}
+        for rank in range(workers):
+            worker = actors.anywhere(
+                *(Worker, requests[name_of(rank)]),
+                *(rank, workers, actors.job, environment),
+            )
+            arguments = () if config is None else (config,)
+            calls[worker.run.remote(loop, arguments)] = rank
+        room = _Room(requests, room_seconds)
+        while calls:
+            ready, _ = ray.wait(list(calls), num_returns=1, timeout=_LOOK_SECONDS)
+            failed = [
+                failure for call in ready if (failure := _failure(call, calls[call]))
+            ]
+            news: News = ray.get(coordinator.look.remote())
+            for line in news.lines:
+                print(f"paceline: {line}", file=sys.stderr, flush=True)
+            if news.fault:
+                raise UsageError(news.fault)
+            if failed:
+                raise failed[0]
+            for call in ready:
+                del calls[call]
+            room.look(news.nodes, {name_of(rank) for rank in calls.values()})
+        results: list[Any] = ray.get(coordinator.results.remote())
+        ray.get(server.end.remote(), timeout=_END_SECONDS)
+        return results
+
+
+def _requests(
+    workers: int, of_worker: Resources | None, of_server: Resources | None
+) -> dict[str, Resources]:
+    """What each actor asks for, by name."""
+    if workers < 1:
+        raise UsageError(f"run(workers=): expected 1 or more, got {workers}")
+    for name, wanted in (
+        ("resources_per_worker", of_worker),
+        ("server_resources", of_server),
+    ):
+        for what, much in (wanted or {}).items():
+            if not much >= 0:
+                raise UsageError(
+                    f"run({name}=): expected none or more of {what}, got {much}"
+                )
+    each = {"CPU": 1.0} if of_worker is None else of_worker
+    return {
+        SERVER: {"CPU": 1.0} if of_server is None else of_server,
+        **{name_of(rank): each for rank in range(workers)},
+    }
+
+
+def _check_method(text: str | None, workers: int) -> None:
+    """Raise `UsageError` for a method under which no job survives here."""
+    if text is None:
+        return  # the loop names it, and is refused there
+    method, _ = methods.make(spec.parse(text), set(spec.field_types(Settings)))
+    methods.check_survives(method)
+    on_server = cast(UpdatesOnServer, method)
+    on_server.server(workers)
+    groups = on_server.groups(workers)
+    if groups is not None:
+        raise UsageError(
+            f"method {method.name!r}: it has {groups.servers} servers, one for each group, and a job "
+            "on Ray has one: take a method with one server (see paceline methods), or survive on one "
+            "machine, with paceline run --survive --workers N"
+        )
+
+
+class _Actors:
+    """The actors of one job. *runtime_env*: Ray's, for all of them."""
+
+    def __init__(self, runtime_env: Mapping[str, Any] | None) -> None:
+        self.job = f"paceline {secrets.token_hex(8)}"
+        self._common = {} if runtime_env is None else {"runtime_env": dict(runtime_env)}
+        self._made: list[Any] = []
+
+    def beside(self, kind: type, *arguments: Any) -> Any:
+        """One on the node of this process, which ends with it."""
+        node = ray.get_runtime_context().get_node_id()
+        how = {
+            "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
+        return self._make(kind, {**how, **self._name(kind)}, *arguments)
+
+    def anywhere(self, kind: type, request: Resources, *arguments: Any) -> Any:
+        """One that is started again wherever there is room for *request*."""
+        return self._make(kind, _restarts(request), *arguments)
+
+    def named(self, kind: type, request: Resources, *arguments: Any) -> Any:
+        """The same, and others find it by its name."""
+        return self._make(kind, {**_restarts(request), **self._name(kind)}, *arguments)
+
+    def end(self) -> None:
+        """Whatever has happened: none is left."""
+        for actor in reversed(self._made):
+            with contextlib.suppress(Exception):  # it is gone, or all of Ray is
+                ray.kill(actor, no_restart=True)
+
+    def _name(self, kind: type) -> dict[str, str]:
+        return {"name": called(self.job, kind), "namespace": NAMESPACE}
+
+    def _make(self, kind: type, options: Mapping[str, Any], *arguments: Any) -> Any:
+        actor = ray.remote(kind).options(**options, **self._common).remote(*arguments)
+        self._made.append(actor)
+        return actor
+
+
+@contextlib.contextmanager
+def _actors(runtime_env: Mapping[str, Any] | None) -> Iterator[_Actors]:
+    actors = _Actors(runtime_env)
+    try:
+        yield actors
+    finally:
+        actors.end()
+
+
+def _restarts(request: Resources) -> dict[str, Any]:
+    """Ray's options for an actor that asks for so much, and survives."""
+    names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    own = {names[what]: much for what, much in request.items() if what in names}
+    others = {what: much for what, much in request.items() if what not in names}
+    return {
+        "num_cpus": 0,
+        **own,
+        "resources": others,
+        "scheduling_strategy": "SPREAD",
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }
+
+
+def _failure(call: Any, rank: int) -> WorkerFailedError | UsageError | None:
+    """What a worker's call has raised, if anything."""
+    name = name_of(rank)
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        while isinstance(cause, ray.exceptions.RayTaskError):  # another actor's
+            cause = cause.cause
+        words = f"{name} failed with {type(cause).__name__}: {cause}"
+        failure = WorkerFailedError(words, rank)
+        failure.__cause__ = cause
+        return failure
+    except ray.exceptions.RayError as error:
+        return UsageError(f"{name} cannot be started by Ray: {error}")
+    return None
+
+
+class _Room:
+    """Who waits for room: nobody's node is known yet, or it is gone."""
+
+    def __init__(self, requests: Mapping[str, Resources], seconds: float) -> None:
+        self._requests, self._seconds = requests, seconds
+        self._since: dict[str, float] = {}
+        self._said: set[str] = set()
+
+    def look(self, at: Mapping[str, str], at_work: Set[str]) -> None:
+        """*at*: each actor's last node, by name; *at_work*: the workers that are not done. Raises
+        `UsageError` where one waits too long."""
+        nodes = nodes_of(ray.nodes())
+        now = time.monotonic()
+        for name, request in self._requests.items():
+            if at.get(name) in nodes or name not in at_work | {SERVER}:
+                self._since.pop(name, None)
+                self._said.discard(name)
+                continue
+            waited = now - self._since.setdefault(name, now)
+            there = f"of {described(list(nodes.values()))}"
+            sentence = f"{name} waits for {needs(request)} {there}"
+            if waited > self._seconds:
+                raise UsageError(
+                    f"{sentence}: none was free for {self._seconds:g} s (room_seconds=)"
+                )
+            if waited > _SAY_SECONDS and name not in self._said:
+                self._said.add(name)
+                print(f"paceline: {sentence}", file=sys.stderr, flush=True)

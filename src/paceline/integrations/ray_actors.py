@@ -1,0 +1,361 @@
+"""What runs on a Ray cluster for `integrations.ray.run`: plain classes, which it makes actors of.
+
+Theory of operation
+-------------------
+Three kinds of actor. The *server* holds the parameters (`SurvivingJob`). Each *worker* runs
+the loop. Ray starts both again wherever there is room when their process or their node dies,
+and repeats the call that was under way. The *coordinator* lives on the node of whoever called `run`
+and ends with that: it numbers the lives of workers, keeps their results, and knows how far each has
+come, so that nothing of it is lost with a node.
+
+A worker that begins asks the coordinator for the number of its life, and the server for its address; that
+call waits while the server is started again. From there on all is as under ``paceline run
+--survive``: the server takes the earlier life for lost and lets this one in. When the server
+dies, workers see their connections end; each then ends its process, and Ray starts it again.
+
+An error of the loop's own is no death: the call raises it, and the job ends.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from paceline.errors import PeerLostError, UsageError
+from paceline.server.security import SECRET, TOKEN, TRUSTED
+from paceline.server.surviving import SurvivingJob
+from paceline.worlds.alone import environment_of
+from paceline.worlds.ending import end_at_once
+from paceline.worlds.join import join_world
+from paceline.worlds.real import RealWorld
+from paceline.worlds.servers import INCARNATION_VARIABLE, SERVER_ENVIRONMENT
+from paceline.worlds.surviving import MOST_IN_VAIN, MOST_RESTARTS
+
+SERVER = "the server"
+NAMESPACE = "paceline"
+END_SECONDS = 30.0
+"""What the server has to end after its last worker."""
+NOTE_SECONDS = 0.5
+"""A worker says no more often how far it has come."""
+_EVICTED = "taken for lost"
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of a worker: its number, from 0; *done*: nothing is left to do."""
+
+    number: int
+    done: bool
+
+
+@dataclass
+class _Member:
+    """What is known of one actor. *steps*: the job's step that it has reached; *node*: where it
+    has begun its last life."""
+
+    lives: int = 0
+    in_vain: int = 0
+    steps: int = 0
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class News:
+    """What whoever called `run` is told: sentences, why the job cannot go on, if so, and where
+    everybody was last, by name."""
+
+    lines: list[str]
+    fault: str
+    nodes: dict[str, str]
+
+
+@dataclass
+class Coordinator:
+    """Who is in which life, how far, and done, of so many *workers*. *snapshot*, *resume*: as
+    `run` has them."""
+
+    workers: int
+    snapshot: str | None
+    resume: bool = False
+    _members: dict[str, _Member] = field(default_factory=dict)
+    _results: dict[int, Any] = field(default_factory=dict)
+    _lines: list[str] = field(default_factory=list)
+    _fault: str = ""
+
+    def begins(self, rank: int, node: str) -> Life:
+        """A worker's process has started, on *node*."""
+        name = name_of(rank)
+        member = self._begins(name, node)
+        if member.lives > MOST_RESTARTS + 1:
+            self.fails(f"{name} has died {MOST_RESTARTS} times")
+        return Life(member.lives - 1, rank in self._results)
+
+    def reached(self, rank: int, step: int) -> None:
+        """A worker has done the job's step *step*."""
+        member = self._members[name_of(rank)]
+        member.steps, member.in_vain = step, 0
+        if SERVER in self._members:
+            self._members[SERVER].in_vain = 0
+
+    def server_begins(self, node: str, has_snapshot: bool) -> list[int]:
+        """The server's process has started; returns the workers that are done. Raises
+        `UsageError` where nothing is left to go on from, or the snapshot may be another job's."""
+        step = self._furthest()
+        self._members.setdefault(SERVER, _Member()).steps = step
+        life = self._begins(SERVER, node).lives
+        if life == 1 and has_snapshot and not self.resume:
+            self.fails(
+                f"snapshot={self.snapshot!r}: the file exists, and may be what another job left; "
+                "remove it to begin anew, or pass resume=True to go on from it"
+            )
+        if step and not has_snapshot:
+            advice = "none was taken yet"
+            if self.snapshot is None:
+                advice = (
+                    "give snapshot=FILE, where all nodes reach it, to go on from one"
+                )
+            self.fails(
+                f"the parameter server died after step {step}, and there is no snapshot: {advice}"
+            )
+        if self._fault:
+            raise UsageError(self._fault)
+        return list(self._results)
+
+    def server_goes_on(self, step: int) -> None:
+        """The server listens, and goes on with *step*."""
+        if self._members[SERVER].lives > 1:
+            self._lines.append(
+                f"the parameter server goes on from its snapshot of step {step}: what was done after "
+                "that is done again"
+            )
+        for member in self._members.values():
+            member.steps = min(member.steps, step)
+
+    def done(self, rank: int, result: Any) -> None:
+        """A worker's loop has returned *result*."""
+        self._results[rank] = result
+
+    def look(self) -> News:
+        """What has happened since this was last called."""
+        lines, self._lines = self._lines, []
+        nodes = {name: member.node for name, member in self._members.items()}
+        return News(lines, self._fault, nodes)
+
+    def results(self) -> list[Any]:
+        """In the order of ranks, once all are done."""
+        return [self._results[rank] for rank in range(self.workers)]
+
+    def _begins(self, name: str, node: str) -> _Member:
+        member = self._members.setdefault(name, _Member())
+        if member.lives:
+            place = "" if node == member.node else " on another node"
+            self._lines.append(
+                f"{name} is gone (last heard of at step {member.steps}), and is started again{place}"
+            )
+        member.lives, member.node = member.lives + 1, node
+        member.in_vain += 1
+        if member.in_vain > MOST_IN_VAIN:
+            self.fails(
+                f"{name} has died {MOST_IN_VAIN} times in a row without a completed step: see "
+                "above for what it said"
+            )
+        return member
+
+    def _furthest(self) -> int:
+        return max((member.steps for member in self._members.values()), default=0)
+
+    def fails(self, fault: str) -> None:
+        """The job cannot go on: the first cause is what its caller is told."""
+        self._fault = self._fault or fault
+
+
+class Server:
+    """The actor that holds what is trained. Served beside it, on a thread."""
+
+    def __init__(
+        self,
+        workers: int,
+        job: str,
+        environment: Mapping[str, str],
+        snapshot: str | None,
+        snapshot_seconds: float,
+    ) -> None:
+        os.environ.update({**SERVER_ENVIRONMENT, **environment})
+        self._workers = workers
+        self._coordinator = find(job, Coordinator)
+        self._path = None if snapshot is None else Path(snapshot)
+        self._seconds = snapshot_seconds
+        self._address = ""
+        self._stop = -1
+        self._over = False
+        self._thread: threading.Thread | None = None
+
+    def serve(self) -> str:
+        """Where it listens, HOST:PORT; from the first call on. Raises `UsageError` where it cannot, or has
+        nothing to go on from."""
+        if not self._address:
+            there = self._path is not None and self._path.exists()
+            node = ray.get_runtime_context().get_node_id()
+            done = ray.get(self._coordinator.server_begins.remote(node, there))
+            try:
+                self._start(done)
+            except UsageError as error:
+                ray.get(self._coordinator.fails.remote(str(error)))
+                raise
+        if self._over:
+            fault = (
+                "a worker died after its training was over, or began another one: only one training "
+                "survives that, and not what a loop does after it"
+            )
+            ray.get(self._coordinator.fails.remote(fault))
+            raise UsageError(fault)
+        return self._address
+
+    def end(self) -> None:
+        """All workers are done: nothing is left."""
+        if self._thread is not None:
+            os.close(self._stop)
+            self._thread.join(END_SECONDS)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _start(self, done: list[int]) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        host = ray.util.get_node_ip_address()
+        job = SurvivingJob(
+            self._workers,
+            host,
+            0,
+            os.environ[TOKEN],
+            snapshot=self._path,
+            snapshot_seconds=self._seconds,
+            without=done,
+        )
+        self._address = f"{host}:{job.port}"
+        reading, self._stop = os.pipe()
+        self._thread = threading.Thread(
+            target=self._run, args=(job, reading), name="paceline server", daemon=True
+        )
+        self._thread.start()
+        ray.get(self._coordinator.server_goes_on.remote(job.step))
+
+    def _run(self, job: SurvivingJob, stop: int) -> None:
+        try:
+            self._over = job.run(stop)
+            job.close()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # so that Ray starts it again
+
+
+class Worker:
+    """The actor that is worker *rank*."""
+
+    def __init__(
+        self,
+        rank: int,
+        workers: int,
+        job: str,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._rank, self._workers = rank, workers
+        self._coordinator, self._server = find(job, Coordinator), find(job, Server)
+        self._environment = environment
+        self._told = 0.0
+
+    def run(self, loop: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """One life: from joining the server to the end of *loop*, whose result the coordinator gets."""
+        node = ray.get_runtime_context().get_node_id()
+        life: Life = ray.get(self._coordinator.begins.remote(self._rank, node))
+        if life.done:
+            return
+        address = ray.get(self._server.serve.remote())
+        os.environ.update(
+            {
+                **self._environment,
+                **environment_of(address, self._rank, self._workers),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                INCARNATION_VARIABLE: str(life.number),
+            }
+        )
+        try:
+            world = join_world()
+            assert isinstance(world, RealWorld)
+            world.journal.observers.append(lambda step: self._note(world, step))
+            result = self._result_of(loop, arguments)
+            world.close()
+        except Exception as error:
+            if not _is_consequence(error):
+                raise
+            print(
+                f"paceline: worker {self._rank}: {error}", file=sys.stderr, flush=True
+            )
+            end_at_once(1)  # a process trains once: Ray starts the next
+        ray.get(self._coordinator.done.remote(self._rank, result))
+
+    def _result_of(self, loop: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        try:
+            return loop(*arguments)
+        except SystemExit as end:  # as a script that has done its steps ends
+            if end.code not in (None, 0):
+                raise RuntimeError(
+                    f"the loop ended with exit status {end.code}"
+                ) from end
+            return None
+
+    def _note(self, world: RealWorld, step: int) -> None:
+        now = time.monotonic()
+        if step == 1 or (step and now > self._told + NOTE_SECONDS):
+            self._told = now
+            reached = world.job.first_step + step
+            self._coordinator.reached.remote(self._rank, reached)
+
+
+def find(job: str, kind: type) -> Any:
+    """The actor of that *kind* of a job: by its name, since arguments that refer to an actor must
+    outlive what they refer to."""
+    return ray.get_actor(called(job, kind), namespace=NAMESPACE)
+
+
+def called(job: str, kind: type) -> str:
+    """The name of an actor of which a job has one."""
+    return f"{job} {kind.__name__}"
+
+
+def name_of(rank: int) -> str:
+    """What a worker is called in sentences."""
+    return f"worker {rank}"
+
+
+def protection(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that protect the server's connections: what *environment* says, else a secret of
+    this job's own. With a secret they are encrypted (see `server.security`)."""
+    said = {
+        name: environment[name] for name in (SECRET, TRUSTED) if environment.get(name)
+    }
+    if not said:
+        said = {SECRET: secrets.token_hex(32)}
+    return {**said, TOKEN: secrets.token_hex(16)}
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether *error* only says that the server is gone, or has let this life go."""
+    while error is not None:
+        if isinstance(error, PeerLostError) or _EVICTED in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

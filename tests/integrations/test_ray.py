@@ -1,0 +1,135 @@
+"""Ray: the framework's trainer as it is, and jobs that survive workers, servers and nodes.
+
+Each test has a cluster of several nodes on this machine (``ray.cluster_utils``). What dies dies
+when the job has come so far, not at a time. benchmarks/ray_kills.py kills more of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.test_trainers import SCRIPTS, needs
+
+pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).parents[2] / "examples" / "ray"
+SECONDS = 600
+
+
+def started(script: str, *words: object) -> subprocess.CompletedProcess[str]:
+    needs("ray")
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / script), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+ROWS = [
+    "backup:1:worker",
+    "asp:1:worker",
+    "backup:1:server",
+    "backup:1:node",
+    "backup:1:server's node",
+]
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What of_ray.py says of each row."""
+    done = started("of_ray.py", tmp_path_factory.mktemp("survived"), *ROWS)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    told = [json.loads(line) for line in re.findall("^=== (.*)$", done.stdout, re.M)]
+    return dict(zip(ROWS, told, strict=True))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_job_survives(survived, row):
+    """Each step is applied once: gradients are ones, and under backup a step's mean is one. Under
+    asp each gradient is; only of what a killed life pushed last nobody knows whether it came."""
+    told = survived[row]
+    assert told["last"] == told["steps"] - 1
+    assert not told["left"], "the job has ended well"
+    assert [one["rank"] for one in told["results"]] == [0, 1]
+    assert sum(one["life"] for one in told["results"]) >= 1, "nobody was started again"
+    assert len({w for one in told["results"] for w in one["weight"]}) == 1, told
+    if told["method"] == "backup":
+        assert told["moved"] == told["steps"]
+    else:
+        gradients = 2 * told["moved"]
+        assert told["noted"] <= gradients <= told["noted"] + told["kills"], told
+
+
+SENTENCES = {
+    "many": "UsageError: the Ray cluster is too small: this job needs 4 CPU, and its nodes have 2",
+    "GPU": "1 GPU, and its nodes have 0",
+    "large": "No node has room for worker 0 (2 CPU each, on one node)",
+    "busy": "worker 0 waits for 2 CPU of 3 nodes: none | 1 CPU | 1 CPU: none was free for 2 s",
+    "loop": "WorkerFailedError: worker 0 failed with ValueError: so it goes: 7",
+    "script's": "bsp",
+    "folder": "there is no folder /nowhere",
+    "there": "the file exists, and may be what another job left",
+    "always dies": "UsageError: worker 0 has died 3 times in a row without a completed step",
+}
+
+
+def test_bad_input():
+    done = started("on_ray.py", "refusals")
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = dict(re.findall(r"^=== ([^:]+): (.*)$", done.stdout, re.MULTILINE))
+    for name, sentence in SENTENCES.items():
+        assert sentence in said[name], (name, said[name])
+        assert "Error: " in said[name]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"workers": 2, "method": "bsp"}, "Use one whose server updates: asp, backup"),
+        ({"workers": 2, "method": "gssp"}, "it has 2 servers, one for each group"),
+        ({"workers": 2, "method": "asq"}, "unknown method 'asq'"),
+        ({"workers": 2, "method": "ssp:stalness=3"}, "unknown key 'stalness'"),
+        ({"workers": 2, "method": "backup:wait_for=3"}, "there are only 2 workers"),
+        ({"workers": 0, "method": "asp"}, r"run\(workers=\): expected 1 or more"),
+    ],
+)
+def test_what_is_refused_before_any_cluster(options, sentence):
+    needs("ray")
+    code = (
+        "import sys\nfrom paceline.integrations.ray import run\n"
+        "from paceline.errors import UsageError\n"
+        f"try: run(print, **{options!r})\n"
+        "except UsageError as error: print('=== ' + str(error))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert re.search(f"=== .*{sentence}", done.stdout), (
+        done.stdout + done.stderr[-2000:]
+    )
+
+
+def test_ray_train_as_it_is(tmp_path):
+    """Two nodes, a worker on each: what Ray's own DDP learns, to every digit."""
+    needs("ray", "pyarrow", "pandas")
+    trainer, survive = EXAMPLES / "torch_trainer.py", EXAMPLES / "survive.py"
+    lines = [f"{trainer} --method {m}" for m in ("ddp", "bsp:fusion=ddp", "osp")]
+    lines += [f"{survive} --workers 1 --steps 100"]
+    done = started("on_ray.py", *lines)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = dict(
+        re.findall(r"^(\S+): accuracy .*, sum of .* (\S+)$", done.stdout, re.MULTILINE)
+    )
+    assert told["bsp:fusion=ddp"] == told["ddp"]
+    assert told["osp"] != told["ddp"]
+    assert re.search(r"^worker 0: accuracy 0\.[5-9]", done.stdout, re.MULTILINE)
