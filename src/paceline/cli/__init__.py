@@ -10,9 +10,11 @@ import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Annotated
 
 import typer
 
+from paceline import __version__
 from paceline.cli import (
     aggregate,
     collectives,
@@ -38,11 +40,30 @@ _RUNS_SCRIPTS = str(Path("paceline", "worlds", "virtual"))
 
 app = typer.Typer(
     name="paceline",
-    help="Data-parallel PyTorch training over slow, shared or uneven networks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def paceline(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Say which this is."
+        ),
+    ] = False,
+) -> None:
+    """Data-parallel PyTorch training over slow, shared or uneven networks."""
+
+
 app.command(cls=LaunchCommand)(run.run)
 app.command(cls=Command)(simulate.simulate)
 app.command(cls=LaunchCommand)(profile.profile)
