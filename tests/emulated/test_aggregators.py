@@ -10,6 +10,7 @@ from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.plan import JUMBO_MTU, Plan
 from paceline.worlds.emulated.shaping import Bucket
 from tests import forked
+from tests.hanging import eventually
 
 ROOT = Path(__file__).parent.parent.parent
 DIGITS = ROOT / "examples" / "digits.py"
@@ -73,4 +74,5 @@ def test_digits_train_as_around_the_ring(aggregates, tmp_path):
 @pytest.mark.usefixtures("namespaces")
 def test_large_packets_cross_links_and_those_of_tcp_are_as_ever():
     with Fabric(cluster(True, True)) as fabric:
-        assert fabric.measure().worst < 0.2
+        report = eventually(fabric.measure, lambda report: report.worst < 0.2, 10)
+    assert report.worst < 0.2

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests import forked
+from tests.hanging import SECONDS
 from tests.real.helpers import run
 
 pytestmark = pytest.mark.slow
@@ -169,8 +170,9 @@ def test_a_job_survives_a_worker_that_is_killed(
         *(2, SCRIPTS / f"of_{name}.py", "ours", tmp_path, "dies@asp"),
         folder=tmp_path / "job",
         options=["--survive"],
+        forked="all",
     )
-    job.wait()
+    job.wait(2 * SECONDS)  # one life after the other
     assert job.status == 0, job.output
     assert job.stderr.count(f"was killed by {signal.SIGKILL.name}") == 1, job.output
     ends = lines_of([job.stdout])
@@ -185,6 +187,7 @@ def test_accelerate_in_a_job_that_survives_is_refused_in_words(tmp_path: Path) -
         *(2, SCRIPTS / "of_accelerate.py", "ours", tmp_path, "plain@asp"),
         folder=tmp_path / "job",
         options=["--survive"],
+        forked="all",
     )
     job.wait()
     assert job.status == 1
