@@ -81,6 +81,6 @@ def test_moved_prints_it_in_virtual_time_too(name, tmp_path):
         "--link=100mbit",
         "--forward=0.01",
     ]
-    done = forked.run([*command, script, "--", *words], folder=tmp_path, seconds=120)
+    done = forked.run([*command, script, "--", *words], folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert losses(name, said(done.stdout)) == losses(name, theirs[0])

@@ -4,12 +4,12 @@ and starts who ended badly again with the same ones. Nothing else."""
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.hanging import free_port
 from tests.real.helpers import (
     BAD_END_SECONDS,
     PACELINE,
     SCRIPTS,
     Job,
-    free_port,
     wait_until,
 )
 from tests.real.lives import START_SECONDS

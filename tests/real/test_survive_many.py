@@ -15,8 +15,9 @@ from paceline.errors import PeerLostError, UsageError
 from paceline.server.security import SECRET
 from paceline.server.wire import IS_HERE
 from paceline.worlds import alone
+from tests.hanging import free_port
 from tests.real.engine import TOKEN, Engine
-from tests.real.helpers import SCRIPTS, free_port, kill
+from tests.real.helpers import SCRIPTS, kill
 from tests.real.lives import done_by_all, done_in, life_of
 
 WORKERS = 2
@@ -136,7 +137,7 @@ def test_a_rank_twice_and_a_stranger_are_refused_while_the_job_goes_on(engine):
     }
     for name, (options, environment, sentence) in others.items():
         words = [*at, *options, "--method=asp", *script]
-        other = job.start_other(name, words, environment).wait(60)
+        other = job.start_other(name, words, environment).wait()
         assert other.status == 1
         assert sentence in other.stderr, other.output
     (job.folder / "enough").touch()

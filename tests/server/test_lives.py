@@ -8,6 +8,7 @@ import torch
 from paceline.errors import PeerLostError, UsageError
 from paceline.messages import Load, PullState
 from paceline.server import sessions
+from tests.hanging import SECONDS
 from tests.server import Adder, connect, running, time_limit
 
 
@@ -26,7 +27,7 @@ def test_lives_are_numbered_by_the_server():
             assert adder.taken[-1].incarnation == life
             del worker  # without a goodbye
             gc.collect()
-            assert adder.news.wait(20)
+            assert adder.news.wait(SECONDS)
             adder.news.clear()
         assert adder.lost == [(0, 0), (0, 1), (0, 2)]
     assert not shell.refused
@@ -63,7 +64,7 @@ def test_who_was_evicted_makes_room():
     with running(adder, 1, numbers=True) as shell:
         silent = connect(shell, incarnation=None)
         waiting = silent.request(PullState(bucket=0))
-        assert adder.silent.wait(20)
+        assert adder.silent.wait(SECONDS)
         shell.evict(0, 1)  # another life
         with pytest.raises(UsageError, match="is here already"):
             connect(shell, incarnation=None)
