@@ -26,6 +26,12 @@ from typing import Any, cast
 
 from paceline import methods, spec
 from paceline.errors import UsageError, WorkerFailedError
+from paceline.integrations.ray_coordinator import (
+    SERVER,
+    Coordinator,
+    News,
+    name_of,
+)
 from paceline.integrations.ray_room import (
     Resources,
     check_room,
@@ -47,13 +53,9 @@ from ray.util.scheduling_strategies import (  # noqa: E402
 
 from paceline.integrations.ray_actors import (  # noqa: E402
     NAMESPACE,
-    SERVER,
-    Coordinator,
-    News,
     Server,
     Worker,
     called,
-    name_of,
     protection,
 )
 
@@ -119,6 +121,7 @@ def run(
             *(Server, requests[SERVER], workers, actors.job),
             *(environment, path, snapshot_seconds),
         )
+        opened = server.serve.remote()  # while workers start; a fault is news
         calls = {}
         for rank in range(workers):
             worker = actors.anywhere(
@@ -143,6 +146,7 @@ def run(
             for call in ready:
                 del calls[call]
             room.look(news.nodes, {name_of(rank) for rank in calls.values()})
+        del opened
         results: list[Any] = ray.get(coordinator.results.remote())
         ray.get(server.end.remote(), timeout=_END_SECONDS)
         return results

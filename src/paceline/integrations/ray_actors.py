@@ -25,13 +25,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from paceline.errors import PeerLostError, UsageError
+from paceline.integrations.ray_coordinator import Coordinator, Life
 from paceline.server.security import SECRET, TOKEN, TRUSTED
 from paceline.server.surviving import SurvivingJob
 from paceline.worlds.alone import environment_of
@@ -39,144 +39,13 @@ from paceline.worlds.ending import end_at_once
 from paceline.worlds.join import join_world
 from paceline.worlds.real import RealWorld
 from paceline.worlds.servers import INCARNATION_VARIABLE, SERVER_ENVIRONMENT
-from paceline.worlds.surviving import MOST_IN_VAIN, MOST_RESTARTS
 
-SERVER = "the server"
 NAMESPACE = "paceline"
 END_SECONDS = 30.0
 """What the server has to end after its last worker."""
 NOTE_SECONDS = 0.5
 """A worker says no more often how far it has come."""
 _EVICTED = "taken for lost"
-
-
-@dataclass(frozen=True)
-class Life:
-    """One life of a worker: its number, from 0; *done*: nothing is left to do."""
-
-    number: int
-    done: bool
-
-
-@dataclass
-class _Member:
-    """What is known of one actor. *steps*: the job's step that it has reached; *node*: where it
-    has begun its last life."""
-
-    lives: int = 0
-    in_vain: int = 0
-    steps: int = 0
-    node: str = ""
-
-
-@dataclass(frozen=True)
-class News:
-    """What whoever called `run` is told: sentences, why the job cannot go on, if so, and where
-    everybody was last, by name."""
-
-    lines: list[str]
-    fault: str
-    nodes: dict[str, str]
-
-
-@dataclass
-class Coordinator:
-    """Who is in which life, how far, and done, of so many *workers*. *snapshot*, *resume*: as
-    `run` has them."""
-
-    workers: int
-    snapshot: str | None
-    resume: bool = False
-    _members: dict[str, _Member] = field(default_factory=dict)
-    _results: dict[int, Any] = field(default_factory=dict)
-    _lines: list[str] = field(default_factory=list)
-    _fault: str = ""
-
-    def begins(self, rank: int, node: str) -> Life:
-        """A worker's process has started, on *node*."""
-        name = name_of(rank)
-        member = self._begins(name, node)
-        if member.lives > MOST_RESTARTS + 1:
-            self.fails(f"{name} has died {MOST_RESTARTS} times")
-        return Life(member.lives - 1, rank in self._results)
-
-    def reached(self, rank: int, step: int) -> None:
-        """A worker has done the job's step *step*."""
-        member = self._members[name_of(rank)]
-        member.steps, member.in_vain = step, 0
-        if SERVER in self._members:
-            self._members[SERVER].in_vain = 0
-
-    def server_begins(self, node: str, has_snapshot: bool) -> list[int]:
-        """The server's process has started; returns the workers that are done. Raises
-        `UsageError` where nothing is left to go on from, or the snapshot may be another job's."""
-        step = self._furthest()
-        self._members.setdefault(SERVER, _Member()).steps = step
-        life = self._begins(SERVER, node).lives
-        if life == 1 and has_snapshot and not self.resume:
-            self.fails(
-                f"snapshot={self.snapshot!r}: the file exists, and may be what another job left; "
-                "remove it to begin anew, or pass resume=True to go on from it"
-            )
-        if step and not has_snapshot:
-            advice = "none was taken yet"
-            if self.snapshot is None:
-                advice = (
-                    "give snapshot=FILE, where all nodes reach it, to go on from one"
-                )
-            self.fails(
-                f"the parameter server died after step {step}, and there is no snapshot: {advice}"
-            )
-        if self._fault:
-            raise UsageError(self._fault)
-        return list(self._results)
-
-    def server_goes_on(self, step: int) -> None:
-        """The server listens, and goes on with *step*."""
-        if self._members[SERVER].lives > 1:
-            self._lines.append(
-                f"the parameter server goes on from its snapshot of step {step}: what was done after "
-                "that is done again"
-            )
-        for member in self._members.values():
-            member.steps = min(member.steps, step)
-
-    def done(self, rank: int, result: Any) -> None:
-        """A worker's loop has returned *result*."""
-        self._results[rank] = result
-
-    def look(self) -> News:
-        """What has happened since this was last called."""
-        lines, self._lines = self._lines, []
-        nodes = {name: member.node for name, member in self._members.items()}
-        return News(lines, self._fault, nodes)
-
-    def results(self) -> list[Any]:
-        """In the order of ranks, once all are done."""
-        return [self._results[rank] for rank in range(self.workers)]
-
-    def _begins(self, name: str, node: str) -> _Member:
-        member = self._members.setdefault(name, _Member())
-        if member.lives:
-            place = "" if node == member.node else " on another node"
-            self._lines.append(
-                f"{name} is gone (last heard of at step {member.steps}), and is started again{place}"
-            )
-        member.lives, member.node = member.lives + 1, node
-        member.in_vain += 1
-        if member.in_vain > MOST_IN_VAIN:
-            self.fails(
-                f"{name} has died {MOST_IN_VAIN} times in a row without a completed step: see "
-                "above for what it said"
-            )
-        return member
-
-    def _furthest(self) -> int:
-        return max((member.steps for member in self._members.values()), default=0)
-
-    def fails(self, fault: str) -> None:
-        """The job cannot go on: the first cause is what its caller is told."""
-        self._fault = self._fault or fault
 
 
 class Server:
@@ -334,11 +203,6 @@ def find(job: str, kind: type) -> Any:
 def called(job: str, kind: type) -> str:
     """The name of an actor of which a job has one."""
     return f"{job} {kind.__name__}"
-
-
-def name_of(rank: int) -> str:
-    """What a worker is called in sentences."""
-    return f"worker {rank}"
 
 
 def protection(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,107 @@
+"""What a job on Ray makes of the deaths of its actors: no Ray is needed."""
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.integrations.ray_coordinator import Coordinator, Life
+
+SNAPSHOT = "/shared/snapshot"
+
+
+def begun(snapshot=SNAPSHOT, **options):
+    """A coordinator of two workers that have begun, as their server has."""
+    coordinator = Coordinator(2, snapshot, **options)
+    coordinator.server_begins("head", has_snapshot=False)
+    coordinator.server_goes_on(0)
+    assert [coordinator.begins(rank, "a") for rank in (0, 1)] == [Life(0, False)] * 2
+    return coordinator
+
+
+def test_lives_are_numbered_and_told_of():
+    coordinator = begun()
+    coordinator.reached(1, 7)
+    assert coordinator.begins(1, "b") == Life(1, False)
+    news = coordinator.look()
+    assert news.lines == [
+        "worker 1 is gone (last heard of at step 7), and is started again on another node"
+    ]
+    assert not news.fault
+    assert news.nodes == {"the server": "head", "worker 0": "a", "worker 1": "b"}
+    assert not coordinator.look().lines, "they are said once"
+
+
+def test_results_outlive_their_worker():
+    coordinator = begun()
+    coordinator.done(1, "one")
+    assert coordinator.begins(1, "b").done
+    assert coordinator.server_begins("b", has_snapshot=True) == [1]
+    coordinator.done(0, "nought")
+    assert coordinator.results() == ["nought", "one"]
+
+
+def test_who_dies_without_a_step_is_given_up():
+    coordinator = begun()
+    for _ in range(2):
+        coordinator.begins(1, "a")
+    assert not coordinator.look().fault
+    coordinator.reached(1, 1)
+    for _ in range(3):
+        coordinator.begins(1, "a")
+    assert not coordinator.look().fault, "it had done a step in between"
+    coordinator.begins(1, "a")
+    fault = coordinator.look().fault
+    assert fault.startswith("worker 1 has died 3 times in a row without a completed")
+
+
+def test_who_always_dies_is_given_up():
+    coordinator = begun()
+    for step in range(101):
+        assert not coordinator.look().fault
+        coordinator.reached(1, step)
+        coordinator.begins(1, "a")
+    assert coordinator.look().fault == "worker 1 has died 100 times"
+
+
+def test_the_server_goes_on_from_its_snapshot():
+    coordinator = begun()
+    coordinator.reached(0, 9)
+    assert coordinator.server_begins("b", has_snapshot=True) == []
+    coordinator.server_goes_on(6)
+    coordinator.begins(0, "a")
+    assert [line.partition(":")[0] for line in coordinator.look().lines] == [
+        "the server is gone (last heard of at step 9), and is started again on another node",
+        "the parameter server goes on from its snapshot of step 6",
+        "worker 0 is gone (last heard of at step 6), and is started again",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "advice"),
+    [(None, "give snapshot=FILE"), (SNAPSHOT, "none was taken yet")],
+)
+def test_without_a_snapshot_the_death_of_the_server_ends_the_job(snapshot, advice):
+    coordinator = begun(snapshot)
+    coordinator.server_begins("head", has_snapshot=False)  # nothing was done yet
+    coordinator.reached(0, 9)
+    with pytest.raises(UsageError, match=f"died after step 9, .* {advice}"):
+        coordinator.server_begins("head", has_snapshot=False)
+    assert advice in coordinator.look().fault
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_snapshot_that_is_there_may_be_of_another_job(resume):
+    coordinator = Coordinator(2, SNAPSHOT, resume)
+    if not resume:
+        with pytest.raises(
+            UsageError, match="the file exists, and may be what another"
+        ):
+            coordinator.server_begins("head", has_snapshot=True)
+    else:
+        assert coordinator.server_begins("head", has_snapshot=True) == []
+
+
+def test_the_first_cause_is_told():
+    coordinator = begun()
+    coordinator.fails("first")
+    coordinator.fails("second")
+    assert coordinator.look().fault == "first"
