@@ -28,6 +28,8 @@ WORKERS = 2
 RATE = 2.0**-10
 APART = 20
 """Steps from one kill to the next."""
+PAUSE = 0.02
+"""What a larger model computes: kills meet workers in the middle of steps."""
 PATIENCE = 240.0
 
 
@@ -56,6 +58,7 @@ def loop(config):
                 time.sleep(0.005)
             optimizer.zero_grad()
             model(torch.ones(4)).backward()
+            time.sleep(PAUSE)
             optimizer.step()
             print(step, file=record)
     optimizer.finish()
@@ -74,7 +77,8 @@ class Killer:
         choose = random.Random(what)
         for kill in range(kills):
             rank = choose.randrange(WORKERS)
-            self.wait_until(lambda k=kill, r=rank: self.reached(r) >= APART * k + 5)
+            after = APART * kill + choose.randrange(2, 12)
+            self.wait_until(lambda r=rank, a=after: self.reached(r) >= a)
             if self.snapshot is not None:
                 self.wait_until(self.snapshot.exists)
             self.kill(what, rank)
