@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PARALLEL := -n 2 --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all test-integrations lint clean
+.PHONY: demo test test-all test-integrations site lint clean
 
 # The main job: which method, here? Planned, then each class's best trained for real, in virtual
 # time, on a described network: a table that says what is gained. A step is taken to compute for
@@ -28,6 +28,11 @@ test-integrations: $(READY)
 	    --editable ".[lightning,transformers,ray]"
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations
 
+# The documentation as pages: site/index.html. A link that leads nowhere is an error.
+site: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python -m mkdocs build --quiet --strict --config-file website/mkdocs.yml
+
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -42,4 +47,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) paceline-runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site paceline-runs .pytest_cache .mypy_cache .ruff_cache

@@ -12,10 +12,21 @@ from tests.hanging import SECONDS
 
 HEAVY = ("torch", "numpy", "zmq", "pyroute2", "matplotlib", "jinja2", "rich", "typer")
 
+NOT_FOR_SCRIPTS = (
+    *("matplotlib", "jinja2", "rich", "typer", "scipy", "sklearn", "pyroute2"),
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo"),
+    *("torch.utils.tensorboard", "wandb", "mlflow"),
+    *("lightning", "accelerate", "transformers", "ray"),
+    *("paceline.worlds.virtual", "paceline.plan", "paceline.doctor", "paceline.probe"),
+    *("paceline.auto.change", "paceline.auto.course", "paceline.testing"),
+    *("paceline.cli", "paceline.integrations", "paceline.report.plots"),
+)
+"""What a training of one's own does without: it costs seconds, in all, in each worker."""
 
-def loaded(code):
-    """Which of `HEAVY` a fresh interpreter has imported after *code*."""
-    asks = f"import sys; print(*[m for m in {HEAVY!r} if m in sys.modules])"
+
+def loaded(code, names=HEAVY):
+    """Which of *names* a fresh interpreter has imported after *code*."""
+    asks = f"import sys; print(*[m for m in {names!r} if m in sys.modules])"
     return subprocess.run(
         [sys.executable, "-c", f"{code}\n{asks}"],
         capture_output=True,
@@ -27,9 +38,15 @@ def loaded(code):
 
 def test_a_script_that_imports_paceline_gets_what_it_uses():
     assert loaded("import paceline") == ""
-    with_torch = loaded("import paceline\npaceline.distribute, paceline.save").split()
-    assert "torch" in with_torch
-    assert not {"matplotlib", "jinja2", "rich", "typer"}.intersection(with_torch)
+    everything = ", ".join(f"paceline.{name}" for name in paceline.__all__)
+    used = f"import paceline\n{everything}"
+    assert loaded(used, ("torch", *NOT_FOR_SCRIPTS)) == "torch"
+
+
+def test_imports_go_on_collecting_garbage():
+    said = "import gc, paceline\npaceline.distribute\nprint(gc.isenabled())"
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True)
+    assert done.stdout == "True\n"
 
 
 def test_every_public_name_is_there():

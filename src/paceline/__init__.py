@@ -10,6 +10,7 @@ it would put the module in the name's place.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from typing import TYPE_CHECKING
@@ -89,7 +90,14 @@ def __getattr__(name: str) -> object:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"paceline.{home}"), name)
+    collects = gc.isenabled()
+    gc.disable()  # an import leaves no garbage, and each search for it visits all of torch
+    try:
+        module = importlib.import_module(f"paceline.{home}")
+    finally:
+        if collects:
+            gc.enable()
+    value = getattr(module, name)
     globals()[name] = value  # from now on without asking
     return value
 

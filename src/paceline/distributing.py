@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.auto.change import Auto
 from paceline.auto.wish import CHOSEN_BY_AUTO, FIRST, check_wish, say_alone, wish_of
 from paceline.auto.wish import Auto as Wish
 from paceline.beginning import Subject, train
@@ -23,6 +23,11 @@ from paceline.sampler import Sampler
 from paceline.settings import UNSAID, ModuleBuffers, Settings, Sums
 from paceline.sinks import report_as_asked
 from paceline.worlds.join import join_world
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from paceline.auto.change import Auto
 
 
 def distribute(
@@ -90,9 +95,9 @@ def distribute(
     )
     report_as_asked(world)
     subject = Subject(world, model, optimizer, sampler, len(world.job.trainings))
-    if isinstance(method, Auto) and world.job.options.method is None:
-        return method.train(subject, settings)
     override = world.job.options.method
+    if override is None and _changes(method):
+        return method.train(subject, settings)
     wish = wish_of(override or (method if isinstance(method, str) else None))
     if wish is not None:
         return _train_by(wish, subject, settings, overrides=override is not None)
@@ -119,6 +124,15 @@ def _train_by(
     if world.size == 1 or world.job.options.profile is not None:
         return train(subject, *read_spec(FIRST, settings))
     return changing(wish, settings).train(subject, settings)
+
+
+def _changes(method: object) -> TypeIs[Auto]:
+    """Whether it is no method, but goes from one to another."""
+    if method is None or isinstance(method, str):
+        return False
+    from paceline.auto.change import Auto  # it needs much that others do not
+
+    return isinstance(method, Auto)
 
 
 def _check_arguments(model: object, optimizer: object) -> None:
@@ -156,7 +170,7 @@ def _resolve(
     """The method object and the settings, the command line's before the script's."""
     override = world.job.options.method
     if override is None and method is not None and not isinstance(method, str):
-        assert not isinstance(method, Auto)
+        assert not _changes(method)
         return fitted(method, settings)
     text = override or method or "bsp"
     assert isinstance(text, str)

@@ -33,7 +33,6 @@ from paceline.exchange import gather_bytes
 from paceline.instruments import Span
 from paceline.interfaces import QUALITIES, Method, Quality
 from paceline.optimizer import DistributedOptimizer, present_of
-from paceline.plan.candidates import quality_of
 from paceline.settings import Settings
 from paceline.training import Present, Training
 from paceline.training.method_hooks import rhythms_of
@@ -199,6 +198,8 @@ class MethodChanges:
         """Raises `UsageError` for what is known to be impossible here; alike on all workers."""
         prepared = prepare(self._subject, *read_spec(spec, self._settings))
         method = prepared.method
+        from paceline.plan.candidates import quality_of  # it needs the virtual world
+
         quality = quality_of(method, prepared.settings)
         if quality not in self._allowed:
             raise UsageError(
