@@ -1,10 +1,13 @@
 """What would help: found by running it, and right where a formula tells."""
 
+import math
+
 import pytest
 
 from paceline.network import Cluster, Rack
 from paceline.plan import plan
-from paceline.plan.help import break_even, fastest_first, helps, with_hosts, with_links
+from paceline.plan.break_even import _Search, break_evens, with_links
+from paceline.plan.help import fastest_first, helps, with_hosts
 from paceline.plan.predict import Job, predict
 from tests.plan.helpers import cluster, layers
 
@@ -12,7 +15,7 @@ from tests.plan.helpers import cluster, layers
 def test_the_break_even_link_is_where_one_bucket_takes_as_long():
     """n workers take compute + 2 (n - 1) / n S / b, and are as fast as one at n computes."""
     job = Job(cluster=cluster(4, latency="0s"), workload=layers(1))
-    found = break_even(job, "bsp:fusion=single", 0.09)
+    (found,) = break_evens(job, ["bsp:fusion=single"], 0.09)
     size = sum(layers(1).sizes)
     assert found.rate == pytest.approx(1.5 * size / (3 * 0.09), rel=0.03)
     assert "as fast as one machine at" in found.words
@@ -20,9 +23,39 @@ def test_the_break_even_link_is_where_one_bucket_takes_as_long():
 
 def test_no_link_helps_where_latency_is_all():
     job = Job(cluster=cluster(2, latency="1s"), workload=layers(1))
-    found = break_even(job, "bsp:fusion=single", 0.09)
+    (found,) = break_evens(job, ["bsp:fusion=single"], 0.09)
     assert found.rate is None
     assert "no link" in found.words
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "rate"),
+    [
+        # A step of 4 workers; one machine takes 1 s, so links are wanted that make it 4 s.
+        ("waits for all", lambda link: 1 + 6 / link, 2.0),
+        ("hides two seconds", lambda link: 1 + max(0.0, 8 / link - 2), 1.6),
+        ("fast anyway", lambda link: 1 + 1e-3 / link, 1 / 3000),
+        ("starts cost most", lambda link: 3.9 + 1 / link, 10.0),
+        ("in leaps", lambda link: 1.0 if link > 7.3 else 9.0, 7.3),
+        ("cannot run when slow", lambda link: 2.0 if link > 0.1 else math.inf, 0.1),
+        ("never", lambda link: 5.0, None),
+        ("always", lambda link: 4.0, None),
+    ],
+)
+def test_a_break_even_is_found_in_few_looks(name, seconds, rate):
+    search = _Search(name, 4.0, 1.0)
+    looks = 0
+    while scales := search.next():
+        for scale in scales:
+            assert 1 / 1024 <= scale <= 1024
+            search.learn(scale, seconds(scale))
+            looks += 1
+    found = search.found(100.0)
+    if rate is None or rate < 1 / 1024:
+        assert found.rate is None
+    else:
+        assert seconds(found.rate / 100) <= 4.0 < seconds(found.rate / 100 / 1.021)
+    assert looks <= (20 if name in ("in leaps", "cannot run when slow") else 9), looks
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from paceline.worlds.scratch import scratch_folder
 if TYPE_CHECKING:
     from paceline.network import Cluster
     from paceline.plan.help import Helps
+    from paceline.plan.together import Predict
     from paceline.plan.until import Reached
     from paceline.plan.what_if import Point
     from paceline.report.goal import Goal
@@ -169,6 +170,7 @@ def plan(
                 reached,
                 (str(script), arguments, goal),
                 told,
+                predict,
             )
             print(f"page: {page}", file=sys.stderr)
         if json:
@@ -211,6 +213,7 @@ def _write_page(
     reached: list[Reached],
     asked: tuple[str, list[str], Goal | None],
     told: Telling,
+    predict: Predict,
 ) -> Path:
     """The page, and its pictures as files beside it."""
     from paceline.plan.page import plan_page
@@ -218,7 +221,7 @@ def _write_page(
     from paceline.plan.steps import steps_of
     from paceline.report.page import NAME, write_page
 
-    steps = steps_of(made.plan, made.job, told)
+    steps = steps_of(made.plan, made.job, told, predict)
     pictures = write_pictures(str(output), made.plan, points)
     script, arguments, goal = asked
     page = plan_page(

@@ -8,6 +8,7 @@ from paceline.errors import PacelineError
 from paceline.plan.found import Plan
 from paceline.plan.help import DDP
 from paceline.plan.predict import Job, traced
+from paceline.plan.together import Predict, in_this_process
 from paceline.report.timelines import Step, step_of
 
 
@@ -15,6 +16,7 @@ def steps_of(
     plan: Plan,
     job: Job,
     told: Callable[[str, int, int], None] = lambda what, number, count: None,
+    predict: Predict = in_this_process,
 ) -> list[Step]:
     """A settled step of what is advised in each class, and of DDP's rule: run once more, and
     looked at. The first two are the best of the strongest class and, if that is another, DDP's
@@ -24,17 +26,17 @@ def steps_of(
     names = list(dict.fromkeys([first, DDP, *rest]))
     if plan.row(DDP) is None:  # it was not allowed, or cannot run
         names.remove(DDP)
+    steps = predict.map(step_in, [(job, spec) for spec in names])
     found = []
     for number, spec in enumerate(names):
         told(f"a step of {spec}", number, len(names))
-        step = step_in(job, spec)
-        if step is not None:
-            found.append(step)
-    return found
+        found.append(next(steps))
+    return [step for step in found if step is not None]
 
 
-def step_in(job: Job, spec: str) -> Step | None:
-    """A settled step of *spec*; None where it cannot run."""
+def step_in(asked: tuple[Job, str]) -> Step | None:
+    """A settled step of a job by a spec; None where it cannot run."""
+    job, spec = asked
     try:
         outcome = traced(job, spec)
     except PacelineError:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from paceline.lifelines import end_with_parent
 from paceline.plan.predict import Job, Prediction, Refused, predict
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 class Predict(Protocol):
@@ -31,6 +34,10 @@ class Predict(Protocol):
         """Of jobs, each by its spec."""
         ...
 
+    def map(self, function: Callable[[A], B], asked: Sequence[A]) -> Iterator[B]:
+        """What *function*, of a module, makes of each; in the order of *asked*."""
+        ...
+
 
 class _InThisProcess:
     """One after the other."""
@@ -43,7 +50,10 @@ class _InThisProcess:
     def each(
         self, asked: Sequence[tuple[Job, str]], *, short: bool = False
     ) -> Iterator[Prediction | Refused]:
-        return (predict(job, spec, short=short) for job, spec in asked)
+        return self.map(partial(_predict, short=short), asked)
+
+    def map(self, function: Callable[[A], B], asked: Sequence[A]) -> Iterator[B]:
+        return map(function, asked)
 
 
 in_this_process = _InThisProcess()
@@ -55,14 +65,12 @@ class _Pool(_InThisProcess):
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         self._pool = pool
 
-    def each(
-        self, asked: Sequence[tuple[Job, str]], *, short: bool = False
-    ) -> Iterator[Prediction | Refused]:
+    def map(self, function: Callable[[A], B], asked: Sequence[A]) -> Iterator[B]:
         try:
             pickle.dumps(asked)
         except Exception:
-            return super().each(asked, short=short)
-        return self._pool.map(partial(_predict, short=short), asked)
+            return super().map(function, asked)
+        return self._pool.map(function, asked)
 
 
 def _begin() -> None:
