@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PARALLEL := -n 2 --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all test-integrations site lint clean
+.PHONY: demo test test-all trainers test-integrations site lint clean
 
 # The main job: which method, here? Planned, then each class's best trained for real, in virtual
 # time, on a described network: a table that says what is gained. A step is taken to compute for
@@ -21,11 +21,13 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest $(PARALLEL)
 
-# Others' trainers: what they learn under their own DDP and under paceline; jobs on Ray, whose workers,
-# server and nodes are killed.
-test-integrations: $(READY)
+trainers: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	    --editable ".[lightning,transformers,ray]"
+
+# Others' trainers: what they learn under their own DDP and under paceline; jobs on Ray, whose workers,
+# server and nodes are killed.
+test-integrations: trainers
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations
 
 # The documentation as pages: site/index.html. A link that leads nowhere is an error.
