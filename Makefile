@@ -28,7 +28,7 @@ trainers: $(READY)
 # Others' trainers: what they learn under their own DDP and under paceline; jobs on Ray, whose workers,
 # server and nodes are killed.
 test-integrations: trainers
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
 
 # The documentation as pages: site/index.html. A link that leads nowhere is an error.
 site: $(READY)

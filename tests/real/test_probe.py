@@ -9,7 +9,7 @@ import pytest
 from paceline.errors import ClusterError, PacelineError
 from paceline.network import load_cluster, uniform_cluster
 from paceline.probe import Findings, infer_cluster, measure
-from paceline.probe.pairs import Pairs
+from paceline.probe.pairs import MOST_BYTES, Pairs
 from paceline.worlds.described import Seat, check_places
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation
@@ -91,3 +91,22 @@ def test_a_pair_that_fails_names_both_ends(monkeypatch):
     said = f"{caught.value} {caught.value.__cause__}"
     assert re.search(rf"between rank 1 \({here}\) and rank 2 \({here}\): Conn", said)
     assert "GLOO_SOCKET_IFNAME" in said
+
+
+def test_buffers_are_bounded_however_fast_a_link_is(monkeypatch):
+    def noted(self, size):
+        asked.append(size)
+        return blank(self, size)
+
+    asked, blank = [], Pairs._blank
+    monkeypatch.setattr(Pairs, "_blank", noted)
+    simulation = Simulation(uniform_cluster(2, "400gbit", "1us"))
+    found = []
+
+    def body(rank):
+        found.append(measure(join_world(), seconds_per_pair=1.0))
+
+    simulation.run(body)
+    assert max(asked) == MOST_BYTES
+    rate = 400e9 / 8
+    assert found[0].goodput[0][1] == pytest.approx(rate, rel=0.05)
