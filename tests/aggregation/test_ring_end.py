@@ -64,7 +64,7 @@ def in_a_ring(ring, where, work, job="a ring", **options):
     return together(size, one)
 
 
-@pytest.mark.parametrize("faulty", [False, True])
+@pytest.mark.parametrize("faulty", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("racks", "aggregating"),
     [([0, 0, 0], {0}), ([0, 0, 1, 1], {0, 1}), ([0, 0, 1, 1], {1}), ([0, 1, 1], {1})],

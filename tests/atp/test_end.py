@@ -80,7 +80,7 @@ def in_a_job(ways, where, work, ends_of=lambda rank: [], faulty=False, **options
     return together(len(ways.racks), one)
 
 
-@pytest.mark.parametrize("faulty", [False, True])
+@pytest.mark.parametrize("faulty", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("aggregating", "servers"),
     [

@@ -6,7 +6,11 @@ from paceline.errors import UsageError
 from paceline.interfaces import Groups, ServerJob, read_members
 from paceline.worlds import places
 from paceline.worlds.dedicated import check_supervised
-from paceline.worlds.servers import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
+from paceline.worlds.servers import (
+    ADDRESSES_VARIABLE,
+    INCARNATION_VARIABLE,
+    SURVIVE_VARIABLE,
+)
 
 DEDICATED = {"auto", "dedicated", "a:1+b:2+c:3"}
 
@@ -88,6 +92,9 @@ def test_a_supervisor_s_servers_must_be_the_method_s(started, groups):
         ADDRESSES_VARIABLE: "+".join(f"a:{port}" for port in range(started)),
     }
     job = ServerJob(None, "", "auto", "rank", groups=groups).services
+    with pytest.raises(UsageError, match="Take one with a single server"):
+        check_supervised(job, environment)  # nobody numbers lives: no supervisor
+    environment[INCARNATION_VARIABLE] = "0"
     with pytest.raises(UsageError, match=f"has started {started}: .*--method SPEC"):
         check_supervised(job, environment)
     check_supervised(job, {})

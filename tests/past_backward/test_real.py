@@ -14,6 +14,7 @@ def test_50_steps_end_with_the_bits_of_bsp(workers):
     assert first.stdout.splitlines() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_worker_that_dies_under_way_is_named(method):
     ranks = forked.together(2, ["-m", "tests.past_backward.ends", method, "1", "9"])

@@ -8,7 +8,12 @@ from paceline.worlds.virtual import Simulation
 from .cases import CASES, PER_PROCESS
 
 RUNS = [
-    pytest.param(case, workers, id=f"{name}-{workers}")
+    pytest.param(
+        case,
+        workers,
+        id=f"{name}-{workers}",
+        marks=[] if workers == 3 or case in PER_PROCESS else pytest.mark.slow,
+    )
     for name, case in CASES.items()
     for workers in ((1,) if case in PER_PROCESS else (1, 3))
 ]

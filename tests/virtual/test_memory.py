@@ -95,7 +95,13 @@ def test_two_hundred_steps_keep_no_more_than_fifty(method: str) -> None:
     assert late_answers < early_answers + 20
 
 
-@pytest.mark.parametrize("play", [False, True], ids=["priced", "played"])
+@pytest.mark.parametrize(
+    "play",
+    [
+        pytest.param(False, id="priced"),
+        pytest.param(True, id="played", marks=pytest.mark.slow),
+    ],
+)
 def test_a_collectives_copies_go_with_the_last_result(play: bool) -> None:
     """Also where ranks still hold their work."""
     elements = 2003 if play else 2011  # what no other tensor here has
