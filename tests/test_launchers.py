@@ -78,12 +78,58 @@ def test_a_job_of_one(environment):
     assert find(environment) is None
 
 
+AGENT = {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2"}
+
+
 @pytest.mark.parametrize(
     "around", [{}, ALLOCATION, TASK, MPIRUN, MPIEXEC, KUBEFLOW | {"PET_NNODES": "9"}]
 )
-def test_torchruns_variables_win_over_what_lies_around(around):
-    assert find(around | TORCHRUN) == BY_TORCHRUN
+@pytest.mark.parametrize(
+    "started_by", [AGENT, {"RAY_JOB_ID": "01000000"}, {"PACELINE_SURVIVE": "1"}]
+)
+def test_who_starts_processes_wins_over_what_lies_around(around, started_by):
+    assert find(around | TORCHRUN | started_by) == BY_TORCHRUN
     assert BY_TORCHRUN.to_environment() == TORCHRUN
+
+
+@pytest.mark.parametrize("around", [{}, ALLOCATION, BATCH, KUBEFLOW])
+def test_a_bare_rank_wins_over_what_started_something_else(around):
+    assert find(around | TORCHRUN) == BY_TORCHRUN
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name", "task"),
+    [
+        (TASK, "srun", "task 2 of 3"),
+        (MPIRUN, "mpirun", "task 1 of 2"),
+        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "mpirun", "task 1 of 2"),
+        (TASK | MPIRUN, "mpirun", "task 1 of 2"),
+        (MPIEXEC, "mpiexec", "task 1 of 2"),
+    ],
+)
+def test_a_bare_rank_that_its_launcher_contradicts(launcher, name, task):
+    with pytest.raises(UsageError, match=f"RANK=3 and .*{name} started .* as {task}"):
+        find(launcher | TORCHRUN)
+
+
+@pytest.mark.parametrize("launcher", [TASK, MPIRUN, MPIEXEC, TASK | MPIRUN])
+def test_a_rank_that_a_script_has_taken_from_its_launcher(launcher):
+    place = find(launcher | {"MASTER_ADDR": "node0"})
+    taken = {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
+    assert find(launcher | taken).rank == place.rank
+
+
+@pytest.mark.parametrize("launcher", [TASK, MPIRUN, MPIEXEC])
+def test_jobs_of_their_own_in_one_step(launcher):
+    assert find(launcher | {"RANK": "0", "WORLD_SIZE": "1"}) is None
+
+
+def test_torchrun_alone_in_each_of_several_tasks():
+    alone = TORCHRUN | AGENT | {"GROUP_WORLD_SIZE": "1"}
+    assert find(ALLOCATION | alone) == BY_TORCHRUN
+    assert find(TASK | {"SLURM_STEP_NUM_TASKS": "1"} | alone) == BY_TORCHRUN
+    with pytest.raises(UsageError, match=r"srun started 3 tasks.*would train alone"):
+        find(TASK | alone)
 
 
 def test_what_torchruns_variables_leave_open_stays_open():

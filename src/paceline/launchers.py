@@ -15,6 +15,13 @@ sets for MPI says less than Slurm's own.
 Variables lie around in shells too, where they mean nothing. Slurm sets SLURM_NTASKS for an
 allocation, and in a batch script even SLURM_PROCID: only srun's tasks have a step's number.
 
+Two launchers may both have a say: torchrun under srun, say, or Ray, whose processes have the variables of
+the step that Ray itself runs in. Whoever starts processes by itself is believed. A bare
+``RANK`` that differs from what the launcher of this very process says was left in a shell or in a
+job script: then all tasks would be one rank, and this is an error (``WORLD_SIZE=1`` is not: these are to be
+jobs of their own). So is torchrun of one machine
+in each of several tasks: each would train alone.
+
 What no variable says is where worker 0 is: Slurm has a list of nodes, mpirun on one machine
 needs none, and elsewhere MASTER_ADDR must be given. Where a launcher clearly started
 several processes, and they cannot find each other, this is an error: each would train alone.
@@ -86,7 +93,7 @@ def find(environment: Mapping[str, str]) -> Place | None:
 def _by_rank(environment: Mapping[str, str]) -> Place | None:
     if "RANK" not in environment:
         return None
-    return Place(
+    place = Place(
         rank=_whole(environment, "RANK"),
         size=_whole(environment, "WORLD_SIZE", 1),
         local_rank=_whole(environment, "LOCAL_RANK", 0),
@@ -95,6 +102,40 @@ def _by_rank(environment: Mapping[str, str]) -> Place | None:
         master=environment.get("MASTER_ADDR", ""),
         port=_whole(environment, "MASTER_PORT", 0),
     )
+    _check_agreement(environment, place)
+    return place
+
+
+def _check_agreement(environment: Mapping[str, str], place: Place) -> None:
+    """Raise `UsageError` where what launched this process says something else than RANK."""
+    under_torchrun = "TORCHELASTIC_RUN_ID" in environment
+    if not under_torchrun and _START_THEMSELVES.search("\n".join(environment)):
+        return
+    # Where worker 0 is does not matter here.
+    anywhere = {"MASTER_ADDR": "localhost", **environment}
+    looks = {"mpirun": _by_open_mpi, "mpiexec": _by_pmi, "srun": _by_slurm}
+    say = ((name, look(anywhere)) for name, look in looks.items())
+    name, said = next((one for one in say if one[1] is not None), ("", None))
+    if said is None or said == ALONE:
+        return
+    if under_torchrun:
+        if environment.get("GROUP_WORLD_SIZE") == "1":
+            raise UsageError(
+                f"{name} started {said.size} tasks, and torchrun in each of them knows of no other: "
+                f"each would train alone. Leave torchrun out ({name} python train.py), tell it of "
+                f"all (--nnodes {said.size} --rdzv-endpoint HOST:PORT), or, where these are "
+                "trainings of their own, start each as one task"
+            )
+    elif place.size > 1 and (place.rank, place.size) != (said.rank, said.size):
+        raise UsageError(
+            f"RANK={place.rank} and WORLD_SIZE={place.size}, but {name} started this process as "
+            f"task {said.rank} of {said.size}: unset RANK and WORLD_SIZE, which some shell or job "
+            f"script has set for all tasks; or, if they are right, what {name} has set"
+        )
+
+
+_START_THEMSELVES = re.compile(r"^(RAY_|PACELINE_SURVIVE$)", re.MULTILINE)
+"""Variables of those who start processes inside other launchers' tasks, beside torchrun."""
 
 
 def _by_open_mpi(environment: Mapping[str, str]) -> Place | None:
