@@ -23,7 +23,7 @@ test-all: lint
 
 trainers: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
-	    --editable ".[lightning,transformers,ray]"
+	    --editable ".[lightning,transformers,ray,prometheus,manifests]"
 
 # Others' trainers: what they learn under their own DDP and under paceline; jobs on Ray, whose workers,
 # server and nodes are killed.

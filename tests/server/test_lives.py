@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from paceline.errors import PeerLostError, UsageError
-from paceline.messages import Load, PullState
+from paceline.interfaces import Sender
+from paceline.messages import Join, Load, PullState
 from paceline.server import sessions
+from paceline.server.process import make_machine
+from paceline.server.surviving import MissingWatch
 from tests.hanging import SECONDS
 from tests.server import Adder, connect, running, time_limit
 
@@ -89,3 +92,23 @@ def test_jobs_that_do_not_fit_the_server(changed, sentence):
     with running(Adder(2), 2) as shell, pytest.raises(UsageError, match=sentence):
         connect(shell, **changed)
     assert shell.refused.total() == 1
+
+
+def test_who_is_missing_is_named_less_and_less_often(capsys):
+    machine = make_machine(3, "server")
+    machine.wait_for_the_lost()
+    watch = MissingWatch(machine, machine.missing, 10.0)
+    assert watch.next_deadline() is None, "nobody is here who waits"
+    for worker in (0, 2):
+        sender = Sender(worker, 0, "", 0, 0)
+        watch.on_message(sender, Join(options=""), None, float(worker))
+    for now, due in ((10.0, 30.0), (30.0, 70.0)):
+        assert watch.next_deadline() == now
+        watch.on_timer(now)
+        assert "waited for: workers 1; is each started" in capsys.readouterr().err
+        assert watch.next_deadline() == due
+    watch.on_message(Sender(1, 0, "", 0, 0), Join(options=""), None, 40.0)
+    assert watch.next_deadline() is None
+    watch.on_lost(2, 0, 50.0)
+    assert machine.missing() == [2], "it is to come back"
+    assert watch.next_deadline() == 90.0

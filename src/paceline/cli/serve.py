@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from paceline.errors import UsageError
-
-if TYPE_CHECKING:
-    from paceline.server.surviving import SurvivingJob
 
 
 def serve(
@@ -56,6 +47,14 @@ def serve(
             envvar="PACELINE_SILENT_SECONDS",
         ),
     ] = 60.0,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Tell Prometheus there, at that address alone: steps, gradients, staleness, "
+            "workers, bytes, refusals, the snapshot's age. \\[default: nowhere]",
+        ),
+    ] = None,
 ) -> None:
     """Serve one training after the other; what each does is its method's to say.
 
@@ -70,111 +69,15 @@ def serve(
     """
     import torch
 
-    from paceline.server.dedicated import make_shell
-    from paceline.server.security import TOKEN, dedicated_token
+    from paceline.server.serving import Serving
 
     if workers < 1:
         raise UsageError(f"--workers: expected 1 or more, got {workers}")
-    torch.set_num_threads(1)
-    token = dedicated_token()
-    if survive:
-        if token is None:
-            raise UsageError(
-                f"--survive: set {TOKEN} (or PACELINE_SECRET), the same for this server and its "
-                "workers: one that is started again cannot make another. Make it with: "
-                'python -c "import secrets; print(secrets.token_hex(16))"'
-            )
-        while _survive(
-            workers, bind, port, token, snapshot, snapshot_seconds, evict_silent
-        ):
-            if once:
-                return
-        sys.exit(128 + signal.SIGTERM)
-    if snapshot is not None:
+    if snapshot is not None and not survive:
         raise UsageError("--snapshot means nothing without --survive")
-    made = token is None
-    if token is None:
-        token = secrets.token_hex(16)
-    while True:
-        shell = make_shell(workers, bind, port, token)
-        try:
-            print(f"paceline: serving at {bind}:{shell.port}", file=sys.stderr)
-            if made:  # once there is a server that asks for it
-                print(f"export {TOKEN}={token}", flush=True)
-                made = False
-            shell.run(None)
-        except KeyboardInterrupt:
-            return
-        finally:
-            shell.close()
-        if once:
-            return
-
-
-def _survive(
-    workers: int,
-    bind: str,
-    port: int,
-    token: str,
-    snapshot: Path | None,
-    snapshot_seconds: float,
-    evict_silent: float,
-) -> bool:
-    """Serve one training; returns whether it has ended well, and not by a signal."""
-    from paceline.server.surviving import SurvivingJob
-
-    job = SurvivingJob(
-        workers,
-        bind,
-        port,
-        token,
-        snapshot=snapshot,
-        snapshot_seconds=snapshot_seconds,
-        evict_silent=evict_silent,
-    )
-    try:
-        _say_where(job, bind, snapshot)
-        with _told_to_end() as stop:
-            well = job.run(stop)
-    finally:
-        job.close()
-    if well:
-        print("paceline: the training is over", file=sys.stderr, flush=True)
-    return well
-
-
-@contextlib.contextmanager
-def _told_to_end() -> Iterator[int]:
-    """A descriptor that is at its end once a signal has come: so a server ends between two
-    messages, and what it keeps then is whole."""
-    read, write = os.pipe()
-    heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    open_end = [write]
-
-    def hear(*_: object) -> None:
-        while open_end:
-            os.close(open_end.pop())
-
-    before = {number: signal.signal(number, hear) for number in heeded}
-    try:
-        yield read
-    finally:
-        for number, how in before.items():
-            signal.signal(number, how)
-        hear()
-        os.close(read)
-
-
-def _say_where(job: SurvivingJob, bind: str, snapshot: Path | None) -> None:
-    """What is to be known of a server that begins, or goes on."""
-    if job.step:
-        begins = f"the job goes on from {snapshot}: step {job.step}"
-    elif snapshot is None:
-        begins = (
-            "if this process dies the training begins anew: --snapshot FILE keeps it"
-        )
-    else:
-        begins = f"the job begins; {snapshot} is to keep it"
-    print(
-        f"paceline: serving at {bind}:{job.port}; {begins}", file=sys.stderr, flush=True
-    )
+    torch.set_num_threads(1)
+    with Serving(workers, bind, port, metrics) as serving:
+        if survive:
+            serving.survive(snapshot, snapshot_seconds, evict_silent, once=once)
+        else:
+            serving.serve(once=once)

@@ -60,6 +60,11 @@ class Dedicated:
         self._introduced: Introduce | None = None
         self._asked = self._has_met = False
 
+    @property
+    def machine(self) -> AnyServer:
+        """What it is for this training."""
+        return self._machine
+
     def on_message(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
     ) -> Sequence[Answer | Ask]:

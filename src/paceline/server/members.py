@@ -147,6 +147,10 @@ class Members:
             return "taken for lost: join with another life"
         return "" if joins or member.joined else "join first"
 
+    def missing(self) -> list[int]:
+        """Workers that are to come, or to come back, and have not."""
+        return sorted(self._awaited | self._returning)
+
     def is_awaited(self, worker: int) -> bool:
         """Whether all wait for it, at the first step."""
         return worker in self._awaited
@@ -181,6 +185,15 @@ class Members:
     def is_over(self) -> bool:
         """Workers were here, and nobody trains any more."""
         return bool(self._known) and self.nobody_trains()
+
+    def clocks(self) -> dict[int, int]:
+        """By worker that trains: the number of its next step; from any thread."""
+        known = list(self._known.items())
+        return {
+            worker: member.clock
+            for worker, member in known
+            if member.joined and not member.lost and not member.leaving
+        }
 
     def is_between_steps(self) -> bool:
         """Whether no worker is in the middle of its pushes."""

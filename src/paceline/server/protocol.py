@@ -255,6 +255,10 @@ class ParameterServer:
         self._somebody_has_gone()
         return self._done()
 
+    def missing(self) -> list[int]:
+        """Workers that are to come, or to come back, and have not."""
+        return self._members.missing()
+
     # ---- snapshots ----
 
     def is_over(self) -> bool:

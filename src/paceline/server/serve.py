@@ -40,6 +40,7 @@ from paceline.server.poll_loop import PollLoop
 from paceline.server.security import ZAP_ADDRESS, Security, choose
 from paceline.server.sessions import Connection, Session, Sessions
 from paceline.server.shared_memory import ServerMemory
+from paceline.server.traffic import Traffic
 from paceline.server.wire import RefusalError
 
 LINGER_SECONDS = 2.0
@@ -86,6 +87,7 @@ class Shell:
         self._max_payload = max_payload_bytes
         self._now = now
         self.refused: Counter[str] = Counter()
+        self.traffic = Traffic()
         self._said = 0
         self._outbox: deque[Answer | Ask] = deque()
         self._delivering = False
@@ -150,6 +152,16 @@ class Shell:
     def evict(self, worker: int, incarnation: int) -> None:
         """See `Sessions.evict`."""
         self._sessions.evict(worker, incarnation)
+
+    @property
+    def server(self) -> AnyServer:
+        """The state machine behind it."""
+        return self._server
+
+    @property
+    def workers(self) -> int:
+        """How many there are to be."""
+        return self._workers
 
     @property
     def present(self) -> int:
@@ -278,6 +290,7 @@ class Shell:
         if complete is None:
             return
         begun, payload = complete
+        self.traffic.came(begun.message, payload)
         if isinstance(begun.message, Join | Leave):
             session.takes_part = isinstance(begun.message, Join)
         sender = Sender(
@@ -365,6 +378,7 @@ class Shell:
                 self._count("unread", f"worker {worker} does not take its answers")
                 self._sessions.lose(session, self._report)
                 return
+        self.traffic.left(answer.payload)
 
     def _say(self, identity: bytes, words: msgspec.Struct) -> None:
         """Send a short message; whoever does not take it has his own trouble."""

@@ -171,8 +171,8 @@ class Sessions:
 
     @property
     def present(self) -> int:
-        """How many workers are here."""
-        return sum(worker < self._workers for worker in self._present)
+        """How many workers are here; from any thread."""
+        return sum(worker < self._workers for worker in list(self._present))
 
     def evict(self, worker: int, incarnation: int) -> None:
         """The server has taken this life for lost: another may come in its place."""

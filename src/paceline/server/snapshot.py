@@ -145,8 +145,6 @@ class Snapshots:
             None  # a quiet moment, as soon as its answers have left
         )
         self._versions: list[int] = []
-        self.kept: float | None = None
-        """When the last one was written, by *clock*; None: none was yet."""
 
     def on_message(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
@@ -198,7 +196,6 @@ class Snapshots:
             try:
                 self._keep(self._path, saved)
                 self._versions = versions
-                self.kept = self._clock()
             except OSError as error:
                 print(
                     f"paceline: no snapshot of step {saved['step']}: {error}; the one "

@@ -11,6 +11,7 @@ job that goes on, and what its workers train is compared with it when they join.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -19,14 +20,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Server
+from paceline.interfaces import Answer, Sender, Server, Work
+from paceline.messages import Join, Leave, Request
 from paceline.server import snapshot as snapshots
+from paceline.server.metrics import Figures, figures_of
 from paceline.server.process import SILENT_SECONDS, SilenceWatch, make_machine
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Shell
 
+MISSING_SECONDS = 60.0
+"""After so long it is said who is missing."""
 COUNTS_VARIABLE = "PACELINE_SERVER_COUNTS"
 """A file where a server writes at its end what it has counted."""
 _MISFITS = (
@@ -72,6 +78,64 @@ def watched(
     return SilenceWatch(server, seconds, say, judges)
 
 
+class MissingWatch:
+    """A `Server` around *server* that says who is missing, where others are here and wait: nobody
+    may have started that one. First after *seconds*, then less and less often. *missing* names
+    workers that are to come, or to come back."""
+
+    def __init__(
+        self,
+        server: Server,
+        missing: Callable[[], Sequence[int]],
+        seconds: float = MISSING_SECONDS,
+    ) -> None:
+        self._server, self._missing, self._seconds = server, missing, seconds
+        self._due: float | None = None
+        """When to look again; None while nobody is missing."""
+
+    def on_message(
+        self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
+    ) -> list[Answer]:
+        answers = self._server.on_message(sender, message, payload, now)
+        if isinstance(message, Join | Leave):
+            self._look(now)
+        return list(answers)
+
+    def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
+        answers = self._server.on_lost(worker, incarnation, now)
+        self._look(now)
+        return list(answers)
+
+    def next_deadline(self) -> float | None:
+        deadlines = (self._server.next_deadline(), self._due)
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def on_timer(self, now: float) -> list[Answer]:
+        deadline, answers = self._server.next_deadline(), []
+        if deadline is not None and now >= deadline:
+            answers = list(self._server.on_timer(now))
+        if self._due is not None and now >= self._due:
+            self._seconds *= 2
+            self._due = now + self._seconds
+            names = ", ".join(map(str, self._missing()))
+            print(
+                f"paceline: not here, and waited for: workers {names}; is each started, and "
+                "started again when it dies?",
+                file=sys.stderr,
+                flush=True,
+            )
+        return answers
+
+    def take_work(self) -> Work:
+        return self._server.take_work()
+
+    def _look(self, now: float) -> None:
+        if not self._missing():
+            self._due = None
+        elif self._due is None:
+            self._due = now + self._seconds
+
+
 class SurvivingJob:
     """The server of one job of *workers* workers, listening at *bind*, `port`.
 
@@ -112,6 +176,7 @@ class SurvivingJob:
                 self.machine, self._path, snapshot_seconds
             )
         server = watched(server, evict_silent, self._evict)
+        server = MissingWatch(server, self.machine.missing)
         self.shell = Shell(
             server, bind, port, workers=workers, numbers=True, token=token
         )
@@ -135,10 +200,13 @@ class SurvivingJob:
         if self._path is not None:
             snapshots.unfinished(self._path).unlink(missing_ok=True)
 
-    def snapshot_age(self) -> float | None:
-        """Seconds since the last snapshot was written; None: there is none."""
-        kept = None if self.snapshots is None else self.snapshots.kept
-        return None if kept is None else time.monotonic() - kept
+    def figures(self) -> Figures:
+        """What is to be said of it; from any thread."""
+        age = None
+        with contextlib.suppress(OSError):  # there is none yet
+            if self._path is not None:
+                age = time.time() - self._path.stat().st_mtime
+        return figures_of(self.shell, self.machine, age)
 
     def _evict(self, worker: int, incarnation: int) -> None:
         self.shell.evict(worker, incarnation)

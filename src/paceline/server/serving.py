@@ -1,0 +1,153 @@
+"""What ``paceline serve`` does: one training after the other, on one address."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+from paceline.errors import UsageError
+from paceline.server import dedicated
+from paceline.server.metrics import Endpoint, Figures, figures_of
+from paceline.server.security import SECRET, TOKEN, dedicated_token
+from paceline.server.surviving import SurvivingJob
+
+
+class Serving:
+    """Serves at *bind*, *port*, and tells figures at *metrics*, if anywhere, until the block's end.
+
+    Raises `UsageError` for a token that is too short, and for *metrics* that cannot be told there.
+    """
+
+    def __init__(
+        self, workers: int, bind: str, port: int, metrics: str | None = None
+    ) -> None:
+        self._workers, self._bind, self._port = workers, bind, port
+        self._token = dedicated_token()
+        self._figures: Callable[[], Figures] | None = None
+        """Of the training that is served now."""
+        self._endpoint: Endpoint | None = None
+        if metrics is not None:
+            self._endpoint = Endpoint(metrics, self._now)
+            host = metrics.rpartition(":")[0]
+            print(
+                f"paceline: figures for Prometheus at http://{host}:{self._endpoint.port}/metrics",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def serve(self, *, once: bool) -> None:
+        """Trainings of any kind, each of which ends with its first worker that dies; *once*: a
+        single one. Where nobody has a token, one is made, and the line printed that exports it."""
+        made, token = self._token is None, self._token or secrets.token_hex(16)
+        while True:
+            shell = dedicated.make_shell(self._workers, self._bind, self._port, token)
+            try:
+                print(
+                    f"paceline: serving at {self._bind}:{shell.port}", file=sys.stderr
+                )
+                if made:  # once there is a server that asks for it
+                    print(f"export {TOKEN}={token}", flush=True)
+                    made = False
+                self._figures = lambda shell=shell: figures_of(shell, shell.server)
+                shell.run(None)
+            except KeyboardInterrupt:
+                return
+            finally:
+                self._figures = None
+                shell.close()
+            if once:
+                return
+
+    def survive(
+        self,
+        snapshot: Path | None,
+        snapshot_seconds: float,
+        evict_silent: float,
+        *,
+        once: bool,
+    ) -> None:
+        """Trainings that survive deaths: see `SurvivingJob`. Raises `UsageError` without a token,
+        and `SystemExit` where a signal has ended it."""
+        if self._token is None:
+            raise UsageError(
+                f"--survive: set {TOKEN} (or {SECRET}), the same for this server and its "
+                "workers: one that is started again cannot make another. Make it with: "
+                'python -c "import secrets; print(secrets.token_hex(16))"'
+            )
+        while True:
+            job = SurvivingJob(
+                self._workers,
+                self._bind,
+                self._port,
+                self._token,
+                snapshot=snapshot,
+                snapshot_seconds=snapshot_seconds,
+                evict_silent=evict_silent,
+            )
+            try:
+                _say_where(job, self._bind, snapshot)
+                self._figures = job.figures
+                with _told_to_end() as stop:
+                    well = job.run(stop)
+            finally:
+                self._figures = None
+                job.close()
+            if not well:
+                sys.exit(128 + signal.SIGTERM)
+            print("paceline: the training is over", file=sys.stderr, flush=True)
+            if once:
+                return
+
+    def _now(self) -> Figures | None:
+        figures = self._figures
+        return None if figures is None else figures()
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[int]:
+    """A descriptor that is at its end once a signal has come: so a server ends between two
+    messages, and what it keeps then is whole."""
+    read, write = os.pipe()
+    heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    open_end = [write]
+
+    def hear(*_: object) -> None:
+        while open_end:
+            os.close(open_end.pop())
+
+    before = {number: signal.signal(number, hear) for number in heeded}
+    try:
+        yield read
+    finally:
+        for number, how in before.items():
+            signal.signal(number, how)
+        hear()
+        os.close(read)
+
+
+def _say_where(job: SurvivingJob, bind: str, snapshot: Path | None) -> None:
+    """What is to be known of a server that begins, or goes on."""
+    if job.step:
+        begins = f"the job goes on from {snapshot}: step {job.step}"
+    elif snapshot is None:
+        begins = (
+            "if this process dies the training begins anew: --snapshot FILE keeps it"
+        )
+    else:
+        begins = f"the job begins; {snapshot} is to keep it"
+    print(
+        f"paceline: serving at {bind}:{job.port}; {begins}", file=sys.stderr, flush=True
+    )

@@ -1,0 +1,147 @@
+"""``paceline serve --metrics``: what Prometheus reads is what the server counts."""
+
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+
+from paceline.errors import UsageError
+from paceline.messages import DTYPES, Done, Load, Pull
+from paceline.server.metrics import Endpoint, Figures, figures_of
+from paceline.server.surviving import SurvivingJob
+from paceline.server.wire import HEADER_BYTES
+from tests.server import TOKEN, Adder, connect, running, time_limit
+
+
+@pytest.fixture(autouse=True)
+def _limit():
+    with time_limit():
+        yield
+
+
+def read(endpoint):
+    """Name and labels, and the value, of each sample, by Prometheus' own parser."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    url = f"http://127.0.0.1:{endpoint.port}/metrics"
+    with urllib.request.urlopen(url) as answer:
+        text = answer.read().decode()
+    found = {}
+    for family in parser.text_string_to_metric_families(text):
+        assert family.documentation.endswith(".")
+        for sample in family.samples:
+            found[(sample.name, *sample.labels.values())] = sample.value
+    return {name: v for name, v in found.items() if not name[0].endswith("_created")}
+
+
+FIGURES = Figures(
+    workers=3,
+    connected=2,
+    received_bytes=7,
+    sent_bytes=9,
+    steps={0: 12, 2: 9},
+    counts={
+        "gradients applied": 5,
+        "gradients dropped": 1,
+        "workers lost": 4,
+        "pushes that came again": 2,
+        "requests that came again": 1,
+    },
+    requests={"push": 6},
+    refused={"token": 8},
+    snapshot_age=1.5,
+)
+SAMPLES = {
+    ("paceline_workers",): 3,
+    ("paceline_workers_connected",): 2,
+    ("paceline_received_bytes_total",): 7,
+    ("paceline_sent_bytes_total",): 9,
+    ("paceline_requests_total", "push"): 6,
+    ("paceline_refused_total", "token"): 8,
+    ("paceline_gradients_applied_total",): 5,
+    ("paceline_gradients_dropped_total",): 1,
+    ("paceline_duplicates_refused_total",): 3,
+    ("paceline_workers_lost_total",): 4,
+    ("paceline_worker_steps", "0"): 12,
+    ("paceline_worker_steps", "2"): 9,
+    ("paceline_steps",): 9,
+    ("paceline_staleness_steps",): 3,
+    ("paceline_snapshot_age_seconds",): 1.5,
+}
+
+
+@pytest.fixture
+def tell():
+    """Endpoints, which end with the test."""
+    pytest.importorskip("prometheus_client")
+    opened = []
+
+    def one(figures):
+        opened.append(Endpoint("127.0.0.1:0", figures))
+        return opened[-1]
+
+    yield one
+    for endpoint in opened:
+        endpoint.close()
+
+
+def test_every_figure_is_told_and_parses(tell):
+    assert read(tell(lambda: FIGURES)) == SAMPLES
+
+
+def test_between_two_trainings_there_is_nothing_to_tell(tell):
+    assert read(tell(lambda: None)) == {}
+
+
+def test_a_server_counts_what_comes_and_goes(tell):
+    machine = Adder(2)
+    with running(machine, 2) as shell:
+        endpoint = tell(lambda: figures_of(shell, machine))
+        worker = connect(shell)
+        sent = torch.ones(10, dtype=DTYPES["float32"])
+        assert worker.request(Load(bucket=0), sent).wait() == Done()
+        worker.request(Pull(bucket=0), into=torch.ones(10)).wait()
+        with pytest.raises(UsageError):
+            connect(shell, token="of another job")
+        found = read(endpoint)
+        worker.close()
+    assert found["paceline_workers",] == 2
+    assert found["paceline_workers_connected",] == 1
+    assert found["paceline_received_bytes_total",] == 40 + 2 * HEADER_BYTES
+    assert found["paceline_sent_bytes_total",] == 40 + 2 * HEADER_BYTES
+    assert found["paceline_requests_total", "load"] == 1
+    assert found["paceline_refused_total", "token"] == 1
+    assert ("paceline_steps",) not in found, "this one holds no parameters"
+
+
+def test_a_snapshot_has_an_age(tell, tmp_path):
+    path = tmp_path / "snapshot"
+    job = SurvivingJob(1, "127.0.0.1", 0, TOKEN, snapshot=path)
+    try:
+        endpoint = tell(job.figures)
+        assert ("paceline_snapshot_age_seconds",) not in read(endpoint)
+        path.touch()
+        assert read(endpoint)["paceline_snapshot_age_seconds",] >= 0
+    finally:
+        job.close()
+
+
+def test_it_listens_where_it_was_told_and_ends_with_its_server(tell):
+    endpoint = tell(lambda: FIGURES)
+    with pytest.raises(UsageError, match="cannot listen there"):
+        Endpoint(f"127.0.0.1:{endpoint.port}", lambda: FIGURES)
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.2:{endpoint.port}/metrics")
+
+
+@pytest.mark.parametrize("address", ["", "9100", "host", "host:", ":1", "a:99999"])
+def test_what_is_no_address(address):
+    with pytest.raises(UsageError, match="--metrics: expected HOST:PORT"):
+        Endpoint(address, lambda: None)
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(UsageError, match=r"pip install 'paceline\[prometheus\]'"):
+        Endpoint("127.0.0.1:0", lambda: None)
