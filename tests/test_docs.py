@@ -6,6 +6,9 @@ from pathlib import Path
 from paceline.collectives.table import collectives_page
 from paceline.compression.table import compression_page
 from paceline.methods.table import methods_page
+from paceline.options import RunOptions
+
+TEXTS = ("method", "records", "report_to", "cluster")
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,6 +39,26 @@ def test_files_that_pages_name_exist():
     for page in (ROOT / "README.md", *(ROOT / "docs" / name for name in pages)):
         for path in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / path).exists(), f"{page.name} names {path}"
+
+
+def test_the_page_on_variables_has_all_of_them_and_no_other():
+    ours = r"\bPACELINE_[A-Z_]*[A-Z]\b"
+    sources = (ROOT / "src").rglob("*.py")
+    known = {name for file in sources for name in re.findall(ours, file.read_text())}
+    page = (ROOT / "docs" / "variables.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(rows) == sorted(known)
+
+
+def test_each_variable_of_an_option_is_named_after_it():
+    page = (ROOT / "docs" / "variables.md").read_text()
+    pairs = re.findall(r"^\| `PACELINE_(\w+)` \| `--([a-z-]+)` \|", page, re.MULTILINE)
+    assert [name.lower().replace("_", "-") for name, _ in pairs] == [
+        o for _, o in pairs
+    ]
+    names = {f"PACELINE_{name}" for name, _ in pairs}
+    options = RunOptions(steps=1, seed=1, json=True, **dict.fromkeys(TEXTS, "x"))
+    assert names <= set(options.to_environment())
 
 
 PLACES = ("", "src/paceline", "benchmarks", "tests", "examples")
