@@ -52,7 +52,7 @@ def test_a_table_says_what_it_is_made_of(tmp_path):
     write(tmp_path, "train.py", TRAINS)
     done = compress(tmp_path, "train.py", "--only", "fp16", "--only", "none")
     for words in (
-        "8 workers",
+        "4 workers",
         "fp16",
         "pays below B, where 2(n-1)/n S / B = encode + decode + sent / B",
         "paceline compare",

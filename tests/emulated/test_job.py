@@ -295,7 +295,8 @@ def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "expected a script, or --check"),
+        ((), "expected a script: paceline emulate"),
+        (("--check",), "it is now a command of its own, paceline check"),
         (("nothing.py",), "there is no script nothing.py"),
         pytest.param((LAYERS, "--link=0mbit"), "above zero", marks=pytest.mark.slow),
         pytest.param(
@@ -313,7 +314,7 @@ def test_what_cannot_be_is_refused(words, message, tmp_path):
 
 
 def test_check_says_what_this_machine_can_do(tmp_path):
-    status, out, _ = finish(start(tmp_path, "emulate", "--check", "--json"))
+    status, out, _ = finish(start(tmp_path, "check", "--json"))
     found = json.loads(out)
     assert status == 0
     assert {"namespaces", "tbf", "netem"} <= {item["name"] for item in found["items"]}

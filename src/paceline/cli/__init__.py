@@ -17,6 +17,7 @@ import typer
 from paceline import __version__
 from paceline.cli import (
     aggregate,
+    check,
     collectives,
     compare,
     compress,
@@ -68,6 +69,7 @@ app.command(cls=LaunchCommand)(run.run)
 app.command(cls=Command)(simulate.simulate)
 app.command(cls=LaunchCommand)(profile.profile)
 app.command(cls=Command)(emulate.emulate)
+app.command(cls=Command)(check.check)
 app.command(cls=LaunchCommand)(probe.probe)
 app.command(cls=Command)(compare.compare)
 app.command(cls=LaunchCommand)(plan.plan)

@@ -28,6 +28,9 @@ _TORCHRUN = "paceline.torchrun"
 _LIKENESS = 0.85
 """--wrkers is like --workers; --num-workers, which many scripts have, is not."""
 
+MOVED = {("emulate", "--check"): "a command of its own, paceline check"}
+"""Options that were there once."""
+
 
 @dataclass(frozen=True)
 class Option:
@@ -131,6 +134,8 @@ def _unknown(name: str, grammar: Grammar) -> str:
     near = _near(name, grammar.options)
     verb = (grammar.elsewhere or {}).get(name)
     found = f"unknown option {name!r} of paceline {grammar.verb}"
+    if (grammar.verb, name) in MOVED:
+        return f"{found}: it is now {MOVED[grammar.verb, name]}"
     if near:
         return f"{found}; did you mean {near!r}?"
     if verb:

@@ -64,10 +64,7 @@ def compare(
     world: Annotated[
         Literal["virtual", "emulated", "real"], typer.Option(help="Where to run.")
     ] = "virtual",
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Number of workers. \\[default: 4; in the real world 2]"),
-    ] = None,
+    workers: o.WorkersOrProcesses = None,
     link: o.Link = None,
     latency: o.Latency = None,
     server_hosts: o.ServerHosts = None,
@@ -134,7 +131,7 @@ def compare(
     shared: dict[str, object] = {"--steps": steps, "--seed": seed, "--workers": workers}
     plan, measures = None, True
     if world == "real":
-        shared["--workers"] = workers or 2
+        shared["--workers"] = o.REAL_WORKERS if workers is None else workers
     else:
         # Complain here, once, not in every variant; and profile once for all.
         described = o.make_cluster(cluster, workers, link, latency, server_hosts)

@@ -22,7 +22,7 @@ def compress(
     script_arguments: o.ScriptArguments = None,
     workers: Annotated[
         int, typer.Option(help="Workers among whom gradients are to be averaged.")
-    ] = 8,
+    ] = o.DESCRIBED_WORKERS,
     only: Annotated[
         list[str] | None,
         typer.Option(

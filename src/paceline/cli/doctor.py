@@ -16,7 +16,6 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.arguments import LaunchCommand, torchrun_words
 from paceline.cli.live import live_line
-from paceline.cli.run import NODES_VARIABLE
 from paceline.cli.telling import telling
 from paceline.errors import PacelineError, UsageError
 from paceline.options import CLUSTER_VARIABLE, RunOptions
@@ -66,10 +65,7 @@ def doctor(
     world: Annotated[
         Literal["real", "emulated", "virtual"], typer.Option(help="What to examine.")
     ] = "real",
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Number of workers. \\[default: 4; in the real world 1]"),
-    ] = None,
+    workers: o.WorkersOrProcesses = None,
     link: o.Link = None,
     latency: o.Latency = None,
     server_hosts: o.ServerHosts = None,
@@ -188,7 +184,8 @@ class _Job:
                 )
         os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
         words = torchrun_words(context)
-        if (workers or 1) < 2 and not words and NODES_VARIABLE not in os.environ:
+        workers = o.real_workers(workers, words)
+        if workers == 1 and not words and o.NODES_VARIABLE not in os.environ:
             raise UsageError(
                 "one worker has nobody to wait for: expected --workers 2 or more on this "
                 "machine, or torchrun's options on each of several (--nnodes 2 --node-rank 0 "

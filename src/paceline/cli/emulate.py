@@ -6,19 +6,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from paceline.cli import options as o
 from paceline.cli.live import live_line
 from paceline.cli.telling import telling
-from paceline.errors import UsageError
 from paceline.network import Workload
 from paceline.options import RunOptions
 from paceline.report.files import forget_workers, merge_workers
-from paceline.worlds.emulated.capabilities import Capabilities, capabilities
 from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -26,10 +21,7 @@ if TYPE_CHECKING:
 
 
 def emulate(
-    script: Annotated[
-        Path | None,
-        typer.Argument(metavar="SCRIPT", help="A script.", show_default=False),
-    ] = None,
+    script: o.Script,
     script_arguments: o.ScriptArguments = None,
     workers: o.Workers = None,
     link: o.Link = None,
@@ -47,20 +39,12 @@ def emulate(
     records: o.Records = None,
     report_to: o.ReportTo = None,
     json: o.Json = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Say what this machine can emulate.")
-    ] = False,
 ) -> None:
     """Run SCRIPT in real processes, each in a host of a shaped network on this machine.
 
     Every link has the goodput asked for, both ways; nothing is left behind. Without
-    --pace, workers share this machine's cores.
+    --pace, workers share this machine's cores. paceline check says what it can emulate.
     """
-    if check:
-        _check(json)
-        return
-    if script is None:
-        raise UsageError("expected a script, or --check: paceline emulate train.py")
     from paceline.report.result import read_result
     from paceline.worlds.emulated.fabric import Fabric
     from paceline.worlds.emulated.job import EmulatedJob
@@ -117,24 +101,3 @@ def _measure(fabric: Fabric, json: bool) -> None:
     for link in report.off():
         print(f"paceline: {link}", file=sys.stderr)
     print(f"links: {report.summary()}", file=sys.stderr)
-
-
-def _check(json: bool) -> None:
-    found = capabilities()
-    if json:
-        print(msgspec.json.encode(found).decode())
-    else:
-        _print_check(found)
-    if not found.enough:
-        sys.exit(1)
-
-
-def _print_check(found: Capabilities) -> None:
-    table = Table(title=f"an emulated cluster here: as {found.mode or 'nobody'}")
-    for heading in ("what", "what for", "here", "how to get it"):
-        table.add_column(heading, overflow="fold")
-    for item in found.items:
-        here = "yes" if item.present else "NO" if item.required else "no"
-        table.add_row(item.name, item.purpose, here, item.remedy)
-    Console().print(table)
-    print(f"memory for about {found.hosts} hosts with a worker each")

@@ -96,7 +96,30 @@ ClusterFile = Annotated[
         help="A cluster as a TOML file. \\[default: what the options above describe]",
     ),
 ]
-Workers = Annotated[int | None, typer.Option(help="Number of workers. \\[default: 4]")]
+DESCRIBED_WORKERS, REAL_WORKERS = 4, 2
+"""One rule for all commands: where a network is described, and where processes are real ones on this
+machine. (`profile` measures what one worker computes, with one.)"""
+NODES_VARIABLE = "PET_NNODES"
+"""How torchrun is told of other machines, if not by its options."""
+
+Workers = Annotated[
+    int | None,
+    typer.Option(help=f"Number of workers. \\[default: {DESCRIBED_WORKERS}]"),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Worker processes on this machine. \\[default: {REAL_WORKERS}; with options of "
+        "torchrun's what these say, or 1]"
+    ),
+]
+WorkersOrProcesses = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Number of workers. \\[default: {DESCRIBED_WORKERS}; in the real world "
+        f"{REAL_WORKERS}, or what options of torchrun's say]"
+    ),
+]
 Link = Annotated[
     str | None,
     typer.Option(help="Goodput of each worker's link, each way. \\[default: 1gbit]"),
@@ -217,7 +240,7 @@ def make_cluster(
         return load_cluster(cluster)
     try:
         return uniform_cluster(
-            4 if workers is None else workers,
+            DESCRIBED_WORKERS if workers is None else workers,
             link or "1gbit",
             latency or "50us",
             server_hosts or 0,
@@ -226,6 +249,14 @@ def make_cluster(
         # What is a key in a file is an option here.
         words = re.sub(r"^the short form: key '(\w+)'", r"--\1", str(error))
         raise UsageError(words) from None
+
+
+def real_workers(workers: int | None, torchrun_words: Sequence[str]) -> int | None:
+    """How many processes to start on this machine; None: torchrun knows, by its options or
+    variables."""
+    if workers is not None or torchrun_words or NODES_VARIABLE in os.environ:
+        return workers
+    return REAL_WORKERS
 
 
 def make_compute(

@@ -32,10 +32,7 @@ def probe(
     world: Annotated[
         Literal["real", "emulated", "virtual"], typer.Option(help="What to measure.")
     ] = "real",
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Number of workers. \\[default: 4; in the real world 1]"),
-    ] = None,
+    workers: o.WorkersOrProcesses = None,
     link: o.Link = None,
     latency: o.Latency = None,
     server_hosts: o.ServerHosts = None,
@@ -82,7 +79,8 @@ def probe(
             words = torchrun_words(context)
             os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
             with live_line(json, "measuring the network"):
-                status = launch(workers, words, SCRIPT, arguments, RunOptions())
+                workers = o.real_workers(workers, words)
+            status = launch(workers, words, SCRIPT, arguments, RunOptions())
         elif torchrun_words(context):
             raise UsageError(
                 f"{torchrun_words(context)[0]} means nothing in the {world} world"

@@ -26,7 +26,9 @@ def profile(
     script_arguments: o.ScriptArguments = None,
     workers: Annotated[
         int | None,
-        typer.Option(help="Worker processes on this machine. \\[default: 1]"),
+        typer.Option(
+            help="Worker processes on this machine. \\[default: 1, which nobody disturbs]"
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to run.")] = 20,
     compression: Annotated[

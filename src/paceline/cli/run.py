@@ -18,20 +18,12 @@ from paceline.options import RunOptions
 from paceline.report.files import forget_workers, merge_workers
 from paceline.worlds.scratch import scratch_folder
 
-NODES_VARIABLE = "PET_NNODES"
-"""How torchrun is told of other machines, if not by its options."""
-
 
 def run(
     context: typer.Context,
     script: o.Script,
     script_arguments: o.ScriptArguments = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Worker processes on this machine. \\[default: 1; with --survive 2]"
-        ),
-    ] = None,
+    workers: o.Processes = None,
     method: o.Method = None,
     cluster: Annotated[
         Path | None,
@@ -107,7 +99,8 @@ def run(
         )
         become(str(script), arguments, options, str(server), rank, workers)
     described = load_cluster(cluster) if cluster is not None else None
-    if workers and not torchrun_options and NODES_VARIABLE not in os.environ:
+    workers = o.real_workers(workers, torchrun_options)
+    if workers and not torchrun_options and o.NODES_VARIABLE not in os.environ:
         groups: tuple[int, ...] = ()
         if described is not None and described.workers == workers:
             groups = described.groups
@@ -140,7 +133,7 @@ def run(
                     f"{' '.join(torchrun_options)}"
                 )
             supervisor = Supervisor(
-                2 if workers is None else workers,
+                o.REAL_WORKERS if workers is None else workers,
                 str(script),
                 arguments,
                 options,

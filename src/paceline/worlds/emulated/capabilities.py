@@ -28,7 +28,7 @@ class Capability:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The answer of `paceline emulate --check`.
+    """The answer of `paceline check`.
 
     *mode* is how namespaces are made, ``"root"`` or ``"user namespace"``, or None where
     they are not permitted. *hosts* is how many hosts the free memory holds, with a worker
