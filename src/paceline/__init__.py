@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         pace,
         rank,
         report_to,
+        steps,
         world_name,
         world_size,
     )
@@ -57,6 +58,7 @@ __all__ = [
     "report_to",
     "save",
     "stand_in",
+    "steps",
     "world_name",
     "world_size",
 ]
@@ -64,7 +66,7 @@ __all__ = [
 _HOMES = {
     "api": (
         *("init", "log", "now", "on_step", "pace", "rank", "report_to"),
-        *("world_name", "world_size"),
+        *("steps", "world_name", "world_size"),
     ),
     "checkpoint": ("load", "save"),
     "distributing": ("distribute",),

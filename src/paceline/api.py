@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, overload
 
 from paceline.context import current_world
 from paceline.errors import UsageError
 from paceline.instruments import StepRecord
 from paceline.interfaces import World
+from paceline.job import Job
 from paceline.sinks import Told, report
 from paceline.worlds.join import join_world
+
+Item = TypeVar("Item")
 
 
 def init() -> None:
@@ -55,6 +60,38 @@ def pace(seconds: float) -> None:
 def log(**metrics: object) -> None:
     """Note metrics (numbers or one-element tensors) for the records and the tables."""
     _world().journal.log(metrics)
+
+
+@overload
+def steps() -> Iterator[int]: ...
+
+
+@overload
+def steps(of: Iterable[Item]) -> Iterator[Item]: ...
+
+
+def steps(of: Iterable[Any] | None = None) -> Iterator[Any]:
+    """What *of* has, a loader or a range of epochs, or without it 0, 1, 2 and so on: until as many
+    optimizer steps were done as ``--steps`` asks for. Joins the job.
+
+    A loop over this ends by itself then, and what stands after it is run. In any other loop the last
+    ``optimizer.step()`` raises `SystemExit`. Of loops in each other, such as epochs and batches, each is one over this.
+    """
+    job = join_world().job
+    return _until_ended(job, itertools.count() if of is None else of)
+
+
+def _until_ended(job: Job, items: Iterable[Any]) -> Iterator[Any]:
+    if job.ended:
+        return
+    job.loops += 1
+    try:
+        for item in items:
+            yield item
+            if job.ended:
+                return
+    finally:
+        job.loops -= 1
 
 
 def on_step(callback: Callable[[StepRecord], None]) -> None:

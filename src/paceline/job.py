@@ -56,7 +56,9 @@ class Job:
     training's number, counted from 0, and the cause. Those who wait for this worker are to
     learn it. ``holding`` are trainings whose process groups and threads are there, with what
     closes these. ``watchers``: called when a training begins, with its model and its trainable tensors; what they
-    give back is told its events (`paceline.training.observers`).
+    give back is told its events (`paceline.training.observers`). ``loops``: how many of the script's loops over
+    `paceline.steps` are under way; ``ended``: it has done as many steps as it was asked for, and these
+    loops come to their end.
     """
 
     def __init__(self, options: RunOptions, tell: Callable[[int, str], None]) -> None:
@@ -65,6 +67,7 @@ class Job:
         self.broke = tell
         self.holding: list[tuple[TrainingStatus, Callable[[], None]]] = []
         self.watchers: list[Watcher] = []
+        self.loops, self.ended = 0, False
         self._put_off: list[Callable[[], None]] = []
         self._names = 0
         self._last: list[Callable[[], None]] = []

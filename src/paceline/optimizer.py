@@ -19,7 +19,8 @@ from paceline.training import Present, Training
 
 class TrainingEnded(SystemExit):
     """Ends the script after ``--steps N``: exit status 0, wherever the script loops.
-    ``finally`` blocks and exit handlers run, what follows the loop does not."""
+    ``finally`` blocks and exit handlers run, what follows the loop does not, unless it is one over
+    `paceline.steps`, which ends by itself."""
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -135,8 +136,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         *closure* computes the loss and its gradients, as torch's optimizers have it; its
         loss is returned. *loss* is this worker's loss, where a method wants to see it; it
-        is logged as ``loss``. Raises `UsageError` after `finish`.
+        is logged as ``loss``. Raises `UsageError` after `finish`, `TrainingEnded` with the last step that
+        ``--steps`` asks for, or after it in a loop over `paceline.steps`.
         """
+        job = self._world.job
+        if self._present.finished and job.ended:
+            raise self._ended()
         if self._present.finished:
             raise UsageError(
                 "step() after finish(): the other workers no longer wait for this one"
@@ -150,30 +155,42 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._world.journal.log({"loss": loss})
         result = self._update(closure)
         self._training.after_update()
-        if self._sets_the_pace():
-            self._count_step()
-        self._present.step_ended()
+        if self._sets_the_pace() and not job.ended:
+            self._world.journal.step(self.first_step)
+            if job.options.steps and self._done >= job.options.steps:
+                self._end_script()
+        if not self._present.finished:
+            self._present.step_ended()
         return result
 
-    def _count_step(self) -> None:
-        self._world.journal.step(self.first_step)
-        done = self.first_step + self._world.journal.step_count
-        if self._world.job.options.steps and done >= self._world.job.options.steps:
-            self.finish()
-            self._say_ended(done)
-            raise TrainingEnded(0)
+    @property
+    def _done(self) -> int:
+        """Steps of the job."""
+        return self.first_step + self._world.journal.step_count
 
-    def _say_ended(self, steps: int) -> None:
-        """A loop can be left by an exception only, so what follows it does not run: nobody
+    def _end_script(self) -> None:
+        """Let its loops come to their end, if they can: else leave them."""
+        self.finish()
+        job = self._world.job
+        if not job.loops:
+            raise self._ended()
+        job.ended = True
+        self._say("; the script goes on after its loop over paceline.steps()")
+
+    def _ended(self) -> TrainingEnded:
+        """Other loops can be left by an exception only, so what follows them does not run: nobody
         is to find that out by a file that is missing."""
+        self._say(
+            f", in optimizer.step(){_where_in_script()}; what stands after the training "
+            "loop was not run (for batch in paceline.steps(loader): that loop ends by itself)"
+        )
+        return TrainingEnded(0)
+
+    def _say(self, how: str) -> None:
         options = self._world.job.options
         if self._world.rank == 0 and options.tells and options.profile is None:
-            print(
-                f"paceline: ended after {steps} steps, as --steps asked, in "
-                f"optimizer.step(){_where_in_script()}; what stands after the training "
-                "loop was not run",
-                file=sys.stderr,
-            )
+            words = f"paceline: ended after {self._done} steps, as --steps asked{how}"
+            print(words, file=sys.stderr)
 
     def _update(self, closure: Callable[[], float] | None) -> float | None:
         """Evaluate, see to it that the gradients were delivered, and update."""

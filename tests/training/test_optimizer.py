@@ -253,8 +253,91 @@ def test_who_ends_a_script_says_where_and_what_is_not_run(capsys):
     line = five_steps.__code__.co_firstlineno + 9
     assert said == (
         "paceline: ended after 3 steps, as --steps asked, in optimizer.step() at "
-        f"{__file__}:{line}; what stands after the training loop was not run\n"
+        f"{__file__}:{line}; what stands after the training loop was not run "
+        "(for batch in paceline.steps(loader): that loop ends by itself)\n"
     )
+
+
+def train(rank, epochs, batches):
+    """Two epochs of three batches; what was done, and after how many steps it was evaluated."""
+    model = small_model()
+    optimizer = given(model)
+    done, evaluated = [], []
+    for epoch in epochs(range(2)):
+        for step in batches(range(3)):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            done.append((epoch, step))
+        evaluated.append(len(done))
+    return done, evaluated
+
+
+ALL = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "done", "evaluated"),
+    [
+        (2, 2, [2]),
+        (3, 3, [3]),
+        (4, 4, [3, 4]),
+        (6, 6, [3, 6]),
+        (9, 6, [3, 6]),
+        (None, 6, [3, 6]),
+    ],
+)
+def test_loops_over_steps_end_by_themselves(steps, done, evaluated, capsys):
+    def body(rank):
+        return train(rank, paceline.steps, paceline.steps)
+
+    first, second = run(2, body, options=RunOptions(steps=steps))
+    assert first == second == (ALL[:done], evaluated)
+    said = capsys.readouterr().err
+    assert said == (
+        f"paceline: ended after {steps} steps, as --steps asked; the script goes on after "
+        "its loop over paceline.steps()\n"
+    ) * bool(steps and steps <= 6)
+
+
+def test_a_loop_of_another_kind_within_is_left_as_ever(capsys):
+    def body(rank):
+        try:
+            return train(rank, paceline.steps, iter)
+        except TrainingEnded:
+            return "left"
+
+    assert run(2, body, options=RunOptions(steps=2)) == ["left", "left"]
+    assert "; what stands after the training loop was" in capsys.readouterr().err
+
+
+def test_without_anything_to_go_through_steps_are_counted():
+    def body(rank):
+        model = small_model()
+        optimizer = given(model)
+        for step in paceline.steps():
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        return step, list(paceline.steps([1]))
+
+    assert run(2, body, options=RunOptions(steps=4)) == [(3, [])] * 2
+
+
+def test_of_two_optimizers_both_make_their_last_step(capsys):
+    def body(rank):
+        models = small_model(), small_model()
+        optimizers = [given(model) for model in models]
+        done = [0, 0]
+        for step in paceline.steps():
+            for number, (model, optimizer) in enumerate(
+                zip(models, optimizers, strict=True)
+            ):
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+                done[number] += 1
+        return done
+
+    assert run(2, body, options=RunOptions(steps=3)) == [[3, 3]] * 2
+    assert capsys.readouterr().err.count("ended after 3 steps") == 1
 
 
 @pytest.mark.parametrize(
