@@ -3,7 +3,11 @@
 Theory of operation
 -------------------
 Python tells `atexit` nothing about why a process ends, so exceptions that nobody handles,
-``sys.exit`` and ``destroy_process_group`` are watched.
+``sys.exit`` and ``destroy_process_group`` are watched, from when the script joins a world until the
+process ends. That replaces ``sys.excepthook`` and ``dist.destroy_process_group``, and, where others
+would wait for this worker or a launcher asks how it ended, ``sys.exit``, ``exit`` and ``quit``:
+each calls the one that was there, which is put back at the end. Importing paceline
+replaces nothing.
 
 *Well*: the script returned, or left with exit status 0. What was put off until now is done
 (an optimizer that was not finished keeps the others company, results are written), and
@@ -66,7 +70,8 @@ class Ending:
     """Watches how this process ends.
 
     *steps* counts the optimizer steps so far; *close* is what is put off until a good end,
-    before the process groups go; *leave* comes last, with None or what went wrong.
+    before the process groups go; *leave* comes last, with None or what went wrong. *matters*:
+    whether anybody wants to know the exit status.
     """
 
     def __init__(
@@ -74,7 +79,10 @@ class Ending:
         steps: Callable[[], int],
         close: Callable[[], None],
         leave: Callable[[str | None], None],
+        *,
+        matters: bool,
     ) -> None:
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._steps = steps
         self._close = close
         self._leave = leave
@@ -82,11 +90,11 @@ class Ending:
         # The exit status and cause of a bad end, and the number of steps when it was asked
         # for: a script that catches its SystemExit and trains on has not ended.
         self._bad_end: tuple[int, str, int] | None = None
-        self._watch()
+        self._watch(matters)
         _end_with_launcher()
         atexit.register(self._at_exit)
 
-    def _watch(self) -> None:
+    def _watch(self, matters: bool) -> None:
         hook, leave, destroy = sys.excepthook, sys.exit, dist.destroy_process_group
 
         def note_exception(
@@ -119,10 +127,23 @@ class Ending:
                 forget_default_group()
             destroy(group)
 
-        sys.excepthook = note_exception
-        for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
-            setattr(place, name, note_exit)
-        setattr(dist, destroy.__name__, destroy_process_group)
+        self._replace(sys, "excepthook", note_exception)
+        self._replace(dist, "destroy_process_group", destroy_process_group)
+        if matters:
+            for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+                self._replace(place, name, note_exit)
+
+    def _replace(self, place: Any, name: str, ours: Any) -> None:
+        # builtins has no exit where Python was started without site
+        self._replaced.append((place, name, getattr(place, name, ours), ours))
+        setattr(place, name, ours)
+
+    def _put_back(self) -> None:
+        """What was there, but where somebody has put something else over it since."""
+        for place, name, before, ours in self._replaced:
+            if getattr(place, name, None) is ours:
+                setattr(place, name, before)
+        self._replaced.clear()
 
     def _note_bad_end(self, status: int, cause: str) -> None:
         self._bad_end = status, cause, self._steps()
@@ -144,6 +165,7 @@ class Ending:
             tracebacks.print_exc()
             self._leave(f"failed at its end: {error}")
             end_at_once(1)
+        self._put_back()
         self._leave(None)
 
 

@@ -78,7 +78,10 @@ class RealWorld:
         self._weighed = threading.Event()
         self._weighed.set()
         self._broke = False
-        Ending(lambda: self.journal.step_count, self.close, self._leave)
+        Ending(
+            *(lambda: self.journal.step_count, self.close, self._leave),
+            matters=place is not None or self.size > 1 or self.alone,
+        )
 
     @property
     def speeds(self) -> Sequence[float] | None:
