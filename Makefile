@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+# Its notices of newer versions are for nobody: versions are pinned.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two at a time: many tests start processes of their own, and wait for them.
 PARALLEL := -n 2 --dist worksteal
 READY := $(VENV)/.ready
@@ -41,9 +43,11 @@ lint: $(READY)
 	$(BIN)/mypy
 
 $(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV), once: Python's own part, torch (200 MB or more), then the rest; about a minute"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	    "torch==2.13.0"
+	@echo "torch is there; now paceline and what its tests need"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
 	    --editable ".[examples,dev]"
 	touch $(READY)

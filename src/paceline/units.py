@@ -97,6 +97,15 @@ def show_seconds(value: float) -> str:
     return f"{value:.4g} s" if value else "0 s"
 
 
+def show_age(seconds: float) -> str:
+    """How long ago something was, in its largest unit: ``"3 hours"``."""
+    for name, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        count = int(seconds // size)
+        if count:
+            return f"{count} {name}" + "s" * (count > 1)
+    return "less than a minute"
+
+
 def show_bytes(value: float) -> str:
     """A size in bytes, as people write it."""
     for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -111,7 +111,10 @@ def test_a_profile_that_was_made_by_hand_is_refused_where_it_is_another_models(
     before = (tmp_path / RESULT).read_bytes()
     output = paceline("simulate", "train.py", "--workers", 2, "--", 9, status=1)
     assert (tmp_path / RESULT).read_bytes() == before
-    assert f"compute: from {RESULT} (not made by simulate: delete it" in output.err
+    assert (
+        f"compute: from {RESULT}, less than a minute old (not made by simulate"
+        in output.err
+    )
     assert (
         f"{RESULT} is the profile of another model: tensor 0 of this model is "
         "'0.weight' of 216 bytes, in the profile '0.weight' of 192 bytes"
@@ -176,7 +179,10 @@ def test_where_nothing_can_be_written_a_profile_is_kept_in_the_cache(
     assert f"compute: profiled {script} once: {kept}\n" in first.err
     second = paceline("simulate", script, "--workers", 1, "--json")
     assert second.out == first.out
-    assert f"compute: from {kept} (of the same script" in second.err
+    assert (
+        f"compute: from {kept}, less than a minute old (of the same script"
+        in second.err
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/self")
     third = paceline("simulate", script, "--workers", 1, "--json")
     assert f"compute: profiled {script}, for this time: cannot keep" in third.err

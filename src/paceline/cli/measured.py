@@ -4,6 +4,7 @@ nobody names any."""
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from paceline.cli.options import SCRATCH, standard_output_for_result
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import Cluster, Workload
 from paceline.options import RunOptions
+from paceline.units import show_age
 from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
 from paceline.worlds.virtual.compute import StaleProfileError, UnmeasuredCodeError
 from paceline.worlds.virtual.kept import find_profile, keep_profile
@@ -32,7 +34,7 @@ def profiled(
     """*compute* with the script's own times: from the profile that is kept of it, made now
     if there is none, or none that fits. What the script prints meanwhile goes to standard
     error."""
-    kept, stale = find_profile(script, arguments)
+    kept, stale = find_profile(script, arguments, cluster.workers)
     if kept is None:
         return profiled_anew(
             script,
@@ -48,7 +50,8 @@ def profiled(
         hint = "not made by simulate: delete it to have it made"
     else:
         hint = "of the same script and arguments; delete it to profile again"
-    print(f"compute: from {kept.path} ({hint})", file=sys.stderr)
+    age = show_age(time.time() - kept.path.stat().st_mtime)
+    print(f"compute: from {kept.path}, {age} old ({hint})", file=sys.stderr)
     return replace(
         compute,
         workload=kept.workload,
@@ -85,7 +88,10 @@ def profiled_anew(
     if known is not None:
         workload = replace(known, coding={**known.coding, **workload.coding})
     try:
-        what = str(keep_profile(script, arguments, workload, profile.inputs).path)
+        kept = keep_profile(
+            script, arguments, workload, profile.inputs, cluster.workers
+        )
+        what = str(kept.path)
         print(f"compute: profiled {script} once: {what}", file=sys.stderr)
     except UsageError as error:
         print(f"compute: profiled {script}, for this time: {error}", file=sys.stderr)

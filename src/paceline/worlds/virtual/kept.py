@@ -29,17 +29,22 @@ OURS = Path(__file__).resolve().parents[2]
 class Circumstances(msgspec.Struct, kw_only=True):
     """What a profile was made with. *files*: the script, and the modules that it imports
     from its own folder, by their SHA-256; *inputs*: of what shape the model's inputs were,
-    or None where they vary."""
+    or None where they vary; *workers*: among how many, since many scripts cut a batch by that."""
 
     arguments: list[str]
     files: dict[str, str]
     processor: str
     torch: str
     inputs: Shapes | None
+    workers: int
 
     @classmethod
     def now(
-        cls, script: Path, arguments: Sequence[str], inputs: Shapes | None
+        cls,
+        script: Path,
+        arguments: Sequence[str],
+        inputs: Shapes | None,
+        workers: int,
     ) -> Circumstances:
         """Of a script that has just been run in this process."""
         folder = script.resolve().parent
@@ -50,9 +55,12 @@ class Circumstances(msgspec.Struct, kw_only=True):
             processor=_processor(),
             torch=version("torch"),
             inputs=inputs,
+            workers=workers,
         )
 
-    def changed(self, script: Path, arguments: Sequence[str]) -> str | None:
+    def changed(
+        self, script: Path, arguments: Sequence[str], workers: int
+    ) -> str | None:
         """What is other now, in words; None if nothing is that can be told without running
         the script."""
         folder = script.resolve().parent
@@ -63,6 +71,11 @@ class Circumstances(msgspec.Struct, kw_only=True):
                 return f"{name} has changed"
         if self.arguments != list(arguments):
             return "the script's arguments have changed"
+        if self.workers != workers:
+            return (
+                f"it was measured as worker 0 of {self.workers}, and of {workers} it may "
+                "have another batch"
+            )
         if self.processor != _processor():
             return f"it was measured on another processor, {self.processor}"
         if self.torch != version("torch"):
@@ -84,7 +97,9 @@ def profile_name(script: Path) -> str:
     return f"{script.stem}.workload.json"
 
 
-def find_profile(script: Path, arguments: Sequence[str]) -> tuple[Kept | None, str]:
+def find_profile(
+    script: Path, arguments: Sequence[str], workers: int
+) -> tuple[Kept | None, str]:
     """The profile that is kept of a script, if there is one that fits, and of one that does
     not what has changed. Raises `UsageError` for a file that is no profile."""
     stale = ""
@@ -99,7 +114,7 @@ def find_profile(script: Path, arguments: Sequence[str]) -> tuple[Kept | None, s
             except msgspec.ValidationError as error:
                 stale = f"{path}: {error}"
                 continue
-        change = None if made is None else made.changed(script, arguments)
+        change = None if made is None else made.changed(script, arguments, workers)
         if change is None:
             return Kept(path, workload, made), ""
         stale = stale or f"{path}: {change}"
@@ -107,11 +122,15 @@ def find_profile(script: Path, arguments: Sequence[str]) -> tuple[Kept | None, s
 
 
 def keep_profile(
-    script: Path, arguments: Sequence[str], workload: Workload, inputs: Shapes | None
+    script: Path,
+    arguments: Sequence[str],
+    workload: Workload,
+    inputs: Shapes | None,
+    workers: int,
 ) -> Kept:
     """Write down what was measured just now, here or, where nothing can be written, in the
     user's cache. Raises `UsageError` where both are impossible."""
-    made = Circumstances.now(script, arguments, inputs)
+    made = Circumstances.now(script, arguments, inputs, workers)
     here, cache = _places(script)
     content = msgspec.to_builtins(made)
     try:
