@@ -71,7 +71,10 @@ def test_simulate_profiles_once_and_says_where(paceline, tmp_path):
     assert first.out.count("the script speaks") == 1
     assert first.err.count("the script speaks") == 1
     for other in others:
-        assert f"compute: from {RESULT}, less than a minute old (of the same script and arg" in other.err
+        assert (
+            f"compute: from {RESULT}, less than a minute old (of the same script and arg"
+            in other.err
+        )
         assert other.out == first.out
     for file in ("records.jsonl", "records.trace.json"):
         contents = {
