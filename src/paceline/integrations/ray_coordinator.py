@@ -84,10 +84,12 @@ class Coordinator:
                 "remove it to begin anew, or pass resume=True to go on from it"
             )
         if step and not has_snapshot:
-            advice = "none was taken yet"
             if self.snapshot is None:
+                advice = "give snapshot=FILE, where all nodes reach it"
+            else:
                 advice = (
-                    "give snapshot=FILE, where all nodes reach it, to go on from one"
+                    f"none was taken yet, or the node where it was started again does not reach "
+                    f"{self.snapshot}"
                 )
             self.fails(
                 f"the parameter server died after step {step}, and there is no snapshot: {advice}"
