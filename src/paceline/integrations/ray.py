@@ -292,11 +292,13 @@ class _Room:
                 self._said.discard(name)
                 continue
             waited = now - self._since.setdefault(name, now)
-            there = f"of {described(list(nodes.values()))}"
-            sentence = f"{name} waits for {needs(request)} {there}"
+            sentence = (
+                f"{name} has not started for {waited:.0f} s: it needs {needs(request)}, on one of "
+                f"{described(list(nodes.values()))}"
+            )
             if waited > self._seconds:
                 raise UsageError(
-                    f"{sentence}: none was free for {self._seconds:g} s (room_seconds=)"
+                    f"{sentence}; wait longer (room_seconds=), start more nodes, or ask for less"
                 )
             if waited > _SAY_SECONDS and name not in self._said:
                 self._said.add(name)
