@@ -105,3 +105,13 @@ def test_the_first_cause_is_told():
     coordinator.fails("first")
     coordinator.fails("second")
     assert coordinator.look().fault == "first"
+
+
+def test_whose_life_was_taken_for_lost_is_to_be_ended():
+    coordinator = begun()
+    coordinator.begins(1, "b")
+    coordinator.evicted(1, 0)
+    assert not coordinator.look().hang, "that life is over already"
+    coordinator.evicted(1, 1)
+    assert coordinator.look().hang == [1]
+    assert not coordinator.look().hang

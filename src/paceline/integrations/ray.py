@@ -122,12 +122,13 @@ def run(
             *(environment, path, snapshot_seconds),
         )
         opened = server.serve.remote()  # while workers start; a fault is news
-        calls = {}
+        calls, each = {}, []
         for rank in range(workers):
             worker = actors.anywhere(
                 *(Worker, requests[name_of(rank)]),
                 *(rank, workers, actors.job, environment),
             )
+            each.append(worker)
             arguments = () if config is None else (config,)
             calls[worker.run.remote(loop, arguments)] = rank
         room = _Room(requests, room_seconds)
@@ -139,6 +140,8 @@ def run(
             news: News = ray.get(coordinator.look.remote())
             for line in news.lines:
                 print(f"paceline: {line}", file=sys.stderr, flush=True)
+            for rank in news.hang:
+                ray.kill(each[rank], no_restart=False)
             if news.fault:
                 raise UsageError(news.fault)
             if failed:

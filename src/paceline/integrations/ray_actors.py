@@ -32,6 +32,8 @@ import ray
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.integrations.ray_coordinator import Coordinator, Life
+from paceline.options import seconds_from
+from paceline.server.process import SILENT_SECONDS
 from paceline.server.security import SECRET, TOKEN, TRUSTED
 from paceline.server.surviving import SurvivingJob
 from paceline.worlds.alone import environment_of
@@ -39,6 +41,7 @@ from paceline.worlds.ending import end_at_once
 from paceline.worlds.join import join_world
 from paceline.worlds.real import RealWorld
 from paceline.worlds.servers import INCARNATION_VARIABLE, SERVER_ENVIRONMENT
+from paceline.worlds.surviving_servers import SILENT_VARIABLE
 
 NAMESPACE = "paceline"
 END_SECONDS = 30.0
@@ -110,7 +113,9 @@ class Server:
             os.environ[TOKEN],
             snapshot=self._path,
             snapshot_seconds=self._seconds,
+            evict_silent=seconds_from(os.environ, SILENT_VARIABLE, SILENT_SECONDS),
             without=done,
+            evicted=lambda rank, life: self._coordinator.evicted.remote(rank, life),
         )
         self._address = f"{host}:{job.port}"
         reading, self._stop = os.pipe()

@@ -37,11 +37,12 @@ class _Member:
 @dataclass(frozen=True)
 class News:
     """What whoever called `run` is told: sentences, why the job cannot go on, if so, and where
-    everybody was last, by name."""
+    everybody was last, by name. *hang*: workers whose process is to be ended."""
 
     lines: list[str]
     fault: str
     nodes: dict[str, str]
+    hang: list[int]
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Coordinator:
     _results: dict[int, Any] = field(default_factory=dict)
     _lines: list[str] = field(default_factory=list)
     _fault: str = ""
+    _hang: list[int] = field(default_factory=list)
 
     def begins(self, rank: int, node: str) -> Life:
         """A worker's process has started, on *node*."""
@@ -71,6 +73,11 @@ class Coordinator:
         member.steps, member.in_vain = step, 0
         if SERVER in self._members:
             self._members[SERVER].in_vain = 0
+
+    def evicted(self, rank: int, life: int) -> None:
+        """The server has taken this life for lost, and its process lives."""
+        if life == self._members[name_of(rank)].lives - 1:
+            self._hang.append(rank)
 
     def server_begins(self, node: str, has_snapshot: bool) -> list[int]:
         """The server's process has started; returns the workers that are done. Raises
@@ -116,7 +123,8 @@ class Coordinator:
         """What has happened since this was last called."""
         lines, self._lines = self._lines, []
         nodes = {name: member.node for name, member in self._members.items()}
-        return News(lines, self._fault, nodes)
+        hang, self._hang = self._hang, []
+        return News(lines, self._fault, nodes, hang)
 
     def results(self) -> list[Any]:
         """In the order of ranks, once all are done."""

@@ -142,7 +142,8 @@ class SurvivingJob:
     *snapshot*: the file where it keeps what it holds every *snapshot_seconds*, and from which it goes
     on if it is there; None: a server that is started again begins with nothing. *evict_silent*:
     a worker that is silent for so many seconds is taken for lost. *without*: workers that had ended
-    well before the server was started again, and do not come back.
+    well before the server was started again, and do not come back. *evicted* is told of each that is
+    taken for lost: its process may hang, and does not end by itself.
 
     Raises `UsageError` where it cannot listen, nothing protects the address, or the snapshot is
     of another job.
@@ -159,8 +160,10 @@ class SurvivingJob:
         snapshot_seconds: float = snapshots.SECONDS,
         evict_silent: float = SILENT_SECONDS,
         without: Sequence[int] = (),
+        evicted: Report = lambda worker, incarnation: None,
     ) -> None:
         self._path = None if snapshot is None else checked(snapshot)
+        self._evicted = evicted
         self.machine = make_machine(workers, f"server at {bind}:{port}")
         self.step = restore(self.machine, self._path)
         """The one that it goes on from, 0: from the beginning."""
@@ -210,6 +213,7 @@ class SurvivingJob:
 
     def _evict(self, worker: int, incarnation: int) -> None:
         self.shell.evict(worker, incarnation)
+        self._evicted(worker, incarnation)
 
 
 def checked(path: Path) -> Path:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["PACELINE_SILENT_SECONDS"] = "600"  # workers wait for kills
 import ray
 from ray.cluster_utils import Cluster
 
@@ -75,12 +76,17 @@ class Killer:
 
     def kill_all(self, what, kills):
         choose = random.Random(what)
+        killed = {}
         for kill in range(kills):
             rank = choose.randrange(WORKERS)
             after = APART * kill + choose.randrange(2, 12)
-            self.wait_until(lambda r=rank, a=after: self.reached(r) >= a)
+            self.wait_until(lambda a=after: self.reached() >= a)
+            self.wait_until(
+                lambda r=rank: self.life_of(r)[1] not in (-1, killed.get(r))
+            )
             if self.snapshot is not None:
                 self.wait_until(self.snapshot.exists)
+            killed[rank] = self.life_of(rank)[1]
             self.kill(what, rank)
             (self.folder / f"killed-{kill}").touch()
 
@@ -92,11 +98,10 @@ class Killer:
 
         wait_until(holds, "progress")
 
-    def reached(self, rank):
-        """The job's step that the present life of a worker has done."""
-        path = self.folder / f"steps-{rank}-{self.life_of(rank)[1]}"
-        lines = path.read_text().split() if path.exists() else []
-        return int(lines[-1]) if lines else -1
+    def reached(self):
+        """The job's step that somebody has done."""
+        noted = [path.read_text().split() for path in self.folder.glob("steps-*")]
+        return max((int(lines[-1]) for lines in noted if lines), default=-1)
 
     def life_of(self, rank):
         path = self.folder / f"process-{rank}"
