@@ -111,11 +111,11 @@ class Killer:
         if what == "worker":
             os.kill(int(self.life_of(rank)[0]), signal.SIGKILL)
         elif what == "server":
-            os.kill(server_process(), signal.SIGKILL)
+            os.kill(server_of(self.cluster)[0], signal.SIGKILL)
         else:
             wanted = self.life_of(rank)[2]
             if what == "server's node":
-                wanted = node_of(server_process(), self.nodes)
+                wanted = server_of(self.cluster)[1]
             node = next(n for n in self.nodes if n.node_id == wanted)
             self.nodes.remove(node)
             self.cluster.remove_node(node, allow_graceful=False)
@@ -129,33 +129,33 @@ def wait_until(condition, what):
         time.sleep(0.01)
 
 
-def server_process():
-    """The process of the server's actor."""
-    found = processes("ray::Server")
-    wait_until(lambda: found or found.extend(processes("ray::Server")), "server")
-    return found[0]
+def raylets(cluster):
+    """Which node each raylet's process is of."""
+    return {
+        info.process.pid: node.node_id
+        for node in cluster.list_all_nodes()
+        for info in node.all_processes.get("raylet", ())
+    }
 
 
-def processes(beginning):
-    found = []
+def actors(cluster, kind):
+    """The processes of this cluster's actors of a kind, and their nodes."""
+    of, found = raylets(cluster), {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if (path / "cmdline").read_bytes().startswith(beginning.encode()):
-                found.append(int(path.name))
+            words = (path / "cmdline").read_bytes()
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
+        if words.startswith(f"ray::{kind}".encode()) and parent in of:
+            found[int(path.name)] = of[parent]
     return found
 
 
-def node_of(process, nodes):
-    """Whose raylet is the parent of a process."""
-    words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    parent = int(words[1])
-    for node in nodes:
-        for kinds in node.all_processes.values():
-            if any(info.process.pid == parent for info in kinds):
-                return node.node_id
-    raise AssertionError(f"process {process} is of no node")
+def server_of(cluster):
+    """The process of the server's actor, and its node."""
+    wait_until(lambda: actors(cluster, "Server"), "server")
+    return next(iter(actors(cluster, "Server").items()))
 
 
 def one_more(cluster):
@@ -185,7 +185,7 @@ def trained(cluster, nodes, folder, what, kills, method):
         results = job.result()
     seconds = time.monotonic() - began
     for kind in ("Server", "Worker", "Coordinator"):
-        wait_until(lambda k=kind: not processes(f"ray::{k}"), f"end of each {kind}")
+        wait_until(lambda k=kind: not actors(cluster, k), f"end of each {kind}")
     noted = [
         [int(step) for step in path.read_text().split()]
         for path in sorted(folder.glob("steps-*"))
