@@ -61,6 +61,8 @@ def test_each_variable_of_an_option_is_named_after_it():
     assert names <= set(options.to_environment())
 
 
+YOURS = "src/paceline/methods/outer_momentum.py"  # what a reader writes
+
 PLACES = ("", "src/paceline", "benchmarks", "tests", "examples")
 
 
@@ -69,7 +71,7 @@ def test_modules_that_pages_name_exist():
         f"{page.name} names {path}"
         for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
         for path in re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", page.read_text())
-        if not any((ROOT / place / path).exists() for place in PLACES)
+        if path != YOURS and not any((ROOT / place / path).exists() for place in PLACES)
     ]
     assert not missing
 

@@ -1,6 +1,10 @@
 """The method that docs/methods-howto.md shows holds the laws of the kit, as its command says."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +14,10 @@ from paceline.network import uniform_cluster
 from paceline.testing import Case, check_method
 from paceline.testing.checks import checks_of
 from paceline.worlds.virtual import Simulation
+from tests.test_snippets import commands
 
-PAGE = Path(__file__).parent.parent / "docs" / "methods-howto.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "methods-howto.md"
 
 
 def shown():
@@ -47,3 +53,45 @@ def test_the_method_holds_its_laws(workers):
 @pytest.mark.slow
 def test_the_command_of_the_page():
     check_method(case_of_the_page())
+
+
+@pytest.fixture
+def followed(tmp_path):
+    """Sources in which somebody has done what the page says, letter by letter."""
+    leave = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=leave)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=leave)
+    text = PAGE.read_text()
+    name, registry = re.findall(r"`(src/paceline/methods/\w+\.py)`", text)[:2]
+    (tmp_path / name).write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+    (shown,) = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    imports, head, row = shown.splitlines()
+    old = (tmp_path / registry).read_text()
+    assert head.removeprefix(" ") in old
+    new = old.replace("from paceline.spec", f"{imports[1:]}\nfrom paceline.spec")
+    new = new.replace(head.removeprefix(" "), f"{head[1:]}\n{row[1:]}")
+    (tmp_path / registry).write_text(new)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_who_follows_the_page_has_a_method_like_any_other(followed):
+    simulate, _, methods = [words for words in commands(PAGE) if words[0] in "simulate plan methods"]  # fmt: skip
+    for words, wanted in [
+        (
+            methods,
+            "| `outer-momentum` | local | `momentum=0.5` | worker | local-kept |",
+        ),
+        ([*simulate, "--forward=0.01", "--steps=8"], "outer-momentum:momentum=0.3"),
+    ]:
+        own = {"PYTHONPATH": str(followed / "src"), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", *words],
+            cwd=followed,
+            env=dict(os.environ) | own,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert wanted in done.stdout

@@ -7,6 +7,7 @@ import inspect
 import sys
 from typing import Any
 
+from paceline.errors import UsageError
 from paceline.interfaces import Method
 from paceline.methods import METHODS
 from paceline.spec import parse
@@ -70,5 +71,11 @@ def sentence_of(cls: type[Method], label: str) -> str:
     """The sentence ``Label: ... .`` of the docstring of a method's file."""
     page = inspect.getdoc(sys.modules[cls.__module__]) or ""
     text = " ".join(page.split())
-    start = text.index(f"{label}: ") + len(label) + 2
-    return text[start : text.index(".", start)]
+    _, label_found, rest = text.partition(f"{label}: ")
+    sentence, stop, _ = rest.partition(".")
+    if not (label_found and stop):
+        raise UsageError(
+            f"method {cls.name!r}: the docstring of its file ({cls.__module__}) has no "
+            f'sentence "{label}: ... ."; it stands in the table of methods'
+        )
+    return sentence
