@@ -35,7 +35,7 @@ def test_collectives_page_is_the_registry():
 
 
 def test_files_that_pages_name_exist():
-    pages = ("design.md", "use.md", "measured.md", "plan.md")
+    pages = ("design.md", "use.md", "measured.md", "plan.md", "watching.md")
     for page in (ROOT / "README.md", *(ROOT / "docs" / name for name in pages)):
         for path in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / path).exists(), f"{page.name} names {path}"

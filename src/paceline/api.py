@@ -97,13 +97,15 @@ def _until_ended(job: Job, items: Iterable[Any]) -> Iterator[Any]:
 def on_step(callback: Callable[[StepRecord], None]) -> None:
     """Call *callback* with this worker's record of each step, from now on, when the step has
     ended: its seconds, computing and waiting, bytes, and what was logged in it. Joins the job.
+    ``record.figures`` are the method's own: rounds, staleness, a budget, the norm of what compression has
+    left out so far.
 
     It runs in the training's own thread, so what takes long makes steps longer; what it raises ends the
     training. Records come on every worker: ``if paceline.rank() == 0`` where one is enough.
     """
     world = join_world()
     world.connect()
-    world.journal.tell(Told(callback))
+    world.journal.tell(Told(callback), figures=True)
 
 
 def report_to(where: str) -> None:

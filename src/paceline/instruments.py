@@ -6,7 +6,7 @@ Mechanisms count here; methods contain no logging.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -45,6 +45,8 @@ class StepRecord(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     *exposed_communication_seconds* is waiting for paceline's own communication, and
     *bytes_sent* is its traffic; *compute_seconds* is all the rest of the step, a script's
     own collectives included. *method*: by which spec it was done, in a training that changes it.
+    *figures*: what the method and what it sends tell of themselves, where somebody has asked
+    (`Journal.tell`): see `paceline.training.figures`.
     """
 
     worker: int
@@ -56,6 +58,7 @@ class StepRecord(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     bytes_sent: int
     metrics: dict[str, float | None]
     method: str = ""
+    figures: dict[str, float] = {}
 
 
 class Recorder(Protocol):
@@ -126,6 +129,8 @@ class Journal:
         self.observers: list[Callable[[int], None]] = []
         self.messages = 0
         """Collectives and requests so far."""
+        self.wants_figures = False
+        """Whether somebody has asked for `StepRecord.figures`, which take time."""
         self._now = now
         self._recorders = [] if recorder is None else [recorder]
         self._fresh_metrics: dict[str, float] = {}
@@ -133,9 +138,10 @@ class Journal:
         self._wait_seconds = 0.0
         self._began = self._last_end = 0.0
 
-    def tell(self, recorder: Recorder) -> None:
-        """From now on *recorder* is told everything, too."""
+    def tell(self, recorder: Recorder, *, figures: bool = False) -> None:
+        """From now on *recorder* is told everything, too; *figures*: also those."""
         self._recorders.append(recorder)
+        self.wants_figures = self.wants_figures or figures
 
     def begin(self, method: str, brief: str = "") -> None:
         """Training begins: steps are measured from here. *method*: its full spec; *brief*: what
@@ -237,9 +243,9 @@ class Journal:
                 ) from None
             self._fresh_metrics[name] = self.metrics[name] = number
 
-    def step(self, before: int = 0) -> None:
+    def step(self, before: int = 0, figures: Mapping[str, float] | None = None) -> None:
         """An optimizer step has ended; the job had done so many steps *before* this worker
-        joined it."""
+        joined it. *figures*: see `StepRecord`."""
         end = self._now()
         duration = end - self._last_end
         self.step_count += 1
@@ -253,6 +259,7 @@ class Journal:
             bytes_sent=self._bytes_sent,
             metrics=dict(self._fresh_metrics),
             method=self.brief if self.methods else "",
+            figures=dict(figures or {}),
         )
         self.steps.append(record)
         if self._recorders:

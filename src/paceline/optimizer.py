@@ -156,7 +156,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         result = self._update(closure)
         self._training.after_update()
         if self._sets_the_pace() and not job.ended:
-            self._world.journal.step(self.first_step)
+            self._count_step()
             if job.options.steps and self._done >= job.options.steps:
                 self._end_script()
         if not self._present.finished:
@@ -167,6 +167,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _done(self) -> int:
         """Steps of the job."""
         return self.first_step + self._world.journal.step_count
+
+    def _count_step(self) -> None:
+        journal = self._world.journal
+        figures = self._training.figures() if journal.wants_figures else {}
+        journal.step(self.first_step, figures)
 
     def _end_script(self) -> None:
         """Let its loops come to their end, if they can: else leave them."""

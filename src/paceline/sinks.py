@@ -43,7 +43,7 @@ def report(world: World, where: str) -> None:
     world.connect()
     if world.rank == 0:
         sink = sink_for(where)
-        world.journal.tell(Told(sink.step))
+        world.journal.tell(Told(sink.step), figures=True)
         world.job.at_exit(sink.close)
 
 
@@ -55,13 +55,15 @@ def report_as_asked(world: World) -> None:
 
 
 def numbers_of(record: StepRecord) -> dict[str, float]:
-    """What a record says, by name: seconds, bytes, and what was logged and is a number."""
+    """What a record says, by name: seconds, bytes, the method's own figures, and what was logged and
+    is a number."""
     ours = {
         "paceline/step_seconds": record.step_seconds,
         "paceline/compute_seconds": record.compute_seconds,
         "paceline/exposed_seconds": record.exposed_communication_seconds,
         "paceline/bytes_sent": float(record.bytes_sent),
     }
+    ours |= {f"paceline/{name}": value for name, value in record.figures.items()}
     logged = {n: v for n, v in record.metrics.items() if v is not None}
     return ours | logged
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from paceline.cli.live import describe
 from paceline.instruments import Journal
 from paceline.worlds.progress import Standing, noted, read, write_there
-from tests.cli.terminal import on_terminal
+from tests.cli.terminal import SECONDS, on_terminal
 from tests.emulated.conftest import refusal
 
 TRAINS = """
@@ -70,6 +71,21 @@ def test_a_live_line_tells_of_steps_and_mixes_with_nothing(
 
 
 @pytest.mark.slow
+def test_a_terminal_that_goes_away_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "paceline", "run", "--workers=2", "train.py"]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=tmp_path) as job:
+        os.close(theirs)
+        written = ""
+        while not SHOWN.search(written):
+            written += os.read(ours, 1 << 16).decode(errors="replace")
+        os.close(ours)
+        (tmp_path / "seen").touch()
+        job.wait(SECONDS)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("json", [True, False])
 def test_where_nobody_looks_nothing_moves(json: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS.replace("count", "done"))
@@ -104,6 +120,8 @@ def test_what_the_line_says() -> None:
     )
     standing.settled = False
     assert "ssp, still planning" in describe(standing)
+    standing.deciding = True
+    assert "ssp, still deciding" in describe(standing)
     assert describe(Standing(method="bsp")) == "no step yet · bsp, still planning"
 
 

@@ -68,11 +68,14 @@ def live_line(
         file = Path(folder) / "progress"
         if look is None:
             os.environ[FILE_VARIABLE] = str(file)
-        line = _Line(look or (lambda: read(file)), doing, steps)
+        line: _Line | None = None
+        with suppress(OSError):  # a machine may have no pseudo-terminal left
+            line = _Line(look or (lambda: read(file)), doing, steps)
         try:
             yield
         finally:
-            line.close()
+            if line is not None:
+                line.close()
             if look is None:
                 del os.environ[FILE_VARIABLE]
 
@@ -91,7 +94,9 @@ def describe(standing: Standing, steps: int | None = None) -> str:
         )
     if standing.method:
         plan = ""
-        if not standing.settled:
+        if standing.deciding:
+            plan = ", still deciding"
+        elif not standing.settled:
             plan = ", still planning"
         elif standing.buckets:
             plan = f", {standing.buckets} bucket" + "s" * (standing.buckets > 1)
@@ -113,6 +118,7 @@ class _Line:
         self._began = time.monotonic()
         self._drawn = ""
         self._is_at_line_start = True
+        self._ours, theirs = os.openpty()
         terminal = os.fstat(2).st_rdev
         self._replaced = [
             fd for fd in (1, 2) if os.isatty(fd) and os.fstat(fd).st_rdev == terminal
@@ -120,7 +126,6 @@ class _Line:
         _flush()
         self._kept = [os.dup(fd) for fd in self._replaced]
         self._true = self._kept[-1]
-        self._ours, theirs = os.openpty()
         self._pass_unchanged(theirs)
         self._size = b""
         self._keep_size()
@@ -144,7 +149,8 @@ class _Line:
         self._thread.join()
         for fd, kept in zip(self._replaced, self._kept, strict=True):
             os.dup2(kept, fd)
-        self._console.file.close()
+        with suppress(OSError):
+            self._console.file.close()
         for fd in (*self._kept, self._ours):
             os.close(fd)
 
@@ -185,8 +191,9 @@ class _Line:
             return
         self._wipe()
         left = memoryview(written)
-        while left:
-            left = left[os.write(self._true, left) :]
+        with suppress(OSError):  # the terminal is gone: workers must not wait for it
+            while left:
+                left = left[os.write(self._true, left) :]
         self._is_at_line_start = written.endswith(b"\n")
 
     def _draw(self) -> None:
@@ -201,14 +208,16 @@ class _Line:
         self._wipe()
         line = Text(text, style="dim", no_wrap=True, overflow="ellipsis")
         line.truncate(self._console.width - 1, overflow="ellipsis")
-        self._console.print(line, end="", soft_wrap=True, highlight=False)
-        self._console.file.flush()
+        with suppress(OSError):
+            self._console.print(line, end="", soft_wrap=True, highlight=False)
+            self._console.file.flush()
         self._drawn = text
 
     def _wipe(self) -> None:
         if self._drawn:
-            self._console.control(_WIPE)
-            self._console.file.flush()
+            with suppress(OSError):
+                self._console.control(_WIPE)
+                self._console.file.flush()
             self._drawn = ""
 
     def _is_in_front(self) -> bool:

@@ -28,7 +28,7 @@ known before any of it is applied; else that of each worker's own, before it is 
 HOOKS = (
     *("init", "step_begins", "before_use", "bucket_ready", "backward_ended"),
     *("after_update", "buckets_changed", "finish", "consolidate", "loaded"),
-    *("save_state", "load_state", "redistribute_state"),
+    *("save_state", "load_state", "redistribute_state", "figures"),
 )
 """What a method may define, beside its hyperparameters; see `Method`."""
 
@@ -76,6 +76,8 @@ class Method(Protocol):
        another size goes on: *parts* gives what each worker saved, in order of ranks.
        Without it such a load is refused (`paceline.interfaces.shares_of` divides what are
        shares of a sum). None of the three is collective.
+    11. ``figures(state, run)``: numbers by name that people may want to see of the step that has just
+       ended, such as what it has deferred: asked where somebody looks. Not collective.
 
     Where a submodule is called, or a method of the model other than ``forward``, hook 1
     comes with the first gradient.

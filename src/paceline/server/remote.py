@@ -117,6 +117,9 @@ class RemoteParameters:
         self._some = [torch.empty(0) for _ in buckets]
         self._some_late = [torch.empty(0) for _ in buckets]
         self._noted = -NOTE_SECONDS
+        self.staleness = 0
+        """Updates by others while the last step's gradient was computed and sent: the most of any
+        part of the model."""
 
     def _description(self, server: int) -> Join:
         spread = self._spread
@@ -211,6 +214,7 @@ class RemoteParameters:
         answers = [sent.answer() for sent in self._main]
         for reception in told:
             reception.wait()
+        self._note_staleness(answers)
         for sent, answer in zip(self._main, answers, strict=True):
             self._spread.hear_words(sent.part, answer)
             if self.encoding is not None:
@@ -236,8 +240,10 @@ class RemoteParameters:
             reception.wait()
         under_way = self._late if late else self._main
         found = []
-        for sent in under_way:
-            answer = sent.answer()
+        answers = [sent.answer() for sent in under_way]
+        if not late:
+            self._note_staleness(answers)
+        for sent, answer in zip(under_way, answers, strict=True):
             if not late:
                 self._spread.hear(sent.part, answer)
             start = 0
@@ -252,6 +258,14 @@ class RemoteParameters:
         if not late:
             self._untrained.arrived()
         return found
+
+    def _note_staleness(self, answers: Sequence[Parameters]) -> None:
+        """Before they are heard."""
+        pairs = zip(self._main, answers, strict=True)
+        updates = (
+            self._spread.updates_by_others(s.part, answer) for s, answer in pairs
+        )
+        self.staleness = max(updates, default=0)
 
     def _pass_on_decision(self) -> list[Reception]:
         """Where server 0 decides who counts, tell the others."""

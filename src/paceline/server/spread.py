@@ -99,6 +99,8 @@ class Spread:
         self._turns: dict[tuple[int, int], int] = {}
         """The same, of what this worker holds."""
         self._versions: list[list[int]] = []
+        self._updates: dict[tuple[int, int], int] = {}
+        """Of a shard's part of a bucket, with what this worker holds of it."""
 
     def _held_parts(self, bucket: Bucket, parts: Sequence[Part]) -> list[HeldPart]:
         numbers = dict.fromkeys(unit.parameter for part in parts for unit in part.units)
@@ -193,6 +195,13 @@ class Spread:
     def hear_words(self, part: HeldPart, answer: Parameters) -> None:
         """What a server has told beside its answer."""
         self._told[part.bucket, part.shard] = answer.told
+        self._updates[part.bucket, part.shard] = answer.version
+
+    def updates_by_others(self, part: HeldPart, answer: Parameters) -> int:
+        """How many there were on the server since what this worker held before this *answer* to a
+        push, which was one, too. To be asked before it is heard."""
+        before = self._updates.get((part.bucket, part.shard), answer.version)
+        return max(0, answer.version - before - 1)
 
     def hear_turn(self, part: HeldPart, turn: int) -> None:
         """What this worker holds of a part is of that turn now."""

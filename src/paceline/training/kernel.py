@@ -31,6 +31,7 @@ from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
 from paceline.tensors import Bucket
+from paceline.training.figures import Figures
 from paceline.training.parts import MakeRemote, Parts
 from paceline.training.run import UpdatingWorkerRun
 
@@ -79,6 +80,7 @@ class Training:
         self._steps, self._arrivals = parts.steps, parts.arrivals
         self._hooks, self._shared = parts.hooks, parts.shared
         self._remote, self._loading = parts.remote, parts.loading
+        self._figures = Figures(parts)
 
     # ---- what it is like now ----
 
@@ -255,6 +257,10 @@ class Training:
         """It is not to be trained by this, after all: nobody has done a step."""
         self.finished, self._presence.active = True, False
         self.detach()
+
+    def figures(self) -> dict[str, float]:
+        """What the step that has just ended tells of itself; takes time."""
+        return self._figures()
 
     def go_on_from(self, before: Training, step: int) -> None:
         """The script goes on where *before* has ended, after so many steps and in the middle of an

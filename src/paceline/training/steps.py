@@ -73,6 +73,8 @@ class Steps:
         """Whether the gradients of the step under way were given to the method."""
         self.accumulated = False
         """Whether gradients wait, since ``no_sync``, for a pass that delivers them."""
+        self.rounds = 0
+        """Those after which models agree, or are nearer to it, that this worker has been in."""
 
     # ---- from forward to the end of backward ----
 
@@ -221,6 +223,7 @@ class Steps:
 
     def _hold_round(self) -> None:
         """A round of a method whose models differ between rounds."""
+        self.rounds += 1
         if self._agreement is not None:
             before = self._presence.participants
             if self._agreement.round_begins():

@@ -34,6 +34,7 @@ class Standing(msgspec.Struct, omit_defaults=True):
 
     *step*: of the job, the last one that has ended. *step_seconds* and *exposed_seconds*: means over
     its last few. *buckets*: of its plan, which is still being found where it is not *settled*.
+    *deciding*: by which method to train is.
     """
 
     step: int = 0
@@ -42,6 +43,7 @@ class Standing(msgspec.Struct, omit_defaults=True):
     method: str = ""
     buckets: int = 0
     settled: bool = False
+    deciding: bool = False
     metrics: dict[str, float] = {}
 
     @classmethod
@@ -59,6 +61,7 @@ class Standing(msgspec.Struct, omit_defaults=True):
             method=journal.brief,
             buckets=journal.buckets,
             settled=journal.settled_after > 0,
+            deciding=journal.deciding,
             metrics=dict(metrics[:_MOST_METRICS]),
         )
 

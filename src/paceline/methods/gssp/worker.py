@@ -75,6 +75,10 @@ class InGroups(PushPull):
                 run.remote.has_speed(groups.speeds[mine])
             self._has_changed(groups, run)
 
+    def figures(self, state: PushPullState, run: ServerRun) -> dict[str, float]:
+        """*group*: this worker's."""
+        return {"group": run.remote.group}
+
     # ---- what a checkpoint holds ----
 
     def save_state(self, state: PushPullState, run: ServerRun) -> dict[str, Any]:

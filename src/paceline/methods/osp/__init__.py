@@ -106,6 +106,11 @@ class OSP(OSPOptions):
     def finish(self, state: Any, run: Any) -> None:
         state.finish(run)
 
+    def figures(self, state: Any, run: Any) -> dict[str, float]:
+        """*budget*: the part of the model that may be deferred; *deferred*: the part that is."""
+        found: dict[str, float] = state.figures()
+        return found
+
     def loaded(self, state: Any, run: Any) -> None:
         state.loaded(run)
 

@@ -72,6 +72,15 @@ class Worker(Generic[AnyRun]):
         for into, value in zip(self.values(numbers), values, strict=True):
             into.copy_(value.view(into.shape))
 
+    def figures(self) -> dict[str, float]:
+        """See `OSP.figures`."""
+        parts = self.layout.parts()
+        whole = max(1, sum(parts.sizes))
+        return {
+            "budget": self.options.most * self.watch.growth.part,
+            "deferred": parts.total(self.layout.deferred) / whole,
+        }
+
     def explain(self, run: AnyRun) -> None:
         """The training is over: say why nothing was deferred in it, if nothing was."""
         why = self.watch.why_nothing(self.steps)
