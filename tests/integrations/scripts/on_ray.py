@@ -10,6 +10,9 @@ import sys
 import traceback
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["PACELINE_SECRET"] = (
+    "0123456789abcdef"  # what nodes inherit: osp has a server
+)
 import ray
 from ray.cluster_utils import Cluster
 
