@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PARALLEL := -n 2 --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all trainers test-integrations site lint clean
+.PHONY: demo test test-all trainers test-integrations test-ray site lint clean
 
 # The main job: which method, here? Planned, then each class's best trained for real, in virtual
 # time, on a described network: a table that says what is gained. A step is taken to compute for
@@ -25,12 +25,16 @@ test-all: lint
 
 trainers: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
-	    --editable ".[lightning,transformers,ray,prometheus,manifests]"
+	    --editable ".[lightning,transformers,prometheus,manifests]"
 
-# Others' trainers: what they learn under their own DDP and under paceline; jobs on Ray, whose workers,
-# server and nodes are killed.
+# Others' trainers: what they learn under their own DDP and under paceline.
 test-integrations: trainers
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
+
+# Jobs on Ray, whose workers, server and nodes are killed.
+test-ray: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[ray]"
+	$(BIN)/python -m pytest tests/integrations/test_ray.py
 
 # The documentation as pages: site/index.html. A link that leads nowhere is an error.
 site: $(READY)

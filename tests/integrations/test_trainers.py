@@ -81,9 +81,8 @@ TRIED = [
 def needs(*packages: str) -> None:
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(
-                f"{package} is not installed; make test-integrations installs it"
-            )
+            target = "test-ray" if package == "ray" else "test-integrations"
+            pytest.skip(f"{package} is not installed; make {target} installs it")
 
 
 def lines_of(said: Iterable[str]) -> Lines:
