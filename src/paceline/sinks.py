@@ -6,6 +6,7 @@ seconds and bytes under ``paceline/``.
 
 from __future__ import annotations
 
+import atexit
 import csv
 import importlib
 from collections.abc import Callable
@@ -134,6 +135,10 @@ class WeightsAndBiases:
         wandb = _needs("wandb", "wandb")
         self._ours = wandb.run is None
         self._run = wandb.run or wandb.init(project=name or None)
+        if self._ours:
+            # At the interpreter's end W&B takes its service away, before a script's `close` is called:
+            # what is registered later is called sooner.
+            atexit.register(self.close)
 
     def step(self, record: StepRecord) -> None:
         # W&B's own step rises with each log, the script's too: ours is a number among others.
@@ -141,6 +146,7 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         if self._ours:
+            self._ours = False
             self._run.finish()
 
 
