@@ -125,7 +125,7 @@ with profile(activities=[ProfilerActivity.CPU]) as profiler:
         optimizer.step()
 profiler.export_chrome_trace(f"rank{paceline.rank()}.json")
 """
-CLOCKS_SECONDS = 50e-6
+CLOCKS_SECONDS = 1e-3
 """By so much may the profiler's clock, which it converts from ticks of the processor, differ."""
 
 
