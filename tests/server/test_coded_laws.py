@@ -46,7 +46,9 @@ class CodedNetwork(Network):
         super().take(shard, answers)
         for answer in answers:
             coded = self.servers[shard].shard.coded
-            assert coded is not None
+            if coded is None:  # nobody has joined yet
+                assert isinstance(answer.message, Refused)
+                continue
             if isinstance(answer.message, Parameters) and answer.message.turn:
                 key = (shard, *answer.to[:4])
                 if key not in self.held and coded.shadows is not None:
