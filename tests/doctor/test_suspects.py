@@ -254,3 +254,11 @@ def test_what_is_below_the_limits_is_no_fault():
         site = replace(site_of(seed, least=4), noise=0.02)
         below(site)
         assert not names(site), seed
+
+
+def test_workers_of_one_machine_are_right_to_meet_on_loopback():
+    loopback = replace_all(BRIDGE, name="lo", kind="loopback", network="127.0.0.0/8")
+    site = Site(hosts=2, interfaces=dict.fromkeys(range(2), (loopback, ETHERNET)))
+    assert not names(site)
+    site.interfaces[1] = (BRIDGE, ETHERNET)
+    assert "wrong interface" in names(site)

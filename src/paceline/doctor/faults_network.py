@@ -93,6 +93,10 @@ def contention(picture: Picture, spared: Hosts) -> Found | None:
 
 def wrong_interface(picture: Picture, spared: Hosts) -> Found | None:
     """Hosts whose collectives go over an interface that another one beats."""
+    if all(
+        _is_loopback(worker) for host in picture.hosts for worker in picture.on(host)
+    ):
+        return None  # they reach each other by it, so they are on one machine
     found: dict[int, tuple[WorkerEvidence, Interface]] = {}
     for host in picture.hosts:
         for worker in picture.on(host):
@@ -118,6 +122,10 @@ def wrong_interface(picture: Picture, spared: Hosts) -> Found | None:
         hosts=frozenset(found),
         command=f"GLOO_SOCKET_IFNAME={better.name} torchrun ...",
     )
+
+
+def _is_loopback(worker: WorkerEvidence) -> bool:
+    return worker.interface is not None and worker.interface.kind == "loopback"
 
 
 def _better(picture: Picture, worker: WorkerEvidence) -> Interface | None:
