@@ -14,7 +14,7 @@ from paceline.collectives.schedule import Ring
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import Workload
 from paceline.network.workload import builtin_names
-from paceline.tensors import wire_bytes
+from paceline.tensors import wire_bytes, wire_shape
 from paceline.worlds.virtual import ComputeModel
 from tests.virtual.helpers import run, run_on, simulation
 
@@ -158,3 +158,13 @@ def test_sizes_in_the_virtual_world_need_no_memory():
     )
     assert model_elements[0] <= 1024
     assert math.isfinite(huge.forward_seconds)
+
+
+def test_tensors_of_unknown_shape_are_matrices():
+    """As those of real processes are (`tests/real/scripts/stand_in.py`)."""
+    (shapes,) = run(1, lambda rank: shapes_of(SMALL))
+    assert shapes == [(2, 5), (1, 2), (250, 400), (25, 40)]  # of 4,002 bytes: 1,000
+
+
+def shapes_of(workload: Workload) -> list[tuple[int, ...]]:
+    return [wire_shape(p) for p in paceline.stand_in(workload).parameters()]

@@ -10,7 +10,7 @@ from paceline.context import current_world
 from paceline.errors import UsageError
 from paceline.interfaces import World
 from paceline.network.workload import Workload
-from paceline.tensors import stand_in_for, stands_in, wire_bytes
+from paceline.tensors import nearly_square, stand_in_for, stands_in, wire_bytes
 
 
 class StandIn(torch.nn.Module):
@@ -70,7 +70,9 @@ class StandIn(torch.nn.Module):
 
 def _tensor(blank: torch.Tensor, shape: tuple[int, ...] | None) -> torch.nn.Parameter:
     """A parameter that is, or stands for, what *blank* is, as one of *shape*: where that has
-    as many bytes as one of *blank*'s type."""
+    as many bytes as one of *blank*'s type. Of others it is a matrix, as `wire_shape` takes it to
+    be in the virtual world: codes send a row as it is, and would be predicted to do what they
+    do not."""
     elements = wire_bytes(blank) // blank.element_size()
     if shape is not None and math.prod(shape) != elements:
         shape = None
@@ -78,7 +80,10 @@ def _tensor(blank: torch.Tensor, shape: tuple[int, ...] | None) -> torch.nn.Para
         parameter = torch.nn.Parameter(blank)
         stand_in_for(wire_bytes(blank), parameter, shape)
         return parameter
-    return torch.nn.Parameter(blank if shape is None else blank.view(shape))
+    if shape is None:
+        square = nearly_square(elements)
+        shape = square if math.prod(square) == elements else (1, elements)
+    return torch.nn.Parameter(blank.view(shape))
 
 
 def stand_in(workload: Workload | str) -> StandIn:

@@ -77,11 +77,11 @@ def wire_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     known: tuple[int, ...] | None = getattr(tensor, "stands_for_shape", None)
     if known is not None:
         return known
-    return _nearly_square(wire_bytes(tensor) // tensor.element_size())
+    return nearly_square(wire_bytes(tensor) // tensor.element_size())
 
 
 @cache
-def _nearly_square(elements: int) -> tuple[int, ...]:
+def nearly_square(elements: int) -> tuple[int, ...]:
     """Of a matrix with so many elements, or of a row, where that is a narrow one."""
     root = math.isqrt(elements)
     for side in range(root, root // 4, -1):
