@@ -135,9 +135,10 @@ def too_slow(rnd):
 
 
 def threads(rnd):
-    count = str(2 * (os.cpu_count() or 1))
-    text = rack(rnd.choice((2, 3)), 200)
-    made = {"OMP_NUM_THREADS": count}
+    """Two workers a host, each with a thread for each core. One alone cannot have too many by that
+    variable: torch takes no more than there are cores."""
+    text = rack(2 * rnd.choice((2, 3)), 200, "workers_per_host = 2")
+    made = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
     return Case(text, ("threads",), "every host", EMULATED, (), made, "emulated")
 
 

@@ -179,7 +179,12 @@ def test_two_faults_on_two_hosts_are_both_named(one, other):
         assert set(names(site)) == {one, other}, seed
 
 
-SYMPTOMS = [("loss", "contention"), ("loss", "slow link"), ("threads", "slow host")]
+SYMPTOMS = [
+    ("loss", "contention"),
+    ("loss", "slow link"),
+    ("threads", "slow host"),
+    ("threads", "contention"),
+]
 
 
 @pytest.mark.parametrize(("cause", "symptom"), SYMPTOMS)

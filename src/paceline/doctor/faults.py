@@ -46,7 +46,8 @@ FAULTS: tuple[Row, ...] = (
         seen="threads of all workers of a host, and its cores",
         do="`OMP_NUM_THREADS`: cores divided by workers; torchrun sets 1 where nothing is said",
         find=threads,
-        explains=("slow host", "input starves"),
+        # Processors that are short also hold up what is sent and received.
+        explains=("slow host", "input starves", "contention"),
     ),
     Row(
         name="wrong interface",
@@ -188,11 +189,16 @@ def suspected(picture: Picture) -> dict[str, Found]:
     explained: dict[str, set[int]] = defaultdict(set)
     suspects: dict[str, Found] = {}
     for row in FAULTS:
-        found = row.find(picture, frozenset(explained[row.name]))
+        spared = frozenset(explained[row.name])
+        found = row.find(picture, spared)
         if found is not None:
             suspects[row.name] = found
-            for name in row.explains:
-                explained[name] |= found.hosts
+        everywhere = row.find(picture, frozenset()) if spared else found
+        hosts = found.hosts if found else frozenset()
+        if everywhere is not None:
+            hosts |= everywhere.hosts & spared  # a symptom's symptoms are the cause's
+        for name in row.explains:
+            explained[name] |= hosts
     return suspects
 
 
