@@ -72,7 +72,7 @@ FORBIDDEN_TO_METHODS = {
 }
 PRIVATE_NAMES_LIVE_IN = (
     *("torch_private.py", "python_private.py"),
-    "accelerate_private.py",
+    *("accelerate_private.py", "ray_private.py"),
 )
 PUBLIC = ("_exit", "_getframe", "_replace")
 """Python documents these."""

@@ -41,6 +41,7 @@ ROWS = [
     "backup:1:server",
     "backup:1:node",
     "backup:1:server's node",
+    "backup:1:both nodes",
 ]
 
 
@@ -74,22 +75,34 @@ SENTENCES = {
     "many": "UsageError: the Ray cluster is too small: this job needs 4 CPU, and its nodes have 2",
     "GPU": "1 GPU, and its nodes have 0",
     "large": "No node has room for worker 0 (2 CPU each, on one node)",
-    "busy": "CPU, on one of 3 nodes: no resource | 1 CPU | 1 CPU; wait longer (room_seconds=)",
+    "busy": "CPU, on one of 3 nodes: 1 CPU | 1 CPU | no resource; wait longer (room_seconds=)",
     "loop": "WorkerFailedError: worker 0 failed with ValueError: so it goes: 7",
     "script's": "method 'bsp' under --survive: its workers meet in collectives",
     "folder": "there is no folder /nowhere",
     "there": "the file exists, and may be what another job left",
     "always dies": "UsageError: worker 0 has died 3 times in a row without a completed step",
+    "room goes": "UsageError: worker 0 has not started for",
 }
+RESULTS = {"apart": "['trained', 'idle']", "server goes": "['trained']"}
 
 
-def test_bad_input():
-    done = started("on_ray.py", "refusals")
+@pytest.fixture(scope="module")
+def said():
+    """What was said of each job of on_ray.py in which something is wrong."""
+    done = started("on_ray.py", "tried")
     assert done.returncode == 0, done.stderr[-3000:]
-    said = dict(re.findall(r"^=== ([^:]+): (.*)$", done.stdout, re.MULTILINE))
-    for name, sentence in SENTENCES.items():
-        assert sentence in said[name], (name, said[name])
-        assert "Error: " in said[name]
+    return dict(re.findall(r"^=== ([^:]+): (.*)$", done.stdout, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_what_cannot_be_ends_with_words(said, name):
+    assert SENTENCES[name] in said[name]
+    assert "Error: " in said[name]
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_is_whole_is_given_back(said, name):
+    assert said[name] == RESULTS[name]
 
 
 @pytest.mark.parametrize(

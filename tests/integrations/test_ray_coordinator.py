@@ -2,8 +2,9 @@
 
 import pytest
 
-from paceline.errors import UsageError
-from paceline.integrations.ray_coordinator import Coordinator, Life
+from paceline.errors import PeerLostError, UsageError
+from paceline.integrations.ray_coordinator import Coordinator, Life, is_consequence
+from paceline.server.wire import HAS_BEEN_HERE
 
 SNAPSHOT = "/shared/snapshot"
 
@@ -26,7 +27,6 @@ def test_lives_are_numbered_and_told_of():
         "worker 1 is gone (last heard of at step 7), and is started again on another node"
     ]
     assert not news.fault
-    assert news.nodes == {"the server": "head", "worker 0": "a", "worker 1": "b"}
     assert not coordinator.look().lines, "they are said once"
 
 
@@ -98,6 +98,41 @@ def test_a_snapshot_that_is_there_may_be_of_another_job(resume):
             coordinator.server_begins("head", has_snapshot=True)
     else:
         assert coordinator.server_begins("head", has_snapshot=True) == []
+
+
+def test_a_resumed_job_does_not_begin_anew_where_its_snapshot_is_out_of_reach():
+    """Also before its first step: what it has resumed would be lost without a word."""
+    coordinator = Coordinator(2, SNAPSHOT, resume=True)
+    coordinator.server_begins("head", has_snapshot=True)
+    coordinator.server_goes_on(500)
+    with pytest.raises(UsageError, match=r"died after step 500, .* none was taken yet"):
+        coordinator.server_begins("b", has_snapshot=False)
+
+
+def failed(error, context):
+    try:
+        try:
+            raise context
+        except type(context):
+            raise error  # noqa: B904
+    except type(error) as raised:
+        return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "follows"),
+    [
+        (PeerLostError("server 0 is lost"), True),
+        (UsageError("worker 1 was taken for lost: join with another life"), True),
+        # It was let in, and the connection broke before it knew: the same life is not let in again.
+        (UsageError(f"incarnation 2 of worker 1, {HAS_BEEN_HERE} 2"), True),
+        (failed(ValueError("a step"), PeerLostError("server 0 is lost")), True),
+        (failed(ValueError("a step"), KeyError("weight")), False),
+        (UsageError("unknown method 'asq'"), False),
+    ],
+)
+def test_what_ends_a_life_and_what_ends_the_job(error, follows):
+    assert is_consequence(error) == follows
 
 
 def test_the_first_cause_is_told():

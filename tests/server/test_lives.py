@@ -1,18 +1,22 @@
 """Who may be a worker where the server numbers lives, and who is refused, in which words."""
 
 import gc
+import os
+import threading
 
+import msgspec
 import pytest
 import torch
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Sender
-from paceline.messages import Join, Load, PullState
+from paceline.messages import Done, Join, Leave, Load, PullState
 from paceline.server import sessions
+from paceline.server.orders import IsDone
 from paceline.server.process import make_machine
-from paceline.server.surviving import MissingWatch
+from paceline.server.surviving import MissingWatch, SurvivingJob
 from tests.hanging import SECONDS
-from tests.server import Adder, connect, running, time_limit
+from tests.server import TOKEN, Adder, connect, running, time_limit
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +116,29 @@ def test_who_is_missing_is_named_less_and_less_often(capsys):
     watch.on_lost(2, 0, 50.0)
     assert machine.missing() == [2], "it is to come back"
     assert watch.next_deadline() == 90.0
+    machine.on_done(2)
+    watch.on_timer(90.0)
+    assert not capsys.readouterr().err, "nobody is waited for"
+    assert watch.next_deadline() is None
+
+
+def test_who_is_done_elsewhere_is_not_waited_for():
+    """A server that was started again between two goodbyes knows of none: whoever knows who is
+    done tells it, and then the others may leave, too."""
+    job = SurvivingJob(2, "127.0.0.1", 0, TOKEN)
+    read, write = os.pipe()
+    thread = threading.Thread(target=job.run, args=(read,))
+    thread.start()
+    try:
+        worker = connect(job.shell, workers=2)
+        worker.request(Join(options="")).wait()
+        leave = worker.request(Leave())
+        os.write(write, msgspec.json.encode(IsDone(worker=1)) + b"\n")
+        assert leave.wait() == Done()
+        worker.close()
+    finally:
+        os.close(write)
+        thread.join(SECONDS)
+        job.close()
+        os.close(read)
+    assert not thread.is_alive()

@@ -21,7 +21,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast
 
 from paceline import methods, spec
@@ -58,6 +58,7 @@ from paceline.integrations.ray_actors import (  # noqa: E402
     called,
     protection,
 )
+from paceline.integrations.ray_private import without_process  # noqa: E402
 
 ROOM_SECONDS = 300.0
 """How long a job waits for room that others use, or that has gone with a node."""
@@ -122,16 +123,18 @@ def run(
             *(environment, path, snapshot_seconds),
         )
         opened = server.serve.remote()  # while workers start; a fault is news
-        calls, each = {}, []
-        for rank in range(workers):
-            worker = actors.anywhere(
+        each = [
+            actors.anywhere(
                 *(Worker, requests[name_of(rank)]),
                 *(rank, workers, actors.job, environment),
             )
-            each.append(worker)
-            arguments = () if config is None else (config,)
-            calls[worker.run.remote(loop, arguments)] = rank
-        room = _Room(requests, room_seconds)
+            for rank in range(workers)
+        ]
+        arguments = () if config is None else (config,)
+        calls = {
+            worker.run.remote(loop, arguments): rank for rank, worker in enumerate(each)
+        }
+        room = _Room(requests, room_seconds, [server, *each])
         while calls:
             ready, _ = ray.wait(list(calls), num_returns=1, timeout=_LOOK_SECONDS)
             failed = [
@@ -147,11 +150,11 @@ def run(
             if failed:
                 raise failed[0]
             for call in ready:
-                del calls[call]
-            room.look(news.nodes, {name_of(rank) for rank in calls.values()})
+                server.is_done.remote(calls.pop(call))
+            room.look({name_of(rank) for rank in calls.values()})
         del opened
         results: list[Any] = ray.get(coordinator.results.remote())
-        ray.get(server.end.remote(), timeout=_END_SECONDS)
+        _end(server, path)
         return results
 
 
@@ -276,28 +279,50 @@ def _failure(call: Any, rank: int) -> WorkerFailedError | UsageError | None:
     return None
 
 
-class _Room:
-    """Who waits for room: nobody's node is known yet, or it is gone."""
+def _end(server: Any, path: str | None) -> None:
+    """All workers are done, and what they have returned is here: that its server cannot
+    end as it should, since its node has just gone, say, makes nothing of that worth less."""
+    try:
+        ray.get(server.end.remote(), timeout=_END_SECONDS)
+    except ray.exceptions.RayError as error:
+        left = "" if path is None else f"; its snapshot {path} may be left"
+        print(
+            f"paceline: all workers are done, but the server has not ended well{left}: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
 
-    def __init__(self, requests: Mapping[str, Resources], seconds: float) -> None:
+
+class _Room:
+    """Who waits for room: no process runs an actor, because none was started yet, or because the last
+    one has died. Its node may live: others may have taken the room there."""
+
+    def __init__(
+        self,
+        requests: Mapping[str, Resources],
+        seconds: float,
+        actors: Sequence[Any],
+    ) -> None:
+        """*actors*: in the order of *requests*."""
         self._requests, self._seconds = requests, seconds
+        self._actors = dict(zip(requests, actors, strict=True))
         self._since: dict[str, float] = {}
         self._said: set[str] = set()
 
-    def look(self, at: Mapping[str, str], at_work: Set[str]) -> None:
-        """*at*: each actor's last node, by name; *at_work*: the workers that are not done. Raises
-        `UsageError` where one waits too long."""
-        nodes = nodes_of(ray.nodes())
+    def look(self, at_work: Set[str]) -> None:
+        """*at_work*: the workers that are not done. Raises `UsageError` where one waits too
+        long."""
         now = time.monotonic()
+        waiting = without_process(self._actors) & (at_work | {SERVER})
         for name, request in self._requests.items():
-            if at.get(name) in nodes or name not in at_work | {SERVER}:
+            if name not in waiting:
                 self._since.pop(name, None)
                 self._said.discard(name)
                 continue
             waited = now - self._since.setdefault(name, now)
             sentence = (
                 f"{name} has not started for {waited:.0f} s: it needs {needs(request)}, on one of "
-                f"{described(list(nodes.values()))}"
+                f"{described(list(nodes_of(ray.nodes()).values()))}"
             )
             if waited > self._seconds:
                 raise UsageError(

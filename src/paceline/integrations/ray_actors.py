@@ -28,11 +28,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 
-from paceline.errors import PeerLostError, UsageError
-from paceline.integrations.ray_coordinator import Coordinator, Life
+from paceline.errors import UsageError
+from paceline.integrations.ray_coordinator import (
+    Coordinator,
+    Life,
+    is_consequence,
+)
 from paceline.options import seconds_from
+from paceline.server.orders import IsDone
 from paceline.server.process import SILENT_SECONDS
 from paceline.server.security import SECRET, TOKEN, TRUSTED
 from paceline.server.surviving import SurvivingJob
@@ -48,7 +54,6 @@ END_SECONDS = 30.0
 """What the server has to end after its last worker."""
 NOTE_SECONDS = 0.5
 """A worker says no more often how far it has come."""
-_EVICTED = "taken for lost"
 
 
 class Server:
@@ -92,6 +97,13 @@ class Server:
             ray.get(self._coordinator.fails.remote(fault))
             raise UsageError(fault)
         return self._address
+
+    def is_done(self, rank: int) -> None:
+        """The loop of a worker has returned, and the coordinator knows: nobody waits for it any more.
+        A server that was started again when that worker had said goodbye, but had not
+        returned, would wait for ever."""
+        if self._thread is not None:
+            os.write(self._stop, msgspec.json.encode(IsDone(worker=rank)) + b"\n")
 
     def end(self) -> None:
         """All workers are done: nothing is left."""
@@ -173,7 +185,7 @@ class Worker:
             result = self._result_of(loop, arguments)
             world.close()
         except Exception as error:
-            if not _is_consequence(error):
+            if not is_consequence(error):
                 raise
             print(
                 f"paceline: worker {self._rank}: {error}", file=sys.stderr, flush=True
@@ -219,12 +231,3 @@ def protection(environment: Mapping[str, str]) -> dict[str, str]:
     if not said:
         said = {SECRET: secrets.token_hex(32)}
     return {**said, TOKEN: secrets.token_hex(16)}
-
-
-def _is_consequence(error: BaseException | None) -> bool:
-    """Whether *error* only says that the server is gone, or has let this life go."""
-    while error is not None:
-        if isinstance(error, PeerLostError) or _EVICTED in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

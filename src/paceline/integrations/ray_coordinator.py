@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import PeerLostError, UsageError
+from paceline.server.wire import HAS_BEEN_HERE
 from paceline.worlds.surviving import MOST_IN_VAIN, MOST_RESTARTS
 
 SERVER = "the server"
+_LET_GO = ("taken for lost", HAS_BEEN_HERE)
+"""What a server says to a life that it has let go of, or that it knows already: the next one may come."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,11 @@ class _Member:
 
 @dataclass(frozen=True)
 class News:
-    """What whoever called `run` is told: sentences, why the job cannot go on, if so, and where
-    everybody was last, by name. *hang*: workers whose process is to be ended."""
+    """What whoever called `run` is told: sentences, and why the job cannot go on, if so.
+    *hang*: workers whose process is to be ended."""
 
     lines: list[str]
     fault: str
-    nodes: dict[str, str]
     hang: list[int]
 
 
@@ -114,6 +116,8 @@ class Coordinator:
             )
         for member in self._members.values():
             member.steps = min(member.steps, step)
+        # Also of a job that was resumed and has done no step yet: who dies now has lost something.
+        self._members[SERVER].steps = step
 
     def done(self, rank: int, result: Any) -> None:
         """A worker's loop has returned *result*."""
@@ -122,9 +126,8 @@ class Coordinator:
     def look(self) -> News:
         """What has happened since this was last called."""
         lines, self._lines = self._lines, []
-        nodes = {name: member.node for name, member in self._members.items()}
         hang, self._hang = self._hang, []
-        return News(lines, self._fault, nodes, hang)
+        return News(lines, self._fault, hang)
 
     def results(self) -> list[Any]:
         """In the order of ranks, once all are done."""
@@ -152,6 +155,16 @@ class Coordinator:
     def fails(self, fault: str) -> None:
         """The job cannot go on: the first cause is what its caller is told."""
         self._fault = self._fault or fault
+
+
+def is_consequence(error: BaseException | None) -> bool:
+    """Whether *error* only says that the server is gone, or has let this life go."""
+    while error is not None:
+        words = str(error)
+        if isinstance(error, PeerLostError) or any(one in words for one in _LET_GO):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def name_of(rank: int) -> str:

@@ -75,7 +75,8 @@ def described(nodes: Sequence[Resources]) -> str:
         )
         for n in nodes
     ]
-    return f"{len(nodes)} node{'s' * (len(nodes) != 1)}: {' | '.join(each) or 'none'}"
+    listed = " | ".join(sorted(each)) or "none"  # Ray tells them in any order
+    return f"{len(nodes)} node{'s' * (len(nodes) != 1)}: {listed}"
 
 
 def _sum_of(what: str, among: Iterable[Resources]) -> float:

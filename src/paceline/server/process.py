@@ -118,14 +118,14 @@ class SilenceWatch:
         if heard is not None:
             self._hear(heard, sender, message, now)
         answers = self._server.on_message(sender, message, payload, now)
-        return self._heeded(answers, now)
+        return self.heeded(answers, now)
 
     def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
         self._look_up(now)
         heard = self._heard.get(worker)
         if heard is not None and heard.incarnation == incarnation:
             del self._heard[worker]
-        return self._heeded(self._server.on_lost(worker, incarnation, now), now)
+        return self.heeded(self._server.on_lost(worker, incarnation, now), now)
 
     def next_deadline(self) -> float | None:
         deadlines = [self._server.next_deadline()]
@@ -138,7 +138,7 @@ class SilenceWatch:
         answers: list[Answer] = []
         deadline = self._server.next_deadline()
         if deadline is not None and now >= deadline:
-            answers = self._heeded(self._server.on_timer(now), now)
+            answers = self.heeded(self._server.on_timer(now), now)
         # Only here: what `next_deadline` says in between may be too early, and costs little.
         self._limit = self._least
         if self._durations:
@@ -185,8 +185,9 @@ class SilenceWatch:
                 heard.steps += 1
             heard.step, heard.began = message.step, now
 
-    def _heeded(self, answers: list[Answer], now: float) -> list[Answer]:
-        """The same answers: until now their workers were waiting for them."""
+    def heeded(self, answers: list[Answer], now: float) -> list[Answer]:
+        """The same answers: until now their workers were waiting for them. For those, too, that
+        the server behind this one gives by another way."""
         for answer in answers:
             if isinstance(answer.message, Joined):  # maybe long after it has asked
                 self._heard[answer.to.worker] = _Heard(answer.to.incarnation, now)

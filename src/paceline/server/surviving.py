@@ -27,6 +27,7 @@ from paceline.interfaces import Answer, Sender, Server, Work
 from paceline.messages import Join, Leave, Request
 from paceline.server import snapshot as snapshots
 from paceline.server.metrics import Figures, figures_of
+from paceline.server.orders import IsDone
 from paceline.server.process import SILENT_SECONDS, SilenceWatch, make_machine
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Shell
@@ -115,9 +116,13 @@ class MissingWatch:
         if deadline is not None and now >= deadline:
             answers = list(self._server.on_timer(now))
         if self._due is not None and now >= self._due:
+            missing = self._missing()
+            if not missing:  # who was waited for is done, which is no message
+                self._due = None
+                return answers
             self._seconds *= 2
             self._due = now + self._seconds
-            names = ", ".join(map(str, self._missing()))
+            names = ", ".join(map(str, missing))
             print(
                 f"paceline: not here, and waited for: workers {names}; is each started, and "
                 "started again when it dies?",
@@ -178,7 +183,7 @@ class SurvivingJob:
             server = self.snapshots = snapshots.Snapshots(
                 self.machine, self._path, snapshot_seconds
             )
-        server = watched(server, evict_silent, self._evict)
+        server = self._watch = watched(server, evict_silent, self._evict)
         server = MissingWatch(server, self.machine.missing)
         self.shell = Shell(
             server, bind, port, workers=workers, numbers=True, token=token
@@ -186,9 +191,11 @@ class SurvivingJob:
         self.port = self.shell.port
 
     def run(self, stop: int | None = None) -> bool:
-        """Serve until all workers have ended well, or *stop*, a descriptor, is at its end. Returns
-        whether they have: then the snapshot is gone, else it holds what is known to the end."""
-        self.shell.run(stop)
+        """Serve until all workers have ended well, or *stop*, a descriptor, is at its end. Lines
+        there, each an `IsDone`, name workers that do not come back, if they are not here.
+        Returns whether all have ended well: then the snapshot is gone, else it holds what is known
+        to the end."""
+        self.shell.run(stop, self._hear)
         well = self.shell.all_have_departed
         if well and self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -210,6 +217,11 @@ class SurvivingJob:
             if self._path is not None:
                 age = time.time() - self._path.stat().st_mtime
         return figures_of(self.shell, self.machine, age)
+
+    def _hear(self, line: bytes) -> Sequence[Answer]:
+        done = msgspec.json.decode(line, type=IsDone)
+        answers = self.machine.on_done(done.worker)
+        return self._watch.heeded(answers, time.monotonic())
 
     def _evict(self, worker: int, incarnation: int) -> None:
         self.shell.evict(worker, incarnation)

@@ -1,8 +1,8 @@
 """Trainings on a local Ray cluster of several nodes, one after the other, of which something is killed
 meanwhile.
 
-Arguments: a folder, and for each training METHOD:KILLS:WHAT, where WHAT is ``worker``, ``server``, ``node`` or
-``server's node``. Prints a line of JSON for each.
+Arguments: a folder, and for each training METHOD:KILLS:WHAT, where WHAT is ``worker``, ``server``, ``node`` (a
+worker's), ``server's node`` or ``both nodes`` (these two, at once). Prints a line of JSON for each.
 
 Every gradient is made of ones, so the parameter tells how many were applied: under backup each
 step moves it by the learning rate, however many workers' gradients are in it; under asp each gradient moves
@@ -113,13 +113,16 @@ class Killer:
         elif what == "server":
             os.kill(server_of(self.cluster)[0], signal.SIGKILL)
         else:
-            wanted = self.life_of(rank)[2]
-            if what == "server's node":
-                wanted = server_of(self.cluster)[1]
-            node = next(n for n in self.nodes if n.node_id == wanted)
-            self.nodes.remove(node)
-            self.cluster.remove_node(node, allow_graceful=False)
-            self.nodes.append(one_more(self.cluster))
+            wanted = {
+                "node": [self.life_of(rank)[2]],
+                "server's node": [server_of(self.cluster)[1]],
+                "both nodes": [self.life_of(rank)[2], server_of(self.cluster)[1]],
+            }[what]
+            gone = [node for node in self.nodes if node.node_id in wanted]
+            for node in gone:
+                self.nodes.remove(node)
+                self.cluster.remove_node(node, allow_graceful=False)
+            self.nodes += [one_more(self.cluster) for _ in gone]
 
 
 def wait_until(condition, what):

@@ -1,6 +1,6 @@
 """Runs another script, a line of arguments each, on a local Ray cluster of two nodes.
 
-Arguments: a file of such lines, or ``refusals``, which tries what cannot be.
+Arguments: such lines, or ``tried``: jobs in which something is wrong.
 """
 
 import os
@@ -34,6 +34,48 @@ def idle():
     return "done"
 
 
+def trained(steps=3):
+    import torch
+
+    import paceline
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2)).backward()
+        optimizer.step()
+    optimizer.finish()
+
+
+def apart():
+    """One of the two does not train: the other waits for it, until it is known to be done."""
+    if os.environ["RANK"] == "1":
+        return "idle"
+    trained()
+    return "trained"
+
+
+def server_goes():
+    """The server has nothing to do any more, and cannot be started again."""
+    trained()
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].endswith("Server"):
+            ray.kill(ray.get_actor(**actor))
+    return "trained"
+
+
+@ray.remote(num_cpus=1, name="other", lifetime="detached")
+class Other:
+    """Of another job: waits for room, too."""
+
+
+def room_goes():
+    """When this process dies somebody else has waited for its room."""
+    Other.remote()
+    os._exit(3)
+
+
 def bsp():
     import torch
 
@@ -43,31 +85,37 @@ def bsp():
     paceline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-REFUSALS = {
+ONE = {"workers": 1, "method": "asp"}
+TRIED = {
     "many": (idle, {"workers": 3, "method": "asp"}),
     "GPU": (
         idle,
-        {"workers": 1, "method": "asp", "resources_per_worker": {"GPU": 1}},
+        ONE | {"resources_per_worker": {"GPU": 1}},
     ),
     "large": (
         idle,
-        {"workers": 1, "method": "asp", "resources_per_worker": {"CPU": 2}},
+        ONE | {"resources_per_worker": {"CPU": 2}},
     ),
     "busy": (
         idle,
-        {"workers": 1, "method": "asp", "grows": True, "room_seconds": 2}
-        | {"resources_per_worker": {"CPU": 2}},
+        ONE | {"grows": True, "room_seconds": 2, "resources_per_worker": {"CPU": 2}},
     ),
-    "loop": (breaks, {"workers": 1, "method": "asp", "config": 7}),
+    "loop": (breaks, ONE | {"config": 7}),
     "script's": (bsp, {"workers": 1}),
-    "folder": (idle, {"workers": 1, "method": "asp", "snapshot": "/nowhere/file"}),
-    "there": (idle, {"workers": 1, "method": "asp", "snapshot": __file__}),
-    "always dies": (dies, {"workers": 1, "method": "asp", "config": 7}),
+    "folder": (idle, ONE | {"snapshot": "/nowhere/file"}),
+    "there": (idle, ONE | {"snapshot": __file__}),
+    "always dies": (dies, ONE | {"config": 7}),
+    "apart": (
+        apart,
+        {"workers": 2, "method": "ssp", "server_resources": {"CPU": 0}},
+    ),
+    "server goes": (server_goes, ONE),
+    "room goes": (room_goes, ONE | {"room_seconds": 20}),
 }
 
 
-def refusals():
-    for name, (loop, options) in REFUSALS.items():
+def tried():
+    for name, (loop, options) in TRIED.items():
         try:
             said = run(loop, **options)
         except PacelineError as error:
@@ -89,8 +137,8 @@ def main():
             cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
         cluster.wait_for_nodes()
         ray.init(address=cluster.address)
-        if sys.argv[1:] == ["refusals"]:
-            refusals()
+        if sys.argv[1:] == ["tried"]:
+            tried()
         else:
             for line in sys.argv[1:]:
                 sys.argv = shlex.split(line)
