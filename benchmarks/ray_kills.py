@@ -2,6 +2,7 @@
 and again: each job ends, and has applied each step once.
 
 python benchmarks/ray_kills.py --kills 5
+python benchmarks/ray_kills.py --kills 5 --killed server  # one row alone
 """
 
 import argparse
@@ -19,17 +20,23 @@ ROWS = [
     ("server", "backup"),
     ("node", "backup"),
     ("server's node", "backup"),
+    ("both nodes", "backup"),
 ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--killed", choices=sorted({what for what, _ in ROWS}))
     chosen = parser.parse_args()
     print("| killed | times | method | steps | applied | lives of workers | seconds |")
     print("|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        rows = [f"{method}:{chosen.kills}:{what}" for what, method in ROWS]
+        rows = [
+            f"{method}:{chosen.kills}:{what}"
+            for what, method in ROWS
+            if chosen.killed in (None, what)
+        ]
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), folder, *rows],
             stdout=subprocess.PIPE,
