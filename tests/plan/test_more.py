@@ -162,6 +162,7 @@ def test_a_value_in_single_precision_reaches_what_it_is_printed_as():
     assert Goal("accuracy", 0.95).reached([record], None) is record
     assert Goal("accuracy", 0.9501).reached([record], None) is None
     assert Goal("loss", 0.5).reached([record], 0.1) is record
+    assert Goal("loss", 0.5).reached([], 0.1) is None  # logged, and no step taken
 
 
 @pytest.mark.parametrize("text", ["accuracy", "=3", "loss=low", "loss=inf"])

@@ -81,6 +81,16 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].rstrip() == "[1] failed: worker 0 raised GradientError: clipped"
 
 
+def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """``[val]`` would be a style, ``[/val]`` an error, and ``:key:`` a picture."""
+    (_, result), *_ = three().results
+    names = ("acc[val]", "acc[/val]", "loss:key:")
+    result.metrics = dict.fromkeys(names, 0.5)
+    print_results([("bsp", result)])
+    said = capsys.readouterr().out
+    assert all(name in said for name in names)
+
+
 def test_the_page_calls_variants_as_plots_do() -> None:
     (spec, result), *_ = three().results
     labels = [row[0] for row in table([(spec, result), (spec, FAILED)]).rows]

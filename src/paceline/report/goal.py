@@ -51,13 +51,13 @@ class Goal:
     ) -> StepRecord | None:
         """The first of one worker's *steps* with which it logged as much; *last* came after the
         last step, or with it. Whether the metric is to rise or to fall is told by its first
-        value."""
+        value. Who took no step has reached nothing."""
         values = [
             (step, value)
             for step in steps
             if (value := step.metrics.get(self.metric)) is not None
         ]
-        if last is not None:
+        if last is not None and steps:
             values.append((steps[-1], last))
         if not values:
             return None

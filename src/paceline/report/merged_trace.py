@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,10 @@ def _read(path: Path) -> Trace:
         found = msgspec.json.decode(data, type=_File)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except (EOFError, zlib.error) as error:
+        raise UsageError(
+            f"cannot read {path}: {error}. Was what wrote it killed?"
+        ) from None
     except msgspec.MsgspecError as error:
         raise UsageError(f"{path} is no Chrome trace: {error}") from None
     if found.baseTimeNanoseconds is None:

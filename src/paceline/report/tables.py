@@ -179,6 +179,9 @@ def print_workload(workload: Workload, rows: int = 12) -> None:
 
 
 def console_for_tables() -> Console:
-    """Standard output, wide enough where that is a file."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH_OF_FILES)
+    """Standard output, wide enough where that is a file. Names of metrics, tensors and files are shown as
+    they are: ``acc[val]`` is no markup."""
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
+    return console
