@@ -14,7 +14,8 @@ import paceline
 from paceline.errors import UsageError
 from paceline.instruments import StepRecord
 from paceline.options import RunOptions
-from paceline.sinks import numbers_of, sink_for
+from paceline.sinks import SINKS, numbers_of, sink_for
+from tests import forked
 from tests.virtual.helpers import run, simulation
 
 STEPS = 5
@@ -78,6 +79,64 @@ def test_metrics_that_come_later_are_not_lost(tmp_path: Path) -> None:
         sink.step(record(step, metrics))
     sink.close()
     assert [row["more"] for row in rows(tmp_path / "steps.csv")] == ["", "accuracy=0.9"]
+
+
+def test_a_place_that_fails_costs_figures_and_not_the_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[int] = []
+
+    class Away:
+        def __init__(self, name: str) -> None:
+            assert name == "mine"
+
+        def step(self, record: StepRecord) -> None:
+            if record.step == 3:
+                raise ConnectionError("nobody answers")
+            told.append(record.step)
+
+        def close(self) -> None:
+            raise AssertionError("it has failed before")
+
+    monkeypatch.setitem(SINKS, "away", Away)
+    records = run(2, lambda rank: train("away:mine"))[0]
+    assert told == [1, 2]
+    assert len(records) == STEPS
+    words = "paceline: nothing is reported to away:mine from step 3 on: ConnectionError"
+    assert capsys.readouterr().err.count(words) == 1
+
+
+PLACE = """
+steps = []
+active_run = lambda: None
+start_run = lambda: None
+log_metrics = lambda numbers, step: steps.append(step)
+
+def end_run():
+    with open("steps", "w") as file:
+        file.write(str(steps))
+"""
+FAILS = """
+import paceline, torch
+
+paceline.report_to("mlflow:")
+model = torch.nn.Linear(3, 1)
+optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+for step in range(3):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+raise RuntimeError("the third step was the last")
+"""
+
+
+def test_what_came_before_an_error_is_reported(tmp_path: Path) -> None:
+    """A sink may keep what it was told until it is closed."""
+    (tmp_path / "mlflow.py").write_text(PLACE)
+    (tmp_path / "fails.py").write_text(FAILS)
+    (done,) = forked.together(1, [tmp_path / "fails.py"], folder=tmp_path)
+    assert done.wait() == 1, done.stderr
+    assert "the third step was the last" in done.stderr
+    assert (tmp_path / "steps").read_text() == "[1, 2, 3]"
 
 
 @pytest.mark.parametrize("has_run", [False, True])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import csv
 import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -43,9 +44,47 @@ def report(world: World, where: str) -> None:
     """Send worker 0's records there, from now on until its script ends."""
     world.connect()
     if world.rank == 0:
-        sink = sink_for(where)
+        sink = Dispensable(where, sink_for(where))
         world.journal.tell(Told(sink.step), figures=True)
         world.job.at_exit(sink.close)
+        # A script that fails does nothing more of its job, and what it did until then is what people
+        # look for. At the interpreter's end W&B takes its service away: what is registered later is
+        # called sooner.
+        atexit.register(sink.close)
+
+
+class Dispensable:
+    """A sink of *place* without which training goes on: a server that is away, or a full disk, costs the
+    figures alone."""
+
+    def __init__(self, place: str, sink: Sink) -> None:
+        self._place = place
+        self._sink: Sink | None = sink
+
+    def step(self, record: StepRecord) -> None:
+        if self._sink is not None:
+            try:
+                self._sink.step(record)
+            except Exception as error:
+                self._give_up(f"from step {record.step} on", error)
+
+    def close(self) -> None:
+        """Nothing more will come; again is harmless."""
+        sink = self._sink
+        if sink is not None:
+            try:
+                sink.close()
+            except Exception as error:
+                self._give_up("at its end", error)
+        self._sink = None
+
+    def _give_up(self, when: str, error: Exception) -> None:
+        self._sink = None
+        print(
+            f"paceline: nothing is reported to {self._place} {when}: "
+            f"{type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
 
 
 def report_as_asked(world: World) -> None:
@@ -113,12 +152,16 @@ class Csv:
         self._file.close()
 
 
+FLUSH_SECONDS = 10
+
+
 class TensorBoard:
     """Scalars in a folder of TensorBoard's."""
 
     def __init__(self, name: str) -> None:
         module = _needs("torch.utils.tensorboard", "tensorboard")
-        self._writer = module.SummaryWriter(name or None)
+        # Two minutes, as by default, are long for people who watch.
+        self._writer = module.SummaryWriter(name or None, flush_secs=FLUSH_SECONDS)
 
     def step(self, record: StepRecord) -> None:
         for name, value in numbers_of(record).items():
@@ -135,10 +178,6 @@ class WeightsAndBiases:
         wandb = _needs("wandb", "wandb")
         self._ours = wandb.run is None
         self._run = wandb.run or wandb.init(project=name or None)
-        if self._ours:
-            # At the interpreter's end W&B takes its service away, before a script's `close` is called:
-            # what is registered later is called sooner.
-            atexit.register(self.close)
 
     def step(self, record: StepRecord) -> None:
         # W&B's own step rises with each log, the script's too: ours is a number among others.
@@ -146,7 +185,6 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         if self._ours:
-            self._ours = False
             self._run.finish()
 
 
