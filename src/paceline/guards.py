@@ -10,6 +10,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.torch_private import (
+    SHARDING,
     active_ddp,
     is_distributed_tensor,
     parallel_by_others,
@@ -22,9 +23,16 @@ def check_trained_by_nobody_else(model: torch.nn.Module) -> None:
         tool = parallel_by_others(module)
         if tool is not None:
             what = f"its part {name!r} is" if name else "it is"
+            if tool in SHARDING:
+                raise UsageError(
+                    f"the model given to distribute is sharded: {what} under {tool}, so each "
+                    "rank holds a part of its parameters, and distribute averages gradients of "
+                    f"whole models that every rank holds. Leave {tool} out; a model that one "
+                    f"device has no room for trains under {tool} alone, without distribute"
+                )
             raise UsageError(
                 f"the model given to distribute is made parallel twice: {what} under "
-                f"{tool} too, which averages gradients or spreads parameters itself. "
+                f"{tool} too, which averages gradients itself. "
                 "Build the model without it, and give distribute the plain one"
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -328,6 +328,10 @@ def active_ddp() -> torch.nn.Module | None:
     return found
 
 
+SHARDING = ("FSDP", "fully_shard")
+"""Those of `parallel_by_others` that leave each rank a part of the parameters."""
+
+
 def parallel_by_others(module: torch.nn.Module) -> str | None:
     """What else trains this very module (not its children) on several devices: the name
     of torch's tool, if there is one.
@@ -350,7 +354,8 @@ def parallel_by_others(module: torch.nn.Module) -> str | None:
         kind = getattr(sys.modules.get(home), base, None)
         if kind is not None and isinstance(module, kind):
             return tool
-    return None
+    # What FSDP is around is of no class of its own; it is marked for torch.compile.
+    return "FSDP" if getattr(module, "_is_fsdp_managed_module", False) else None
 
 
 def is_distributed_tensor(tensor: torch.Tensor) -> bool:

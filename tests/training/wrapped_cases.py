@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,22 +64,29 @@ def ddp_around():
             optimizer.finish()
 
 
+def fsdp(module):
+    return FullyShardedDataParallel(
+        module, device_id=torch.device("cpu"), use_orig_params=True
+    )
+
+
 def a_part_is_under_another_tool():
     mesh = init_device_mesh("cpu", (1,))
     tools = {
         "DistributedDataParallel": DistributedDataParallel,
         "replicate": replicate,
         "fully_shard": lambda module: fully_shard(module, mesh=mesh),
+        "FSDP": fsdp,
     }
     for name, tool in tools.items():
         model = Net()
         model.body = tool(model.body)
-        with refused(f"its part 'body.*' is under {name} too"):
+        with refused(f"its part 'body.*' is under {name}"):
             given(model)
         late = Net()
         optimizer = given(late)
         late.body = tool(late.body)
-        with refused(f"its part 'body.*' is under {name} too"):
+        with refused(f"its part 'body.*' is under {name}"):
             train(late)
         optimizer.finish()
 
@@ -89,15 +96,24 @@ def the_whole_is_under_another_tool():
     for name, tool in {
         "replicate": replicate,
         "fully_shard": lambda module: fully_shard(module, mesh=mesh),
+        "FSDP": fsdp,
     }.items():
-        with refused(f"it is under {name} too"):
+        with refused(f"it is under {name}"):
             given(tool(Net()))
         late = Net()
         optimizer = given(late)
         tool(late)
-        with refused(f"it is under {name} too|runs inside"):
+        with refused(f"it is under {name}|runs inside"):
             train(late)
         optimizer.finish()
+
+
+def fsdp_around():
+    """What it is around is sharded too."""
+    inner = Net()
+    fsdp(Around(inner))
+    with refused("sharded: it is under FSDP"):
+        given(inner)
 
 
 def distributed_tensors():
@@ -129,6 +145,7 @@ if __name__ == "__main__":
     ddp_around()
     a_part_is_under_another_tool()
     the_whole_is_under_another_tool()
+    fsdp_around()
     distributed_tensors()
     another_model_under_ddp_is_nobodys_business()
     print("all tried")
