@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import (
     DataLoader,
@@ -20,6 +23,7 @@ from paceline.integrations.chosen import (
     check_meets_all,
     check_not_sharded,
     check_plain,
+    copied,
     owner_of,
     shows_mean,
 )
@@ -68,6 +72,40 @@ def test_what_is_wrapped_already_is_refused_with_the_line_to_take_out() -> None:
             check_plain(inner, plain, "prepare(...)")
 
 
+def test_a_sharded_model_is_refused_in_words_of_its_own() -> None:
+    plain = torch.nn.Linear(2, 2)
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    torch.nn.Module.__init__(wrapped)
+    words = (
+        r"sharded: {}under FSDP, so each rank holds a part.*Take out .*FSDP\(model\)"
+    )
+    with pytest.raises(UsageError, match=words.format("it is ")):
+        check_plain(wrapped, None, "attach(trainer)")
+    model = torch.nn.Sequential(plain, wrapped)
+    with pytest.raises(UsageError, match=words.format("its part '1' is ")):
+        check_plain(model, None, "attach(trainer)")
+
+
+def test_a_copy_of_a_state_shares_what_the_model_shares() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model.register_buffer("empty", torch.empty(0))
+    model.register_buffer("empty too", torch.empty(0))
+    original = model.state_dict()
+    original["extra"] = "words"
+    state = copied(original)
+    assert state["extra"] == "words"
+    assert type(state) is type(original)
+    assert state._metadata == original._metadata
+    assert state["0.weight"] is state["1.weight"]
+    assert state["0.bias"] is not state["1.bias"]
+    assert state["empty"] is not state["empty too"]
+    before = state["0.weight"].clone()
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    assert torch.equal(state["0.weight"], before)
+
+
 def test_a_model_of_distributed_tensors_is_refused(single_process_group) -> None:
     mesh = dist.init_device_mesh("cpu", (1,))
     model = torch.nn.Linear(2, 2)
@@ -88,6 +126,19 @@ def test_sharding_by_accelerate_is_refused_with_the_argument_to_leave_out(kind):
     check_not_sharded("MULTI_CPU")
     with pytest.raises(UsageError, match=rf"\({kind}\).*leave \w+= out of Acceler"):
         check_not_sharded(kind)
+
+
+@pytest.mark.parametrize("spread", ["tp", "cp", "sp", "dp_shard"])
+def test_parallelism_that_deals_out_no_samples_is_refused(spread: str) -> None:
+    names = ("tp", "cp", "sp", "dp_shard", "dp_replicate")
+    of = {f"{name}_enabled": name == "dp_replicate" for name in names}
+    check_not_sharded("MULTI_CPU", SimpleNamespace(**of))
+    with pytest.raises(
+        UsageError, match=rf"\({spread}_size\).*leave {spread}_size out"
+    ):
+        check_not_sharded(
+            "MULTI_CPU", SimpleNamespace(**of | {f"{spread}_enabled": True})
+        )
 
 
 def test_what_needs_a_process_group_is_refused_where_a_job_survives() -> None:

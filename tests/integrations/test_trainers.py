@@ -25,19 +25,21 @@ SCRIPTS = Path(__file__).parent / "scripts"
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
 """With what `forked` sets: by these Lightning knows that torchrun has started its processes."""
 METHODS = ("osp:budget=constant", "ssp", "local-sgd:every=4")
+TO_THE_END = 12 * 8
+"""Steps, or more, where nobody stops early."""
 Lines = dict[tuple[str, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A trainer: *cases* are compared with its own DDP, *virtual* ones with virtual time; *other* is
-    trained by other methods."""
+    """A trainer: *cases* are compared with its own DDP, the *virtual* one with virtual time; *other* ones
+    are trained by other methods."""
 
     name: str
     package: str
     cases: tuple[str, ...]
     virtual: str = "plain"
-    other: str = "plain"
+    other: tuple[str, ...] = ("plain",)
 
     @property
     def script(self) -> Path:
@@ -45,17 +47,21 @@ class Tried:
 
     @property
     def others(self) -> list[str]:
-        return [f"{self.other}@{method}" for method in METHODS]
+        return [f"{case}@{method}" for case in self.other for method in METHODS]
 
 
 TRIED = [
     Tried(
         *("accelerate", "accelerate"),
-        ("plain", "accumulation", "clipping", "bf16", "seeded", "resumed"),
+        ("plain", "accumulation", "clipping", "bf16", "seeded", "resumed")
+        + ("two", "through"),
+        other=("plain", "two"),
     ),
     Tried(
         *("fabric", "lightning"),
-        ("plain", "accumulation", "clipping", "fp16", "scheduler", "saved"),
+        ("plain", "accumulation", "clipping", "fp16", "scheduler", "saved")
+        + ("two", "through", "joint"),
+        other=("plain", "two"),
     ),
     Tried(
         *("lightning", "lightning"),
@@ -72,8 +78,9 @@ TRIED = [
     ),
     Tried(
         *("trainer", "transformers"),
-        ("plain", "clipping", "accumulation", "resumed"),
-        *("clipping", "clipping"),
+        ("plain", "clipping", "accumulation", "resumed", "early"),
+        virtual="clipping",
+        other=("clipping", "early"),
     ),
 ]
 
@@ -137,11 +144,51 @@ def test_learns_what_ddp_learns_in_both_worlds(tried: Tried, tmp_path: Path) -> 
         if tried.name == "accelerate":
             assert end["resumed", 0] == pytest.approx(end["seeded", 0])
     for case in tried.others:
-        assert ours[case, 0]["sum"] == ours[case, 1]["sum"]
-        assert ours[case, 0]["absolute"] == ours[case, 1]["absolute"]
+        for name in ("sum", "absolute"):
+            assert ours[case, 0][name] == ours[case, 1][name]
+    for case, rank in ours:  # stopped by one metric: soon, and all at the same step
+        if case.startswith("early"):
+            steps = ours[case, rank]["steps"]
+            assert steps == ours[case, 0]["steps"] < TO_THE_END
     virtual = trained_in_virtual_time(tried, tmp_path / "virtual")
     assert virtual.keys() == {(tried.virtual, rank) for rank in (0, 1)}
     require_alike(virtual, ours)
+
+
+@pytest.mark.parametrize("tried", TRIED, ids=lambda tried: tried.name)
+def test_sharded_models_are_refused_in_words(tried: Tried, tmp_path: Path) -> None:
+    """By each way to shard one: what it is, that it cannot be, and what to take out."""
+    needs(tried.package)
+    words = [SCRIPTS / "sharded.py", tried.name, tmp_path]
+    for end in forked.run_together(2, words, environment=LAUNCHED):
+        said = json.loads(end.stdout.split("=== ", 1)[1])
+        for tool in ("FSDP", "fully_shard"):
+            assert f"is under {tool}, so each rank holds a part" in said.pop(tool)
+        assert "is a DTensor: each rank holds a part" in said.pop("DTensor")
+        assert set(said) == {"arguments"} & set(said)
+        for words_ in said.values():
+            assert "leave " in words_
+            assert "fsdp" in words_
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("accelerate",) * 2, ("trainer", "transformers"), ("fabric", "lightning")],
+)
+def test_habits_beside_training(name: str, package: str, tmp_path: Path) -> None:
+    needs(package)
+    words = [SCRIPTS / "habits.py", name, tmp_path]
+    for rank, end in enumerate(forked.run_together(2, words, environment=LAUNCHED)):
+        assert f"all tried by worker {rank}" in end.stdout
+
+
+def test_in_virtual_time_fabric_deals_out_what_it_is_asked_for(tmp_path: Path) -> None:
+    needs("lightning")
+    options = ("--workers=2", "--link=1gbit", "--output=all")
+    words = ("simulate", *options, SCRIPTS / "habits.py", "fabric", tmp_path)
+    done = forked.run(["-m", "paceline", *words], folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("all tried by worker") == 2
 
 
 def test_clipping_what_has_left_is_refused_in_words(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ is what accumulation asks for. All of this is Accelerate's public API.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -62,8 +64,24 @@ def hand_over(
 ) -> DistributedOptimizer:
     """`distribute`, and accumulation asks it instead of DistributedDataParallel."""
     wrapped = distribute(model, optimizer, **settings)
-    model.no_sync = wrapped.no_sync  # type: ignore[assignment]
+    model.no_sync = _NoSync(wrapped.no_sync)  # type: ignore[assignment]
     return wrapped
+
+
+class _NoSync:
+    """By which accumulation asks a model that is trained; its copies (a moving average of the weights, say)
+    and pickles have nobody to leave out."""
+
+    def __init__(
+        self, no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self._no_sync = no_sync
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return self._no_sync()
+
+    def __reduce__(self) -> tuple[type[_NoSync], tuple[()]]:
+        return _NoSync, ()
 
 
 def _show_result(
@@ -77,15 +95,13 @@ def _show_result(
     for number, one in enumerate(models):
         if one is model:
             with optimizer.consolidated():
-                weights[number] = {
-                    name: value.detach().clone()
-                    for name, value in model.state_dict().items()
-                }
+                weights[number] = chosen.copied(model.state_dict())
 
 
 def check_same_workers(accelerator: Accelerator) -> None:
     """Raise `UsageError` unless Accelerate deals data out to as many as train, whole models each."""
-    chosen.check_not_sharded(accelerator.distributed_type.name)
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    chosen.check_not_sharded(accelerator.distributed_type.name, parallelism)
     init()
     if accelerator.num_processes != world_size():
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,8 @@ _SHARDING = {
     "TP": "parallelism_config=",
 }
 """Accelerate's names for what spreads a model over workers, and how that is asked for."""
+_SPREAD = ("tp", "cp", "sp", "dp_shard")
+"""The same of its ``ParallelismConfig``."""
 
 
 def check_chosen(settings: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +67,8 @@ def check_plain(
     except UsageError as error:
         raise UsageError(
             f"{call}: {error}. Take out the line before it that wraps or shards the model "
-            "(DistributedDataParallel(model), accelerator.prepare(model), fully_shard(model))"
+            "(DistributedDataParallel(model), FSDP(model), fully_shard(model), "
+            "accelerator.prepare(model), from_pretrained(..., tp_plan=...))"
         ) from None
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
@@ -74,14 +78,22 @@ def check_plain(
         )
 
 
-def check_not_sharded(kind: str) -> None:
-    """Raise `UsageError` where Accelerate, which calls it *kind*, spreads models over workers."""
+def check_not_sharded(kind: str, parallelism: object = None) -> None:
+    """Raise `UsageError` where Accelerate, which calls it *kind*, or its configuration of *parallelism*
+    spreads models or samples over workers."""
     if kind in _SHARDING:
         raise UsageError(
             f"the Accelerator shards models ({kind}), and paceline averages gradients of whole "
             f"models that every worker holds: leave {_SHARDING[kind]} out of Accelerator(), and "
             "what asks for it out of accelerate launch and its configuration"
         )
+    for spread in _SPREAD:
+        if getattr(parallelism, f"{spread}_enabled", False):
+            raise UsageError(
+                f"the Accelerator's ParallelismConfig spreads each model, or each sample, over "
+                f"workers ({spread}_size), and paceline averages gradients of whole models, of "
+                f"which every worker has its own samples: leave {spread}_size out"
+            )
 
 
 def check_meets_all(trainer: str, environment: Mapping[str, str]) -> None:
@@ -91,6 +103,29 @@ def check_meets_all(trainer: str, environment: Mapping[str, str]) -> None:
             f"{trainer} holds all workers together in one process group, which nobody comes back to "
             "after a death: leave --survive out, or train by Lightning, Fabric or a plain loop"
         )
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """*state*, a module's, of the same kind, with its metadata, and with tensors of its own. Those that share
+    memory, as tied weights do, share it in the copy too: savers that leave out what is there twice
+    must still see it."""
+    made: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def copy_of(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        # Other kinds may have no memory of their own: all of them would be at place 0.
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.numel():
+            return value.detach().clone()
+        key = (value.data_ptr(), value.dtype, value.shape, value.stride())
+        if key not in made:
+            made[key] = value.detach().clone()
+        return made[key]
+
+    made_of_it = copy.copy(state)
+    for name, value in state.items():
+        made_of_it[name] = copy_of(value)
+    return made_of_it
 
 
 @contextmanager

@@ -6,6 +6,7 @@ It is Fabric's DDP strategy, without DDP; ``fabric.setup(model, optimizer)`` cal
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from paceline.api import init
 from paceline.distributing import distribute
 from paceline.errors import UsageError
+from paceline.hooks import Uncopied
 from paceline.integrations.chosen import (
     accumulating,
     check_chosen,
     check_plain,
+    copied,
     owner_of,
 )
 from paceline.optimizer import DistributedOptimizer
@@ -44,12 +47,20 @@ class FabricStrategy(OfLaunched, DDPStrategy):
         self._settings = check_chosen({"method": method, **settings})
         self._backward_sync_control = _NoSync(self)
         self._trained: list[tuple[torch.nn.Module, DistributedOptimizer]] = []
-        self.deals = is_virtual()
+        self._sampler_is_asked_for = False
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """This worker's share of the data; None where it is dealt out here."""
-        return None if self.deals else super().distributed_sampler_kwargs
+        """This worker's share of the data; None where it is dealt out here. Fabric asks, where the script
+        has not said ``use_distributed_sampler=False``, just before it calls `process_dataloader`."""
+        self._sampler_is_asked_for = True
+        return None if is_virtual() else super().distributed_sampler_kwargs
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """In virtual time it is dealt out here, where a script wants that."""
+        self.deals = is_virtual() and self._sampler_is_asked_for
+        self._sampler_is_asked_for = False
+        return super().process_dataloader(dataloader)
 
     def _setup_distributed(self) -> None:
         if self.is_launched:
@@ -59,8 +70,23 @@ class FabricStrategy(OfLaunched, DDPStrategy):
             super()._setup_distributed()
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Nothing is wrapped."""
+        """Nothing is wrapped. A model without an optimizer may be looked at, and not be trained: nobody
+        would average its gradients."""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and self.world_size > 1:
+                parameter.register_post_accumulate_grad_hook(
+                    Uncopied(partial(self._require_averaged, name))
+                )
         return module
+
+    def _require_averaged(self, name: str, parameter: torch.Tensor) -> None:
+        trained = (p for module, _ in self._trained for p in module.parameters())
+        if all(parameter is not one for one in trained):
+            raise UsageError(
+                f"{name!r} has a gradient, and nobody averages it: its model was set up without an "
+                "optimizer. model, optimizer = fabric.setup(model, optimizer); or, where it is "
+                "not to be trained, model.requires_grad_(False) before fabric.setup(model)"
+            )
 
     def setup_module_and_optimizers(
         self,
@@ -95,13 +121,7 @@ class FabricStrategy(OfLaunched, DDPStrategy):
         with ExitStack() as stack:
             for optimizer in self.optimizers_of(module):
                 stack.enter_context(optimizer.consolidated())
-            state: dict[str, Any] = super().get_module_state_dict(module)
-            return {
-                name: value.detach().clone()
-                if isinstance(value, torch.Tensor)
-                else value
-                for name, value in state.items()
-            }
+            return copied(super().get_module_state_dict(module))
 
     def optimizers_of(self, module: torch.nn.Module) -> list[DistributedOptimizer]:
         """Those that train *module*."""

@@ -34,6 +34,7 @@ from paceline.integrations.chosen import (
     accumulating,
     check_chosen,
     check_plain,
+    copied,
     owner_of,
 )
 from paceline.optimizer import DistributedOptimizer
@@ -127,13 +128,7 @@ class PacelineStrategy(OfLaunched, DDPStrategy):
         with ExitStack() as stack:
             for optimizer in self._ours:
                 stack.enter_context(optimizer.consolidated())
-            state: dict[str, Any] = super().lightning_module_state_dict()
-            return {
-                name: value.detach().clone()
-                if isinstance(value, torch.Tensor)
-                else value
-                for name, value in state.items()
-            }
+            return copied(super().lightning_module_state_dict())
 
     # ---- the end ----
 

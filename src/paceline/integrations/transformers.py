@@ -28,6 +28,7 @@ from paceline.integrations.chosen import (  # noqa: E402
 from paceline.optimizer import DistributedOptimizer, training_of  # noqa: E402
 
 T = TypeVar("T", bound=Trainer)
+_ATTACHED = "_attached_by_paceline"
 
 
 def attach(trainer: T, method: str | None = None, **settings: Any) -> T:
@@ -48,7 +49,7 @@ def attach(trainer: T, method: str | None = None, **settings: Any) -> T:
     check_plain(trainer.model, trainer.optimizer, "attach(trainer)")
     chosen = check_chosen({"method": method, **settings})
     norm = trainer.args.max_grad_norm
-    if norm and "clip_norm" in settings:
+    if norm and settings.get("clip_norm") is not None:
         raise UsageError(
             f"clip_norm={settings['clip_norm']} and max_grad_norm={norm}: leave one of "
             "them out (TrainingArguments(max_grad_norm=0) clips nothing)"
@@ -58,7 +59,7 @@ def attach(trainer: T, method: str | None = None, **settings: Any) -> T:
         trainer._clip_grad_norm = trainer._get_grad_norm = _norm
         if norm:
             chosen["clip_norm"] = norm
-    attached = _Attached(trainer, chosen)
+    attached = vars(trainer)[_ATTACHED] = _Attached(trainer, chosen)
     trainer.create_optimizer = attached.create_optimizer(trainer.create_optimizer)
     accelerator = trainer.accelerator
     accelerator.prepare_model = _unwrapped(accelerator.prepare_model)
@@ -118,7 +119,7 @@ class _Attached:
 
 
 def _check_attachable(trainer: Trainer) -> None:
-    if getattr(trainer.create_optimizer, "__wrapped__", None) is not None:
+    if _ATTACHED in vars(trainer):
         raise UsageError("attach: this trainer was attached before; once is enough")
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise UsageError(

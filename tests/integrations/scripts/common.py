@@ -12,9 +12,11 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 warnings.filterwarnings("ignore")
@@ -41,14 +43,49 @@ def loader(shuffle: bool = True) -> DataLoader:
     return DataLoader(data(), 16, shuffle=shuffle)
 
 
+def rivals() -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
+    """One that tells samples from others, and one that makes these of noise."""
+    torch.manual_seed(0)
+    layers, linear = torch.nn.Sequential, torch.nn.Linear
+    critic = layers(linear(20, 16), torch.nn.LeakyReLU(), linear(16, 1))
+    maker = layers(linear(8, 16), torch.nn.ReLU(), linear(16, 20))
+    return critic, maker
+
+
+def contend(
+    inputs: torch.Tensor,
+    nets: tuple[torch.nn.Module, torch.nn.Module],
+    optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer],
+    backward: Callable[[torch.Tensor], None],
+    quiet: AbstractContextManager[None],
+) -> None:
+    """A step of each: the maker's loss goes through the critic, whose gradient of that pass, which it does
+    not apply, stays where it is while *quiet*."""
+    (critic, maker), noise = nets, inputs[:, :8].flip(0)
+    real, made = torch.ones(len(inputs), 1), torch.zeros(len(inputs), 1)
+    with torch.no_grad():
+        both = torch.cat([inputs, maker(noise)])
+    optimizers[0].zero_grad()
+    told = critic(both)
+    backward(F.binary_cross_entropy_with_logits(told, torch.cat([real, made])))
+    optimizers[0].step()
+    optimizers[1].zero_grad()
+    with quiet:
+        told = critic(maker(noise))
+        backward(F.binary_cross_entropy_with_logits(told, real))
+    optimizers[1].step()
+
+
 def each(train: Callable[..., dict[str, object]], known: dict[str, dict]) -> None:
-    """Train all cases that are asked for; *train* is given its side, method and folder, and what
-    `known` has of the case, and returns what `show` takes."""
+    """Train all cases that are asked for; *train*, or what `known` has of the case as *by*, is given its
+    side, method and folder, and what else `known` has of it, and returns what `show` takes."""
     side, folder, *words = sys.argv[1:]
     for case in words:
         name, _, method = case.partition("@")
         own = Path(folder, f"{name} {method}")
-        show(case, **train(side, method or OURS, own, **known[name]))
+        options = {"by": train, **known[name]}
+        by = options.pop("by")
+        show(case, **by(side, method or OURS, own, **options))
 
 
 def die_once(step: int) -> None:

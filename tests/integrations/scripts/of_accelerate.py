@@ -1,5 +1,7 @@
 """Accelerate, each case under its own DDP or under paceline; see `common`."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 
@@ -8,17 +10,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
-from common import each, loader, net
-
-CASES = {
-    "plain": {},
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "clipping": {"clip": 0.3},
-    "bf16": {"mixed_precision": "bf16"},
-    "seeded": {"seeded": True},
-    "resumed": {"seeded": True, "breaks_at": 23},
-}
-"""*breaks_at*: after so many steps, in mid-epoch, all is saved, and a new training goes on."""
+from common import contend, each, loader, net, rivals
 
 
 class Training:
@@ -84,5 +76,47 @@ def train(side, method, folder, clip=0.0, breaks_at=None, **options):
         "rate": training.optimizer.param_groups[0]["lr"],
     }
 
+
+def train_rivals(side, method, folder, quiet=False):
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    nets = rivals()
+    optimizers = (
+        torch.optim.SGD(nets[0].parameters(), 0.05, momentum=0.9),
+        torch.optim.Adam(nets[1].parameters(), 0.01),
+    )
+    torch.manual_seed(3)
+    batches = accelerator.prepare(loader())
+    if side == "ddp":
+        first, second, *ours = accelerator.prepare(*nets, *optimizers)
+        called = first, second
+    else:
+        pairs = [
+            prepare(accelerator, one, its, method=method)
+            for one, its in zip(nets, optimizers, strict=True)
+        ]
+        called, ours = zip(*pairs, strict=True)
+    for _ in range(2):
+        for inputs, _labels in batches:
+            silent = accelerator.no_sync(called[0]) if quiet else nullcontext()
+            contend(inputs, called, ours, accelerator.backward, silent)
+    if side != "ddp":
+        for one in ours:
+            one.optimizer.finish()
+    return {"rank": accelerator.process_index, "model": torch.nn.ModuleList(nets)}
+
+
+CASES = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "clipping": {"clip": 0.3},
+    "bf16": {"mixed_precision": "bf16"},
+    "seeded": {"seeded": True},
+    "resumed": {"seeded": True, "breaks_at": 23},
+    "two": {"by": train_rivals, "quiet": True},
+    "through": {"by": train_rivals},
+}
+"""*breaks_at*: after so many steps, in mid-epoch, all is saved, and a new training goes on."""
 
 each(train, CASES)

@@ -1,11 +1,61 @@
 """Fabric, each case under its own DDP or under paceline; see `common`."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning
 import torch
 import torch.nn.functional as F
-from common import die_once, each, loader, net
+from common import contend, die_once, each, loader, net, rivals
+
+
+def launched(side, method, theirs="ddp", **options):
+    strategy = theirs
+    if side != "ddp":
+        from paceline.integrations.fabric import FabricStrategy
+
+        strategy = FabricStrategy(method)
+    fabric = lightning.Fabric(
+        accelerator="cpu", devices=2, strategy=strategy, **options
+    )
+    fabric.launch()
+    lightning.seed_everything(3, verbose=False)
+    return fabric
+
+
+class Both(torch.nn.ModuleList):
+    """Two nets in one module, of which one is called."""
+
+    def forward(self, number, inputs):
+        return self[number](inputs)
+
+
+def train_rivals(side, method, folder, quiet=False, joint=False):
+    """Set up one by one or, *joint*, as one module with two optimizers."""
+    fabric = launched(side, method, "ddp_find_unused_parameters_true")
+    nets = rivals()
+    optimizers = (
+        torch.optim.SGD(nets[0].parameters(), 0.05, momentum=0.9),
+        torch.optim.Adam(nets[1].parameters(), 0.01),
+    )
+    batches = fabric.setup_dataloaders(loader())
+    if joint:
+        whole, *ours = fabric.setup(Both(nets), *optimizers)
+        called = [lambda x, number=number: whole(number, x) for number in (0, 1)]
+    else:
+        pairs = [
+            fabric.setup(one, its) for one, its in zip(nets, optimizers, strict=True)
+        ]
+        called, ours = zip(*pairs, strict=True)
+    for _ in range(2):
+        for inputs, _labels in batches:
+            silent = fabric.no_backward_sync(called[0]) if quiet else nullcontext()
+            contend(inputs, called, ours, fabric.backward, silent)
+    if side != "ddp":
+        for one in ours:
+            one.finish()
+    return {"rank": fabric.global_rank, "model": torch.nn.ModuleList(nets)}
+
 
 CASES = {
     "plain": {},
@@ -15,6 +65,9 @@ CASES = {
     "scheduler": {"falls": True},
     "saved": {"save": True, "falls": True},
     "dies": {"dies": True},
+    "two": {"by": train_rivals, "quiet": True},
+    "through": {"by": train_rivals},
+    "joint": {"by": train_rivals, "joint": True},
 }
 
 
@@ -29,16 +82,7 @@ def train(
     dies=False,
     **options,
 ):
-    strategy = "ddp"
-    if side != "ddp":
-        from paceline.integrations.fabric import FabricStrategy
-
-        strategy = FabricStrategy(method)
-    fabric = lightning.Fabric(
-        accelerator="cpu", devices=2, strategy=strategy, **options
-    )
-    fabric.launch()
-    lightning.seed_everything(3, verbose=False)
+    fabric = launched(side, method, **options)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     batches = fabric.setup_dataloaders(loader())

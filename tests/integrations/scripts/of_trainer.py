@@ -4,7 +4,13 @@ import torch
 from common import each
 
 from paceline.integrations.transformers import attach  # isort: skip
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+)
 
 SIZES = {"vocab_size": 32, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 2}
 DROPS = {
@@ -34,22 +40,31 @@ CASES = {
     "clipping": {},
     "accumulation": {"gradient_accumulation_steps": 2, "bf16": True},
     "resumed": {"save_strategy": "epoch", "resumes": True},
+    "early": {
+        "early": True,
+        "num_train_epochs": 12,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "epoch",
+        "metric_for_best_model": "eval_loss",
+        "load_best_model_at_end": True,
+    },
 }
+STOPS_BELOW = 0.1
+"""Improvement of the loss in an epoch."""
 
 
-def train(side, method, folder, resumes=False, **options):
+def train(side, method, folder, resumes=False, early=False, **options):
     def trainer(epochs):
         arguments = TrainingArguments(
             output_dir=str(folder),
             use_cpu=True,
             per_device_train_batch_size=8,
-            num_train_epochs=2,
             learning_rate=3e-3,
             report_to=[],
             disable_tqdm=True,
             logging_steps=1000,
             eval_strategy="epoch",
-            **{"seed": 0, "save_strategy": "no", **options},
+            **{"num_train_epochs": 2, "seed": 0, "save_strategy": "no", **options},
             max_steps=epochs * 8 if resumes else -1,
         )
         torch.manual_seed(0)
@@ -57,6 +72,8 @@ def train(side, method, folder, resumes=False, **options):
         made = Trainer(
             model, arguments, train_dataset=Counting(128), eval_dataset=Counting(64)
         )
+        if early:
+            made.add_callback(EarlyStoppingCallback(1, STOPS_BELOW))
         if side != "ddp":
             attach(made, method=method)
         return made
