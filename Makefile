@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Its notices of newer versions are for nobody: versions are pinned.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export NO_MKDOCS_2_WARNING := 1
 # Two at a time: many tests start processes of their own, and wait for them.
 PARALLEL := -n 2 --dist worksteal
 READY := $(VENV)/.ready
