@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import paceline
-from paceline.errors import ClusterError, DeadlockError, WorkerFailedError
+from paceline.errors import (
+    ClusterError,
+    DeadlockError,
+    UsageError,
+    WorkerFailedError,
+)
 from paceline.network import (
     Cluster,
     Processor,
@@ -16,6 +23,7 @@ from paceline.network import (
     parse_cluster,
 )
 from paceline.network.rules import Rule, cut, kill, repair, throttle
+from paceline.worlds.emulated.plan import Plan
 from paceline.worlds.virtual import Simulation
 
 RATE = 1e6  # bytes a second
@@ -66,6 +74,60 @@ def test_a_cut_link_stands_still_until_it_is_repaired() -> None:
     # Cut in the middle of the second step, for five seconds.
     rules = (cut("worker 0", at=1.5), repair("worker 0", at=6.5))
     assert steps_of(rules) == pytest.approx([1, 6, 1, 1, 1, 1], abs=1e-4)
+
+
+def test_a_path_between_two_hosts_is_slow_and_no_other() -> None:
+    rules = (
+        throttle("worker 1 to worker 0", RATE / 4, step=1),
+        repair("worker 1 to worker 0", step=3),
+        cut("worker 0 to worker 1", step=4),
+        repair("worker 0 to worker 1", at=15.5),
+    )
+    assert steps_of(rules) == pytest.approx([1, 4, 4, 1, 6.5, 1], abs=1e-4)
+
+
+def test_a_path_is_a_link_after_all_others() -> None:
+    rack = Rack(workers=3, link=RATE, latency=0.0, aggregates=True)
+    rules = (
+        throttle("worker 1 to server 0", RATE, at=0.0),
+        cut("host 2 to host 0", at=1.0),
+    )
+    plain = Cluster((rack,), servers=(ServerHost(),))
+    cluster = Cluster((rack,), rules, servers=(ServerHost(),))
+    assert cluster.capacities == (*plain.capacities, math.inf, math.inf)
+    assert cluster.paths == ((1, 3), (2, 0))
+    assert cluster.host_path(1, 3) == (*plain.host_path(1, 3), 10)
+    assert cluster.host_path(0, 2) == plain.host_path(0, 2)
+    names = ["worker 1 to server 0", "worker 2 to worker 0"]
+    assert [cluster.link_name(10), cluster.link_name(11)] == names
+    assert cluster.links_named("host 2 to worker 0") == (11,)
+    gathered = cluster.host_path(0, cluster.aggregator_of(0))
+    assert gathered == (0, 12), "what adds up comes after them"
+    assert parse_cluster(cluster_toml(cluster)).capacities == cluster.capacities
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("worker 1 to worker 9", "no worker 9"),
+        ("worker 1 to rack 0", "no rack 0"),
+        ("worker 1 to server 0", "no server 0"),
+        ("worker 1 to host 1", "expected two hosts"),
+    ],
+)
+def test_a_path_that_there_is_not(name: str, words: str) -> None:
+    rack = Rack(workers=3, link=RATE, latency=0.0)
+    with pytest.raises(ClusterError, match=rf"rule 0: .*{words}"):
+        Cluster((rack,), (cut(name, at=0.0),))
+
+
+def test_the_emulated_world_refuses_paths() -> None:
+    rack = Rack(workers=3, link=RATE, latency=0.0)
+    rules = (cut("worker 0 to worker 1", at=0.0),)
+    with pytest.raises(
+        UsageError, match=r"'worker 0 to worker 1'.* links, and no paths"
+    ):
+        Plan(Cluster((rack,), rules), 0)
 
 
 def test_a_link_that_stays_cut_is_a_deadlock_that_names_it() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass, field
 
 from paceline import units
@@ -79,6 +80,9 @@ class Cluster:
     Workers and hosts are numbered rack by rack, the servers' hosts after all others, and
     then each rack's switch, where services may run, too, and what adds up there.
     ``capacities[i]`` is the goodput of directed link *i* in bytes per second.
+
+    Where a rule names a path from one host to another, what only these two share is a link of its
+    own, numbered after all others; it is never the limit before the rule says so.
     """
 
     racks: tuple[Rack, ...]
@@ -88,6 +92,8 @@ class Cluster:
     capacities: tuple[float, ...] = field(init=False, repr=False)
     _host_of: tuple[int, ...] = field(init=False, repr=False)
     _rack_of: tuple[int, ...] = field(init=False, repr=False)
+    _paths: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
+    """By hosts, from and to: the number of its link."""
 
     def __post_init__(self) -> None:
         if not self.racks:
@@ -121,10 +127,12 @@ class Cluster:
         object.__setattr__(self, "_rack_of", tuple(rack_of))
         object.__setattr__(self, "_host_of", tuple(host_of))
         object.__setattr__(self, "capacities", tuple(capacities))
+        object.__setattr__(self, "_paths", {})
         self._check_groups()
         for number, rule in enumerate(self.rules):
             try:
                 if isinstance(rule.target, str):
+                    self._add_path(rule.target)
                     self.links_named(rule.target)
                 elif not 0 <= rule.target < self.workers:
                     raise ClusterError(
@@ -133,6 +141,42 @@ class Cluster:
                     )
             except ClusterError as error:
                 raise ClusterError(f"rule {number}: {error}") from None
+
+    def _add_path(self, name: str) -> None:
+        """Give what only two hosts share a link, if *name* is of such a path."""
+        pair = self._pair_named(name)
+        if pair is not None and pair not in self._paths:
+            self._paths[pair] = len(self.capacities)
+            object.__setattr__(self, "capacities", (*self.capacities, math.inf))
+
+    def _pair_named(self, name: str) -> tuple[int, int] | None:
+        """The hosts of ``"worker 1 to worker 3"``, ``"host 0 to server 0"``; None for what is no
+        such name. Raises `ClusterError` where there is no such host."""
+        words = re.fullmatch(r"(\w+) (\d+) to (\w+) (\d+)", name)
+        if words is None:
+            return None
+        one, other = (
+            self._host_named(words[i], int(words[i + 1]), name) for i in (1, 3)
+        )
+        if one == other:
+            raise ClusterError(f"{name!r}: expected two hosts")
+        return one, other
+
+    def _host_named(self, kind: str, number: int, name: str) -> int:
+        if kind == "server" and number < len(self.servers):
+            return self.host_of_server(number)
+        kinds = ("worker", "host") if self.hosts == self.workers else ("host",)
+        if kind in kinds and number < self.hosts:
+            return number
+        raise ClusterError(
+            f"{name!r}: there is no {kind} {number} with a link: expected '{kinds[0]} N' (N: 0 to "
+            f"{self.hosts - 1}) or, of hosts for servers, 'server N'"
+        )
+
+    @property
+    def paths(self) -> tuple[tuple[int, int], ...]:
+        """Hosts, from and to, of the paths that rules name."""
+        return tuple(self._paths)
 
     def _check_groups(self) -> None:
         """Raise `ClusterError` where some workers are in groups and others are not."""
@@ -230,7 +274,8 @@ class Cluster:
             links += (len(self.capacities) + to_rack,)
         elif not self.is_switch(destination):
             links += (self.link_out_of(destination) + 1,)
-        return links
+        own = self._paths.get((source, destination))
+        return links if own is None else (*links, own)
 
     @property
     def aggregation(self) -> tuple[float, ...]:
@@ -279,13 +324,20 @@ class Cluster:
 
     def link_name(self, index: int) -> str:
         """What people call a directed link: ``"worker 3 out"`` (``"host 3 out"`` where
-        hosts have several workers), ``"rack 0 up"``."""
+        hosts have several workers), ``"rack 0 up"``, ``"worker 1 to worker 3"``."""
         base = 2 * self.hosts
         beyond = index - base - 2 * len(self.racks)
+        own = beyond - 2 * len(self.servers)
+        what = "worker" if self.hosts == self.workers else "host"
+        if own >= 0:
+            ends = [
+                f"{what} {host}" if host < self.hosts else f"server {host - self.hosts}"
+                for host in self.paths[own]
+            ]
+            return " to ".join(ends)
         if beyond >= 0:
             return f"server {beyond // 2} {'in' if beyond % 2 else 'out'}"
         if index < base:
-            what = "worker" if self.hosts == self.workers else "host"
             return f"{what} {index // 2} {'in' if index % 2 else 'out'}"
         return f"rack {(index - base) // 2} {'down' if index % 2 else 'up'}"
 
@@ -295,6 +347,9 @@ class Cluster:
         ``"host 3 out"`` is always understood, ``"worker 3 out"`` where each host has one.
         Raises `ClusterError` that says which there are.
         """
+        pair = self._pair_named(name)
+        if pair in self._paths:
+            return (self._paths[pair],)
         found = []
         for index in range(len(self.capacities)):
             full = self.link_name(index)
@@ -306,7 +361,7 @@ class Cluster:
             raise ClusterError(
                 f"there is no link {name!r}: expected '{what} N', '{what} N out', "
                 f"'{what} N in' (N: 0 to {self.hosts - 1}), or 'rack N', 'rack N up', "
-                f"'rack N down' (0 to {len(self.racks) - 1})"
+                f"'rack N down' (0 to {len(self.racks) - 1}), or '{what} N to {what} M'"
             )
         return tuple(found)
 

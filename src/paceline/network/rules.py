@@ -1,5 +1,5 @@
 """What happens to a cluster during a run: links that slow down, break and come back,
-workers that die. The same objects in the virtual and in the emulated world.
+workers that die. The same objects in the virtual and, but for paths, in the emulated world.
 
 ::
 
@@ -15,6 +15,11 @@ workers that die. The same objects in the virtual and in the emulated world.
     [[rule]]
     at = "15 s"
     repair = "rack 1 up"       # flows again, at the rate that the cluster gives it
+
+    [[rule]]
+    at = "0 s"
+    throttle = "worker 1 to worker 2"  # this path alone: what no others share, such as a bad
+    rate = "25 Mbit/s"         # route; virtual alone
 
     [[rule]]
     step = 30
@@ -38,7 +43,7 @@ ACTIONS: tuple[Action, ...] = ("throttle", "cut", "repair", "kill")
 class Rule:
     """One thing that happens once.
 
-    *target*: a link's name for `throttle`, `cut` and `repair` (without a direction: both),
+    *target*: a link's name, or a path's, for `throttle`, `cut` and `repair` (without a direction: both),
     a worker's number for `kill`. *at* is seconds from the start of training on worker 0,
     *step* one of its steps; one of the two. *rate*: goodput in bytes per second, for
     `throttle` alone.

@@ -45,9 +45,16 @@ class Plan:
     """The links of a cluster and its extra hosts, numbered and named."""
 
     def __init__(self, cluster: Cluster, extra_hosts: int) -> None:
-        """Raises `UsageError` for a number of hosts that no bridge can take."""
+        """Raises `UsageError` for a number of hosts that no bridge can take, and for rules of
+        paths."""
         if extra_hosts < 0:
             raise UsageError(f"extra_hosts: expected 0 or more, got {extra_hosts}")
+        if cluster.paths:
+            one = cluster.link_name(len(cluster.capacities) - 1)
+            raise UsageError(
+                f"the path {one!r} is a rule's: the emulated world shapes links, and no paths: "
+                "name a link, or use the virtual world (paceline simulate, or --world virtual)"
+            )
         aggregating = [i for i, rack in enumerate(cluster.racks) if rack.aggregates]
         servers = len(cluster.servers) + extra_hosts
         wanted = cluster.hosts + servers + len(aggregating)
