@@ -78,6 +78,22 @@ def one_direction(rnd):
     return Case(text, ("slow link",), f"the link {words} worker {bad}", script)
 
 
+def slow_path(rnd):
+    """What only two neighbours in the ring share, in one direction or in both."""
+    count, mbit = rnd.choice((4, 6, 8)), rnd.choice((200, 400, 1000))
+    one = rnd.randrange(count)
+    other, rate = (one + 1) % count, f'rate = "{mbit // rnd.choice((4, 10))} Mbit/s"'
+    text = rack(count, mbit) + rule(
+        f'throttle = "worker {one} to worker {other}"', 0, rate
+    )
+    where = f"from worker {one} to worker {other}"
+    if rnd.random() < 0.5:
+        text += rule(f'throttle = "worker {other} to worker {one}"', 0, rate)
+        where = f"between worker {min(one, other)} and worker {max(one, other)}"
+    script = ("--megabytes", str(mbit / 100))
+    return Case(text, ("slow path",), where, script)
+
+
 def scarce_uplink(rnd):
     each, mbit = rnd.choice((3, 4)), rnd.choice((400, 1000))
     uplink = f'uplink = "{int(mbit * rnd.choice((0.25, 0.5)))} Mbit/s"'
@@ -195,6 +211,7 @@ def even_emulated(rnd):
 VIRTUAL = {
     "slow link": slow_link,
     "one direction": one_direction,
+    "slow path": slow_path,
     "scarce uplink": scarce_uplink,
     "contention": contention,
     "slow host": slow_host,

@@ -24,7 +24,8 @@ REPEATS = 6
 
 @dataclass
 class Site:
-    """What is true. *slow*: by (host, way), the part of a link that is there; *varying*: by host, what is
+    """What is true. *slow*: by (host, way), the part of a link that is there; *paths*: by hosts, from and to, the
+    same of what only they share; *varying*: by host, what is
     left while others use its link; *losing*: by host, the part of segments lost; *factors*: by worker, how
     many times longer passes take; *waits*: by worker, seconds before a pass."""
 
@@ -37,6 +38,7 @@ class Site:
     workload: Workload = field(default_factory=lambda: layers(8, 40.0, 0.1, 0.2))
     spec: str = "bsp:fusion=ddp"
     slow: dict = field(default_factory=dict)
+    paths: dict = field(default_factory=dict)
     varying: dict = field(default_factory=dict)
     losing: dict = field(default_factory=dict)
     factors: dict = field(default_factory=dict)
@@ -81,7 +83,8 @@ class _Measures:
 
     def rate(self, a, b):
         """What a path gives now, alone."""
-        site, rate = self.site, self.site.link
+        site = self.site
+        rate = site.link * site.paths.get((a, b), 1.0)
         for host, way in ((a, "out"), (b, "in")):
             mine = site.link * site.slow.get((host, way), 1.0)
             if host in site.varying and self.random.random() < 0.5:
@@ -150,7 +153,8 @@ class _Measures:
         slowest = max(site.factors.values(), default=1.0)
         passes = (work.forward_seconds + work.backward_seconds) * slowest
         whole = passes + max(site.waits.values(), default=0.0)
-        least = min([*site.slow.values(), *site.varying.values()], default=1.0)
+        parts = [*site.slow.values(), *site.paths.values(), *site.varying.values()]
+        least = min(parts, default=1.0)
         whole += 2 * sum(work.sizes) / (site.link * least)
         return StepEvidence(
             steps=16,

@@ -45,6 +45,14 @@ def slower(link):
     return Cluster((RACK,), rules=(throttle(link, 25e6, at=0.0),))
 
 
+def slow_paths(*names):
+    return Cluster((RACK,), rules=tuple(throttle(name, 25e6, at=0.0) for name in names))
+
+
+BOTH = slow_paths("worker 1 to worker 2", "worker 2 to worker 1")
+ONE_WAY = slow_paths("worker 3 to worker 0")
+APART = slow_paths("worker 0 to worker 2", "worker 2 to worker 0")
+"""No neighbours in the ring: nobody waits for them."""
 RACKS = (Rack(workers=3, link=125e6, latency=5e-5, uplink=100e6),) * 2
 LATE = replace(WORK, backward=(0.0, 0.0, 0.0, 0.06), sizes=(2_000_000,) * 4, shapes=())
 
@@ -59,6 +67,12 @@ slow = pytest.mark.slow
     [
         ("slow link", "the link out of worker 1", slower("worker 1 out"), WORK, None),
         ("", "", ONE, WORK, {0: 0.002}),
+        ("slow path", "between worker 1 and worker 2", BOTH, WORK, None),
+        pytest.param(
+            *("slow path", "from worker 3 to worker 0", ONE_WAY, WORK, None),
+            marks=slow,
+        ),
+        pytest.param("", "", APART, WORK, None, marks=slow),
         pytest.param("input starves", "worker 3", ONE, WORK, {3: 0.05}, marks=slow),
         pytest.param("slow host", "worker 2", UNEVEN, WORK, None, marks=slow),
         pytest.param("no overlap", "every worker", ONE, LATE, None, marks=slow),

@@ -45,6 +45,15 @@ def slow_link(site, host):
     site.slow |= {(host, "out"): 0.4, (host, "in"): 0.4}
 
 
+def slow_path(site, host):
+    beside = neighbour(site, host)
+    site.paths |= {(host, beside): 0.4, (beside, host): 0.4}
+
+
+def neighbour(site, host):
+    return (host + 1) % site.hosts
+
+
 def slow_host(site, host):
     site.factors[host] = 1.4
 
@@ -64,6 +73,7 @@ MAKERS = {
     "contention": contention,
     "scarce uplink": scarce_uplink,
     "slow link": slow_link,
+    "slow path": slow_path,
     "slow host": slow_host,
     "input starves": input_starves,
     "no overlap": no_overlap,
@@ -99,7 +109,8 @@ def test_one_fault_is_named_where_it_is(name):
         found = names(site)
         assert list(found) == [name], seed
         if name not in EVERYWHERE:
-            assert found[name].hosts == {host}, seed
+            two = {neighbour(site, host)} if name == "slow path" else set()
+            assert found[name].hosts == {host} | two, seed
 
 
 @pytest.mark.parametrize("name", ["slow host", "input starves"])
@@ -119,6 +130,72 @@ def test_one_direction_of_a_link_is_told_from_both(way):
         assert list(found) == ["slow link"], seed
         words = {"out": "out of", "in": "into"}[way]
         assert found["slow link"].where == f"the link {words} worker 2"
+
+
+@pytest.mark.parametrize(
+    ("ways", "where"),
+    [
+        ([(1, 3)], "from worker 1 to worker 3"),
+        ([(1, 3), (3, 1)], "between worker 1 and worker 3"),
+        (
+            [(1, 3), (3, 1), (0, 2)],
+            "from worker 0 to worker 2 and between worker 1 and worker 3",
+        ),
+    ],
+)
+def test_a_path_is_told_from_the_links_of_its_hosts(ways, where):
+    for seed in SEEDS:
+        site = site_of(seed, least=4)
+        site.paths = dict.fromkeys(ways, 0.4)
+        found = names(site)
+        assert list(found) == ["slow path"], seed
+        assert found["slow path"].where == where
+    assert "where the others of both give" in found["slow path"].because
+
+
+def test_a_path_between_racks_is_measured_by_others_between_them():
+    for seed in SEEDS:
+        site = Site(hosts=8, racks=2, uplink=0.5 * GIGABIT, noise=0.03, seed=seed)
+        assert list(names(site)) == ["scarce uplink"], "all between them are slow"
+        site.paths = {(1, 6): 0.2}
+        assert list(names(site)) == ["scarce uplink", "slow path"], seed
+        assert names(site)["slow path"].where == "from worker 1 to worker 6"
+
+
+def test_where_half_of_all_paths_are_slow_it_is_built_like_that():
+    """Two racks that are not in the order of ranks."""
+    for seed in SEEDS:
+        site = replace(site_of(seed), hosts=6)
+        side = random.Random(seed).sample((0, 0, 0, 1, 1, 1), 6)
+        site.paths = {
+            (a, b): 0.4 for a in range(6) for b in range(6) if side[a] != side[b]
+        }
+        assert "slow path" not in names(site), seed
+
+
+def test_a_path_that_was_slow_only_once_is_no_fault():
+    evidence = Site(hosts=4).evidence()
+    first, *others = evidence.paths
+    slow, usual = first.rates[0] / 5, first.rates
+    for rates, faults in (
+        ((slow, *usual[1:]), []),
+        ((slow,), []),
+        ((slow,) * len(usual), ["slow path"]),
+    ):
+        changed = replace_all(first, rates=rates)
+        made = replace_all(evidence, paths=(changed, *others))
+        assert list(suspected(Picture(made))) == faults
+
+
+def test_segments_that_are_lost_on_one_path_only_are_told():
+    evidence = Site(hosts=4, paths={(0, 1): 0.2}, noise=0.0).evidence()
+    paths = [
+        replace_all(one, retransmitted=LOST * ((one.source, one.target) == (0, 1)))
+        for one in evidence.paths
+    ]
+    found = suspected(Picture(replace_all(evidence, paths=tuple(paths))))
+    assert list(found) == ["slow path"]
+    assert "2 % of segments are sent again" in found["slow path"].because
 
 
 def test_of_two_hosts_the_direction_is_named():
@@ -169,11 +246,20 @@ PAIRS = [
 ]
 
 
+def two_hosts(seed, site, apart):
+    """Not each other's neighbours, if they are to be *apart*."""
+    rnd = random.Random(seed)
+    while True:
+        first, second = rnd.sample(range(site.hosts), 2)
+        if not apart or abs(first - second) not in (1, site.hosts - 1):
+            return first, second
+
+
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_two_faults_on_two_hosts_are_both_named(one, other):
     for seed in SEEDS[:10]:
         site = site_of(seed, least=6)
-        first, second = random.Random(seed).sample(range(site.hosts), 2)
+        first, second = two_hosts(seed, site, apart="slow path" in (one, other))
         MAKERS[one](site, first)
         MAKERS[other](site, second)
         assert set(names(site)) == {one, other}, seed

@@ -27,6 +27,7 @@ from paceline.doctor.faults_network import (
     loss,
     scarce_uplink,
     slow_link,
+    slow_path,
     wrong_interface,
 )
 from paceline.doctor.faults_patient import Patient, patient_of
@@ -54,21 +55,21 @@ FAULTS: tuple[Row, ...] = (
         seen="the interface that carries the collectives, and the others that are up",
         do="`GLOO_SOCKET_IFNAME` (NCCL: `NCCL_SOCKET_IFNAME`), and an address of that network as `MASTER_ADDR`",
         find=wrong_interface,
-        explains=("loss", "contention", "slow link"),
+        explains=("loss", "contention", "slow link", "slow path"),
     ),
     Row(
         name="loss",
         seen="segments that are sent again, on each path",
         do="cable, port, driver, radio",
         find=loss,
-        explains=("contention", "slow link"),
+        explains=("contention", "slow link", "slow path"),
     ),
     Row(
         name="contention",
         seen="goodput of each path, several times, apart in time",
         do="another link, or another hour, for whoever else uses it",
         find=contention,
-        explains=("slow link",),
+        explains=("slow link", "slow path"),
     ),
     Row(
         name="scarce uplink",
@@ -81,6 +82,12 @@ FAULTS: tuple[Row, ...] = (
         seen="goodput between each two hosts, each direction; a link is as its best paths",
         do="cable, port, duplex; or train without that host",
         find=slow_link,
+    ),
+    Row(
+        name="slow path",
+        seen="goodput between two hosts that both reach others faster",
+        do="what only they share: route, cable between switches, member of a bundle (LAG); or other neighbours in the ring",
+        find=slow_path,
     ),
     Row(
         name="slow host",

@@ -15,6 +15,10 @@ SLOW_LINK = 0.7
 """Of the median host's link. Repeats of a goodput differ by a tenth on shared machines, links that
 are slow for a cause (100 Mbit/s on a gigabit port, half duplex, a worn cable) by half and more."""
 
+FEW_PATHS = 0.25
+"""Of a host's paths, or one of them: so many may be slow by themselves. Of two racks that nobody has
+recognized half are slow, and of a link all."""
+
 VARIES = 0.6
 """The least of several repeats over the most, on the median path of a host. Where two share a link in turns it
 is a half or less; a shaped or idle one stays above 0.8."""

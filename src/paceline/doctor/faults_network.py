@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from paceline.doctor.evidence import Interface, WorkerEvidence
@@ -17,6 +17,7 @@ from paceline.doctor.faults_limits import (
 )
 from paceline.doctor.faults_patient import Patient
 from paceline.doctor.faults_picture import IN, OUT, Direction, Picture
+from paceline.doctor.faults_racks import Pair
 from paceline.units import show_rate
 
 Ends = dict[int, tuple[Direction, ...]]
@@ -38,6 +39,34 @@ def slow_link(picture: Picture, spared: Hosts) -> Found | None:
         do=f"{_look(picture, bad)}: cable, port, duplex (ethtool); or train without it",
         mend=_links(bad, usual),
         hosts=frozenset(bad),
+    )
+
+
+def slow_path(picture: Picture, spared: Hosts) -> Found | None:
+    """Two hosts, or a few such pairs, that reach all others well, and each other far slower."""
+    bad = {
+        pair: usual
+        for pair, usual in picture.slow_paths.items()
+        if not spared.intersection(pair)
+    }
+    if not bad:
+        return None
+    rates = [picture.rates[pair] for pair in bad]
+    lost = max(picture.lost.get(pair, 0.0) for pair in bad)
+    because = (
+        f"{_rates(rates)}, where the others of both give {_rates(list(bad.values()))}"
+    )
+    if lost > LOST:
+        because += f", and {100 * lost:.2g} % of segments are sent again"
+    return Found(
+        where=listed(_paths(picture, bad)),
+        because=because,
+        do="look at what only they share: route, cable between switches, member of a bundle (LAG); "
+        "or number hosts so that they are no neighbours in a ring",
+        mend=lambda patient: replace(
+            patient, paths=tuple(one for one in patient.paths if one[:2] not in bad)
+        ),
+        hosts=frozenset(host for pair in bad for host in pair),
     )
 
 
@@ -199,6 +228,18 @@ def _where(picture: Picture, bad: Ends) -> str:
     if set(bad) == set(picture.hosts):
         return "the whole network"
     return listed([_end(picture, host, ways) for host, ways in bad.items()])
+
+
+def _paths(picture: Picture, pairs: Collection[Pair]) -> list[str]:
+    """Each of two hosts in one direction, or in both."""
+    found = []
+    for source, target in sorted(pairs):
+        ends = picture.label(source), picture.label(target)
+        if (target, source) not in pairs:
+            found.append(f"from {ends[0]} to {ends[1]}")
+        elif source < target:
+            found.append(f"between {ends[0]} and {ends[1]}")
+    return found
 
 
 def _end(picture: Picture, host: int, ways: tuple[Direction, ...]) -> str:

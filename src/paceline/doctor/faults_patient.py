@@ -40,7 +40,8 @@ NO_SCRIPT = Workload(
 @dataclass(frozen=True)
 class Patient:
     """*out*, *into*: bytes per second of each host's link; *racks*: hosts; *uplink*: bytes per second
-    between racks (None: never the limit). *hosts*: of each worker; *speeds*, *inputs*: of each worker."""
+    between racks (None: never the limit). *hosts*: of each worker; *speeds*, *inputs*: of each worker.
+    *paths*: from which host to which one less goes than over their links, and how much."""
 
     out: tuple[float, ...]
     into: tuple[float, ...]
@@ -54,6 +55,7 @@ class Patient:
     inputs: tuple[float, ...]
     workload: Workload
     spec: str
+    paths: tuple[tuple[int, int, float], ...] = ()
 
     @cached_property
     def _order(self) -> list[int]:
@@ -69,13 +71,18 @@ class Patient:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """With the better direction of each link, and a rule that slows the other one down."""
+        """With the better direction of each link, and a rule that slows the other one down; and one
+        for each path."""
         rules: list[Rule] = []
         for number, host in enumerate(self._order):
             best = max(self.out[host], self.into[host])
             for way, rate in ((OUT, self.out[host]), (IN, self.into[host])):
                 if rate < best:
                     rules.append(throttle(f"host {number} {way}", rate, at=0.0))
+        for source, target, rate in self.paths:
+            ends = [self._order.index(host) for host in (source, target)]
+            name = f"host {ends[0]} to host {ends[1]}"
+            rules.append(throttle(name, rate, at=0.0))
         return Cluster(self._made_racks(), tuple(rules), self.processor)
 
     def _made_racks(self) -> tuple[Rack, ...]:
@@ -170,6 +177,7 @@ def patient_of(picture: Picture) -> Patient:
         if evidence.workload and picture.trains
         else NO_SCRIPT,
         spec=evidence.spec,
+        paths=tuple((*pair, picture.rates[pair]) for pair in picture.slow_paths),
     )
 
 

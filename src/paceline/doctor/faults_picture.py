@@ -13,7 +13,13 @@ from functools import cached_property
 from statistics import fmean, median, median_high
 
 from paceline.doctor.evidence import Evidence, WorkerEvidence
-from paceline.doctor.faults_limits import FEWEST_REPEATS, VARIES
+from paceline.doctor.faults_limits import (
+    FEW_PATHS,
+    FEWEST_REPEATS,
+    LOST,
+    SLOW_LINK,
+    VARIES,
+)
 from paceline.doctor.faults_racks import Pair, Rounds
 
 Direction = str
@@ -96,6 +102,47 @@ class Picture:
         for pair in self.paths_of(host, direction):
             kinds[pair[end] in rack].append(self.rates[pair])
         return max(_near_best(mine, reverse=True) for mine in kinds)
+
+    @cached_property
+    def slow_paths(self) -> Mapping[Pair, float]:
+        """Paths, from and to, that are far slower than others of both their hosts, and what they could
+        give. Only those of hosts which have few of them: where many are slow, it is built like that.
+        What is slow once is no path's, and where links are restless or lose nobody can tell."""
+        found = {
+            (path.source, path.target): usual
+            for path in self.evidence.paths
+            if len(path.rates) >= FEWEST_REPEATS
+            and not self._is_unclear(path.source)
+            and not self._is_unclear(path.target)
+            and sorted(path.rates)[-2]
+            < SLOW_LINK * (usual := self._usual_of(path.source, path.target))
+        }
+        peers: dict[int, set[int]] = {host: set() for host in self.hosts}
+        for source, target in found:
+            peers[source].add(target)
+            peers[target].add(source)
+        most = max(1.0, FEW_PATHS * (len(self.hosts) - 1))
+        few = {host for host, others in peers.items() if len(others) <= most}
+        return {pair: usual for pair, usual in found.items() if few.issuperset(pair)}
+
+    def _usual_of(self, source: int, target: int) -> float:
+        """What a path should give, by others of its two hosts: in a rack no less than beyond it."""
+        rack = next((rack for rack in self.racks if source in rack), self.hosts)
+        out, into = self.paths_of(source, OUT), self.paths_of(target, IN)
+        if target not in rack:
+            out = [pair for pair in out if pair[1] not in rack]
+            own = next((one for one in self.racks if target in one), self.hosts)
+            into = [pair for pair in into if pair[0] not in own]
+        return min(
+            _near_best([self.rates[pair] for pair in mine], reverse=True)
+            for mine in (out, into)
+        )
+
+    def _is_unclear(self, host: int) -> bool:
+        return any(
+            self.steady(host, way) < VARIES or self.loss(host, way) > LOST
+            for way in (OUT, IN)
+        )
 
     def loss(self, host: int, direction: Direction) -> float:
         """As on its best paths."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import msgspec
 
 from paceline.doctor.evidence import PathEvidence, TogetherEvidence
+from paceline.doctor.faults_limits import SLOW_LINK
 from paceline.interfaces import World
 from paceline.probe import Findings, measure
 from paceline.probe.pairs import MOST_BYTES, TRIES, Pairs
@@ -18,6 +19,8 @@ REPEATS = 4
 """Rounds after the first one."""
 MOST_REPEATED = 64
 """Pairs that are measured again; with more of them, those that stand near each other in rank order."""
+MOST_DOUBTFUL = 16
+"""Others that are measured again, as they looked slow."""
 MOST_SHIFTS = 8
 """Rounds in which all send at once."""
 
@@ -50,9 +53,10 @@ def examine_network(
     lost = dict.fromkeys(rates, 0.0)
     together: list[TogetherEvidence] = []
     shifts = _shifts(len(leaders))
+    repeated = _repeated(leaders)
+    flows = [*repeated, *_doubtful(rates, repeated)]
     for number in range(REPEATS):
         say(f"links again, round {number + 2} of {REPEATS + 1}")
-        flows = _repeated(leaders)
         found = pairs.again(flows, [rates[flow][0] for flow in flows])
         for (a, b), one in zip(flows, found, strict=True):
             rates[a, b].append(one.rate)
@@ -107,6 +111,27 @@ def _repeated(leaders: Sequence[int]) -> list[tuple[int, int]]:
     if reach == count - 1:  # all of them
         near = [(i, j) for i in range(count) for j in range(count) if i != j]
     return [(leaders[i], leaders[j]) for i, j in near]
+
+
+def _doubtful(
+    rates: Mapping[tuple[int, int], Sequence[float]],
+    repeated: Collection[tuple[int, int]],
+) -> list[tuple[int, int]]:
+    """Of those that are not *repeated* the ones that were the slowest beside others of both their
+    ends: one measure is no path."""
+    again = set(repeated)
+    best_out: dict[int, float] = {}
+    best_into: dict[int, float] = {}
+    for (a, b), (rate, *_) in rates.items():
+        best_out[a] = max(rate, best_out.get(a, 0.0))
+        best_into[b] = max(rate, best_into.get(b, 0.0))
+    parts = {
+        (a, b): rate / min(best_out[a], best_into[b])
+        for (a, b), (rate, *_) in rates.items()
+        if (a, b) not in again
+    }
+    slow = [pair for pair, part in parts.items() if part < SLOW_LINK]
+    return sorted(slow, key=lambda pair: (parts[pair], pair))[:MOST_DOUBTFUL]
 
 
 def _shifts(count: int) -> list[int]:
