@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launchers import Place, find, first_host, tasks_on
+from paceline.launchers import Place, find, first_host, lone_rank, tasks_on
 
 # What Slurm sets for the shell of an allocation, for a batch script, and for a step's task.
 ALLOCATION = {
@@ -265,3 +265,44 @@ def test_what_is_no_number_is_named(variable):
         UsageError, match=f"{variable}: expected a whole number, got 'x'"
     ):
         find(TORCHRUN | {variable: "x"})
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "2"},
+        TORCHRUN | {"RANK": "4"},
+        TORCHRUN | {"RANK": "-1"},
+        TORCHRUN | {"RANK": "0", "WORLD_SIZE": "0"},
+        TASK | {"SLURM_PROCID": "3"},
+        MPIRUN | {"OMPI_COMM_WORLD_RANK": "2"},
+    ],
+)
+def test_a_rank_that_there_is_not_is_refused_before_anybody_waits_for_it(environment):
+    with pytest.raises(
+        UsageError, match=r"this process is to be rank .* expected 0 to"
+    ):
+        find(environment)
+
+
+def test_a_rank_may_be_all_that_a_worker_is_told():
+    assert lone_rank({"RANK": "2"}) == 2
+    assert lone_rank({"RANK": "2", "WORLD_SIZE": ""}) == 2
+    assert lone_rank({}) is lone_rank(TORCHRUN) is lone_rank(TASK) is None
+
+
+POD = {
+    "RANK": "1",
+    "WORLD_SIZE": "16",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+} | (KUBEFLOW | {"PET_NPROC_PER_NODE": "8"})
+"""Of a PyTorchJob: RANK is the pod's number, WORLD_SIZE counts processes."""
+
+
+def test_a_pod_of_several_processes_whose_script_was_started_once():
+    with pytest.raises(UsageError, match=r"8 processes on each of 2 nodes.*torchrun"):
+        find(POD)
+    assert find(POD | {"TORCHELASTIC_RUN_ID": "none"}).size == 16
+    assert find(POD | {"LOCAL_RANK": "1"}).size == 16, "something has started all"
+    assert find(POD | {"WORLD_SIZE": "2"}).size == 2, "one process a pod"

@@ -83,8 +83,27 @@ def find(environment: Mapping[str, str]) -> Place | None:
     for look in (_by_rank, _by_open_mpi, _by_pmi, _by_slurm, _by_torchrun):
         place = look(environment)
         if place is not None:
+            _check_rank(place)
             return None if place == ALONE else place
     return None
+
+
+def _check_rank(place: Place) -> None:
+    """Raise `UsageError` for a rank that there is not: the others would wait for one that is."""
+    if not 0 <= place.rank < place.size:
+        raise UsageError(
+            f"this process is to be rank {place.rank} of {place.size} workers, as the variables "
+            f"of its launcher say: expected 0 to {place.size - 1}, and RANK never without "
+            "WORLD_SIZE"
+        )
+
+
+def lone_rank(environment: Mapping[str, str]) -> int | None:
+    """The rank of a process that was told nothing but that: somebody else knows how many there
+    are. Raises `UsageError` for one that is no number."""
+    if not environment.get("RANK") or environment.get("WORLD_SIZE"):
+        return None
+    return _whole(environment, "RANK")
 
 
 # ---- launchers ----
@@ -103,6 +122,7 @@ def _by_rank(environment: Mapping[str, str]) -> Place | None:
         port=_whole(environment, "MASTER_PORT", 0),
     )
     _check_agreement(environment, place)
+    _check_pod(environment, place)
     return place
 
 
@@ -132,6 +152,31 @@ def _check_agreement(environment: Mapping[str, str], place: Place) -> None:
             f"task {said.rank} of {said.size}: unset RANK and WORLD_SIZE, which some shell or job "
             f"script has set for all tasks; or, if they are right, what {name} has set"
         )
+
+
+def _check_pod(environment: Mapping[str, str], place: Place) -> None:
+    """Raise `UsageError` for the only process in a pod of a PyTorchJob that has several in each:
+    RANK counts pods there, and WORLD_SIZE processes."""
+    each, nodes = (
+        _decimal(environment, name) for name in ("PET_NPROC_PER_NODE", "PET_NNODES")
+    )
+    if (
+        "TORCHELASTIC_RUN_ID" not in environment
+        and "LOCAL_RANK" not in environment
+        and each > 1
+        and place.size == each * nodes
+        and place.rank == _decimal(environment, "PET_NODE_RANK")
+    ):
+        raise UsageError(
+            f"WORLD_SIZE={place.size} counts {each} processes on each of {nodes} nodes, and this "
+            f"script was started once on each, without torchrun: all would wait for the others; {_START}"
+        )
+
+
+def _decimal(environment: Mapping[str, str], variable: str) -> int:
+    """0 where it is no number."""
+    text = environment.get(variable, "")
+    return int(text) if text.isdecimal() else 0
 
 
 _START_THEMSELVES = re.compile(r"^(RAY_|PACELINE_SURVIVE$)", re.MULTILINE)

@@ -15,7 +15,7 @@ from paceline.instruments import Journal
 from paceline.interfaces import Service, ServiceJob
 from paceline.server.security import SECRET, TOKEN, dedicated_token
 from paceline.worlds.handover import Address, Board, Posted, Sheet, Way, way_of
-from paceline.worlds.services import RealServices
+from paceline.worlds.services import RealServices, Where
 from tests.hanging import SECONDS
 from tests.real.helpers import (
     SCRIPTS,
@@ -241,6 +241,27 @@ def test_a_worker_that_was_told_no_token_says_where_it_comes_from() -> None:
 def test_workers_that_share_nothing_start_no_servers(place: str) -> None:
     with pytest.raises(UsageError, match=f"servers={place}: a job that survives"):
         find({"PACELINE_SURVIVE": "1"}, place)
+
+
+def node(number: int) -> dict[str, str]:
+    """The first worker of a node, of two that have two workers each."""
+    return {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": str(number)}
+
+
+@pytest.mark.parametrize("of_second", [0, 1])
+def test_a_server_for_each_node_is_started_by_somebody(of_second: int) -> None:
+    """Where ranks go round the nodes, what rank divided by workers of a node says is wrong."""
+    store = DictStore()
+    store |= {f"paceline/starters/{rank}": b"-" for rank in (2, 3)}
+    store["paceline/starters/1"] = str(of_second).encode()
+    where = Where(0, 4, store, node(0))
+    if of_second:
+        assert [spot.here for spot in where.spots("per-node")] == [True, False]
+    else:
+        with pytest.raises(
+            UsageError, match=r"nodes 0, 0, expected each of 0 to 1 once"
+        ):
+            where.spots("per-node")
 
 
 def test_the_token_of_named_servers() -> None:

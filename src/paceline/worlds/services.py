@@ -293,7 +293,23 @@ class Where:
         nodes = max(1, self.workers // on_node)
         mine = self._node() if nodes > 1 else 0
         first = self.environment.get("LOCAL_RANK", "0") == "0"
+        if nodes > 1:
+            self._check_starters(nodes, mine if first else None)
         return [Spot(here=first and node == mine) for node in range(nodes)]
+
+    def _check_starters(self, nodes: int, mine: int | None) -> None:
+        """Raise `UsageError`, on every worker, unless each node has one that starts its server; all
+        would wait for what nobody starts. *mine*: the node that this worker starts one for. Collective."""
+        self.store.set(_node_key(self.rank), "-" if mine is None else str(mine))
+        said = [self.store.get(_node_key(rank)) for rank in range(self.workers)]
+        found = sorted(int(number) for number in said if number != b"-")
+        if found != list(range(nodes)):
+            raise UsageError(
+                f"servers=per-node: the first workers of the nodes say that these are nodes "
+                f"{', '.join(map(str, found)) or 'of no number'}, expected each of 0 to {nodes - 1} "
+                "once: number workers node by node (mpirun --map-by slot), or set NODE_RANK and "
+                "LOCAL_RANK for each"
+            )
 
     def _node(self) -> int:
         of_launcher = self.environment.get("GROUP_RANK")
@@ -334,6 +350,10 @@ class Where:
             f"place {place!r}: no worker of this job runs on host {host!r}, so nobody can "
             f"start a service there: expected one of {', '.join(there_are)}"
         )
+
+
+def _node_key(rank: int) -> str:
+    return f"paceline/starters/{rank}"
 
 
 def _host_key(rank: int) -> str:
