@@ -1,5 +1,6 @@
 """``paceline serve --metrics``: what Prometheus reads is what the server counts."""
 
+import socket
 import sys
 import urllib.error
 import urllib.request
@@ -9,9 +10,11 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.messages import DTYPES, Done, Load, Pull
+from paceline.server import metrics
 from paceline.server.metrics import Endpoint, Figures, figures_of
 from paceline.server.surviving import SurvivingJob
 from paceline.server.wire import HEADER_BYTES
+from tests.hanging import SECONDS, eventually
 from tests.server import TOKEN, Adder, connect, running, time_limit
 
 
@@ -133,6 +136,31 @@ def test_it_listens_where_it_was_told_and_ends_with_its_server(tell):
         Endpoint(f"127.0.0.1:{endpoint.port}", lambda: FIGURES)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.2:{endpoint.port}/metrics")
+
+
+@pytest.mark.parametrize("silent", [0.05, float(SECONDS)])
+def test_who_opens_connections_and_says_nothing_uses_up_nothing(
+    tell, monkeypatch, silent
+):
+    monkeypatch.setattr(metrics._Handler, "timeout", silent)
+    endpoint = tell(lambda: FIGURES)
+    address = ("127.0.0.1", endpoint.port)
+    callers = [
+        socket.create_connection(address, SECONDS)
+        for _ in range(metrics.MOST_AT_ONCE + 1)
+    ]
+    assert callers[-1].recv(1) == b"", "there are few places, or none for the silent"
+    for caller in callers:
+        caller.close()
+    assert eventually(lambda: _samples(endpoint), bool, 1000) == SAMPLES
+
+
+def _samples(endpoint):
+    """Nothing while all places are taken."""
+    try:
+        return read(endpoint)
+    except OSError:
+        return {}
 
 
 @pytest.mark.parametrize("address", ["", "9100", "host", "host:", ":1", "a:99999"])

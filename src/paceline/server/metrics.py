@@ -2,16 +2,21 @@
 
 Figures are read when somebody asks, on a thread of the endpoint: so they cost a server that nobody
 asks nothing, and each is one whole value of some moment; two may be of moments apart. The
-endpoint asks nobody who he is, and says nothing of the model: it listens where it was told to.
+endpoint asks nobody who he is, and says nothing of the model: it listens where it was told to, and
+answers few at once.
 
 Needs `prometheus_client`, an extra: ``pip install paceline[prometheus]``.
 """
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from paceline.errors import UsageError
 from paceline.interfaces import AnyServer
@@ -21,6 +26,10 @@ from paceline.server.serve import Shell
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+MOST_AT_ONCE = 8
+"""Who asks; the next is shown out."""
+SILENT_SECONDS = 10.0
+"""How long one of them may say nothing."""
 _AGAIN = ("pushes that came again", "requests that came again")
 
 
@@ -76,22 +85,26 @@ class Endpoint:
         if not host or not port.isdecimal() or int(port) > 65535:
             raise UsageError(f"--metrics: expected HOST:PORT, got {address!r}")
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, make_wsgi_app
         except ImportError:
             raise UsageError(
                 "--metrics needs prometheus_client: pip install 'paceline[prometheus]'"
             ) from None
         registry = CollectorRegistry()
         registry.register(_Collector(figures))
+        host = host.removeprefix("[").removesuffix("]")
         try:
-            self._server, self._thread = start_http_server(
-                int(port), host.strip("[]"), registry
-            )
+            self._server = _Listener(host, int(port))
         except OSError as error:
             raise UsageError(
                 f"--metrics {address}: cannot listen there: {error}; expected an address of this "
                 "machine, and a port that is free"
             ) from None
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="paceline metrics", daemon=True
+        )
+        self._thread.start()
         self.port: int = self._server.server_port
 
     def close(self) -> None:
@@ -99,6 +112,44 @@ class Endpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENT_SECONDS
+
+    def log_message(self, *_: Any) -> None:
+        """Nobody wants to read who has asked."""
+
+
+class _Listener(ThreadingMixIn, WSGIServer):
+    """Each who asks has a thread, and there are few: anybody who reaches the address may open
+    connections, and those that say nothing must not use up what the server's process may open.
+
+    Raises `OSError` where it cannot listen at *host*, *port*.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self.address_family, _, _, _, address = found[0]
+        self._free = threading.Semaphore(MOST_AT_ONCE)
+        super().__init__((str(address[0]), port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Who was silent, or did not wait for the answer, has his own trouble."""
 
 
 class _Collector:
