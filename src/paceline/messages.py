@@ -15,7 +15,7 @@ import torch
 
 from paceline.mesh_messages import PeerReply, PeerRequest
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Both ends must speak the same version."""
 
 DTYPES: dict[str, torch.dtype] = {

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 
 from paceline.cli import app
 from paceline.errors import PeerLostError, UsageError
+from paceline.options import RunOptions
 from paceline.server.security import SECRET
-from paceline.server.wire import IS_HERE
+from paceline.server.surviving import SurvivingJob
+from paceline.server.wire import BEFORE_IT_STOOD, IS_HERE
 from paceline.worlds import alone
 from tests.hanging import free_port
 from tests.real.engine import TOKEN, Engine
@@ -22,6 +25,13 @@ from tests.real.lives import done_by_all, done_in, life_of
 
 WORKERS = 2
 BUCKETS = 3
+TASK = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "a,b",
+}
 
 
 @pytest.fixture
@@ -211,24 +221,108 @@ def test_only_a_place_that_is_taken_is_asked_for_again(fast, reason, tries):
     assert len(tried) == tries
 
 
+@pytest.mark.parametrize("again", ["listens again", "never lets anybody in"])
+def test_who_closes_every_connection_is_not_waited_for(
+    fast, monkeypatch, capsys, again
+):
+    monkeypatch.setattr(alone, "CONTEST_SECONDS", 0.0)
+    tried = []
+
+    def connect():
+        tried.append(1)
+        if len(tried) > 1 and again == "listens again":
+            return "an end"
+        raise PeerLostError(f"it closed a connection {BEFORE_IT_STOOD}")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if again == "listens again":
+            assert alone.connected("server 0", "127.0.0.1", port, 0, connect)
+        else:
+            with pytest.raises(PeerLostError, match=BEFORE_IT_STOOD):
+                alone.connected("server 0", "127.0.0.1", port, 0, connect)
+    assert len(tried) == 2
+    said = capsys.readouterr().err
+    assert said.count("worker 0 tries again: it closed a connection") == 1
+
+
+# ---- who, and how many ----
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server of three workers, as ``paceline serve --survive`` has it; returns where."""
+    for name in (SECRET, "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PACELINE_SERVERS_TOKEN", TOKEN)
+    job = SurvivingJob(3, "127.0.0.1", 0, TOKEN)
+    read, write = os.pipe()
+    thread = threading.Thread(target=job.run, args=(read,))
+    thread.start()
+    yield f"127.0.0.1:{job.port}"
+    os.close(write)
+    thread.join()
+    job.close()
+    os.close(read)
+
+
+@pytest.fixture
+def become(monkeypatch):
+    """Returns the variables with which a worker becomes its script."""
+    found = []
+    monkeypatch.setattr(os, "execve", lambda *what: found.append(what))
+
+    def run(server, rank=None, workers=None):
+        alone.become("train.py", [], RunOptions(method="asp"), server, rank, workers)
+        program, words, environment = found.pop()
+        assert (program, words) == (sys.executable, [sys.executable, "train.py"])
+        return environment
+
+    return run
+
+
+def test_the_server_tells_how_many_workers_there_are(server, become, monkeypatch):
+    said = become(server, rank=2)
+    assert (said["RANK"], said["WORLD_SIZE"]) == ("2", "3")
+    assert said["PACELINE_SERVERS"] == server
+    monkeypatch.setenv("RANK", "1")
+    assert become(server)["WORLD_SIZE"] == "3"
+    assert become(server, rank=0, workers=3)["RANK"] == "0"
+
+
+def test_what_the_launcher_has_said_of_a_machine_stays(server, become, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert become(server, rank=2, workers=3)["LOCAL_RANK"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("rank", "workers", "environment", "sentence"),
+    [
+        (1, 4, {}, "of a job of 4 workers, and this server's has 3"),
+        (None, None, TASK | {"SLURM_STEP_NUM_TASKS": "5"}, "of a job of 5 workers"),
+        (3, None, {}, "no worker 3 in this server's job of 3 workers: expected 0 to 2"),
+        (0, None, {"PACELINE_SERVERS_TOKEN": "of another job of mine"}, "its token"),
+    ],
+)
+def test_what_the_server_would_refuse_ends_before_the_script(
+    server, become, monkeypatch, rank, workers, environment, sentence
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=sentence):
+        become(server, rank, workers)
+
+
 # ---- bad input ----
 
 WORKER = ["run", "--survive", "--server=127.0.0.1:29600"]
 SERVE = ["serve", "--survive", "--workers=2"]
 ONE = ["--rank=0", "--workers=2"]
-TASK = {
-    "SLURM_JOB_ID": "1",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "2",
-    "SLURM_STEP_NUM_TASKS": "3",
-    "SLURM_STEP_NODELIST": "a,b",
-}
 BAD_INPUT = {
     "no port": (["run", "--survive", "--server=host", *ONE], {}, "expected HOST:PORT"),
     "two": (["run", "--survive", "--server=a:1+b:2", *ONE], {}, "expected HOST:PORT"),
     "rank": ([*WORKER, "--rank=2", "--workers=2"], {}, "--rank: expected 0 to 1"),
-    "who": (WORKER, {}, "--rank and --workers: no launcher's variables say"),
-    "how many": ([*WORKER, "--rank=0"], {}, "--workers: no launcher's variables say"),
+    "who": (WORKER, {}, "--rank: no launcher's variables say which worker this is"),
     "sizes": ([*WORKER, "--workers=4"], TASK, "--workers 4, and .* variables say 3"),
     "alone": (["run", "--server=a:1", *ONE], {}, "expected --survive --server"),
     "where": (["run", "--survive", "--rank=1"], {}, "expected --survive --server"),

@@ -362,8 +362,8 @@ def test_ends_that_are_not_protected_alike(here, there):
     ("changed", "sentence"),
     [
         ({"token": "of another job"}, "token"),
-        ({"worker": 1}, "worker 1 of 1"),
-        ({"worker": -1}, "worker -1 of 1"),
+        ({"worker": 1}, "no worker 1 in"),
+        ({"worker": -1}, "no worker -1 in"),
         ({"incarnation": -1}, "a larger one"),
     ],
 )

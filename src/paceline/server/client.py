@@ -52,7 +52,8 @@ class RemoteServer:
     """An `Endpoint`: the server *name* at *host*, *port*, as *incarnation* of *worker*.
 
     *incarnation* None: the server numbers this life. *workers*: how many this worker takes the job
-    to have, 0: it does not say. *token* is the job's; *security*: as the environment says, see `security`. Bytes and
+    to have, 0: it does not say. Who only *asks* learns that, ``workers``, and is no worker by it; nothing
+    can be requested then. *token* is the job's; *security*: as the environment says, see `security`. Bytes and
     waits are counted in *journal*.
 
     Raises `PeerLostError` if nobody answers there within `CONNECT_SECONDS`, `UsageError`
@@ -71,6 +72,7 @@ class RemoteServer:
         worker: int,
         incarnation: int | None = 0,
         workers: int = 0,
+        asks: bool = False,
         token: str,
         security: Security | None = None,
         journal: Journal | None = None,
@@ -78,7 +80,8 @@ class RemoteServer:
         self.name = f"{name} at {host}:{port}"
         self._host, self._port = host, port
         self._worker, self._incarnation, self._token = worker, incarnation, token
-        self._workers = workers
+        self.workers, self._asks = workers, asks
+        """How many the job has."""
         self._security = choose(host) if security is None else security
         self._journal = journal
         self._failure: UsageError | PeerLostError | None = None
@@ -201,6 +204,9 @@ class RemoteServer:
         main = self._open("")
         self._await(lambda: main.welcome is not None, deadline)
         assert main.welcome is not None
+        if self._asks:
+            self.workers = main.welcome.workers
+            return
         port, ticket = main.welcome.port, main.welcome.ticket
         self._incarnation = main.welcome.incarnation
         try:
@@ -260,7 +266,8 @@ class RemoteServer:
                 self._worker,
                 self._incarnation,
                 name,
-                self._workers,
+                self.workers,
+                self._asks,
             )
         )
         self._watch(channel.socket, channel.read)
@@ -327,7 +334,7 @@ class RemoteServer:
         else:
             mine = "encrypted" if self._security.encrypted else "plain"
             self.give_up(
-                f"closed a connection (here {mine}) before it stood: either it has just "
+                f"closed a connection (here {mine}) {wire.BEFORE_IT_STOOD}: either it has just "
                 f"ended, or {SECRET} differs between the two"
             )
 

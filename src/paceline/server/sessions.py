@@ -201,7 +201,10 @@ class Sessions:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise RefusalError("token", "not the token of this job")
         if not 0 <= hello.worker < self._workers + self._services:
-            reason = f"worker {hello.worker} of {self._workers}"
+            reason = (
+                f"there is no worker {hello.worker} in this server's job of {self._workers} "
+                f"workers: expected 0 to {self._workers - 1}"
+            )
             raise RefusalError("worker", reason)
         if hello.workers not in (0, self._workers):
             reason = (
@@ -209,6 +212,8 @@ class Sessions:
                 f"has {self._workers}: give both the same --workers"
             )
             raise RefusalError("worker", reason)
+        if hello.asks:
+            return wire.Welcome(workers=self._workers)
         if hello.channel:
             session = self._check_channel(hello)
             welcome = wire.Welcome()

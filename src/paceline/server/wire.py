@@ -43,6 +43,8 @@ HAS_BEEN_HERE = "which has been here as"
 """In the refusal of a worker that has left: a later training may be about to begin."""
 IS_HERE = "is here already, from"
 """In the refusal of a worker whose number somebody has: that one may be about to be lost."""
+BEFORE_IT_STOOD = "before it stood"
+"""In the words of a worker whose connection was closed while it shook hands."""
 CREDITS = 1024
 CREDIT_BYTES = 256 << 20
 CHANNELS = 16
@@ -57,7 +59,8 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, forbid_unknown_fields=
     """The first message of a connection. *channel* ``""`` comes first, and alone, until
     it was welcomed and the liveness connection stands. *incarnation*: None where the server is
     to number this life; *workers*: how many the worker takes the job to have, 0 where it does
-    not say."""
+    not say. Who only *asks* is told whether it may come, and how many workers there are: nobody
+    is known by that."""
 
     protocol: int
     token: str
@@ -65,6 +68,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, forbid_unknown_fields=
     incarnation: int | None
     channel: str
     workers: int = 0
+    asks: bool = False
 
 
 class Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -118,11 +122,12 @@ FromWorker = Hello | Share | Reads | Begin | More | Bye
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     """The connection is known. Channel ``""`` gets the *port* for the liveness connection,
     and the *ticket* that is to be its first line; the others get neither. *incarnation*: the
-    number of this life."""
+    number of this life. *workers*: how many the job has, for who asks."""
 
     port: int = 0
     ticket: str = ""
     incarnation: int = 0
+    workers: int = 0
 
 
 class Shared(msgspec.Struct, tag="shared", array_like=True):

@@ -2,9 +2,10 @@
 to its server.
 
 No supervisor knows them all. Each is a process that something starts, and starts again when it
-ends badly: systemd, Kubernetes, Slurm, Ray, a loop in a shell. It has a rank, the job's size,
-where the server is, and a token (see `environment_of`); the server numbers its lives. One that
-is there before its server, or while that is started again, waits for it.
+ends badly: systemd, Kubernetes, Slurm, Ray, a loop in a shell. It has a rank, and knows where the
+server is, and its token (see `environment_of`); the server numbers its lives, and tells it how
+many workers there are. One that is there before its server, or while that is started again,
+waits for it.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import Event
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from paceline import launchers, methods, spec
 from paceline.errors import PeerLostError, UsageError
 from paceline.options import RunOptions
 from paceline.server.client import RemoteServer
 from paceline.server.security import choose
-from paceline.server.wire import IS_HERE
+from paceline.server.wire import BEFORE_IT_STOOD, IS_HERE
 from paceline.settings import Settings
+from paceline.worlds.addresses import found_at
 from paceline.worlds.dedicated import addresses_at
 from paceline.worlds.servers import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
+
+T = TypeVar("T")
 
 WAIT_SECONDS = 300.0
 """How long nobody may listen where the server is to be."""
 CONTEST_SECONDS = 15.0
 """How long a worker's place may be taken: an earlier life is lost meanwhile, or it is somebody
-else's."""
+else's. And how long who listens there may close each connection: a server that ends does so once."""
 _AGAIN_SECONDS = 1.0
 _CONTEST_AGAIN_SECONDS = 3.0
 _HELLO_SECONDS = 5.0
@@ -44,12 +48,7 @@ def environment_of(server: str, rank: int, workers: int) -> dict[str, str]:
 
     Raises `UsageError` for a place that is none, and a rank that there is not.
     """
-    host, _, port = server.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "+" in server:
-        raise UsageError(
-            f"--server: expected HOST:PORT, where `paceline serve --survive` listens, got "
-            f"{server!r}"
-        )
+    _check_server(server)
     if workers < 1:
         raise UsageError(f"--workers: expected 1 or more, got {workers}")
     if not 0 <= rank < workers:
@@ -64,6 +63,15 @@ def environment_of(server: str, rank: int, workers: int) -> dict[str, str]:
     }
 
 
+def _check_server(server: str) -> None:
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "+" in server:
+        raise UsageError(
+            f"--server: expected HOST:PORT, where `paceline serve --survive` listens, got "
+            f"{server!r}"
+        )
+
+
 def become(
     script: str,
     arguments: Sequence[str],
@@ -73,14 +81,21 @@ def become(
     workers: int | None,
 ) -> NoReturn:
     """This process becomes the script, as one worker: so who started it starts, ends and counts
-    the worker itself. *rank*, *workers*: None: as the launcher's variables say.
+    the worker itself. *rank*, *workers*: None: as the launcher's variables say, and else, of how
+    many there are, the server.
 
-    Raises `UsageError` where they do not, and for a job that cannot be.
+    The server is asked in any case, so that what it would refuse ends here, before a script has
+    loaded its data. Raises `UsageError` for that, where nobody says which worker this is, and
+    for a job that cannot be; `PeerLostError` where no server comes.
     """
     place = place_of(os.environ, server, rank, workers)
-    own = place.to_environment() | environment_of(server, place.rank, place.size)
-    environment = os.environ | own
-    check(environment, options.method)
+    if place.size:
+        environment_of(server, place.rank, place.size)  # which says what cannot be
+    check(server, os.environ, options.method)
+    size = size_at(server, place.rank, place.size, os.environ)
+    # What else the launcher has said stays, such as LOCAL_RANK.
+    told = replace(place, size=size).to_environment() | os.environ
+    environment = told | environment_of(server, place.rank, size)
     if (
         options.json
     ):  # the object alone goes to standard output, all else to standard error
@@ -96,36 +111,71 @@ def become(
 def place_of(
     environment: Mapping[str, str], server: str, rank: int | None, workers: int | None
 ) -> launchers.Place:
-    """What is given, else what the launcher's variables say. Raises `UsageError` where neither
-    does, or they say different things."""
+    """What is given, else what the launcher's variables say; size 0 where neither says it: the
+    server knows. Raises `UsageError` where nobody says the rank, or they say different sizes."""
+    _check_server(server)
     if rank is not None and workers is not None:
         return launchers.Place(rank=rank, size=workers)
-    # Workers meet at the server, so nobody needs to know where worker 0 is.
-    host = server.rpartition(":")[0]
-    said = launchers.find({"MASTER_ADDR": host, **environment})
-    if said is None and (rank is None or workers is None):
-        missing = " and ".join(
-            option
-            for option, value in (("--rank", rank), ("--workers", workers))
-            if value is None
-        )
+    said = _said(environment, server)
+    if rank is None and said is None:
         raise UsageError(
-            f"{missing}: no launcher's variables say which worker this is, of how many: give "
-            "--rank R --workers N, or set RANK and WORLD_SIZE"
+            "--rank: no launcher's variables say which worker this is: give --rank R, or set RANK"
         )
-    assert said is not None
-    if workers is not None and said.size != workers:
+    size = 0 if said is None else said.size
+    if workers is not None and size not in (0, workers):
         raise UsageError(
-            f"--workers {workers}, and the launcher's variables say {said.size}: give --rank, "
+            f"--workers {workers}, and the launcher's variables say {size}: give --rank, "
             "too, where they are of something else"
         )
-    return said if rank is None else replace(said, rank=rank)
+    place = said or launchers.Place(rank=0, size=0)
+    return replace(
+        place, rank=place.rank if rank is None else rank, size=workers or size
+    )
 
 
-def check(environment: Mapping[str, str], method: str | None) -> None:
+def _said(environment: Mapping[str, str], server: str) -> launchers.Place | None:
+    """What the launcher's variables say: RANK may stand there alone."""
+    rank = launchers.lone_rank(environment)
+    if rank is not None:
+        return launchers.Place(rank=rank, size=0)
+    # Workers meet at the server, so nobody needs to know where worker 0 is.
+    host = server.rpartition(":")[0]
+    return launchers.find({"MASTER_ADDR": host, **environment})
+
+
+def size_at(
+    server: str, rank: int, workers: int, environment: Mapping[str, str]
+) -> int:
+    """How many workers the job of that *server* has, once it is there. *workers*: how many worker
+    *rank* takes it to have; 0: it does not know.
+
+    Raises `UsageError` where the server says another number, has no such rank, or does not know
+    this job; `PeerLostError` as `connected` does.
+    """
+    (address,) = addresses_at(server, environment)
+    name, host = "server 0", found_at(address.host, environment)
+
+    def ask() -> int:
+        end = RemoteServer(
+            name,
+            host,
+            address.port,
+            worker=rank,
+            incarnation=None,
+            workers=workers,
+            asks=True,
+            token=address.token,
+        )
+        end.close()
+        return end.workers
+
+    return connected(name, host, address.port, rank, ask)
+
+
+def check(server: str, environment: Mapping[str, str], method: str | None) -> None:
     """Raise `UsageError` for a job that cannot be: nothing tells the token, nothing protects
     the server's connections, or its workers would meet elsewhere than at the server."""
-    (address,) = addresses_at(environment[ADDRESSES_VARIABLE], environment)
+    (address,) = addresses_at(server, environment)
     choose(address.host, environment)
     if method is not None:
         parsed = spec.parse(method)
@@ -134,42 +184,50 @@ def check(environment: Mapping[str, str], method: str | None) -> None:
 
 
 def connected(
-    name: str, host: str, port: int, rank: int, connect: Callable[[], RemoteServer]
-) -> RemoteServer:
+    name: str, host: str, port: int, rank: int, connect: Callable[[], T]
+) -> T:
     """What *connect* gives, once the server is there, and an earlier life of this worker gone.
 
-    Raises `PeerLostError` where nobody listens for `WAIT_SECONDS`, and `UsageError` where the
-    server does not want this worker.
+    Raises `PeerLostError` where nobody listens for `WAIT_SECONDS`, or who listens does not let
+    this worker in, and `UsageError` where the server does not want it.
     """
     waiting = time.monotonic() + WAIT_SECONDS
     contested: float | None = None
+    said: set[str] = set()
     while True:
-        _wait_until_somebody_listens(name, host, port, rank, waiting)
+        if _wait_until_somebody_listens(name, host, port, rank, waiting):
+            contested = None  # another server, maybe
         try:
             return connect()
-        except PeerLostError:
+        except (PeerLostError, UsageError) as error:
+            words, now = str(error), time.monotonic()
+            if IS_HERE in words or BEFORE_IT_STOOD in words:
+                contested = now + CONTEST_SECONDS if contested is None else contested
+                if now > contested:
+                    raise
+            elif isinstance(error, UsageError) or now > waiting:
+                raise
             # It has just ended, or its network has: then it is to be waited for.
-            if time.monotonic() > waiting:
-                raise
-            Event().wait(_AGAIN_SECONDS)
-        except UsageError as error:
-            if IS_HERE not in str(error):
-                raise
-            now = time.monotonic()
-            contested = now + CONTEST_SECONDS if contested is None else contested
-            if now > contested:
-                raise
-            Event().wait(_CONTEST_AGAIN_SECONDS)
+            if isinstance(error, PeerLostError) and words not in said:
+                said.add(words)
+                _say(f"worker {rank} tries again: {words}")
+            taken = IS_HERE in words
+        Event().wait(_CONTEST_AGAIN_SECONDS if taken else _AGAIN_SECONDS)
+
+
+def _say(words: str) -> None:
+    print(f"paceline: {words}", file=sys.stderr, flush=True)
 
 
 def _wait_until_somebody_listens(
     name: str, host: str, port: int, rank: int, deadline: float
-) -> None:
+) -> bool:
+    """Returns whether nobody did at first."""
     said = False
     while True:
         try:
             socket.create_connection((host, port), _HELLO_SECONDS).close()
-            return
+            return said
         except OSError as error:
             where = f"{name} at {host}:{port}"
             if time.monotonic() > deadline:
@@ -178,10 +236,6 @@ def _wait_until_somebody_listens(
                     "`paceline serve --survive` running there, or is the job over?"
                 ) from None
             if not said:
-                print(
-                    f"paceline: worker {rank} waits for {where}: {error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _say(f"worker {rank} waits for {where}: {error}")
                 said = True
         Event().wait(_AGAIN_SECONDS)

@@ -35,6 +35,8 @@ def addresses_at(place: str, environment: Mapping[str, str]) -> list[Address]:
     addresses = []
     for one in text.split("+"):
         host, _, port = one.rpartition(":")
+        # [::1]:29600, as addresses of IPv6 are written before a port
+        host = host.removeprefix("[").removesuffix("]")
         addresses.append(Address(host=host, port=int(port), token=token))
     return addresses
 
