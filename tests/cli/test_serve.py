@@ -22,7 +22,9 @@ class Shell:
     def __init__(self, workers: int, bind: str, port: int, token: str):
         self.tokens.append(token)
 
-    def run(self, stop: int | None) -> None:
+    all_have_departed = True
+
+    def run(self, stop: int | None, lasts: bool) -> None:
         """There is nobody to serve."""
 
     def close(self) -> None:
@@ -39,7 +41,8 @@ def serve(monkeypatch, capsys):
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
     def once() -> tuple[str, str]:
-        command.serve(workers=1, once=True)
+        with pytest.raises(SystemExit, match="0"):
+            command.serve(workers=1, once=True)
         return Shell.tokens[-1], capsys.readouterr().out
 
     return once
@@ -52,6 +55,15 @@ def test_without_a_secret_it_makes_a_token_and_prints_the_line_that_exports_it(s
     assert dedicated_token({TOKEN: first}) == first  # what workers make of that line
     second, _ = serve()
     assert first != second
+
+
+def test_a_training_that_was_lost_is_said_and_ends_what_serves_once(
+    serve, monkeypatch, capsys
+):
+    monkeypatch.setattr(Shell, "all_have_departed", False)
+    with pytest.raises(SystemExit, match="1"):
+        command.serve(workers=1, once=True)
+    assert "a worker was lost" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [SECRET, TOKEN])

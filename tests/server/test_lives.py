@@ -1,6 +1,7 @@
 """Who may be a worker where the server numbers lives, and who is refused, in which words."""
 
 import gc
+import math
 import os
 import threading
 
@@ -13,7 +14,9 @@ from paceline.interfaces import Sender
 from paceline.messages import Done, Join, Leave, Load, PullState
 from paceline.server import sessions
 from paceline.server.orders import IsDone
-from paceline.server.process import make_machine
+from paceline.server.process import SilenceWatch, make_machine
+from paceline.server.security import PLAIN
+from paceline.server.serve import REFUSALS_SAID, Shell
 from paceline.server.surviving import MissingWatch, SurvivingJob
 from tests.hanging import SECONDS
 from tests.server import TOKEN, Adder, connect, running, time_limit
@@ -98,6 +101,60 @@ def test_jobs_that_do_not_fit_the_server(changed, sentence):
     assert shell.refused.total() == 1
 
 
+def test_who_only_asks_is_told_how_many_workers_there_are_and_is_none_of_them():
+    adder = Adder(3)
+    with running(adder, 3, numbers=True) as shell:
+        for _ in range(2):
+            end = connect(shell, 1, incarnation=None, asks=True)
+            assert end.workers == 3
+            end.close()
+        worker = connect(shell, 1, incarnation=None)
+        assert connect(shell, 1, incarnation=None, asks=True).workers == 3
+        worker.request(Load(bucket=0), torch.ones(1)).wait()
+        assert (adder.taken[-1].incarnation, shell.present) == (0, 1)
+        for refused, words in (
+            ({"workers": 4}, "of a job of 4 workers"),
+            ({"worker": 3}, "no worker 3 in this server's job of 3 workers"),
+            ({"token": "of another job"}, "its token"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                connect(shell, **({"worker": 2, "asks": True} | refused))
+        worker.close()
+    assert shell.refused == {"worker": 2, "token": 1}
+
+
+def serve(shell):
+    """In a thread, until its training is over."""
+    thread = threading.Thread(target=shell.run, kwargs={"lasts": False}, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_training_whose_workers_are_gone_is_over_unless_they_may_come_back():
+    adder = Adder(2)
+    shell = Shell(adder, workers=2, token=TOKEN, security=PLAIN)
+    thread = serve(shell)
+    lost, other = connect(shell), connect(shell, 1)
+    del lost  # without a goodbye
+    gc.collect()
+    assert adder.news.wait(SECONDS)
+    other.request(Load(bucket=0), torch.ones(1)).wait()
+    assert thread.is_alive(), "one is here"
+    other.close()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert not shell.all_have_departed
+
+
+def test_a_deadline_that_never_comes_is_none():
+    adder = Adder(1)
+    adder.deadline = math.inf  # as of --evict-silent inf
+    with running(adder, 1) as shell:
+        worker = connect(shell)
+        worker.request(Load(bucket=0), torch.ones(1)).wait()
+        worker.close()
+
+
 def test_who_is_missing_is_named_less_and_less_often(capsys):
     machine = make_machine(3, "server")
     machine.wait_for_the_lost()
@@ -142,3 +199,36 @@ def test_who_is_done_elsewhere_is_not_waited_for():
         job.close()
         os.close(read)
     assert not thread.is_alive()
+
+
+def test_who_was_taken_for_lost_and_does_not_come_back_is_named(capsys):
+    machine = make_machine(2, "server")
+    machine.wait_for_the_lost()
+    silent = SilenceWatch(machine, 10.0)
+    watch = MissingWatch(silent, machine.missing, 1000.0)
+    for worker in (0, 1):
+        sender = Sender(worker, 0, "", 0, 0)
+        watch.on_message(sender, Join(options=""), None, 0.0)
+    now = 0.0
+    while not machine.missing():
+        now = watch.next_deadline()
+        watch.on_timer(now)
+    dues = []
+    while (due := watch.next_deadline()) < now + 1000.0:
+        watch.on_timer(due)
+        dues.append(due)
+    assert len(dues) < 10_000
+    watch.on_timer(now + 1000.0)
+    assert "waited for: workers 0, 1; is each" in capsys.readouterr().err
+
+
+def test_refusals_of_one_kind_hide_no_others(capfd):
+    with running(Adder(2), 2) as shell:
+        for _ in range(REFUSALS_SAID + 5):
+            with pytest.raises(UsageError):
+                connect(shell, worker=7)
+        with pytest.raises(UsageError):
+            connect(shell, token="of another job")
+    said = capfd.readouterr().err
+    assert said.count("no worker 7") == REFUSALS_SAID
+    assert "does not know the job's token" in said

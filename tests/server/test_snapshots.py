@@ -193,3 +193,18 @@ def test_a_disk_that_is_full_does_not_end_the_training(capsys):
     ring(talk)
     assert "no snapshot of step 1: no space left" in capsys.readouterr().err
     talk.step(1)
+
+
+def test_two_servers_do_not_keep_one_snapshot(tmp_path):
+    path = tmp_path / "snapshot"
+    with snapshot.claimed(path):
+        with (
+            pytest.raises(UsageError, match="another server keeps its snapshot there"),
+            snapshot.claimed(path),
+        ):
+            raise AssertionError("it is taken")
+        with snapshot.claimed(tmp_path / "another"), snapshot.claimed(None):
+            pass
+    with snapshot.claimed(path):
+        pass
+    assert not list(tmp_path.iterdir()), "nothing is left of it"

@@ -20,6 +20,7 @@ its credits and ZeroMQ's queues, per worker by its channels, and strangers are n
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -46,6 +47,7 @@ from paceline.server.wire import RefusalError
 LINGER_SECONDS = 2.0
 """How long the last answers may take to leave, once the loop has ended."""
 REFUSALS_SAID = 10
+"""Of each kind: so one that comes again and again hides no other."""
 MESSAGES_A_TURN = 64
 QUEUED_IN = 4
 """Messages that a connection may have waiting here: the rest waits in the network."""
@@ -88,7 +90,6 @@ class Shell:
         self._now = now
         self.refused: Counter[str] = Counter()
         self.traffic = Traffic()
-        self._said = 0
         self._outbox: deque[Answer | Ask] = deque()
         self._delivering = False
         self._stopped = False
@@ -184,14 +185,17 @@ class Shell:
         self,
         stop: int | None = None,
         on_line: Callable[[bytes], Iterable[Answer | Ask]] = lambda line: (),
+        *,
+        lasts: bool = True,
     ) -> None:
         """Serve until *stop*, a descriptor, is at its end, or all workers have said
-        goodbye. *on_line* is told each line of *stop*, and says what is to leave. Raises what
+        goodbye; unless it *lasts*, also until those that came are all gone, some of them without
+        one. *on_line* is told each line of *stop*, and says what is to leave. Raises what
         *on_line* and the server raise, and nothing that a peer could cause."""
         if stop is not None:
             self._loop.watch(stop, lambda: self._read_stop(stop, on_line))
         try:
-            while not self._stopped and not self._sessions.all_have_departed:
+            while not self._stopped and not self._is_over(lasts):
                 self._hear_peers()
                 self._loop.handle(self._patience())
                 deadline = self._server.next_deadline()
@@ -213,10 +217,15 @@ class Shell:
         self._router.close()
         self._context.term()
 
+    def _is_over(self, lasts: bool) -> bool:
+        return self._sessions.all_have_departed or (
+            not lasts and self._sessions.are_deserted
+        )
+
     def _patience(self) -> int | None:
         """Milliseconds until the server's deadline, rounded up: never early."""
         deadline = self._server.next_deadline()
-        if deadline is None:
+        if deadline is None or deadline == math.inf:
             return None
         return max(0, min(int(1000 * (deadline - self._now())) + 1, 2**31 - 1))
 
@@ -333,9 +342,9 @@ class Shell:
 
     def _count(self, kind: str, reason: str) -> None:
         self.refused[kind] += 1
-        self._said += 1
-        if self._said <= REFUSALS_SAID:
-            last = "; more are only counted" if self._said == REFUSALS_SAID else ""
+        if self.refused[kind] <= REFUSALS_SAID:
+            last = "; more of these are only counted"
+            last = last if self.refused[kind] == REFUSALS_SAID else ""
             print(
                 f"paceline server: refused ({kind}): {reason[:200]!r}{last}",
                 file=sys.stderr,

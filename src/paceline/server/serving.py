@@ -15,7 +15,8 @@ from paceline.errors import UsageError
 from paceline.server import dedicated
 from paceline.server.metrics import Endpoint, Figures, figures_of
 from paceline.server.security import SECRET, TOKEN, dedicated_token
-from paceline.server.surviving import SurvivingJob
+from paceline.server.snapshot import claimed
+from paceline.server.surviving import SurvivingJob, checked
 
 
 class Serving:
@@ -50,7 +51,8 @@ class Serving:
 
     def serve(self, *, once: bool) -> None:
         """Trainings of any kind, each of which ends with its first worker that dies; *once*: a
-        single one. Where nobody has a token, one is made, and the line printed that exports it."""
+        single one, and `SystemExit` says whether it ended well. Where nobody has a token, one is made, and
+        the line printed that exports it."""
         made, token = self._token is None, self._token or secrets.token_hex(16)
         while True:
             shell = dedicated.make_shell(self._workers, self._bind, self._port, token)
@@ -62,14 +64,22 @@ class Serving:
                     print(f"export {TOKEN}={token}", flush=True)
                     made = False
                 self._figures = lambda shell=shell: figures_of(shell, shell.server)
-                shell.run(None)
+                shell.run(None, lasts=False)
+                well = shell.all_have_departed
             except KeyboardInterrupt:
                 return
             finally:
                 self._figures = None
                 shell.close()
+            if not well:
+                print(
+                    "paceline: a worker was lost, and the others have gone, too: their training "
+                    "is over",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if once:
-                return
+                sys.exit(0 if well else 1)
 
     def survive(
         self,
@@ -79,37 +89,44 @@ class Serving:
         *,
         once: bool,
     ) -> None:
-        """Trainings that survive deaths: see `SurvivingJob`. Raises `UsageError` without a token,
-        and `SystemExit` where a signal has ended it."""
+        """Trainings that survive deaths: see `SurvivingJob`. Raises `UsageError` without a token, and
+        where another server keeps its snapshot there; `SystemExit` where a signal has ended it."""
         if self._token is None:
             raise UsageError(
                 f"--survive: set {TOKEN} (or {SECRET}), the same for this server and its "
                 "workers: one that is started again cannot make another. Make it with: "
                 'python -c "import secrets; print(secrets.token_hex(16))"'
             )
-        while True:
-            job = SurvivingJob(
-                self._workers,
-                self._bind,
-                self._port,
-                self._token,
-                snapshot=snapshot,
-                snapshot_seconds=snapshot_seconds,
-                evict_silent=evict_silent,
-            )
-            try:
-                _say_where(job, self._bind, snapshot)
-                self._figures = job.figures
-                with _told_to_end() as stop:
-                    well = job.run(stop)
-            finally:
-                self._figures = None
-                job.close()
-            if not well:
-                sys.exit(128 + signal.SIGTERM)
-            print("paceline: the training is over", file=sys.stderr, flush=True)
-            if once:
-                return
+        path = None if snapshot is None else checked(snapshot)
+        with claimed(path):
+            self._survive_one(path, snapshot_seconds, evict_silent)
+            while not once:
+                self._survive_one(path, snapshot_seconds, evict_silent)
+
+    def _survive_one(
+        self, snapshot: Path | None, snapshot_seconds: float, evict_silent: float
+    ) -> None:
+        """One training, to its good end. Raises `SystemExit` where a signal has ended it."""
+        job = SurvivingJob(
+            self._workers,
+            self._bind,
+            self._port,
+            self._token or "",
+            snapshot=snapshot,
+            snapshot_seconds=snapshot_seconds,
+            evict_silent=evict_silent,
+        )
+        try:
+            _say_where(job, self._bind, snapshot)
+            self._figures = job.figures
+            with _told_to_end() as stop:
+                well = job.run(stop)
+        finally:
+            self._figures = None
+            job.close()
+        if not well:
+            sys.exit(128 + signal.SIGTERM)
+        print("paceline: the training is over", file=sys.stderr, flush=True)
 
     def _now(self) -> Figures | None:
         figures = self._figures

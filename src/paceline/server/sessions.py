@@ -132,6 +132,7 @@ class Sessions:
         self._present: dict[int, Session] = {}
         self._newest: dict[int, int] = {}  # by worker: incarnation
         self._departed: set[int] = set()
+        self._some_are_lost = False
         self._callers = Callers(workers + services + _STRANGERS, _LINE_BYTES)
         self._owners: dict[socket.socket, Session] = {}
         self._listener: socket.socket | None = None
@@ -168,6 +169,11 @@ class Sessions:
     @property
     def some_have_departed(self) -> bool:
         return bool(self._departed)
+
+    @property
+    def are_deserted(self) -> bool:
+        """Whether somebody was lost, and nobody is here any more."""
+        return self._some_are_lost and not self._pending and not self.present
 
     @property
     def present(self) -> int:
@@ -356,6 +362,7 @@ class Sessions:
         here = self._present.get(session.worker) is session
         self._forget(session)
         if here:
+            self._some_are_lost = True
             report(session)
 
     def _depart(self, session: Session, report: Report) -> None:
@@ -365,6 +372,7 @@ class Sessions:
             self._departed.add(session.worker)
         self._forget(session)
         if here and session.takes_part:
+            self._some_are_lost = True
             report(session)
 
     def _forget(self, session: Session) -> None:

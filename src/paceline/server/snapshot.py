@@ -12,13 +12,14 @@ one or the one before.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -40,6 +41,36 @@ SHARE = 10
 def unfinished(path: Path) -> Path:
     """Where a snapshot is written before it is moved to its place."""
     return path.with_name(path.name + ".part")
+
+
+@contextlib.contextmanager
+def claimed(path: Path | None) -> Iterator[None]:
+    """Within it nobody else keeps a snapshot in *path*, where its file system has locks: two jobs
+    would go on from each other's parameters. Raises `UsageError` where somebody does already."""
+    if path is None:
+        yield
+        return
+    lock = path.with_name(path.name + ".lock")
+    try:
+        stream = lock.open("w")
+    except OSError as error:
+        raise UsageError(
+            f"--snapshot {path}: no file can be made there: {error}"
+        ) from None
+    with stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"--snapshot {path}: another server keeps its snapshot there (it holds {lock}): "
+                "name another file for this job, or end that server"
+            ) from None
+        except OSError:
+            pass  # this file system has no locks
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def write(path: Path, saved: dict[str, Any]) -> None:

@@ -115,6 +115,7 @@ class MissingWatch:
         deadline, answers = self._server.next_deadline(), []
         if deadline is not None and now >= deadline:
             answers = list(self._server.on_timer(now))
+            self._look(now)  # it may have taken somebody for lost
         if self._due is not None and now >= self._due:
             missing = self._missing()
             if not missing:  # who was waited for is done, which is no message
