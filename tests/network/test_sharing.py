@@ -233,3 +233,37 @@ def test_rates_of_a_crowd_are_its_members() -> None:
     sharing.settle(1.0)
     assert [member.rate for member in members] == [0.0] * 100
     assert sharing.next_end() == math.inf
+
+
+@pytest.mark.parametrize("many", [4, 10**9])
+def test_a_change_is_worked_out_for_those_alone_that_it_can_reach(
+    many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends are those of all rates worked out anew at each change, and far fewer were looked at."""
+    monkeypatch.setattr("paceline.network.sharing.MANY", many)
+    random = Random(7)
+    capacities = [random.choice([1.0, 3.0, 7.5]) for _ in range(80)] + [math.inf]
+    flows = []
+    for _ in range(200):  # between the 8 hosts of one of 5 switches
+        switch = 16 * random.randrange(5)
+        path = (switch + random.randrange(8), switch + 8 + random.randrange(8), 80)
+        flows.append((random.uniform(0, 300), path, random.uniform(1, 100)))
+    ends, looked_at = [], []
+    for most in (200, 0):  # of all in reach; always of all
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paceline.network.sharing.MOST_NEAR", most)
+            seen = []
+
+            def counted(*arguments, before=Sharing._set_rate, seen=seen):  # type: ignore[no-untyped-def]
+                seen.append(1)
+                before(*arguments)
+
+            patch.setattr(Sharing, "_set_rate", staticmethod(counted))
+            members = [activity(dict.fromkeys(path, 1), n) for _, path, n in flows]
+            starts = [one[0] for one in flows]
+            done = run(Sharing(capacities), list(zip(starts, members, strict=True)))
+            ends.append([done[member] for member in members])
+            looked_at.append(len(seen))
+    assert ends[0] == pytest.approx(ends[1], rel=1e-9)
+    if many > 200:  # a crowd's rates are set all at once
+        assert looked_at[0] < looked_at[1] / 3

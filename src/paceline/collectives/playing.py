@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from paceline.interfaces import Priced, Schedule, Transfer, servers_of, switches_of
@@ -139,25 +139,13 @@ class Play:
         self._ends = [*workers, *(-1 - node for node in range(others))]  # by name
         n = len(self._hosts)
         self._present = [position >= self._ranks for position in range(n)]
-        # Each rank's messages out, in order: how many of the messages into the rank must
-        # have arrived before, and the message's own place among those into its
-        # destination. Places count in step order: a message of a later step may arrive
-        # earlier, and counts only when what comes before it is in.
-        self._out: list[deque[tuple[int, int, Transfer]]] = [deque() for _ in range(n)]
-        self._unsent = [0] * n
+        out, expected = _in_order(schedule, n)
+        self._out = [deque(mine) for mine in out]
+        self._unsent = [len(mine) for mine in out]
+        self._expected = expected
         self._received = [0] * n
         self._early: list[set[int]] = [set() for _ in range(n)]
         self._waiting_for: dict[int, list[tuple[int, Transfer]]] = {}  # absent ranks
-        expected = [0] * n
-        for number in range(schedule.steps):
-            before = expected.copy()
-            for transfer in schedule.step(number):
-                source, destination = transfer.source, transfer.destination
-                place = expected[destination]
-                self._out[source].append((before[source], place, transfer))
-                self._unsent[source] += 1
-                expected[destination] += 1
-        self._expected = expected
 
     def present(self, position: int) -> None:
         """One more rank is present: what waited for it may go."""
@@ -207,3 +195,25 @@ class Play:
             early.remove(self._received[position])
             self._received[position] += 1
         self._advance(position)
+
+
+@lru_cache(maxsize=16)
+def _in_order(
+    schedule: Schedule, nodes: int
+) -> tuple[Sequence[Sequence[tuple[int, int, Transfer]]], Sequence[int]]:
+    """Each node's messages out, in order: how many of the messages into the node must have
+    arrived before, and the message's own place among those into its destination. And how many come into
+    each node.
+
+    Places count in step order: a message of a later step may arrive earlier, and counts only when what
+    comes before it is in.
+    """
+    out: list[list[tuple[int, int, Transfer]]] = [[] for _ in range(nodes)]
+    expected = [0] * nodes
+    for number in range(schedule.steps):
+        before = expected.copy()
+        for transfer in schedule.step(number):
+            source, destination = transfer.source, transfer.destination
+            out[source].append((before[source], expected[destination], transfer))
+            expected[destination] += 1
+    return out, expected

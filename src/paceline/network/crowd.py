@@ -23,6 +23,7 @@ class Crowd:
     """Activities, each in a slot, and what each demands of links, as entries."""
 
     def __init__(self, activities: Iterable[Activity]) -> None:
+        self._new: list[Activity] = []
         self._free: list[int] = []
         self._members: list[Activity | None] = []
         self._started = 0
@@ -39,25 +40,34 @@ class Crowd:
             self.add(activity)
 
     def add(self, activity: Activity) -> None:
-        """One more takes part, in the state in which it is."""
-        if not self._free:
+        """One more takes part, from the next `take_in` on, in the state in which it is."""
+        self._new.append(activity)
+
+    def take_in(self) -> None:
+        """Those that were added take part: all at once, since writing one number into a column takes as long as
+        writing many."""
+        new, self._new = self._new, []
+        if not new:
+            return
+        while len(self._free) < len(new):
             self._grow()
-        slot = self._free.pop()
-        self._members[slot] = activity
-        self._taken[slot] = True
-        activity.crowd, activity.slot = self, slot
-        self._order[slot] = self._started
-        self._started += 1
-        self._remaining[slot] = activity.remaining
-        self._rate[slot] = activity.own_rate
-        self._end[slot] = activity.end
-        first, last = self._entries, self._entries + len(activity.demand)
-        if last > len(self._slot):
-            self._make_room(len(activity.demand))
-            first, last = self._entries, self._entries + len(activity.demand)
-        self._slot[first:last] = slot
-        self._link[first:last] = tuple(activity.demand)
-        self._demand[first:last] = tuple(activity.demand.values())
+        slots = [self._free.pop() for _ in new]
+        for slot, activity in zip(slots, new, strict=True):
+            self._members[slot] = activity
+            activity.crowd, activity.slot = self, slot
+        self._taken[slots] = True
+        self._order[slots] = range(self._started, self._started + len(new))
+        self._started += len(new)
+        self._remaining[slots] = [activity.remaining for activity in new]
+        self._rate[slots] = [activity.own_rate for activity in new]
+        self._end[slots] = [activity.end for activity in new]
+        counts = [len(activity.demand) for activity in new]
+        if self._entries + sum(counts) > len(self._slot):
+            self._make_room(sum(counts))
+        first, last = self._entries, self._entries + sum(counts)
+        self._slot[first:last] = np.repeat(slots, counts)
+        self._link[first:last] = [link for one in new for link in one.demand]
+        self._demand[first:last] = [n for one in new for n in one.demand.values()]
         self._entries = last
 
     def _grow(self) -> None:
@@ -101,7 +111,7 @@ class Crowd:
         for slot in slots.tolist():
             activity = self._members[slot]
             assert activity is not None
-            self._put_back(activity)
+            activity.crowd = None
             ended.append(activity)
             self._members[slot] = None
             self._free.append(slot)
@@ -143,6 +153,7 @@ class Crowd:
 
     def share(self, capacities: list[float], now: float, same: float) -> None:
         """Give each its rate; *same*: shares that differ by less, relatively, are equal."""
+        self.take_in()
         slot, link, demand = (column[self._alive()] for column in self._columns())
         left = np.array(capacities)
         load = np.bincount(link, weights=demand, minlength=len(left))
@@ -164,6 +175,17 @@ class Crowd:
             left = np.maximum(0.0, left - tightest * taken)
             slot, link, demand = slot[~mine], link[~mine], demand[~mine]
         self._set_rates(rate, now)
+
+    def set_rate(self, slot: int, rate: float, now: float) -> None:
+        """Give one its rate."""
+        if rate == self._rate[slot] and self._end[slot] < np.inf:
+            return  # same rate, same end: rounding must not move it
+        self._rate[slot] = rate
+        remaining = float(self._remaining[slot])
+        if remaining <= 0 or rate == np.inf:
+            self._end[slot] = now
+        else:
+            self._end[slot] = now + remaining / rate if rate else np.inf
 
     def _set_rates(self, rate: Numbers, now: float) -> None:
         # Same rate, same end: rounding must not move it.

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paceline.network.cluster import Cluster
 from paceline.network.sharing import Activity, Sharing
@@ -51,6 +51,14 @@ class Agenda:
         return self.now
 
 
+class _Route(NamedTuple):
+    """Of messages from one host to another: the same objects for all of them, which nobody changes."""
+
+    latency: float
+    demand: Mapping[int, float]
+    messages: Mapping[int, float]
+
+
 class Links:
     """Transfers over a cluster's links, on a clock.
 
@@ -65,6 +73,7 @@ class Links:
         )
         self._settle_at: float | None = None
         self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
+        self._routes: dict[tuple[int, int], _Route] = {}
 
     def set_capacity(self, link: int, rate: float) -> None:
         """Give a directed link another goodput from now on; 0: nothing gets through."""
@@ -88,10 +97,12 @@ class Links:
         if not work and (not demand or size <= 0):
             done()
             return
-        # Work without bytes is moved as one byte that crosses no link.
-        scale = size if size > 0 else 1.0
-        everything = {link: float(n) for link, n in demand.items() if size > 0}
-        everything |= {index: seconds / scale for index, seconds in work.items()}
+        everything, scale = demand, size
+        if work:
+            # Work without bytes is moved as one byte that crosses no link.
+            scale = size if size > 0 else 1.0
+            everything = dict(demand) if size > 0 else {}
+            everything |= {index: seconds / scale for index, seconds in work.items()}
         self._sharing.start(Activity(everything, scale, lambda now: done()))
         self._settle_by(self._clock.now)
 
@@ -128,7 +139,10 @@ class Links:
         head of a connection is a flow: its successors wait, and do not take bandwidth.
         """
         queue = self._queues.setdefault(connection, deque())
-        latency = self.cluster.host_latency(source, destination)
+        route = self._routes.get((source, destination))
+        if route is None:
+            route = self._routes[source, destination] = self._route(source, destination)
+        latency = route.latency
 
         def left() -> None:
             queue.popleft()
@@ -139,11 +153,17 @@ class Links:
                 del self._queues[connection]
             sent()
 
-        demand = dict.fromkeys(self.cluster.host_path(source, destination), 1.0)
-        messages = {} if self.cluster.is_switch(source) else {source: 1.0}
-        queue.append(partial(self.start, demand, size, left, messages))
+        queue.append(partial(self.start, route.demand, size, left, route.messages))
         if len(queue) == 1:
             queue[0]()
+
+    def _route(self, source: int, destination: int) -> _Route:
+        cluster = self.cluster
+        return _Route(
+            cluster.host_latency(source, destination),
+            dict.fromkeys(cluster.host_path(source, destination), 1.0),
+            {} if cluster.is_switch(source) else {source: 1.0},
+        )
 
     def _settle_by(self, time: float) -> None:
         if time < math.inf and (self._settle_at is None or time < self._settle_at):

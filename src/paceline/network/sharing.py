@@ -10,7 +10,8 @@ to the others (progressive filling: find the tightest link, freeze what crosses 
 repeat). This is the model of SimGrid's parallel tasks (bottleneck max-min fairness).
 
 Rates change only when an activity starts or ends or a capacity changes, so between those
-instants every activity has one predicted end. `Sharing` holds no clock: its driver calls
+instants every activity has one predicted end. A change reaches what shares a link with it, and what
+shares one with these, and so on: all others go on as before. `Sharing` holds no clock: its driver calls
 `settle(now)` once per such instant and asks for `next_end()`.
 """
 
@@ -32,6 +33,8 @@ _SAME_INSTANT = 1e-12
 MANY, FEW = 64, 32
 """From so many activities on they are a crowd, whose rates are shared all at once; from so few on
 they are not."""
+MOST_NEAR = 16
+"""Rates are shared anew among those alone that a change can reach, where it reaches so few."""
 
 
 class Activity:
@@ -41,7 +44,10 @@ class Activity:
     driver calls *done* with the instant at which the last byte has left.
     """
 
-    __slots__ = ("crowd", "demand", "done", "end", "own_rate", "remaining", "slot")
+    __slots__ = (
+        *("crowd", "demand", "done", "end"),
+        *("number", "own_rate", "remaining", "slot"),
+    )
 
     def __init__(
         self, demand: Mapping[int, float], size: float, done: Callable[[float], None]
@@ -53,6 +59,8 @@ class Activity:
         self.end = math.inf
         self.crowd: Crowd | None = None
         self.slot = 0
+        self.number = 0
+        """Its place among all that have started."""
 
     @property
     def rate(self) -> float:
@@ -69,20 +77,29 @@ class Sharing:
         self._active: dict[Activity, None] = {}  # insertion-ordered: deterministic
         self._crowd: Crowd | None = None
         """The same ones, where they are many; what is known of each is there then."""
+        self._on: dict[int, dict[Activity, None]] = {}
+        """Which are on a link."""
+        self._changed: set[int] = set()
+        """Links whose load, or capacity, is another one than when rates were shared last."""
+        self._new: list[Activity] = []
+        self._started = 0
         self._settled = 0.0
-        self._changed = False
 
     def start(self, activity: Activity) -> None:
         """Add *activity* from the instant of the next `settle` on."""
         self._active[activity] = None
+        activity.number = self._started
+        self._started += 1
+        for link in activity.demand:
+            self._on.setdefault(link, {})[activity] = None
+        self._new.append(activity)
         if self._crowd is not None:
             self._crowd.add(activity)
-        self._changed = True
 
     def set_capacity(self, link: int, rate: float) -> None:
         """Change a link's capacity from the instant of the next `settle` on."""
         self.capacities[link] = rate
-        self._changed = True
+        self._changed.add(link)
 
     def settle(self, now: float) -> list[Activity]:
         """Move time to *now*; take out and return what ended, and share anew if needed.
@@ -100,14 +117,16 @@ class Sharing:
             ended = crowd.take_ended(horizon)
         for activity in ended:
             del self._active[activity]
-        if ended:
-            self._changed = True
+            for link in activity.demand:
+                del self._on[link][activity]
+                self._changed.add(link)
         if elapsed:
             self._move(elapsed)
-        if self._changed:
-            self._changed = False
+        if self._changed or self._new:
             self._count()
-            self._share(now)
+            self._share(now, self._reached())
+            self._changed.clear()
+            self._new.clear()
         return ended
 
     def _move(self, seconds: float) -> None:
@@ -134,21 +153,45 @@ class Sharing:
             self._crowd.dissolve()
             self._crowd = None
 
-    def _share(self, now: float) -> None:
-        if self._crowd is not None:
+    def _reached(self) -> list[Activity] | None:
+        """Those whose rates may change, in the order in which they started; None where they are many."""
+        if len(self._new) > MOST_NEAR:
+            return None
+        found = dict.fromkeys(self._new)
+        links = self._changed.union(*(activity.demand for activity in self._new))
+        following = list(links)
+        while following:
+            link = following.pop()
+            if self.capacities[link] == math.inf:
+                continue  # nobody is slower for others on it
+            for activity in self._on.get(link, ()):
+                if activity in found:
+                    continue
+                found[activity] = None
+                if len(found) > MOST_NEAR:
+                    return None
+                following += activity.demand.keys() - links
+                links |= activity.demand.keys()
+        return sorted(found, key=lambda activity: activity.number)
+
+    def _share(self, now: float, among: list[Activity] | None) -> None:
+        """Rates anew, of all or *among* some that share no link with others."""
+        if self._crowd is not None and among is None:
             self._crowd.share(self.capacities, now, _SAME_INSTANT)
             return
+        if self._crowd is not None:
+            self._crowd.take_in()
+        waiting = list(self._active) if among is None else among
         left: dict[int, float] = {}
         load: dict[int, float] = {}
         users: dict[
             int, int
         ] = {}  # loads need not be whole numbers: count, to end at 0
-        for activity in self._active:
+        for activity in waiting:
             for link, connections in activity.demand.items():
                 load[link] = load.get(link, 0.0) + connections
                 users[link] = users.get(link, 0) + 1
                 left[link] = self.capacities[link]
-        waiting = list(self._active)
         while waiting:
             shares = {link: left[link] / load[link] for link in load if users[link]}
             tightest = min(shares.values(), default=math.inf)
@@ -172,6 +215,9 @@ class Sharing:
 
     @staticmethod
     def _set_rate(activity: Activity, rate: float, now: float) -> None:
+        if activity.crowd is not None:
+            activity.crowd.set_rate(activity.slot, rate, now)
+            return
         if rate == activity.own_rate and activity.end < math.inf:
             return  # same rate, same end: do not let rounding move it
         activity.own_rate = rate
