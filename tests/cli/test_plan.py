@@ -1,10 +1,13 @@
 """``paceline plan``: what it refuses, and one small plan from a script to JSON."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.errors import UsageError
+from paceline.methods import METHODS
 from paceline.worlds.virtual.profile import paced_workload
 
 SCRIPT = """
@@ -61,3 +64,43 @@ def test_one_worker_is_one_machine(script):
         app, ["plan", script, "--workers", "1", "--json", "--no-plots"]
     )
     assert ran.exit_code == 0, ran.output
+
+
+OWN = (
+    """
+from paceline.methods import METHODS
+from paceline.methods.bsp import BSP
+
+class Own(BSP):
+    name = "own"
+
+METHODS["own"] = Own
+"""
+    + SCRIPT
+)
+
+
+@pytest.mark.slow
+def test_a_method_that_the_script_registers_is_a_candidate(
+    script, tmp_path, monkeypatch, capfd
+):
+    """Also where predictions are made in other processes, which do not know it."""
+    (tmp_path / "train.py").write_text(OWN)
+    monkeypatch.setattr("paceline.cli.plan.processes", lambda: 2)
+    before = dict(METHODS)
+    try:
+        ran = CliRunner().invoke(
+            app,
+            [
+                *("plan", script, "--workers", "2", "--quality", "exact"),
+                *("--json", "--no-plots", "--budget", "8"),
+            ],
+        )
+    finally:
+        METHODS.clear()
+        METHODS.update(before)
+    assert ran.exit_code == 0, ran.output
+    said = json.loads(capfd.readouterr().out)
+    assert "own" in [one["spec"] for one in said["rows"]]
+    assert 0 < said["spent_seconds"] <= 8
+    assert "of 8 (--budget)" in ran.output

@@ -11,10 +11,14 @@ from paceline.errors import UsageError
 from paceline.network import Cluster, Rack
 from paceline.plan import Plan, plan
 from paceline.plan.candidates import first
-from paceline.plan.decide import _by_promise, _Search, cost
-from paceline.plan.predict import Job
+from paceline.plan.decide import _by_promise, _Search
+from paceline.plan.help import helps
+from paceline.plan.predict import Job, Refused
+from paceline.plan.price import Budget, cost, messages, usual_seconds
 from paceline.plan.promise import fewer, rough
+from paceline.plan.steps import steps_of
 from tests.plan.helpers import cluster, layers
+from tests.plan.test_more import made, row
 
 ELSEWHERE = """
 import sys
@@ -73,12 +77,12 @@ def test_a_budget_bounds_what_predictions_are_said_to_cost(monkeypatch):
     class Priced:
         __call__ = staticmethod(priced)
 
-    search = _Search(job, frozenset(("exact",)), 2.0, Priced(), lambda *_: None)
+    search = _Search(job, frozenset(("exact",)), Budget(2.0), Priced(), lambda *_: None)
     among, _ = first(job.cluster)
     with pytest.raises(ValueError, match="zip"):  # nothing was answered
         _by_promise(search, among)
     assert 0 < sum(asked) <= 1.0
-    assert search.left == pytest.approx(2.0 - sum(asked))
+    assert search.budget.left == pytest.approx(2.0 - sum(asked))
     with pytest.raises(UsageError, match="--budget"):
         plan(job.cluster, job.workload, budget_seconds=1e-6)
 
@@ -93,3 +97,57 @@ def test_a_few_hosts_are_the_slowest_of_two_racks():
     assert few.speeds == (1, 1, 1.0, 0.5)
     assert fewer(Cluster((one,)), 4) == Cluster((one,))
     assert rough(Job(cluster=cluster(64), workload=layers(20))).cluster.workers == 4
+
+
+def test_a_prediction_costs_what_its_messages_do():
+    """A ring is one activity, and a tree among 64 workers is 126 messages."""
+    assert messages(cluster(64), "native", 1000) == 0
+    assert messages(cluster(64), "hierarchical", 1000) == 0  # a rack of its own: a ring
+    assert messages(cluster(64), "tree", 1000) == 2 * 63
+    assert messages(cluster(64), "halving-doubling", 1000) == 2 * 6 * 64
+    job = Job(cluster=cluster(64), workload=layers(16))
+
+    def times(collective):
+        priced = (f"osp:collective={name}" for name in (collective, "native"))
+        dear, cheap = (cost(job, spec, short=False) for spec in priced)
+        return dear / cheap
+
+    assert times("hierarchical") == 1
+    assert times("halving-doubling") > 2
+
+
+def test_the_usual_budget_grows_with_the_workers():
+    assert usual_seconds(cluster(2)) == usual_seconds(cluster(16)) == 60.0
+    assert usual_seconds(cluster(32)) < usual_seconds(cluster(64))
+
+
+class Counts:
+    """Instead of predictions: what was asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def each(self, asked, *, short=False):
+        self.asked += [(job, spec) for job, spec in asked]
+        return iter([Refused("not run")] * len(asked))
+
+    def map(self, function, asked, prices):
+        self.asked += asked
+        return iter([None] * len(asked))
+
+
+def test_what_follows_the_candidates_keeps_to_what_they_have_left():
+    job = Job(cluster=cluster(8), workload=layers(4))
+    plan_ = made(row("bsp"), row("bsp:fusion=ddp"), row("osp", "late"))
+    nothing, counts = Budget(0.0), Counts()
+    found = helps(plan_, job, counts, nothing)
+    assert (found.break_even, found.helps) == ((), ())
+    assert found.untried == 6  # the links, four kinds of batches, four workers
+    assert steps_of(plan_, job, predict=counts, budget=nothing) == []
+    assert counts.asked == []
+    price = cost(job, "bsp", short=False) + cost(job, "bsp:fusion=ddp", short=False)
+    some = Budget(price)
+    steps_of(plan_, job, predict=counts, budget=some)
+    assert [spec for _, spec in counts.asked] == ["bsp", "bsp:fusion=ddp"]
+    assert some.left == pytest.approx(0.0)
+    assert helps(plan_, job, counts).untried == 0

@@ -6,10 +6,12 @@ import pytest
 
 from paceline.network.workload import CodingTimes
 from paceline.plan import plan
-from paceline.plan.codes import code_of, codes_in_front, revised
-from paceline.plan.predict import Job, predict
+from paceline.plan.coarse import FEW
+from paceline.plan.codes import code_of, codes_in_front, revised, seconds_of
+from paceline.plan.predict import Job, Refused, predict
 from paceline.worlds.virtual.profile import measured_codes
 from tests.plan.helpers import cluster, layers
+from tests.plan.test_more import made, row
 
 SCRIPT = """
 import torch
@@ -55,3 +57,21 @@ def test_codes_are_measured_on_the_scripts_own_gradient(tmp_path):
     found = measured_codes(str(script), [], [code_of("bsp:compression=int8")])
     (times,) = found.values()
     assert times.encode > 0
+
+
+def test_rows_that_were_cut_stay_those_of_few_tensors():
+    job = Job(cluster=cluster(2), workload=layers(2 * FEW))
+    cut = row("bsp:compression=int8", "lossy", cut=True, guessed=True)
+    full = row("bsp:fusion=wfbp,compression=int8", "lossy", guessed=True)
+    coding = {
+        code_of(cut.spec): CodingTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
+    }
+    asked = {}
+
+    def predict(job, specs, *, short):
+        asked[short] = len(job.workload.names), list(specs)
+        return iter([Refused("not run")] * len(specs))
+
+    revised(made(cut, full), job, coding, predict)
+    assert asked == {True: (FEW, [cut.spec]), False: (2 * FEW, [full.spec])}
+    assert seconds_of(made(cut), job, coding) < seconds_of(made(full), job, coding)

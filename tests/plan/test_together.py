@@ -7,8 +7,15 @@ import select
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future
 
 import pytest
+
+from paceline.methods import METHODS
+from paceline.methods.bsp import BSP
+from paceline.plan.predict import Job
+from paceline.plan.together import _Pool
+from tests.plan.helpers import cluster, layers
 
 PLANS = """
 import os, sys
@@ -49,3 +56,38 @@ def test_no_process_of_the_pool_outlives_the_one_that_plans(how, tmp_path):
                 if not select.select([end], [], [], 0)[0]:
                     os.kill(child, signal.SIGKILL)
                 os.close(end)
+
+
+class Submitted:
+    """A pool of processes that notes what it is given, in its order."""
+
+    def __init__(self):
+        self.specs = []
+
+    def submit(self, function, asked):
+        self.specs.append(asked[1])
+        future = Future()
+        future.set_result(asked[1])
+        return future
+
+
+def test_the_longest_prediction_begins_first_and_answers_keep_their_order():
+    job = Job(cluster=cluster(8), workload=layers(8))
+    pool = Submitted()
+    asked = [(job, spec) for spec in ("bsp:fusion=ddp", "asp", "bsp:collective=tree")]
+    assert list(_Pool(pool).each(asked)) == [spec for _, spec in asked]
+    assert pool.specs == ["asp", "bsp:collective=tree", "bsp:fusion=ddp"]
+
+
+def test_rows_that_a_script_has_registered_are_predicted_where_they_are_known(
+    monkeypatch,
+):
+    class Own(BSP):
+        name = "own"
+
+    monkeypatch.setitem(METHODS, "own", Own)
+    pool = Submitted()
+    job = Job(cluster=cluster(2), workload=layers(1))
+    (said,) = _Pool(pool)(job, ["own:fusion=ddp"], short=True)
+    assert pool.specs == []
+    assert said.step_seconds > 0

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from paceline.report.variants import Variant
     from paceline.worlds.virtual import ComputeModel
 
-PLAN_SECONDS = 30.0
-"""Of a core, for the plan where no variant is named."""
+PLAN_PART = 0.5
+"""Of a plan's usual budget, for the one where no variant is named."""
+MOST_AT_ONCE = 2
+"""Variants: each holds a model for every worker."""
 BASELINE = "what DDP does"
 
 
@@ -162,7 +164,7 @@ def compare(
         [f"{name}={value}" for name, value in shared.items() if value is not None],
         output,
         goal,
-        at_once=1 if world != "virtual" or measures else processes(),
+        at_once=1 if world != "virtual" or measures else min(MOST_AT_ONCE, processes()),
         json=json,
     )
     ran = [outcome for _, outcome in results if isinstance(outcome, Result)]
@@ -195,6 +197,7 @@ def _planned(
     json: bool,
 ) -> Plan:
     """The plan; says which will run, and why, on standard error."""
+    from paceline.plan.price import usual_seconds
     from paceline.plan.verdict import passed_over, verdict
 
     with o.standard_output_for_result(True), telling(json) as told:
@@ -204,7 +207,7 @@ def _planned(
             cluster,
             **times,
             allowed=allowed,
-            budget=PLAN_SECONDS,
+            budget=PLAN_PART * usual_seconds(cluster),
             told=told,
         )
         plan = made.plan

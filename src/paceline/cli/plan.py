@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,10 +22,14 @@ from paceline.worlds.scratch import scratch_folder
 if TYPE_CHECKING:
     from paceline.network import Cluster
     from paceline.plan.help import Helps
+    from paceline.plan.price import Budget
     from paceline.plan.together import Predict
     from paceline.plan.until import Reached
     from paceline.plan.what_if import Point
     from paceline.report.goal import Goal
+
+FOR_CANDIDATES = 0.75
+"""Of the budget; the rest, and what candidates leave of it, is for what would help and for the page."""
 
 
 def plan(
@@ -56,12 +61,13 @@ def plan(
         ),
     ] = None,
     budget: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="About how many seconds of a core predictions may take; counted, and not "
-            "timed, so that equal questions have equal answers."
+            help="About how many seconds of a core predictions may take, those of the page too; "
+            "counted, and not timed, so that equal questions have equal answers. "
+            "\\[default: 60, and 6 more for each worker beyond 16]"
         ),
-    ] = 60.0,
+    ] = None,
     until: Annotated[
         str | None,
         typer.Option(
@@ -102,7 +108,7 @@ def plan(
     Each runs in virtual time, with tensors that stand in for the model's.
     """
     o.check_job(script, None)
-    if not budget > 0:
+    if budget is not None and not budget > 0:
         raise UsageError(f"--budget: expected more than zero, got {budget:g}")
     from paceline.report.goal import Goal
 
@@ -120,13 +126,16 @@ def plan(
         for word in torchrun_words(context)[:1]:
             raise UsageError(f"{word} means nothing without --probe; leave it out")
         described = o.make_cluster(cluster, workers, link, latency, server_hosts)
+    began = time.perf_counter()
     from paceline.plan import tables
     from paceline.plan.help import helps
+    from paceline.plan.price import Budget, usual_seconds
     from paceline.plan.together import in_processes
     from paceline.plan.until import Trained
     from paceline.plan.until import until as train_until
 
     arguments = script_arguments or []
+    most = usual_seconds(described) if budget is None else budget
     with (
         o.standard_output_for_result(True) as true_output,
         telling(json) as told,
@@ -140,14 +149,16 @@ def plan(
             forward=forward,
             backward=backward,
             allowed=allowed,
-            budget=budget,
+            budget=FOR_CANDIDATES * most,
             told=told,
             predict=predict,
         )
         told("what would help")
-        more = helps(made.plan, made.job, predict)
-        points = _points(made, told) if what_if else []
-        reached = []
+        left = Budget(most - made.spent)
+        more = helps(made.plan, made.job, predict, left)
+        points = _points(made, told, predict) if what_if else []
+        reached: list[Reached] = []
+        never_logged: UsageError | None = None
         if goal is not None:
             trained = Trained(
                 script=str(script),
@@ -158,7 +169,10 @@ def plan(
                 steps=steps,
             )
             best = {q: row.spec for q, row in made.plan.advised.items()}
-            reached = train_until(best, goal, trained, told, told.say)
+            try:
+                reached = train_until(best, goal, trained, told, told.say)
+            except UsageError as error:  # the plan has taken minutes, and stands
+                never_logged = error
         print(f"network: {described.describe()}", file=sys.stderr)
         print(f"compute: {made.job.workload.source}", file=sys.stderr)
         if not no_plots:
@@ -171,8 +185,10 @@ def plan(
                 (str(script), arguments, goal),
                 told,
                 predict,
+                left,
             )
             print(f"page: {page}", file=sys.stderr)
+        spent = _spent(began, most, left, more)
         if json:
             with open(true_output, "w", closefd=False) as stream:
                 text = tables.to_json(
@@ -180,10 +196,12 @@ def plan(
                 )
                 print(text, file=stream)
     if json:
+        print(spent, file=sys.stderr)
+        _raise(never_logged)
         return
     if points:
         tables.print_points(points)
-    if goal is not None:
+    if goal is not None and never_logged is None:
         tables.print_reached(reached, str(goal))
     words = {
         "--cluster": cluster,
@@ -203,6 +221,26 @@ def plan(
         else [f"{name}={value}" for name, value in words.items() if value is not None],
         everything=everything,
     )
+    print(spent, file=sys.stderr)
+    _raise(never_logged)
+
+
+def _spent(began: float, most: float, left: Budget, more: Helps) -> str:
+    """What it took by the clock, and of the budget, which is *most* seconds."""
+    text = (
+        f"took {show_seconds(time.perf_counter() - began)}; predictions are counted as "
+        f"{most - left.left:.0f} s of a core, of {most:g} (--budget)"
+    )
+    if more.untried:
+        text += (
+            f"; of what might help {more.untried} were not tried, as the rest is spent"
+        )
+    return text
+
+
+def _raise(error: UsageError | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _write_page(
@@ -214,6 +252,7 @@ def _write_page(
     asked: tuple[str, list[str], Goal | None],
     told: Telling,
     predict: Predict,
+    left: Budget,
 ) -> Path:
     """The page, and its pictures as files beside it."""
     from paceline.plan.page import plan_page
@@ -221,7 +260,7 @@ def _write_page(
     from paceline.plan.steps import steps_of
     from paceline.report.page import NAME, write_page
 
-    steps = steps_of(made.plan, made.job, told, predict)
+    steps = steps_of(made.plan, made.job, told, predict, left)
     pictures = write_pictures(str(output), made.plan, points)
     script, arguments, goal = asked
     page = plan_page(
@@ -240,14 +279,14 @@ def _write_page(
     return write_page(output / NAME, page)
 
 
-def _points(made: Planned, told: Telling) -> list[Point]:
+def _points(made: Planned, told: Telling, predict: Predict) -> list[Point]:
     """What more workers and faster links would give, after saying how long that takes."""
     from paceline.plan.what_if import seconds_at_most
     from paceline.plan.what_if import what_if as make_points
 
     seconds = seconds_at_most(made.plan, made.job)
     told.say(f"--what-if takes about {show_seconds(seconds)} of a core at most")
-    return make_points(made.plan, made.job, told=told, processes=processes())
+    return make_points(made.plan, made.job, told=told, predict=predict)
 
 
 def _probed(

@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from paceline.plan.together import Predict
     from paceline.worlds.virtual import ComputeModel
 
+MOST_PROCESSES = 4
+
 
 @dataclass(frozen=True)
 class Planned:
     """The *plan*, the *job* that it is of, and what a training of the script is charged in virtual
-    time (*compute*)."""
+    time (*compute*). *spent*: seconds of a core, as they are counted."""
 
     plan: Plan
     job: Job
     compute: ComputeModel
+    spent: float
 
 
 def classes(wanted: Sequence[str] | None) -> tuple[Quality, ...]:
@@ -43,8 +46,10 @@ def classes(wanted: Sequence[str] | None) -> tuple[Quality, ...]:
 
 
 def processes() -> int:
-    """Predictions that are made at a time."""
-    return min(2, os.cpu_count() or 1)
+    """Predictions that are made at a time: each process has torch, and a cluster's workers, in memory."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(MOST_PROCESSES, cores)
 
 
 def plan_script(
@@ -84,11 +89,12 @@ def plan_script(
         told=told,
     )
     job = Job(cluster=cluster, workload=times, optimizer=facts.optimizer)
+    spent = made.spent_seconds
     named = workload is not None or forward is not None or backward is not None
     if not named and facts.workload is None and compute.workload is not None:
-        made, job = _with_codes(made, job, script, arguments, told, predict)
-        compute = replace(compute, workload=job.workload)
-    return Planned(made, job, compute)
+        made, job, more = _with_codes(made, job, script, arguments, told, predict)
+        compute, spent = replace(compute, workload=job.workload), spent + more
+    return Planned(made, job, compute, spent)
 
 
 def _with_codes(
@@ -98,14 +104,15 @@ def _with_codes(
     arguments: list[str],
     told: Callable[[str, int | None, int | None], None],
     predict: Predict | None,
-) -> tuple[Plan, Job]:
+) -> tuple[Plan, Job, float]:
     """The same, with what codes take that are in front: the script was measured on this machine, and
-    so are they. Twice, since what comes next may be another guess."""
-    from paceline.plan.codes import codes_in_front, revised
+    so are they; and what the predictions are counted as. Twice, since what comes next may be another guess."""
+    from paceline.plan.codes import codes_in_front, revised, seconds_of
     from paceline.plan.together import in_this_process
     from paceline.worlds.virtual.profile import measured_codes
     from paceline.worlds.virtual.set_aside import checkpoints_set_aside
 
+    spent = 0.0
     for _ in range(2):
         codes = codes_in_front(plan)
         if not codes:
@@ -115,8 +122,9 @@ def _with_codes(
             coding = measured_codes(str(script), arguments, codes)
         if not coding:
             break
+        spent += seconds_of(plan, job, coding)
         plan, job = revised(plan, job, coding, predict or in_this_process)
-    return plan, job
+    return plan, job, spent
 
 
 def _said(script: Path, compute: ComputeModel, facts: Facts) -> Workload:

@@ -69,7 +69,7 @@ def _own_compression(cls: type[Method]) -> list[str]:
 
 def sentence_of(cls: type[Method], label: str) -> str:
     """The sentence ``Label: ... .`` of the docstring of a method's file."""
-    page = inspect.getdoc(sys.modules[cls.__module__]) or ""
+    page = inspect.getdoc(sys.modules.get(cls.__module__)) or ""
     text = " ".join(page.split())
     _, label_found, rest = text.partition(f"{label}: ")
     sentence, stop, _ = rest.partition(".")

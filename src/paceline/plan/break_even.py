@@ -17,6 +17,7 @@ import msgspec
 from paceline.network import Cluster
 from paceline.plan.coarse import coarse, unplanned
 from paceline.plan.predict import Job, Refused
+from paceline.plan.price import cost
 from paceline.plan.together import Predict, in_this_process
 from paceline.units import show_rate
 
@@ -25,6 +26,8 @@ MOST_SCALE = 1024.0
 PRECISION = 1.02
 ASIDE = PRECISION**0.45
 """Of a guess, to both sides of which runs are made: if it was right that ends the search."""
+LOOKS = 9
+"""Few searches take more of them."""
 GUESSED = 4
 """Rounds in which links are guessed; after them what is left is halved."""
 
@@ -146,6 +149,12 @@ def break_evens(
             )
     slowest = min(rate for rack in job.cluster.racks for rate in rack.links)
     return [search.found(slowest) for search in searches]
+
+
+def most_seconds(job: Job, spec: str) -> float:
+    """About how many seconds of a core the search for its link takes, at most."""
+    quick = replace(job, workload=coarse(job.workload))
+    return LOOKS * sum(cost(quick, run, short=True) for run in unplanned(spec))
 
 
 def with_links(cluster: Cluster, scale: float) -> Cluster:

@@ -10,8 +10,10 @@ import msgspec
 from paceline.chosen import read_spec
 from paceline.compression import full_spec
 from paceline.network.workload import CodingTimes
+from paceline.plan.coarse import coarse
 from paceline.plan.found import Plan, Row
 from paceline.plan.predict import Job, Prediction
+from paceline.plan.price import cost
 from paceline.plan.together import Predict, in_this_process
 
 IN_FRONT = 1.2
@@ -47,17 +49,34 @@ def revised(
     full; and *job*, which it was made of, with a workload that knows of these times."""
     known = {**job.workload.coding, **coding}
     job = replace(job, workload=replace(job.workload, coding=known))
-    mine = [row for row in plan.rows if row.guessed and code_of(row.spec) in coding]
+    mine = _coded(plan, coding)
     new: dict[str, Row] = {}
     for short in (True, False):
         rows = [row for row in mine if row.cut == short]
-        said = predict(job, [row.spec for row in rows], short=short)
+        said = predict(_as_run(job, short), [row.spec for row in rows], short=short)
         for row, answer in zip(rows, said, strict=True):
             if isinstance(answer, Prediction):
                 new[row.spec] = _with(row, answer)
     rows = [new.get(row.spec, row) for row in plan.rows]
     rows.sort(key=lambda row: row.step_seconds)
     return msgspec.structs.replace(plan, rows=tuple(rows)), job
+
+
+def seconds_of(plan: Plan, job: Job, coding: Mapping[str, CodingTimes]) -> float:
+    """About how many seconds of a core `revised` takes."""
+    return sum(
+        cost(_as_run(job, row.cut), row.spec, short=row.cut)
+        for row in _coded(plan, coding)
+    )
+
+
+def _as_run(job: Job, short: bool) -> Job:
+    """Short runs are of a model with few tensors."""
+    return replace(job, workload=coarse(job.workload)) if short else job
+
+
+def _coded(plan: Plan, coding: Mapping[str, CodingTimes]) -> list[Row]:
+    return [row for row in plan.rows if row.guessed and code_of(row.spec) in coding]
 
 
 def _with(row: Row, said: Prediction) -> Row:

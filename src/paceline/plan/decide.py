@@ -6,8 +6,7 @@
 3. Those that a short run cannot tell, as their buckets are planned from measured times or the
    model has more tensors, and that are not `HOPELESS` in their class, in full.
 
-What it costs is counted from steps, workers and tensors, and not timed, so that all ranks, and all
-starts, decide alike.
+What it costs is counted (`price`), and not timed, so that all ranks, and all starts, decide alike.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from functools import partial
 import msgspec
 
 from paceline.chosen import read_spec
-from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError
 from paceline.fusion import MEASURED
-from paceline.interfaces import QUALITIES, Quality
+from paceline.interfaces import QUALITIES, Method, Quality
 from paceline.methods.table import sentence_of
 from paceline.network import Cluster, Workload
 from paceline.plan.candidates import Candidate, crossed, first
@@ -34,16 +32,13 @@ from paceline.plan.coarse import coarse
 from paceline.plan.found import LeftOut, Plan, Row
 from paceline.plan.limits import alone, limit_seconds
 from paceline.plan.predict import (
-    DRIFTING,
-    SHORTENED,
-    SHORTENED_IN_SHORT,
     Job,
     MakeOptimizer,
     Prediction,
     Refused,
-    in_the_long_run,
     plain_sgd,
 )
+from paceline.plan.price import Budget, cost, usual_seconds
 from paceline.plan.promise import rough
 from paceline.plan.together import Predict, in_processes
 from paceline.spec import parse
@@ -58,19 +53,14 @@ NOTHING = 0.01
 FIRST, CROSSED = 0.5, 0.7
 """Parts of the budget that may be gone after the first round, and after the second."""
 
-BUCKET = 25e6
-"""Bytes of most of DDP's buckets."""
-MESSAGE = 0.1e-3
-"""Seconds of a core for a message to a server and its answer."""
-
 
 @dataclass
 class _Search:
-    """What is known so far. *left*: seconds of the budget."""
+    """What is known so far."""
 
     job: Job
     allowed: Collection[Quality]
-    left: float
+    budget: Budget
     predict: Predict
     told: Callable[[str, int, int], None]
     candidates: dict[str, Candidate] = field(default_factory=dict)
@@ -96,13 +86,10 @@ class _Search:
         for one in among:
             if one.quality not in self.allowed or (short and one.spec in self.found):
                 continue
-            price = cost(job, one.spec, short=short)
-            if self.left - price < keep:
-                if short:
-                    self.unlooked.add(one.spec)
-                continue
-            self.left -= price
-            wanted.append(one)
+            if self.budget.takes(cost(job, one.spec, short=short), keep):
+                wanted.append(one)
+            elif short:
+                self.unlooked.add(one.spec)
         said = self.predict(job, [one.spec for one in wanted], short=short)
         for number, one in enumerate(wanted):
             self.told(one.spec, number, len(wanted))
@@ -163,7 +150,7 @@ def plan(
     workload: Workload,
     *,
     allowed: Collection[Quality] = QUALITIES,
-    budget_seconds: float = 60.0,
+    budget_seconds: float | None = None,
     optimizer: MakeOptimizer = plain_sgd,
     jitter: float = 0.0,
     refused: Mapping[str, str] | None = None,
@@ -174,7 +161,7 @@ def plan(
     """Predict every candidate for *workload* on *cluster*.
 
     *allowed*: classes that count. *budget_seconds*: about what it may take on a core of
-    today; counted and not timed, so that equal arguments have equal answers. *optimizer* makes one like the
+    today (None: `usual_seconds`); counted and not timed, so that equal arguments have equal answers. *optimizer* makes one like the
     training's: some candidates forbid some. *refused*: methods by name, and why the script cannot
     be trained with them. *processes*: predictions that are made at a time; what they say does not
     depend on it; *predict* (`together.in_processes`) makes them where it is there. *told* is called before each prediction. Raises `UsageError` where
@@ -184,12 +171,14 @@ def plan(
     with ExitStack() as stack:
         if predict is None:
             predict = stack.enter_context(in_processes(processes))
-        search = _Search(job, frozenset(allowed), budget_seconds, predict, told)
+        most = usual_seconds(cluster) if budget_seconds is None else budget_seconds
+        search = _Search(job, frozenset(allowed), Budget(most), predict, told)
         if cluster.workers > 1:
             _search(search, refused or {})
     if cluster.workers > 1 and not search.found:
         raise UsageError(_nothing(search))
-    return _plan(search)
+    made = _plan(search)
+    return msgspec.structs.replace(made, spent_seconds=most - search.budget.left)
 
 
 def _search(search: _Search, refused: Mapping[str, str]) -> None:
@@ -197,7 +186,7 @@ def _search(search: _Search, refused: Mapping[str, str]) -> None:
     cluster = search.job.cluster
     among, left_out = first(cluster)
     ranked = _by_promise(search, usable(among))
-    budget = search.left
+    budget = search.budget.left
     search.look(ranked, left_out, short=True, keep=(1 - FIRST) * budget)
     codes = sorted(
         (name for name in COMPRESSORS if f"bsp:compression={name}" in search.found),
@@ -224,13 +213,13 @@ def _by_promise(search: _Search, among: Sequence[Candidate]) -> list[Candidate]:
     """Those that count; the most promising first, if they may not all fit into the budget."""
     among = [one for one in among if one.quality in search.allowed]
     all_of_them = sum(cost(search.quick, one.spec, short=True) for one in among)
-    if all_of_them <= FIRST * search.left:
+    if all_of_them <= FIRST * search.budget.left:
         return among
     job = rough(search.job)
     price = sum(cost(job, one.spec, short=True) for one in among)
-    if price > FIRST * min(search.left, all_of_them):
+    if price > FIRST * min(search.budget.left, all_of_them):
         return _by_turns(among)
-    search.left -= price
+    search.budget.takes(price)
     said = list(search.predict(job, [one.spec for one in among], short=True))
     # What cannot run so may run with more; it comes last.
     seconds = {
@@ -270,29 +259,6 @@ def _needs_more(spec: str) -> bool:
     """Whether a full run tells more than a short one."""
     method, settings = read_spec(spec)
     return method.updates_on == "server" or settings.fusion in MEASURED
-
-
-def cost(job: Job, spec: str, *, short: bool) -> float:
-    """About how many seconds of a core a prediction takes."""
-    method, settings = read_spec(spec)
-    method = in_the_long_run(method)
-    cluster, workload = job.cluster, job.workload
-    steps, served = 6, method.updates_on == "server"
-    if served and not short:
-        steps = DRIFTING
-    elif not short and settings.fusion in MEASURED:
-        steps = 20 if getattr(method, "waits_late", False) else 10
-    period = min(
-        getattr(method, "every", 1) or 1, SHORTENED_IN_SHORT if short else SHORTENED
-    )
-    steps = max(steps, 2 * period if period > 1 else 0)
-    steps += 0 if short else getattr(method, "learns_for", 0)
-    seconds = steps * cluster.workers * (0.5e-3 + 0.1e-3 * len(workload.names))
-    if served or COLLECTIVES[settings.collective].needs_servers:
-        servers = len(cluster.servers) or cluster.hosts
-        buckets = min(len(workload.names), 2 + sum(workload.sizes) / BUCKET)
-        seconds += steps * cluster.workers * servers * buckets * MESSAGE
-    return 0.03 + seconds
 
 
 def _nothing(search: _Search) -> str:
@@ -342,7 +308,7 @@ def _row(search: _Search, spec: str, single: Row, limit: float) -> Row:
         exposed_seconds=found.exposed_seconds,
         bytes_sent=found.bytes_sent,
         buckets=found.buckets,
-        waits_for=sentence_of(type(method), "Waits for"),
+        waits_for=_waits_for(method),
         to_limit=found.step_seconds / limit,
         speed_up=workers * single.step_seconds / found.step_seconds,
         samples_per_second=None
@@ -352,3 +318,11 @@ def _row(search: _Search, spec: str, single: Row, limit: float) -> Row:
         guessed=found.guessed,
         notes=found.notes,
     )
+
+
+def _waits_for(method: Method) -> str:
+    """In the words of its file; empty where they are not there, as in a script that registers a method."""
+    try:
+        return sentence_of(type(method), "Waits for")
+    except UsageError:
+        return ""

@@ -56,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     *one_machine* is a worker alone, with its own part of the batch. *limit_seconds*: no exact mean of
     all gradients makes a step shorter. *unlooked*: how many candidates the budget left no
-    time for.
+    time for; *spent_seconds* of it, of a core, is what predictions were counted as.
     """
 
     cluster: str
@@ -68,6 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
     left_out: tuple[LeftOut, ...]
     unlooked: int = 0
+    spent_seconds: float = 0.0
 
     @property
     def best(self) -> dict[Quality, Row]:

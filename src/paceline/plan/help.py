@@ -12,10 +12,11 @@ from dataclasses import replace
 import msgspec
 
 from paceline.network import Cluster, Rack
-from paceline.plan.break_even import BreakEven, break_evens
+from paceline.plan.break_even import BreakEven, break_evens, most_seconds
 from paceline.plan.coarse import coarse
 from paceline.plan.found import Plan
 from paceline.plan.predict import Job, Refused
+from paceline.plan.price import UNBOUNDED, Budget, cost
 from paceline.plan.together import Predict, in_this_process
 
 DDP = "bsp:fusion=ddp"
@@ -38,22 +39,37 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Helps(msgspec.Struct, frozen=True, kw_only=True):
-    """What would help, from the most to the least."""
+    """What would help, from the most to the least. *untried*: how many the budget left no time
+    for."""
 
     break_even: tuple[BreakEven, ...]
     helps: tuple[Help, ...]
+    untried: int = 0
 
 
-def helps(plan: Plan, job: Job, predict: Predict = in_this_process) -> Helps:
-    """For *plan*, which was made of *job*'s cluster and workload. Nothing where one worker is all,
-    or no exact candidate could run. Of many workers with fewer tensors."""
+def helps(
+    plan: Plan,
+    job: Job,
+    predict: Predict = in_this_process,
+    budget: Budget = UNBOUNDED,
+) -> Helps:
+    """For *plan*, which was made of *job*'s cluster and workload, as far as *budget* goes. Nothing where one
+    worker is all, or no exact candidate could run. Of many workers with fewer tensors."""
     exact = plan.best.get("exact")
     if exact is None:
         return Helps(break_even=(), helps=())
     one, spec = plan.one_machine.step_seconds, exact.spec
     if job.cluster.workers > MANY:
         job = replace(job, workload=coarse(job.workload))
-    asked = [*_larger(job), *_fewer(job)]
+    links = list(dict.fromkeys((DDP, spec)))
+    if not budget.takes(sum(most_seconds(job, one) for one in links)):
+        links = []
+    wanted = [*_larger(job), *_fewer(job)]
+    asked = [
+        (what, more)
+        for what, more in wanted
+        if budget.takes(cost(more, spec, short=False))
+    ]
     said = predict.each([(more, spec) for _, more in asked])
     found = []
     for (what, more), answer in zip(asked, said, strict=True):
@@ -66,10 +82,9 @@ def helps(plan: Plan, job: Job, predict: Predict = in_this_process) -> Helps:
         )
     found.sort(key=lambda one: -one.speed_up)
     return Helps(
-        break_even=tuple(
-            break_evens(job, list(dict.fromkeys((DDP, spec))), one, predict)
-        ),
+        break_even=tuple(break_evens(job, links, one, predict)),
         helps=tuple(found),
+        untried=len(wanted) - len(asked) + (not links),
     )
 
 

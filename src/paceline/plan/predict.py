@@ -160,11 +160,11 @@ def _as_run(spec: str, short: bool, brief: bool) -> _Run:
     if short and settings.fusion in MEASURED:
         settings = replace(settings, fusion="ddp")
     settings = replace(settings, compression=settings.compression.settled())
-    shorter = _shorter(method, SHORTENED_IN_SHORT if short else SHORTENED)
-    return _Run(*(shorter if brief else (method, 0)), settings, short)
+    run_as = shorter(method, SHORTENED_IN_SHORT if short else SHORTENED)
+    return _Run(*(run_as if brief else (method, 0)), settings, short)
 
 
-def _shorter(method: Any, steps: int) -> tuple[Method, int]:
+def shorter(method: Any, steps: int) -> tuple[Method, int]:
     """With rounds of so many *steps*, or a few more, where they are long and a shorter one is like them; and by how
     many they are shorter."""
     whole = getattr(method, "every", 0)
@@ -253,7 +253,7 @@ def _wait_for_batch(world: World, job: Job) -> None:
 
 def _is_enough(journal: Journal, run: _Run, job: Job) -> bool:
     if run.drifts:
-        wanted = _drifting_steps(run.short, job.cluster.workers) + journal.learning
+        wanted = drifting_steps(run.short, job.cluster.workers) + journal.learning
         wanted += job.settled - SETTLED
     else:
         late = getattr(run.method, "waits_late", False)
@@ -263,7 +263,8 @@ def _is_enough(journal: Journal, run: _Run, job: Job) -> bool:
     return journal.step_count >= wanted
 
 
-def _drifting_steps(short: bool, workers: int) -> int:
+def drifting_steps(short: bool, workers: int) -> int:
+    """How many are run of those that wait for nobody."""
     steps = DRIFTING_IN_SHORT if short else DRIFTING
     return steps if workers <= FEW_DRIFT else max(DRIFTING_IN_SHORT, steps // 2)
 

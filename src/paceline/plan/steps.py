@@ -8,6 +8,7 @@ from paceline.errors import PacelineError
 from paceline.plan.found import Plan
 from paceline.plan.help import DDP
 from paceline.plan.predict import Job, traced
+from paceline.plan.price import UNBOUNDED, Budget, cost
 from paceline.plan.together import Predict, in_this_process
 from paceline.report.timelines import Step, step_of
 
@@ -17,16 +18,20 @@ def steps_of(
     job: Job,
     told: Callable[[str, int, int], None] = lambda what, number, count: None,
     predict: Predict = in_this_process,
+    budget: Budget = UNBOUNDED,
 ) -> list[Step]:
     """A settled step of what is advised in each class, and of DDP's rule: run once more, and
-    looked at. The first two are the best of the strongest class and, if that is another, DDP's
+    looked at, as far as *budget* goes. The first two are the best of the strongest class and, if that is another, DDP's
     rule."""
     specs = dict.fromkeys(row.spec for row in plan.advised.values())
     first, *rest = [*specs, DDP]
     names = list(dict.fromkeys([first, DDP, *rest]))
     if plan.row(DDP) is None:  # it was not allowed, or cannot run
         names.remove(DDP)
-    steps = predict.map(step_in, [(job, spec) for spec in names])
+    prices = {spec: cost(job, spec, short=False) for spec in names}
+    names = [spec for spec in names if budget.takes(prices[spec])]
+    asked = [(job, spec) for spec in names]
+    steps = predict.map(step_in, asked, [prices[spec] for spec in names])
     found = []
     for number, spec in enumerate(names):
         told(f"a step of {spec}", number, len(names))

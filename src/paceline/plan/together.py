@@ -12,8 +12,12 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from paceline.collectives import COLLECTIVES
+from paceline.compression import COMPRESSORS
 from paceline.lifelines import end_with_parent
+from paceline.methods import METHODS
 from paceline.plan.predict import Job, Prediction, Refused, predict
+from paceline.plan.price import cost
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -34,8 +38,11 @@ class Predict(Protocol):
         """Of jobs, each by its spec."""
         ...
 
-    def map(self, function: Callable[[A], B], asked: Sequence[A]) -> Iterator[B]:
-        """What *function*, of a module, makes of each; in the order of *asked*."""
+    def map(
+        self, function: Callable[[A], B], asked: Sequence[A], prices: Sequence[float]
+    ) -> Iterator[B]:
+        """What *function*, of a module, makes of each; in the order of *asked*. *prices*: about how long
+        each takes."""
         ...
 
 
@@ -50,9 +57,12 @@ class _InThisProcess:
     def each(
         self, asked: Sequence[tuple[Job, str]], *, short: bool = False
     ) -> Iterator[Prediction | Refused]:
-        return self.map(partial(_predict, short=short), asked)
+        prices = [cost(job, spec, short=short) for job, spec in asked]
+        return self.map(partial(_predict, short=short), asked, prices)
 
-    def map(self, function: Callable[[A], B], asked: Sequence[A]) -> Iterator[B]:
+    def map(
+        self, function: Callable[[A], B], asked: Sequence[A], prices: Sequence[float]
+    ) -> Iterator[B]:
         return map(function, asked)
 
 
@@ -60,17 +70,36 @@ in_this_process = _InThisProcess()
 
 
 class _Pool(_InThisProcess):
-    """So many at a time as *pool* has processes; here, what cannot be handed over."""
+    """So many at a time as *pool* has processes, the longest first, so that none of them is left with a
+    long one at the end; here, what cannot be handed over."""
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         self._pool = pool
 
-    def map(self, function: Callable[[A], B], asked: Sequence[A]) -> Iterator[B]:
-        try:
-            pickle.dumps(asked)
-        except Exception:
-            return super().map(function, asked)
-        return self._pool.map(function, asked)
+    def map(
+        self, function: Callable[[A], B], asked: Sequence[A], prices: Sequence[float]
+    ) -> Iterator[B]:
+        if _has_rows_of_others() or not _can_be_handed_over(asked):
+            return super().map(function, asked, prices)
+        longest_first = sorted(range(len(asked)), key=lambda i: -prices[i])
+        under_way = {i: self._pool.submit(function, asked[i]) for i in longest_first}
+        return (under_way[i].result() for i in range(len(asked)))
+
+
+def _can_be_handed_over(asked: object) -> bool:
+    try:
+        pickle.dumps(asked)
+    except Exception:
+        return False
+    return True
+
+
+def _has_rows_of_others() -> bool:
+    """Whether the script, or what it imports, has put rows into a registry: another process would not
+    know them."""
+    rows = (*METHODS.values(), *COLLECTIVES.values(), *COMPRESSORS.values())
+    ours = __name__.partition(".")[0]
+    return any(row.__module__.partition(".")[0] != ours for row in rows)
 
 
 def _begin() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -11,10 +10,11 @@ import msgspec
 from paceline.interfaces import Quality
 from paceline.network import Cluster, Rack
 from paceline.plan.coarse import coarse, unplanned
-from paceline.plan.decide import NOTHING, cost
+from paceline.plan.decide import NOTHING
 from paceline.plan.found import Plan, Row
 from paceline.plan.predict import Job, Prediction
-from paceline.plan.together import Predict, in_processes, in_this_process
+from paceline.plan.price import cost
+from paceline.plan.together import Predict, in_this_process
 from paceline.spec import parse
 from paceline.units import show_rate
 
@@ -88,30 +88,25 @@ def what_if(
     workers: Sequence[int] = WORKERS,
     rates: Sequence[float] = RATES,
     told: Callable[[str, int, int], None] = lambda what, number, count: None,
-    processes: int = 1,
+    predict: Predict = in_this_process,
 ) -> list[Point]:
     """The best of each class at each number of workers and each rate, in short runs; racks are one, latency
     is that of the first worker, and speeds are those of the one machine. What hardly gains by a
-    faster link is not run with yet faster ones.
-
-    *processes*: predictions that are made at a time; what they say does not depend on it.
-    """
+    faster link is not run with yet faster ones."""
     quick = replace(job, workload=coarse(job.workload))
     named = runs(plan)
     every = sum(workers) * len(rates)
     done = 0
     points: list[Point] = []
-    pool = in_processes(processes) if processes > 1 else nullcontext(in_this_process)
-    with pool as predict_all:
-        for count in sorted(workers):
-            curves: dict[str, Curve] = {spec: [] for spec in named}
-            for rate in sorted(rates):
-                told(f"{count} workers, {show_rate(rate)}", done, every)
-                there = replace(quick, cluster=_cluster(plan, job, count, rate))
-                if count > 1:
-                    _go_on(predict_all, there, rate, curves)
-                points += _best(plan, named, curves, count, rate)
-                done += count
+    for count in sorted(workers):
+        curves: dict[str, Curve] = {spec: [] for spec in named}
+        for rate in sorted(rates):
+            told(f"{count} workers, {show_rate(rate)}", done, every)
+            there = replace(quick, cluster=_cluster(plan, job, count, rate))
+            if count > 1:
+                _go_on(predict, there, rate, curves)
+            points += _best(plan, named, curves, count, rate)
+            done += count
     return points
 
 
@@ -129,11 +124,11 @@ Curve = list[tuple[float, float]]
 
 
 def _go_on(
-    predict_all: Predict, job: Job, rate: float, curves: Mapping[str, Curve]
+    predict: Predict, job: Job, rate: float, curves: Mapping[str, Curve]
 ) -> None:
     """One point more for each that can still gain."""
     open_ = [spec for spec, curve in curves.items() if not _settled(curve)]
-    for spec, said in zip(open_, predict_all(job, open_, short=True), strict=True):
+    for spec, said in zip(open_, predict(job, open_, short=True), strict=True):
         if isinstance(said, Prediction):
             curves[spec].append((rate, said.step_seconds))
 
