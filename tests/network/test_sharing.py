@@ -267,3 +267,17 @@ def test_a_change_is_worked_out_for_those_alone_that_it_can_reach(
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
     if many > 200:  # a crowd's rates are set all at once
         assert looked_at[0] < looked_at[1] / 3
+
+
+@pytest.mark.parametrize("before", [0.0, 1.0])
+def test_a_link_that_becomes_endless_lets_go_of_what_it_held_up(before: float) -> None:
+    """As the uplink of a rack that has no limit, once a rule repairs it."""
+    sharing = Sharing([4.0, before])
+    activity = Activity({0: 1, 1: 1}, 8.0, lambda now: None)
+    sharing.start(activity)
+    sharing.settle(0.0)
+    assert activity.rate == before
+    sharing.set_capacity(1, math.inf)
+    sharing.settle(1.0)
+    assert activity.rate == 4.0
+    assert sharing.next_end() == 1.0 + (8.0 - before) / 4.0

@@ -81,6 +81,8 @@ class Sharing:
         """Which are on a link."""
         self._changed: set[int] = set()
         """Links whose load, or capacity, is another one than when rates were shared last."""
+        self._freed: set[int] = set()
+        """Those among them that have just become endless: they were the limit until now."""
         self._new: list[Activity] = []
         self._started = 0
         self._settled = 0.0
@@ -100,6 +102,8 @@ class Sharing:
         """Change a link's capacity from the instant of the next `settle` on."""
         self.capacities[link] = rate
         self._changed.add(link)
+        if rate == math.inf:
+            self._freed.add(link)
 
     def settle(self, now: float) -> list[Activity]:
         """Move time to *now*; take out and return what ended, and share anew if needed.
@@ -126,6 +130,7 @@ class Sharing:
             self._count()
             self._share(now, self._reached())
             self._changed.clear()
+            self._freed.clear()
             self._new.clear()
         return ended
 
@@ -162,7 +167,7 @@ class Sharing:
         following = list(links)
         while following:
             link = following.pop()
-            if self.capacities[link] == math.inf:
+            if self.capacities[link] == math.inf and link not in self._freed:
                 continue  # nobody is slower for others on it
             for activity in self._on.get(link, ()):
                 if activity in found:
