@@ -65,7 +65,7 @@ def plan(
         typer.Option(
             help="About how many seconds of a core predictions may take, those of the page too; "
             "counted, and not timed, so that equal questions have equal answers. "
-            "\\[default: 60, and 6 more for each worker beyond 16]"
+            "\\[default: 60, and 8 more for each worker beyond 16]"
         ),
     ] = None,
     until: Annotated[

@@ -50,7 +50,7 @@ HOPELESS = 1.5
 NOTHING = 0.01
 """Of a step, so little that it is as if nobody waited."""
 
-FIRST, CROSSED = 0.5, 0.7
+FIRST, CROSSED = 0.5, 0.6
 """Parts of the budget that may be gone after the first round, and after the second."""
 
 

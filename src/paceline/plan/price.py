@@ -41,7 +41,7 @@ MESSAGE, REQUEST = 0.035e-3, 0.12e-3
 """Of a message of a collective that is played; of one to a server, and its answer..."""
 ON_ITS_OWN = 1.5
 """...and times that, where each is an update of its own."""
-USUAL, MORE, FEW_WORKERS = 60.0, 6.0, 16
+USUAL, MORE, FEW_WORKERS = 60.0, 8.0, 16
 """Seconds of a plan's budget, more for each worker beyond so many."""
 BUCKET = 25e6
 """Bytes of most of DDP's buckets."""
