@@ -18,6 +18,7 @@ from paceline.chosen import read_spec
 from paceline.collectives import COLLECTIVES
 from paceline.collectives.places import Places, aggregating_racks
 from paceline.compression import Identity
+from paceline.errors import UsageError
 from paceline.fusion import MEASURED
 from paceline.interfaces import Comm, Schedule
 from paceline.network import Cluster
@@ -65,8 +66,12 @@ UNBOUNDED = Budget(float("inf"))
 
 
 def cost(job: Job, spec: str, *, short: bool) -> float:
-    """About how many seconds of a core a prediction takes."""
-    read, settings = read_spec(spec)
+    """About how many seconds of a core a prediction takes; of a spec that is refused, it takes its
+    start alone."""
+    try:
+        read, settings = read_spec(spec)
+    except UsageError:
+        return START
     method: Any = in_the_long_run(read)
     cluster, workload = job.cluster, job.workload
     workers, tensors = cluster.workers, len(workload.names)
