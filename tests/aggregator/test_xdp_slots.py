@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.aggregator.packets import NOBODY, Flag, Kind, blank
@@ -73,6 +73,14 @@ def packet_of(fields, random):
     return row
 
 
+def contribution(worker, merged=0):
+    """An empty one, as `PACKETS` makes them."""
+    found = dict.fromkeys(("flags", "elements", "slot", "round", "exponent"), 0)
+    return found | {"kind": 1, "worker": worker, "merged": merged}
+
+
+# A sum is whole before any worker that has an address has sent something that counted.
+@example(made=[contribution(65), contribution(NOBODY, merged=5)], seed=0)
 @settings(max_examples=30, deadline=None)
 @given(made=st.lists(PACKETS, min_size=20, max_size=60), seed=st.integers(0, 99))
 def test_any_packets_are_answered_as_user_space_answers_them(kernels, made, seed):
