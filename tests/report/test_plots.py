@@ -12,7 +12,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.report.colours import COLOURS
-from paceline.report.curves import Curve, curves_of
+from paceline.report.curves import Curve, curves_of, thinned
 from paceline.report.pictures import for_page
 from paceline.report.plots import looks_of, write_plots
 from tests.report.cases import Comparison, falling, three, wild
@@ -223,6 +223,18 @@ def test_long_runs_are_drawn_in_few_points(tmp_path: Path) -> None:
     (picture,) = write_plots(str(tmp_path), comparison.results, comparison.steps)[1:]
     assert len(picture.svg) < 100_000
     assert "means of neighbouring ones" in picture.caption
+
+
+def test_in_few_points_one_that_is_no_number_hides_no_others(tmp_path: Path) -> None:
+    values = [1.0, math.nan, 3.0, math.nan, math.nan, math.nan, 5.0, 7.0, 6.0]
+    few = thinned(Curve([float(i) for i in range(9)], values), most=3)
+    assert few.seconds == [1.0, 4.0, 7.0]
+    assert few.values == pytest.approx([2.0, math.nan, 6.0], nan_ok=True)
+    comparison = Comparison()
+    now_and_then = [{"accuracy": None if i % 10 else 0.5} for i in range(6000)]
+    comparison.add("bsp", now_and_then)
+    words = texts(draw(comparison, tmp_path)["metric-accuracy"])
+    assert "no finite value was logged" not in words
 
 
 # ---- in a page ----

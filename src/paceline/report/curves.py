@@ -97,15 +97,21 @@ def most_points(lines: int) -> int:
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """*curve*, or means of neighbouring points where there are more than *most*."""
+    """*curve*, or means of neighbouring points where there are more than *most*: of those that are
+    numbers, since one that is none would hide all the others. NaN where none is."""
     width = -(-len(curve.values) // most)
     if width <= 1:
         return curve
     parts = [slice(i, i + width) for i in range(0, len(curve.values), width)]
     return Curve(
         [fmean(curve.seconds[part]) for part in parts],
-        [fmean(curve.values[part]) for part in parts],
+        [_mean_of_numbers(curve.values[part]) for part in parts],
     )
+
+
+def _mean_of_numbers(values: Sequence[float]) -> float:
+    numbers = [value for value in values if math.isfinite(value)]
+    return fmean(numbers) if numbers else math.nan
 
 
 def _finite(value: float | None) -> float:

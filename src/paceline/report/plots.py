@@ -220,7 +220,9 @@ def draw_metric(
     figure.legend(handles=handles, loc="outside lower left", ncols=columns)
     caption = "Each value is the mean over the workers that logged it in that step."
     if drawn != list(curves):
-        caption += f" Lines of over {most} steps: means of neighbouring ones."
+        caption += (
+            f" Lines of over {most} steps: means of neighbouring ones that are finite."
+        )
     return figure, caption
 
 
