@@ -17,6 +17,7 @@ from paceline.plan.predict import Job, Refused
 from paceline.plan.price import Budget, cost, messages, usual_seconds
 from paceline.plan.promise import fewer, rough
 from paceline.plan.steps import steps_of
+from paceline.plan.together import in_this_process
 from tests.plan.helpers import cluster, layers
 from tests.plan.test_more import made, row
 
@@ -114,6 +115,22 @@ def test_a_prediction_costs_what_its_messages_do():
 
     assert times("hierarchical") == 1
     assert times("halving-doubling") > 2
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "gssp:number_of_groups=9",
+        "grouping-sgd:members=0-3+4-7",
+        "cluster-hybrid:members=0-3+4-7",
+        "bsp:compression=nobody",
+    ],
+)
+def test_a_spec_that_four_workers_refuse_is_priced_and_refused(spec):
+    job = Job(cluster=cluster(4), workload=layers(2))
+    (said,) = in_this_process(job, [spec], short=True)
+    assert isinstance(said, Refused)
+    assert cost(job, spec, short=True) < cost(job, "bsp", short=True)
 
 
 def test_the_usual_budget_grows_with_the_workers():

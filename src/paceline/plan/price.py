@@ -69,9 +69,13 @@ def cost(job: Job, spec: str, *, short: bool) -> float:
     """About how many seconds of a core a prediction takes; of a spec that is refused, it takes its
     start alone."""
     try:
-        read, settings = read_spec(spec)
-    except UsageError:
+        return _cost(job, spec, short)
+    except UsageError:  # by who reads it, or by a method that has no groups of so many
         return START
+
+
+def _cost(job: Job, spec: str, short: bool) -> float:
+    read, settings = read_spec(spec)
     method: Any = in_the_long_run(read)
     cluster, workload = job.cluster, job.workload
     workers, tensors = cluster.workers, len(workload.names)
