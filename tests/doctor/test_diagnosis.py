@@ -11,7 +11,7 @@ from paceline.doctor.faults import FAULTS, LATER
 from paceline.errors import UsageError
 from paceline.network import Cluster, Rack
 from paceline.plan.predict import Job, predict
-from tests.doctor.synthetic import Site
+from tests.doctor.synthetic import BRIDGE, ETHERNET, Site
 from tests.doctor.test_suspects import MAKERS
 from tests.plan.helpers import layers
 
@@ -42,6 +42,44 @@ def test_each_fault_is_the_only_one_and_gains_something(name):
     assert found.mended_seconds < found.predicted_seconds
     assert len(found.lines()) == 3
     assert all(word in "\n".join(found.lines()) for word in (name, fault.do))
+
+
+EXPLAINED = [(row.name, symptom) for row in FAULTS for symptom in row.explains]
+
+
+@pytest.mark.parametrize(("cause", "symptom"), EXPLAINED)
+def test_with_a_cause_its_symptoms_are_mended(cause, symptom):
+    """So the cause is named, on whose account they are not, and gains what they cost."""
+    healthy = diagnose(site(hosts=6).evidence())
+    made = site(hosts=6)
+    MAKERS[symptom](made, 1)
+    MAKERS[cause](made, 1)
+    found = diagnose(made.evidence())
+    assert [one.name for one in found.faults] == [cause]
+    assert found.mended_seconds == pytest.approx(healthy.predicted_seconds, rel=0.05)
+
+
+def test_a_wrong_interface_of_all_hosts_is_named_where_two_have_a_slow_path():
+    fast = ETHERNET.rate * 10
+    made = site(link=ETHERNET.rate / 10, paths={(1, 2): 0.4, (2, 1): 0.4})
+    used = (BRIDGE, replace_all(ETHERNET, rate=fast))
+    made.interfaces = dict.fromkeys(range(made.hosts), used)
+    (found,) = diagnose(made.evidence()).faults
+    assert found.name == "wrong interface"
+    mended = diagnose(site(link=fast).evidence()).predicted_seconds
+    assert diagnose(made.evidence()).mended_seconds == pytest.approx(mended, rel=0.05)
+
+
+def test_what_a_cause_explains_on_its_host_is_not_mended_on_others():
+    made, alone = site(hosts=6), site(hosts=6)
+    for one in (made, alone):
+        MAKERS["contention"](one, 4)
+    MAKERS["threads"](made, 1)
+    MAKERS["contention"](made, 1)
+    found = named(made)
+    assert set(found) == {"threads", "contention"}
+    assert found["contention"].where == named(alone)["contention"].where
+    assert found["contention"].gains_seconds > 0.05 * made.workload.forward_seconds
 
 
 def test_what_is_gained_is_the_step_without_it():

@@ -268,6 +268,7 @@ def test_two_faults_on_two_hosts_are_both_named(one, other):
 SYMPTOMS = [
     ("loss", "contention"),
     ("loss", "slow link"),
+    ("wrong interface", "slow path"),
     ("threads", "slow host"),
     ("threads", "contention"),
 ]

@@ -20,7 +20,7 @@ from statistics import median
 import msgspec
 
 from paceline.doctor.evidence import Evidence
-from paceline.doctor.faults_kinds import Found, LateRow, Row
+from paceline.doctor.faults_kinds import Found, Hosts, LateRow, Row
 from paceline.doctor.faults_limits import GAIN
 from paceline.doctor.faults_network import (
     contention,
@@ -192,20 +192,28 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 
 def suspected(picture: Picture) -> dict[str, Found]:
-    """What of `FAULTS` is to be seen, whatever it costs; root causes first."""
-    explained: dict[str, set[int]] = defaultdict(set)
+    """What of `FAULTS` is to be seen, whatever it costs; root causes first. Mending one mends its
+    symptoms, on its hosts."""
+    explained: dict[str, dict[str, Hosts]] = defaultdict(dict)  # by symptom and cause
     suspects: dict[str, Found] = {}
     for row in FAULTS:
-        spared = frozenset(explained[row.name])
+        causes = explained[row.name]
+        spared = frozenset[int]().union(*causes.values())
         found = row.find(picture, spared)
+        theirs: dict[str, Hosts] = {}
         if found is not None:
             suspects[row.name] = found
-        everywhere = row.find(picture, frozenset()) if spared else found
-        hosts = found.hosts if found else frozenset()
+            theirs[row.name] = found.hosts
+        everywhere = row.find(picture, frozenset()) if spared else None
         if everywhere is not None:
-            hosts |= everywhere.hosts & spared  # a symptom's symptoms are the cause's
+            for cause, hosts in causes.items():
+                suspects[cause] = suspects[cause].with_symptom(everywhere, hosts)
+                # A symptom's symptoms are the cause's.
+                theirs[cause] = everywhere.hosts & hosts
         for name in row.explains:
-            explained[name] |= hosts
+            for cause, hosts in theirs.items():
+                known = explained[name].get(cause, frozenset())
+                explained[name][cause] = known | hosts
     return suspects
 
 

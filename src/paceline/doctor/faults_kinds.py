@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.doctor.evidence import Evidence
 from paceline.doctor.faults_patient import Patient
@@ -24,6 +24,18 @@ class Found:
     mend: Callable[[Patient], Patient] | None
     hosts: Hosts = field(default=frozenset())
     command: str = ""
+
+    def with_symptom(self, symptom: Found, hosts: Hosts) -> Found:
+        """The same, whose mending mends *symptom*, too, on *hosts*."""
+        cause, other = self.mend, symptom.mend
+        if cause is None or other is None:
+            return self
+
+        def mend(patient: Patient) -> Patient:
+            patient = cause(patient)
+            return patient.as_in(other(patient), hosts)
+
+        return replace(self, mend=mend)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ mends one of them. Equal evidence makes equal jobs, and equal jobs take equal ti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, median
@@ -56,6 +56,31 @@ class Patient:
     workload: Workload
     spec: str
     paths: tuple[tuple[int, int, float], ...] = ()
+
+    def as_in(self, other: Patient, hosts: Collection[int]) -> Patient:
+        """With *hosts*, and what runs there, as they are in *other*: their links, speeds and waits for
+        input, and paths that begin or end there."""
+
+        def rows(
+            mine: Sequence[float], theirs: Sequence[float], of: Sequence[int]
+        ) -> tuple[float, ...]:
+            return tuple(
+                theirs[i] if host in hosts else mine[i] for i, host in enumerate(of)
+            )
+
+        everywhere = range(len(self.out))
+        paths = [
+            *(path for path in self.paths if not {*path[:2]} & {*hosts}),
+            *(path for path in other.paths if {*path[:2]} & {*hosts}),
+        ]
+        return replace(
+            self,
+            out=rows(self.out, other.out, everywhere),
+            into=rows(self.into, other.into, everywhere),
+            speeds=rows(self.speeds, other.speeds, self.hosts),
+            inputs=rows(self.inputs, other.inputs, self.hosts),
+            paths=tuple(sorted(paths)),
+        )
 
     @cached_property
     def _order(self) -> list[int]:
