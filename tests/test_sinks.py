@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,40 @@ def test_metrics_that_come_later_are_not_lost(tmp_path: Path) -> None:
         sink.step(record(step, metrics))
     sink.close()
     assert [row["more"] for row in rows(tmp_path / "steps.csv")] == ["", "accuracy=0.9"]
+
+
+def steps_told(place: str, steps: Iterable[int], **metrics: float) -> None:
+    """By one life of worker 0."""
+    sink = sink_for(place)
+    for step in steps:
+        sink.step(record(step, dict(metrics)))
+    sink.close()  # adds nothing: each row is written at once
+
+
+def test_a_worker_that_comes_back_goes_on_below_the_rows_of_its_earlier_lives(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "steps.csv"
+    steps_told(f"csv:{file}", [1, 2], loss=1.0)
+    steps_told(f"csv:{file}", [])  # died before a step
+    steps_told(f"csv:{file}", [4, 5], accuracy=0.5, loss=0.5)
+    told = rows(file)
+    assert [int(row["step"]) for row in told] == [1, 2, 4, 5]
+    assert [float(row["loss"]) for row in told] == [1.0, 1.0, 0.5, 0.5]
+    assert told[-1]["more"] == "accuracy=0.5"
+
+
+def test_another_job_begins_the_file_anew(tmp_path: Path) -> None:
+    file = tmp_path / "steps.csv"
+    steps_told(f"csv:{file}", [1, 2, 3], loss=1.0)
+    steps_told(f"csv:{file}", [1], accuracy=0.5)
+    (told,) = rows(file)
+    assert (told["step"], told["accuracy"]) == ("1", "0.5")
+    assert "loss" not in told
+
+
+def test_rows_go_where_nothing_can_be_cut_off() -> None:
+    steps_told("csv:/dev/null", [1, 2])
 
 
 def test_a_place_that_fails_costs_figures_and_not_the_training(

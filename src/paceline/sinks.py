@@ -123,16 +123,19 @@ def check_place(where: str) -> None:
 
 
 class Csv:
-    """A row a step; metrics that come later than the first step's stand in a column
-    ``more``."""
+    """A row a step; metrics that come later than the first step's stand in a column ``more``.
+
+    A file that is there is begun anew with the job's first step. Where worker 0 comes back into a job that
+    survives, its rows go on below those of its earlier lives.
+    """
 
     def __init__(self, name: str) -> None:
         if not name:
             raise UsageError("report to csv: expected a file, such as csv:steps.csv")
+        self._path = Path(name)
         try:
-            self._file: TextIO = Path(name).open(  # noqa: SIM115 - until close()
-                "w", newline="", encoding="utf-8"
-            )
+            # Nobody knows yet whether this is a first life: what is there stays until a step says so.
+            self._file: TextIO = self._path.open("a", newline="", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"cannot write {name}: {error.strerror}") from None
         self._rows = csv.writer(self._file)
@@ -141,12 +144,27 @@ class Csv:
     def step(self, record: StepRecord) -> None:
         numbers = numbers_of(record)
         if not self._names:
-            self._names = list(numbers)
-            self._rows.writerow(["step", "seconds", *self._names, "more"])
+            self._begin(record.step, list(numbers))
         more = " ".join(f"{n}={v}" for n, v in numbers.items() if n not in self._names)
         row = [numbers.get(name, "") for name in self._names]
         self._rows.writerow([record.step, record.end_seconds, *row, more])
         self._file.flush()
+
+    def _begin(self, step: int, names: list[str]) -> None:
+        """The header, unless the columns of earlier lives are there."""
+        if self._path.is_file():  # a pipe, or /dev/null, has nothing to begin anew
+            if step == 1:
+                self._file.truncate(0)
+            elif columns := self._columns():
+                self._names = columns
+                return
+        self._names = names
+        self._rows.writerow(["step", "seconds", *names, "more"])
+
+    def _columns(self) -> list[str]:
+        with self._path.open(newline="", encoding="utf-8") as file:
+            header = next(csv.reader(file), [])
+        return header[2:-1] if header[:2] == ["step", "seconds"] else []
 
     def close(self) -> None:
         self._file.close()
