@@ -165,7 +165,8 @@ def test_sharded_models_are_refused_in_words(tried: Tried, tmp_path: Path) -> No
         for tool in ("FSDP", "fully_shard"):
             assert f"is under {tool}, so each rank holds a part" in said.pop(tool)
         assert "is a DTensor: each rank holds a part" in said.pop("DTensor")
-        assert set(said) == {"arguments"} & set(said)
+        by_arguments = tried.name in ("accelerate", "trainer")
+        assert set(said) == ({"arguments"} if by_arguments else set())
         for words_ in said.values():
             assert "leave " in words_
             assert "fsdp" in words_
