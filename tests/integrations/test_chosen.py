@@ -48,11 +48,23 @@ def test_a_version_that_was_not_tried_is_refused() -> None:
         require("no-such-package", "1", "2", "any")
 
 
-class Prepared(torch.optim.Optimizer):
-    """As Accelerate and Fabric wrap optimizers."""
+class Lookahead(torch.optim.Optimizer):
+    """Made of another one, as users do."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
+
+
+class Prepared(Lookahead):
+    """As Accelerate and Fabric wrap optimizers."""
+
+    __module__ = "accelerate.optimizer"
+
+
+class FabricSGD(Prepared):
+    """A class that was made of the wrapping one and the user's."""
+
+    __module__ = "users"
 
 
 def test_what_is_wrapped_already_is_refused_with_the_line_to_take_out() -> None:
@@ -62,6 +74,9 @@ def test_what_is_wrapped_already_is_refused_with_the_line_to_take_out() -> None:
     check_plain(model, None, "prepare(...)")
     with pytest.raises(UsageError, match=r"prepare\(...\): .*Prepared\): take out the"):
         check_plain(model, Prepared(plain), "prepare(...)")
+    with pytest.raises(UsageError, match=r"FabricSGD\): take out the"):
+        check_plain(model, FabricSGD(plain), "prepare(...)")
+    check_plain(model, Lookahead(plain), "prepare(...)")
     ddp = torch.nn.parallel.DistributedDataParallel
     wrapped = ddp.__new__(ddp)
     torch.nn.Module.__init__(wrapped)

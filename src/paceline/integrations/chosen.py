@@ -30,6 +30,8 @@ _SHARDING = {
 """Accelerate's names for what spreads a model over workers, and how that is asked for."""
 _SPREAD = ("tp", "cp", "sp", "dp_shard")
 """The same of its ``ParallelismConfig``."""
+_WRAPPING = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+"""Packages whose optimizers are a trainer's wrapping."""
 
 
 def check_chosen(settings: dict[str, Any]) -> dict[str, Any]:
@@ -70,12 +72,21 @@ def check_plain(
             "(DistributedDataParallel(model), FSDP(model), fully_shard(model), "
             "accelerator.prepare(model), from_pretrained(..., tp_plan=...))"
         ) from None
-    inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, torch.optim.Optimizer):
+    if _is_wrapped_by_trainer(optimizer):
         raise UsageError(
             f"{call}: the optimizer is wrapped already ({type(optimizer).__name__}): take out "
             f"the line before it that prepares it; {call} does that itself"
         )
+
+
+def _is_wrapped_by_trainer(optimizer: object) -> bool:
+    """Not each that has another one within: there are optimizers made of others (Lookahead, SAM), which
+    `distribute` takes."""
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer):
+        return False
+    packages = {cls.__module__.partition(".")[0] for cls in type(optimizer).__mro__}
+    return not packages.isdisjoint(_WRAPPING)
 
 
 def check_not_sharded(kind: str, parallelism: object = None) -> None:
