@@ -1,13 +1,14 @@
 """``paceline serve``: which token its server asks for, and what it says of it."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from paceline.cli import serve as command
 from paceline.errors import UsageError
-from paceline.server import dedicated
+from paceline.server import dedicated, serving
 from paceline.server.security import SECRET, TOKEN, dedicated_token
 
 LONG = "a secret of the job"
@@ -22,7 +23,7 @@ class Shell:
     def __init__(self, workers: int, bind: str, port: int, token: str):
         self.tokens.append(token)
 
-    all_have_departed = True
+    all_have_ended_well = True
 
     def run(self, stop: int | None, lasts: bool) -> None:
         """There is nobody to serve."""
@@ -60,7 +61,7 @@ def test_without_a_secret_it_makes_a_token_and_prints_the_line_that_exports_it(s
 def test_a_training_that_was_lost_is_said_and_ends_what_serves_once(
     serve, monkeypatch, capsys
 ):
-    monkeypatch.setattr(Shell, "all_have_departed", False)
+    monkeypatch.setattr(Shell, "all_have_ended_well", False)
     with pytest.raises(SystemExit, match="1"):
         command.serve(workers=1, once=True)
     assert "a worker was lost" in capsys.readouterr().err
@@ -78,3 +79,40 @@ def test_a_short_token_is_refused(serve, monkeypatch):
     monkeypatch.setenv(TOKEN, "dedicated")
     with pytest.raises(UsageError, match="at least 16 characters"):
         serve()
+
+
+class Job:
+    """A job that survives, whose only worker said goodbye in the middle of its training."""
+
+    port, step = 29600, 0
+    shell = SimpleNamespace(all_have_departed=True)
+    machine = SimpleNamespace(missing=lambda: [0])
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """It listens nowhere."""
+
+    def run(self, stop: int) -> bool:
+        return False
+
+    def figures(self) -> None:
+        """Nobody asks."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_training_that_was_broken_off_is_no_good_end(
+    serve, monkeypatch, capsys, tmp_path, kept
+):
+    path = tmp_path / "snapshot"
+    if kept:
+        path.touch()
+    monkeypatch.setenv(TOKEN, LONG)
+    monkeypatch.setattr(serving, "SurvivingJob", Job)
+    with pytest.raises(SystemExit, match="1"):
+        command.serve(workers=1, survive=True, snapshot=path, once=True)
+    said = capsys.readouterr().err
+    assert "workers 0 broke it off" in said
+    assert ("start them again to go on" in said) is kept
+    assert "the training is over" not in said

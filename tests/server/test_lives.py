@@ -1,5 +1,6 @@
 """Who may be a worker where the server numbers lives, and who is refused, in which words."""
 
+import contextlib
 import gc
 import math
 import os
@@ -144,6 +145,53 @@ def test_a_training_whose_workers_are_gone_is_over_unless_they_may_come_back():
     thread.join(SECONDS)
     assert not thread.is_alive()
     assert not shell.all_have_departed
+
+
+def breaks_off(shell):
+    """A worker whose script caught the error that its training broke with, and ended."""
+    worker = connect(shell, workers=1)
+    with contextlib.suppress(UsageError):
+        worker.request(Join(options="")).wait()
+    worker.close()
+
+
+def test_a_goodbye_in_the_middle_of_the_training_is_no_good_end():
+    shell = Shell(Adder(1), workers=1, token=TOKEN, security=PLAIN)
+    thread = serve(shell)
+    breaks_off(shell)
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert shell.all_have_departed
+    assert not shell.all_have_ended_well
+
+
+@pytest.mark.parametrize("comes_again", [False, True])
+def test_who_broke_off_leaves_the_snapshot_until_it_has_ended_well(
+    tmp_path, comes_again
+):
+    path = tmp_path / "snapshot"
+    job = SurvivingJob(2, "127.0.0.1", 0, TOKEN, snapshot=path)
+    path.write_bytes(b"what was trained so far")
+    well = []
+    thread = threading.Thread(target=lambda: well.append(job.run()), daemon=True)
+    thread.start()
+    other, first = connect(job.shell, 1), connect(job.shell)
+    for worker in (first, other):
+        worker.request(Join(options="")).wait()
+    first.close()
+    if comes_again:
+        first = connect(job.shell, incarnation=1)
+        first.request(Join(options="")).wait()
+        leaves = [worker.request(Leave()) for worker in (first, other)]
+        assert [leave.wait() for leave in leaves] == [Done()] * 2
+        first.close()
+    else:
+        other.request(Leave())
+    other.close()
+    thread.join(SECONDS)
+    job.close()
+    assert well == [comes_again]
+    assert path.exists() is not comes_again
 
 
 def test_a_deadline_that_never_comes_is_none():

@@ -139,7 +139,9 @@ class Server:
 
     def _run(self, job: SurvivingJob, stop: int) -> None:
         try:
-            self._over = job.run(stop)
+            job.run(stop)
+            # Whether they have ended well is for the coordinator, which knows what each loop gave.
+            self._over = job.shell.all_have_departed
             job.close()
         except BaseException:
             traceback.print_exc()

@@ -175,6 +175,11 @@ class Shell:
         return self._sessions.all_have_departed
 
     @property
+    def all_have_ended_well(self) -> bool:
+        """Whether all have, none of them in the middle of its training."""
+        return self._sessions.all_have_ended_well
+
+    @property
     def some_have_departed(self) -> bool:
         """Whether a worker has said goodbye: the others may be about to."""
         return self._sessions.some_have_departed

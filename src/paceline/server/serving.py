@@ -65,7 +65,7 @@ class Serving:
                     made = False
                 self._figures = lambda shell=shell: figures_of(shell, shell.server)
                 shell.run(None, lasts=False)
-                well = shell.all_have_departed
+                well = shell.all_have_ended_well
             except KeyboardInterrupt:
                 return
             finally:
@@ -90,7 +90,8 @@ class Serving:
         once: bool,
     ) -> None:
         """Trainings that survive deaths: see `SurvivingJob`. Raises `UsageError` without a token, and
-        where another server keeps its snapshot there; `SystemExit` where a signal has ended it."""
+        where another server keeps its snapshot there; `SystemExit` where a signal has ended it, or
+        where *once* and it has not ended well."""
         if self._token is None:
             raise UsageError(
                 f"--survive: set {TOKEN} (or {SECRET}), the same for this server and its "
@@ -99,14 +100,17 @@ class Serving:
             )
         path = None if snapshot is None else checked(snapshot)
         with claimed(path):
-            self._survive_one(path, snapshot_seconds, evict_silent)
+            well = self._survive_one(path, snapshot_seconds, evict_silent)
             while not once:
-                self._survive_one(path, snapshot_seconds, evict_silent)
+                well = self._survive_one(path, snapshot_seconds, evict_silent)
+        if not well:
+            sys.exit(1)
 
     def _survive_one(
         self, snapshot: Path | None, snapshot_seconds: float, evict_silent: float
-    ) -> None:
-        """One training, to its good end. Raises `SystemExit` where a signal has ended it."""
+    ) -> bool:
+        """One training, until all its workers have said goodbye; returns whether it has ended
+        well. Raises `SystemExit` where a signal has ended it."""
         job = SurvivingJob(
             self._workers,
             self._bind,
@@ -124,9 +128,13 @@ class Serving:
         finally:
             self._figures = None
             job.close()
-        if not well:
+        if well:
+            print("paceline: the training is over", file=sys.stderr, flush=True)
+        elif not job.shell.all_have_departed:
             sys.exit(128 + signal.SIGTERM)
-        print("paceline: the training is over", file=sys.stderr, flush=True)
+        else:
+            _say_who_broke_off(job, snapshot)
+        return well
 
     def _now(self) -> Figures | None:
         figures = self._figures
@@ -167,4 +175,18 @@ def _say_where(job: SurvivingJob, bind: str, snapshot: Path | None) -> None:
         begins = f"the job begins; {snapshot} is to keep it"
     print(
         f"paceline: serving at {bind}:{job.port}; {begins}", file=sys.stderr, flush=True
+    )
+
+
+def _say_who_broke_off(job: SurvivingJob, snapshot: Path | None) -> None:
+    """Nobody is here any more, and nothing says that anybody comes back."""
+    who = ", ".join(map(str, job.machine.missing()))
+    kept = "there is no snapshot of it (--snapshot FILE)"
+    if snapshot is not None and snapshot.exists():
+        kept = f"{snapshot} keeps it: start them again to go on, or remove it"
+    print(
+        f"paceline: all have said goodbye, but not at the end of their training: workers {who} "
+        f"broke it off; {kept}",
+        file=sys.stderr,
+        flush=True,
     )

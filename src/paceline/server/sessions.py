@@ -12,7 +12,7 @@ Theory of operation
    does (see `lifelines`). Then the worker is *lost*.
 4. A worker *departs*, which is no loss, with `Bye` on each channel, or with ``bye`` on the
    liveness connection. But if it has joined the training and has not left that, others wait
-   for it: then it is lost all the same.
+   for it: then it is lost all the same, and the training has not ended well.
 
 Whoever departs or is lost is forgotten at once, with all its connections: only its
 incarnation is remembered. The worker may come back with a newer one, which replaces one
@@ -132,6 +132,7 @@ class Sessions:
         self._present: dict[int, Session] = {}
         self._newest: dict[int, int] = {}  # by worker: incarnation
         self._departed: set[int] = set()
+        self._broke_off: set[int] = set()  # of these: in the middle of their training
         self._some_are_lost = False
         self._callers = Callers(workers + services + _STRANGERS, _LINE_BYTES)
         self._owners: dict[socket.socket, Session] = {}
@@ -165,6 +166,11 @@ class Sessions:
     @property
     def all_have_departed(self) -> bool:
         return len(self._departed) >= self._workers
+
+    @property
+    def all_have_ended_well(self) -> bool:
+        """Whether all have departed, none of them in the middle of its training."""
+        return self.all_have_departed and not self._broke_off
 
     @property
     def some_have_departed(self) -> bool:
@@ -344,6 +350,7 @@ class Sessions:
         self._present[worker] = session
         self._newest[worker] = session.incarnation
         self._departed.discard(worker)
+        self._broke_off.discard(worker)
         with contextlib.suppress(OSError):
             peer.send(b"\n")
 
@@ -372,6 +379,7 @@ class Sessions:
             self._departed.add(session.worker)
         self._forget(session)
         if here and session.takes_part:
+            self._broke_off.add(session.worker)
             self._some_are_lost = True
             report(session)
 

@@ -192,12 +192,12 @@ class SurvivingJob:
         self.port = self.shell.port
 
     def run(self, stop: int | None = None) -> bool:
-        """Serve until all workers have ended well, or *stop*, a descriptor, is at its end. Lines
+        """Serve until all workers have said goodbye, or *stop*, a descriptor, is at its end. Lines
         there, each an `IsDone`, name workers that do not come back, if they are not here.
-        Returns whether all have ended well: then the snapshot is gone, else it holds what is known
-        to the end."""
+        Returns whether all have ended well, none of them in the middle of its training: then the
+        snapshot is gone, else it holds what is known to the end."""
         self.shell.run(stop, self._hear)
-        well = self.shell.all_have_departed
+        well = self.shell.all_have_ended_well
         if well and self._path is not None:
             self._path.unlink(missing_ok=True)
         elif self.snapshots is not None:
