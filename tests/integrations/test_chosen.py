@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import re
+import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +24,7 @@ from torch.utils.data import (
 
 from paceline.distributing import distribute
 from paceline.errors import UsageError, WorkerFailedError
+from paceline.integrations import versions
 from paceline.integrations.chosen import (
     check_chosen,
     check_meets_all,
@@ -31,6 +38,8 @@ from paceline.integrations.dealing import dealt
 from paceline.integrations.versions import require
 from tests.virtual.helpers import run
 
+ROOT = Path(__file__).parent.parent.parent
+
 
 def test_unknown_settings_are_refused_with_the_nearest() -> None:
     assert check_chosen({"compression": "int8"}) == {"compression": "int8"}
@@ -40,12 +49,47 @@ def test_unknown_settings_are_refused_with_the_nearest() -> None:
         check_chosen({"model": None})
 
 
-def test_a_version_that_was_not_tried_is_refused() -> None:
+def test_a_version_outside_the_range_is_refused() -> None:
     require("numpy", "1.0", "1000", "any")
     with pytest.raises(UsageError, match=r"'numpy>=1000,<1001'"):
         require("numpy", "1000", "1001", "any")
     with pytest.raises(UsageError, match=r"pip install 'paceline\[any\]'"):
         require("no-such-package", "1", "2", "any")
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        # Without the methods that `attach` works on: they came with 5.3.
+        ("transformers", "5.2.0"),
+        ("accelerate", "1.9.0"),
+        ("lightning", "2.7.0"),
+    ],
+)
+def test_a_trainer_is_refused_before_it_is_imported(
+    module: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "version", lambda package: found)
+    for name in (module, "lightning_workers"):
+        monkeypatch.delitem(sys.modules, f"paceline.integrations.{name}", False)
+    with pytest.raises(UsageError, match=rf"{module} {found}: this integration"):
+        importlib.import_module(f"paceline.integrations.{module}")
+
+
+def test_extras_install_what_integrations_take() -> None:
+    """Their numbers stand in two places."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    asked = [
+        re.findall(r"^require\((.*)\)", path.read_text(), re.MULTILINE)
+        for path in (ROOT / "src/paceline/integrations").glob("*.py")
+    ]
+    calls = [ast.literal_eval(f"({one})") for many in asked for one in many]
+    assert len(calls) == 4
+    for package, first, before, extra in calls:
+        plain = [re.sub(r"\[.*\]", "", one) for one in extras[extra]]
+        assert f"{package}>={first},<{before}" in plain
 
 
 class Lookahead(torch.optim.Optimizer):

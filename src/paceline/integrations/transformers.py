@@ -14,7 +14,8 @@ import torch
 
 from paceline.integrations.versions import require
 
-require("transformers", "5.0", "6", "transformers")
+# What attach works on is in Trainer from 5.3 on.
+require("transformers", "5.3", "6", "transformers")
 
 from transformers import Trainer  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Which versions of a framework an integration was tried with."""
+"""Which versions of a framework an integration takes; docs/integrations.md says which were run."""
 
 from __future__ import annotations
 
