@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.cli.planned import plan_script, telling
+from paceline.cli.planned import plan_script
+from paceline.cli.telling import telling
 from paceline.interfaces import QUALITIES
 from paceline.network import uniform_cluster
 from paceline.plan.pictures import draw_plan
+from paceline.plan.price import Budget
 from paceline.report.pictures import house_style
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +23,7 @@ SCRIPT = ROOT / "examples" / "digits.py"
 PICTURE = ROOT / "docs" / "plan.png"
 WORKERS, LINK, LATENCY = 8, "100mbit", "50us"
 FORWARD, BACKWARD = 0.02, 0.04
-BUDGET = 60.0
+BUDGET = 80.0
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def main() -> None:
             forward=FORWARD,
             backward=BACKWARD,
             allowed=QUALITIES,
-            budget=BUDGET,
+            budget=Budget(BUDGET),
             told=told,
         )
     with house_style():

@@ -6,8 +6,12 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.cli.plan import _spent
+from paceline.cli.planned import FOR_CANDIDATES
 from paceline.errors import UsageError
 from paceline.methods import METHODS
+from paceline.plan.help import Helps
+from paceline.plan.price import Budget
 from paceline.worlds.virtual.profile import paced_workload
 
 SCRIPT = """
@@ -102,5 +106,14 @@ def test_a_method_that_the_script_registers_is_a_candidate(
     assert ran.exit_code == 0, ran.output
     said = json.loads(capfd.readouterr().out)
     assert "own" in [one["spec"] for one in said["rows"]]
-    assert 0 < said["spent_seconds"] <= 8
+    assert 0 < said["spent_seconds"] <= FOR_CANDIDATES * 8
     assert "of 8 (--budget)" in ran.output
+
+
+def test_the_last_line_says_what_is_not_of_the_budget():
+    helps = Helps(break_even=(), helps=())
+    plain, more = (
+        _spent(0.0, 60.0, Budget(20.0), helps, what_if) for what_if in (False, True)
+    )
+    assert plain.endswith("counted as 40 s of a core, of 60 (--budget)")
+    assert more.endswith(", without those of --what-if")

@@ -1,14 +1,17 @@
 """Candidates that code, once it is known what that takes."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from paceline.cli.planned import _with_codes
 from paceline.network.workload import CodingTimes
 from paceline.plan import plan
 from paceline.plan.coarse import FEW
 from paceline.plan.codes import code_of, codes_in_front, revised, seconds_of
-from paceline.plan.predict import Job, Refused, predict
+from paceline.plan.predict import Job, Prediction, Refused, predict
+from paceline.plan.price import Budget
 from paceline.worlds.virtual.profile import measured_codes
 from tests.plan.helpers import cluster, layers
 from tests.plan.test_more import made, row
@@ -57,6 +60,38 @@ def test_codes_are_measured_on_the_scripts_own_gradient(tmp_path):
     found = measured_codes(str(script), [], [code_of("bsp:compression=int8")])
     (times,) = found.values()
     assert times.encode > 0
+
+
+def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
+    """And what they are predicted again for is counted, in the plan and in the budget."""
+    job = Job(cluster=cluster(2), workload=layers(2))
+    first, second, third = (
+        row(f"bsp:compression={name}", "lossy", guessed=True)
+        for name in ("int8", "int4", "ef-sign")
+    )
+    plan_ = made(first, second, third)
+    codes = [code_of(one.spec) for one in (first, second, third)]
+    prices = [seconds_of(plan_, job, [code]) for code in codes]
+    measured = []
+
+    def measure(script, arguments, codes):
+        measured.extend(codes)
+        free = CodingTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
+        return dict.fromkeys(codes, free)
+
+    def predict_(job, specs, *, short):
+        told = {"step_seconds": 0.1, "compute_seconds": 0.1, "exposed_seconds": 0.0}
+        return iter([Prediction(**told, bytes_sent=0.0, buckets=1) for _ in specs])
+
+    monkeypatch.setattr("paceline.worlds.virtual.profile.measured_codes", measure)
+    budget = Budget(sum(prices[:2]) + 0.5 * min(prices))
+    again, _ = _with_codes(
+        plan_, job, Path("train.py"), [], budget, lambda *_: None, predict_
+    )
+    assert measured == codes[:2]
+    assert budget.left == pytest.approx(0.5 * min(prices))
+    assert again.spent_seconds == pytest.approx(sum(prices[:2]))
+    assert [one.guessed for one in again.rows].count(True) == 1
 
 
 def test_rows_that_were_cut_stay_those_of_few_tensors():

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from paceline.report.variants import Variant
     from paceline.worlds.virtual import ComputeModel
 
-PLAN_PART = 0.5
-"""Of a plan's usual budget, for the one where no variant is named."""
+PLAN_PART = 2 / 3
+"""Of a plan's usual budget, for the one where no variant is named: it draws no page."""
 MOST_AT_ONCE = 2
 """Variants: each holds a model for every worker."""
 BASELINE = "what DDP does"
@@ -197,7 +197,7 @@ def _planned(
     json: bool,
 ) -> Plan:
     """The plan; says which will run, and why, on standard error."""
-    from paceline.plan.price import usual_seconds
+    from paceline.plan.price import Budget, usual_seconds
     from paceline.plan.verdict import passed_over, verdict
 
     with o.standard_output_for_result(True), telling(json) as told:
@@ -207,7 +207,7 @@ def _planned(
             cluster,
             **times,
             allowed=allowed,
-            budget=PLAN_PART * usual_seconds(cluster),
+            budget=Budget(PLAN_PART * usual_seconds(cluster)),
             told=told,
         )
         plan = made.plan

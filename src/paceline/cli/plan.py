@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from paceline.plan.what_if import Point
     from paceline.report.goal import Goal
 
-FOR_CANDIDATES = 0.75
-"""Of the budget; the rest, and what candidates leave of it, is for what would help and for the page."""
-
 
 def plan(
     context: typer.Context,
@@ -63,8 +60,8 @@ def plan(
     budget: Annotated[
         float | None,
         typer.Option(
-            help="About how many seconds of a core predictions may take, those of the page too; "
-            "counted, and not timed, so that equal questions have equal answers. "
+            help="About how many seconds of a core predictions may take, those of the page too, and "
+            "without those of --what-if; counted, and not timed, so that equal questions have equal answers. "
             "\\[default: 60, and 8 more for each worker beyond 16]"
         ),
     ] = None,
@@ -136,6 +133,7 @@ def plan(
 
     arguments = script_arguments or []
     most = usual_seconds(described) if budget is None else budget
+    left = Budget(most)
     with (
         o.standard_output_for_result(True) as true_output,
         telling(json) as told,
@@ -149,12 +147,11 @@ def plan(
             forward=forward,
             backward=backward,
             allowed=allowed,
-            budget=FOR_CANDIDATES * most,
+            budget=left,
             told=told,
             predict=predict,
         )
         told("what would help")
-        left = Budget(most - made.spent)
         more = helps(made.plan, made.job, predict, left)
         points = _points(made, told, predict) if what_if else []
         reached: list[Reached] = []
@@ -188,7 +185,7 @@ def plan(
                 left,
             )
             print(f"page: {page}", file=sys.stderr)
-        spent = _spent(began, most, left, more)
+        spent = _spent(began, most, left, more, what_if)
         if json:
             with open(true_output, "w", closefd=False) as stream:
                 text = tables.to_json(
@@ -225,12 +222,14 @@ def plan(
     _raise(never_logged)
 
 
-def _spent(began: float, most: float, left: Budget, more: Helps) -> str:
+def _spent(began: float, most: float, left: Budget, more: Helps, what_if: bool) -> str:
     """What it took by the clock, and of the budget, which is *most* seconds."""
     text = (
         f"took {show_seconds(time.perf_counter() - began)}; predictions are counted as "
         f"{most - left.left:.0f} s of a core, of {most:g} (--budget)"
     )
+    if what_if:
+        text += ", without those of --what-if"
     if more.untried:
         text += (
             f"; of what might help {more.untried} were not tried, as the rest is spent"

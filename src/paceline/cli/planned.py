@@ -18,21 +18,24 @@ if TYPE_CHECKING:
     from paceline.plan import Plan
     from paceline.plan.facts import Facts
     from paceline.plan.predict import Job
+    from paceline.plan.price import Budget
     from paceline.plan.together import Predict
     from paceline.worlds.virtual import ComputeModel
 
 MOST_PROCESSES = 4
+FOR_CANDIDATES = 0.75
+"""Of the budget; the rest, and what candidates leave of it, is for what codes take, for what would help
+and for the page."""
 
 
 @dataclass(frozen=True)
 class Planned:
     """The *plan*, the *job* that it is of, and what a training of the script is charged in virtual
-    time (*compute*). *spent*: seconds of a core, as they are counted."""
+    time (*compute*)."""
 
     plan: Plan
     job: Job
     compute: ComputeModel
-    spent: float
 
 
 def classes(wanted: Sequence[str] | None) -> tuple[Quality, ...]:
@@ -61,11 +64,12 @@ def plan_script(
     forward: float | None = None,
     backward: float | None = None,
     allowed: Collection[Quality],
-    budget: float,
+    budget: Budget,
     told: Callable[[str, int | None, int | None], None],
     predict: Predict | None = None,
 ) -> Planned:
-    """Run *script* for a few steps, find out what a step takes, and plan."""
+    """Run *script* for a few steps, find out what a step takes, and plan. Candidates take `FOR_CANDIDATES`
+    of *budget*, codes some of the rest; what is left of it is left."""
     from paceline.plan import plan
     from paceline.plan.facts import facts_of
     from paceline.plan.predict import Job
@@ -81,7 +85,7 @@ def plan_script(
         cluster,
         times,
         allowed=allowed,
-        budget_seconds=budget,
+        budget_seconds=FOR_CANDIDATES * budget.left,
         optimizer=facts.optimizer,
         refused=facts.refused,
         processes=processes(),
@@ -89,12 +93,12 @@ def plan_script(
         told=told,
     )
     job = Job(cluster=cluster, workload=times, optimizer=facts.optimizer)
-    spent = made.spent_seconds
+    budget.left -= made.spent_seconds
     named = workload is not None or forward is not None or backward is not None
     if not named and facts.workload is None and compute.workload is not None:
-        made, job, more = _with_codes(made, job, script, arguments, told, predict)
-        compute, spent = replace(compute, workload=job.workload), spent + more
-    return Planned(made, job, compute, spent)
+        made, job = _with_codes(made, job, script, arguments, budget, told, predict)
+        compute = replace(compute, workload=job.workload)
+    return Planned(made, job, compute)
 
 
 def _with_codes(
@@ -102,29 +106,34 @@ def _with_codes(
     job: Job,
     script: Path,
     arguments: list[str],
+    budget: Budget,
     told: Callable[[str, int | None, int | None], None],
     predict: Predict | None,
-) -> tuple[Plan, Job, float]:
+) -> tuple[Plan, Job]:
     """The same, with what codes take that are in front: the script was measured on this machine, and
-    so are they; and what the predictions are counted as. Twice, since what comes next may be another guess."""
+    so are they, the first ones first, as far as *budget* goes. Twice, since what comes next may be another guess."""
     from paceline.plan.codes import codes_in_front, revised, seconds_of
     from paceline.plan.together import in_this_process
     from paceline.worlds.virtual.profile import measured_codes
     from paceline.worlds.virtual.set_aside import checkpoints_set_aside
 
-    spent = 0.0
     for _ in range(2):
-        codes = codes_in_front(plan)
+        prices = {code: seconds_of(plan, job, [code]) for code in codes_in_front(plan)}
+        codes = []
+        for code, price in prices.items():
+            if not budget.takes(price):
+                break
+            codes.append(code)
         if not codes:
             break
         told(f"measuring {', '.join(codes)}", None, None)
         with o.standard_output_for_result(True), checkpoints_set_aside(o.SCRATCH):
             coding = measured_codes(str(script), arguments, codes)
-        if not coding:
+        if not coding:  # nothing is predicted again
+            budget.left += sum(prices[code] for code in codes)
             break
-        spent += seconds_of(plan, job, coding)
         plan, job = revised(plan, job, coding, predict or in_this_process)
-    return plan, job, spent
+    return plan, job
 
 
 def _said(script: Path, compute: ComputeModel, facts: Facts) -> Workload:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -46,7 +46,8 @@ def revised(
     predict: Predict = in_this_process,
 ) -> tuple[Plan, Job]:
     """*plan* with the rows that code as in *coding* predicted again, as before in a short run or in
-    full; and *job*, which it was made of, with a workload that knows of these times."""
+    full, and with what that is counted as; and *job*, which it was made of, with a workload that knows of these times."""
+    spent = plan.spent_seconds + seconds_of(plan, job, coding)
     known = {**job.workload.coding, **coding}
     job = replace(job, workload=replace(job.workload, coding=known))
     mine = _coded(plan, coding)
@@ -59,14 +60,15 @@ def revised(
                 new[row.spec] = _with(row, answer)
     rows = [new.get(row.spec, row) for row in plan.rows]
     rows.sort(key=lambda row: row.step_seconds)
-    return msgspec.structs.replace(plan, rows=tuple(rows)), job
+    plan = msgspec.structs.replace(plan, rows=tuple(rows), spent_seconds=spent)
+    return plan, job
 
 
-def seconds_of(plan: Plan, job: Job, coding: Mapping[str, CodingTimes]) -> float:
-    """About how many seconds of a core `revised` takes."""
+def seconds_of(plan: Plan, job: Job, codes: Collection[str]) -> float:
+    """About how many seconds of a core `revised` takes with the times of *codes*."""
     return sum(
         cost(_as_run(job, row.cut), row.spec, short=row.cut)
-        for row in _coded(plan, coding)
+        for row in _coded(plan, codes)
     )
 
 
@@ -75,8 +77,8 @@ def _as_run(job: Job, short: bool) -> Job:
     return replace(job, workload=coarse(job.workload)) if short else job
 
 
-def _coded(plan: Plan, coding: Mapping[str, CodingTimes]) -> list[Row]:
-    return [row for row in plan.rows if row.guessed and code_of(row.spec) in coding]
+def _coded(plan: Plan, codes: Collection[str]) -> list[Row]:
+    return [row for row in plan.rows if row.guessed and code_of(row.spec) in codes]
 
 
 def _with(row: Row, said: Prediction) -> Row:
