@@ -12,15 +12,15 @@ import torch
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Sender
-from paceline.messages import Done, Join, Leave, Load, PullState
-from paceline.server import sessions
+from paceline.messages import PROTOCOL, Done, Join, Leave, Load, PullState
+from paceline.server import sessions, wire
 from paceline.server.orders import IsDone
 from paceline.server.process import SilenceWatch, make_machine
 from paceline.server.security import PLAIN
 from paceline.server.serve import REFUSALS_SAID, Shell
 from paceline.server.surviving import MissingWatch, SurvivingJob
 from tests.hanging import SECONDS
-from tests.server import TOKEN, Adder, connect, running, time_limit
+from tests.server import TOKEN, Adder, Peer, connect, running, time_limit
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +192,31 @@ def test_who_broke_off_leaves_the_snapshot_until_it_has_ended_well(
     job.close()
     assert well == [comes_again]
     assert path.exists() is not comes_again
+
+
+def test_who_said_hello_and_never_came_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(sessions, "COMING_SECONDS", 0.2)
+    shell = Shell(Adder(2), workers=2, token=TOKEN, security=PLAIN)
+    thread = serve(shell)
+    with Peer(shell.port, known=False) as gone:
+        gone.say(wire.Hello(PROTOCOL, TOKEN, 1, 0, ""))
+        assert isinstance(gone.hear(), wire.Welcome)
+        lost = connect(shell)
+        del lost  # without a goodbye
+        gc.collect()
+        thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert not shell.all_have_ended_well
+
+
+def test_a_goodbye_before_the_others_came_holds_up_no_later_training(monkeypatch):
+    monkeypatch.setattr(sessions, "COMING_SECONDS", 0.2)
+    shell = Shell(Adder(2), workers=2, token=TOKEN, security=PLAIN)
+    thread = serve(shell)
+    connect(shell).close()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert not shell.all_have_ended_well
 
 
 def test_a_deadline_that_never_comes_is_none():

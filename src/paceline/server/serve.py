@@ -202,7 +202,7 @@ class Shell:
         try:
             while not self._stopped and not self._is_over(lasts):
                 self._hear_peers()
-                self._loop.handle(self._patience())
+                self._loop.handle(self._patience(lasts))
                 deadline = self._server.next_deadline()
                 if deadline is not None and self._now() >= deadline:
                     self._deliver(self._server.on_timer(self._now()))
@@ -224,15 +224,20 @@ class Shell:
 
     def _is_over(self, lasts: bool) -> bool:
         return self._sessions.all_have_departed or (
-            not lasts and self._sessions.are_deserted
+            not lasts and time.monotonic() >= self._sessions.deserted_from
         )
 
-    def _patience(self) -> int | None:
-        """Milliseconds until the server's deadline, rounded up: never early."""
+    def _patience(self, lasts: bool) -> int | None:
+        """Milliseconds until the server's deadline, or until nobody is awaited any more, rounded
+        up: never early."""
         deadline = self._server.next_deadline()
-        if deadline is None or deadline == math.inf:
-            return None
-        return max(0, min(int(1000 * (deadline - self._now())) + 1, 2**31 - 1))
+        waits = [] if deadline is None else [deadline - self._now()]
+        if not lasts:
+            waits.append(self._sessions.deserted_from - time.monotonic())
+        wait = min(waits, default=math.inf)
+        return (
+            None if wait == math.inf else max(0, min(int(1000 * wait) + 1, 2**31 - 1))
+        )
 
     def _read_stop(
         self, stop: int, on_line: Callable[[bytes], Iterable[Answer | Ask]]

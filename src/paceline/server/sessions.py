@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import secrets
 import socket
 import time
@@ -58,6 +59,9 @@ _STRANGERS = 16
 
 ANSWER_SECONDS = 8.0
 """How long a machine whose worker is asked after may take to acknowledge a byte."""
+
+COMING_SECONDS = 30.0
+"""How long a worker may be on its way, where nobody else is here: see `Sessions.deserted_from`."""
 
 Report = Callable[["Session"], None]
 """Is told of a worker that is lost, once it is forgotten."""
@@ -81,6 +85,7 @@ class Session:
     def __init__(self, worker: int, incarnation: int) -> None:
         self.worker = worker
         self.incarnation = incarnation
+        self.since = time.monotonic()
         self.ticket = secrets.token_hex(16)
         self.liveness: socket.socket | None = None
         self.shared: ServerEnd | None = None
@@ -134,6 +139,7 @@ class Sessions:
         self._departed: set[int] = set()
         self._broke_off: set[int] = set()  # of these: in the middle of their training
         self._some_are_lost = False
+        self._last_goodbye = 0.0
         self._callers = Callers(workers + services + _STRANGERS, _LINE_BYTES)
         self._owners: dict[socket.socket, Session] = {}
         self._listener: socket.socket | None = None
@@ -177,9 +183,16 @@ class Sessions:
         return bool(self._departed)
 
     @property
-    def are_deserted(self) -> bool:
-        """Whether somebody was lost, and nobody is here any more."""
-        return self._some_are_lost and not self._pending and not self.present
+    def deserted_from(self) -> float:
+        """The moment, of `time.monotonic`, from which on the training is over because those who
+        came are gone: at once where one was lost, but who has said hello may still come, and where
+        all have said goodbye before others came, those may. Infinite while somebody is here."""
+        if self.present or not (self._some_are_lost or self._departed):
+            return math.inf
+        moments = [session.since for session in self._pending.values()]
+        if not self._some_are_lost:
+            moments.append(self._last_goodbye)
+        return max((moment + COMING_SECONDS for moment in moments), default=0.0)
 
     @property
     def present(self) -> int:
@@ -377,6 +390,7 @@ class Sessions:
         here = self._present.get(session.worker) is session
         if here and session.worker < self._workers:
             self._departed.add(session.worker)
+            self._last_goodbye = time.monotonic()
         self._forget(session)
         if here and session.takes_part:
             self._broke_off.add(session.worker)
