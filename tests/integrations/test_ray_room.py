@@ -1,6 +1,7 @@
 """Room on a Ray cluster, and what is refused before there is one: no Ray is needed."""
 
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -61,3 +62,39 @@ def test_a_version_that_was_not_tried(monkeypatch, version):
     monkeypatch.delitem(sys.modules, "paceline.integrations.ray", raising=False)
     with pytest.raises(UsageError, match=f"ray {version}: .* install one of these"):
         import paceline.integrations.ray  # noqa: F401
+
+
+@pytest.fixture
+def ray_stand_in(monkeypatch):
+    """What `paceline.integrations.ray` imports, and nothing behind it."""
+
+    def module(name, **members):
+        made = ModuleType(name)
+        vars(made).update(members)
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    names = ("ray", "ray_actors", "ray_private")
+    for name in names:
+        monkeypatch.delitem(sys.modules, f"paceline.integrations.{name}", False)
+    monkeypatch.setattr(versions, "version", lambda package: "2.60.0")
+    ray = module("ray", is_initialized=lambda: True)
+    module("ray.util")
+    module("ray.util.scheduling_strategies", NodeAffinitySchedulingStrategy=None)
+    ray.client = SimpleNamespace(is_connected=lambda: False)
+    module("ray.util.client", ray=ray.client)
+    module("ray._private", state=None)
+    yield ray
+    for name in names:
+        sys.modules.pop(f"paceline.integrations.{name}", None)
+
+
+def test_who_calls_over_a_client_is_refused_before_anything_starts(ray_stand_in):
+    from paceline.integrations.ray import run
+
+    ray_stand_in.nodes = list
+    with pytest.raises(UsageError, match="cluster is too small"):
+        run(print, workers=1, method="asp")
+    ray_stand_in.client.is_connected = lambda: True
+    with pytest.raises(UsageError, match=r"over ray://.*ray job submit"):
+        run(print, workers=1, method="asp")

@@ -47,6 +47,7 @@ from paceline.settings import Settings
 require("ray", "2.60", "3", "ray")
 
 import ray  # noqa: E402
+from ray.util.client import ray as client  # noqa: E402
 from ray.util.scheduling_strategies import (  # noqa: E402
     NodeAffinitySchedulingStrategy,
 )
@@ -99,7 +100,7 @@ def run(
     for room that others use, or that has gone with a node. *grows*: nodes are added when they are asked for, so a
     cluster that is too small is waited for, too. *runtime_env*: Ray's, for all actors.
 
-    Raises `UsageError` for what cannot be: a method without a server, a cluster that is too small (at once, with what is
+    Raises `UsageError` for what cannot be: a driver over ``ray://``, a method without a server, a cluster that is too small (at once, with what is
     missing), a snapshot that is there; and `WorkerFailedError` from what *loop* raises: that ends the job, and is
     not tried again. Whatever happens, no actor is left.
     """
@@ -108,6 +109,11 @@ def run(
     options = RunOptions(method=method, steps=steps, seed=seed)
     if not ray.is_initialized():
         ray.init()
+    if client.is_connected():
+        raise UsageError(
+            "run() over ray:// (Ray Client): whoever calls it holds the job together, and asks the "
+            "cluster what its client does not pass on; run this script on the cluster (ray job submit)"
+        )
     if not grows:
         check_room(requests, list(nodes_of(ray.nodes()).values()))
     environment = {
