@@ -62,6 +62,16 @@ def test_who_always_dies_is_given_up():
     assert coordinator.look().fault == "worker 1 has died 100 times"
 
 
+def test_who_dies_with_the_server_is_not_given_up_for_that():
+    coordinator = begun()
+    for step in range(150):
+        coordinator.reached(0, step)
+        coordinator.reached(1, step)
+        coordinator.server_begins("head", has_snapshot=True)
+        coordinator.begins(1, "a")
+    assert not coordinator.look().fault
+
+
 def test_the_server_goes_on_from_its_snapshot():
     coordinator = begun()
     coordinator.reached(0, 9)
@@ -150,3 +160,11 @@ def test_whose_life_was_taken_for_lost_is_to_be_ended():
     coordinator.evicted(1, 1)
     assert coordinator.look().hang == [1]
     assert not coordinator.look().hang
+
+
+def test_a_life_that_has_come_back_is_not_ended_in_place_of_the_one_before():
+    coordinator = begun()
+    coordinator.evicted(0, 0)
+    coordinator.evicted(1, 0)
+    coordinator.begins(1, "a")  # it has ended by itself, before anybody looked
+    assert coordinator.look().hang == [0]

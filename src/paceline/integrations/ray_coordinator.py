@@ -65,7 +65,11 @@ class Coordinator:
         """A worker's process has started, on *node*."""
         name = name_of(rank)
         member = self._begins(name, node)
-        if member.lives > MOST_RESTARTS + 1:
+        if rank in self._hang:  # whose process was to be ended has ended by itself
+            self._hang.remove(rank)
+        # With the server all end, whatever they are like.
+        server = self._members.get(SERVER, _Member(lives=1))
+        if member.lives > MOST_RESTARTS + server.lives:
             self.fails(f"{name} has died {MOST_RESTARTS} times")
         return Life(member.lives - 1, rank in self._results)
 
@@ -78,7 +82,7 @@ class Coordinator:
 
     def evicted(self, rank: int, life: int) -> None:
         """The server has taken this life for lost, and its process lives."""
-        if life == self._members[name_of(rank)].lives - 1:
+        if life == self._members[name_of(rank)].lives - 1 and rank not in self._hang:
             self._hang.append(rank)
 
     def server_begins(self, node: str, has_snapshot: bool) -> list[int]:
