@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+import zmq
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.instruments import Journal, Kept
@@ -28,6 +29,7 @@ from paceline.messages import (
     Refused,
 )
 from paceline.server import client, payloads, wire
+from paceline.server.channel import Channel
 from paceline.server.process import make_machine
 from paceline.server.security import PLAIN, from_secret
 from paceline.server.serve import Shell
@@ -373,6 +375,24 @@ def test_workers_that_are_not_wanted(changed, sentence):
             connect(shell, **changed)
         connect(shell).close()
     assert shell.refused.total() == 1
+
+
+def test_who_is_refused_before_it_has_said_hello_is_told_why(monkeypatch):
+    """The connection is made by another thread, which may be faster."""
+    say = Channel.say
+
+    def say_late(channel, words):
+        assert channel.monitor.poll(1000 * SECONDS)
+        while channel.socket.poll(0, zmq.POLLOUT):
+            pass  # its thread is about to let go of the connection
+        say(channel, words)
+
+    monkeypatch.setattr(Channel, "say", say_late)
+    with (
+        running(Adder(1), 1) as shell,
+        pytest.raises(UsageError, match=r"its token .* differs"),
+    ):
+        connect(shell, token="of another job")
 
 
 def test_addresses_that_cannot_be_bound():

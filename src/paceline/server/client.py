@@ -259,17 +259,17 @@ class RemoteServer:
             )
         channel = self._channels[name] = Channel(self, name, self._socket())
         channel.socket.connect(wire.endpoint(self._host, self._port))
-        channel.say(
-            wire.Hello(
-                PROTOCOL,
-                self._token,
-                self._worker,
-                self._incarnation,
-                name,
-                self.workers,
-                self._asks,
-            )
+        hello = wire.Hello(
+            PROTOCOL,
+            self._token,
+            self._worker,
+            self._incarnation,
+            name,
+            self.workers,
+            self._asks,
         )
+        with contextlib.suppress(zmq.Again):  # refused by now: the monitor says how
+            channel.say(hello)
         self._watch(channel.socket, channel.read)
         self._watch(channel.monitor, lambda: self._read_monitor(channel))
         return channel
