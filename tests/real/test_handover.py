@@ -252,8 +252,8 @@ def node(number: int) -> dict[str, str]:
 def test_a_server_for_each_node_is_started_by_somebody(of_second: int) -> None:
     """Where ranks go round the nodes, what rank divided by workers of a node says is wrong."""
     store = DictStore()
-    store |= {f"paceline/starters/{rank}": b"-" for rank in (2, 3)}
-    store["paceline/starters/1"] = str(of_second).encode()
+    store |= {f"paceline/starters/{rank}": b"2 -" for rank in (2, 3)}
+    store["paceline/starters/1"] = f"2 {of_second}".encode()
     where = Where(0, 4, store, node(0))
     if of_second:
         assert [spot.here for spot in where.spots("per-node")] == [True, False]
@@ -262,6 +262,24 @@ def test_a_server_for_each_node_is_started_by_somebody(of_second: int) -> None:
             UsageError, match=r"nodes 0, 0, expected each of 0 to 1 once"
         ):
             where.spots("per-node")
+
+
+def test_nodes_of_unequal_size_are_refused_on_every_worker() -> None:
+    """Those of the larger node take it for the only one: they started a server each has for
+    itself, while the other node's worker waited for theirs."""
+    store = DictStore()
+    sizes = ["3", "3", "3", "1"]
+    store |= {
+        f"paceline/starters/{rank}": f"{size} -".encode()
+        for rank, size in enumerate(sizes)
+    }
+    for rank, size in enumerate(sizes):
+        told = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": str(rank % 3)}
+        told["GROUP_RANK"] = str(rank // 3)
+        with pytest.raises(
+            UsageError, match=r"different numbers of workers \(1, 3, as"
+        ):
+            Where(rank, 4, store, told).spots("per-node")
 
 
 def test_the_token_of_named_servers() -> None:

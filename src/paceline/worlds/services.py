@@ -293,17 +293,25 @@ class Where:
         nodes = max(1, self.workers // on_node)
         mine = self._node() if nodes > 1 else 0
         first = self.environment.get("LOCAL_RANK", "0") == "0"
-        if nodes > 1:
-            self._check_starters(nodes, mine if first else None)
+        self._check_nodes(on_node, nodes, mine if first else None)
         return [Spot(here=first and node == mine) for node in range(nodes)]
 
-    def _check_starters(self, nodes: int, mine: int | None) -> None:
-        """Raise `UsageError`, on every worker, unless each node has one that starts its server; all
-        would wait for what nobody starts. *mine*: the node that this worker starts one for. Collective."""
-        self.store.set(_node_key(self.rank), "-" if mine is None else str(mine))
-        said = [self.store.get(_node_key(rank)) for rank in range(self.workers)]
-        found = sorted(int(number) for number in said if number != b"-")
-        if found != list(range(nodes)):
+    def _check_nodes(self, on_node: int, nodes: int, mine: int | None) -> None:
+        """Raise `UsageError`, on every worker, unless each node has as many workers as this one,
+        *on_node*, and one that starts its server; all would wait for what nobody starts. *mine*: the
+        node that this worker starts one for. Collective, whatever this worker was told."""
+        words = f"{on_node} {'-' if mine is None else mine}"
+        self.store.set(_node_key(self.rank), words)
+        said = [self.store.get(_node_key(rank)).split() for rank in range(self.workers)]
+        sizes = sorted({int(size) for size, _ in said})
+        if len(sizes) > 1:
+            raise UsageError(
+                "servers=per-node: the nodes have different numbers of workers "
+                f"({', '.join(map(str, sizes))}, as LOCAL_WORLD_SIZE says there), expected as many on "
+                "each: start as many on each, or name one server's place (servers=embedded, beside:R)"
+            )
+        found = sorted(int(number) for _, number in said if number != b"-")
+        if nodes > 1 and found != list(range(nodes)):
             raise UsageError(
                 f"servers=per-node: the first workers of the nodes say that these are nodes "
                 f"{', '.join(map(str, found)) or 'of no number'}, expected each of 0 to {nodes - 1} "
