@@ -139,8 +139,8 @@ class PacelineStrategy(OfLaunched, DDPStrategy):
             optimizer.finish()
 
     def on_exception(self, exception: BaseException) -> None:
-        """What was looked at stays so: nobody is there to be met."""
-        self._looking.pop_all()
+        """Each worker's own model is back, which meets nobody."""
+        self._looking.close()
         super().on_exception(exception)
 
     def teardown(self) -> None:

@@ -66,6 +66,9 @@ def attach(trainer: T, method: str | None = None, **settings: Any) -> T:
     accelerator.prepare_model = _unwrapped(accelerator.prepare_model)
     for name in ("evaluate", "predict", "_save_checkpoint", "save_model"):
         setattr(trainer, name, attached.looks(getattr(trainer, name)))
+    trainer._maybe_log_save_evaluate = attached.looks_once(
+        trainer._maybe_log_save_evaluate
+    )
     trainer._finalize_training = attached.ends(trainer._finalize_training)
     return trainer
 
@@ -106,6 +109,20 @@ class _Attached:
                 return look(*arguments, **named)
 
         return looked
+
+    def looks_once(self, look: Callable[..., Any]) -> Callable[..., Any]:
+        """What *look* evaluates and then saves is one result: where workers do not wait for each other
+        the next one is another, and the best metric would not be that of the weights that are saved.
+        Collective where either is due."""
+        looked = self.looks(look)
+
+        @wraps(look)
+        def looked_where_due(*arguments: Any, **named: Any) -> Any:
+            control = self._trainer.control
+            due = control.should_evaluate or control.should_save
+            return (looked if due else look)(*arguments, **named)
+
+        return looked_where_due
 
     def ends(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
         """All end together, before the best checkpoint is loaded into the model."""
