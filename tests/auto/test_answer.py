@@ -108,6 +108,9 @@ def test_what_was_cut_or_not_allowed_or_not_advised_is_not_tried():
 def test_where_the_budget_was_too_small_for_a_class_its_short_runs_count():
     rows = [row("bsp:compression=int8", 0.4, "lossy", cut=True), row("dear", 0.99)]
     assert chosen(rows) == ["bsp:compression=int8"]
+    hopeful = row("osp", 0.5, "lossy", cut=True, hopeful=True)
+    rows = [hopeful, row("bsp:compression=int8", 0.6, "lossy"), row("dear", 0.99)]
+    assert chosen(rows) == ["osp"]
 
 
 def test_the_optimizer_is_like_the_trainings():

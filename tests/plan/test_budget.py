@@ -11,9 +11,9 @@ from paceline.errors import UsageError
 from paceline.network import Cluster, Rack
 from paceline.plan import Plan, plan
 from paceline.plan.candidates import first
-from paceline.plan.decide import _by_promise, _Search
+from paceline.plan.decide import HOPELESS, _by_promise, _Search
 from paceline.plan.help import helps
-from paceline.plan.predict import Job, Refused
+from paceline.plan.predict import Job, Prediction, Refused
 from paceline.plan.price import Budget, cost, messages, usual_seconds
 from paceline.plan.promise import fewer, rough
 from paceline.plan.steps import steps_of
@@ -136,6 +136,31 @@ def test_a_spec_that_four_workers_refuse_is_priced_and_refused(spec):
 def test_the_usual_budget_grows_with_the_workers():
     assert usual_seconds(cluster(2)) == usual_seconds(cluster(16)) == 60.0
     assert usual_seconds(cluster(32)) < usual_seconds(cluster(64))
+
+
+def test_the_best_of_a_class_is_its_fastest_whatever_the_budget_had_time_for():
+    """And not what was cheap enough to be run in full."""
+
+    whole = Job(cluster=cluster(8), workload=layers(50))
+
+    def said(job, specs, *, short):
+        prices = [cost(whole, spec, short=False) for spec in specs]
+        seconds = [2 - price / (1 + price) for price in prices]  # the dear are fast
+        rest = {"compute_seconds": 0.1, "exposed_seconds": 0.5, "bytes_sent": 1e6}
+        return iter([Prediction(step_seconds=s, buckets=4, **rest) for s in seconds])
+
+    made = plan(whole.cluster, whole.workload, budget_seconds=7.0, predict=said)
+    hopeful = [one for one in made.rows if one.hopeful]
+    assert hopeful
+    assert all(one.cut for one in hopeful)
+    for quality, best in made.best.items():
+        mine = [one for one in made.rows if one.quality == quality]
+        assert best.step_seconds == min(one.step_seconds for one in mine)
+        for one in mine:
+            slow = one.step_seconds > HOPELESS * best.step_seconds
+            assert one.hopeful == (one.cut and not slow)
+    enough = plan(whole.cluster, whole.workload, budget_seconds=1e3, predict=said)
+    assert not any(one.hopeful for one in enough.rows)
 
 
 class Counts:

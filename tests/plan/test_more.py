@@ -61,6 +61,10 @@ def test_a_row_that_was_cut_is_best_only_where_no_other_is():
     cut = row("dear", seconds=0.1, cut=True)
     assert made(cut, row("bsp", seconds=0.2)).best["exact"].spec == "bsp"
     assert made(cut).best["exact"].spec == "dear"
+    hopeful = row("dear", seconds=0.1, cut=True, hopeful=True)
+    plan = made(hopeful, row("bsp", seconds=0.2))
+    assert plan.best["exact"].spec == plan.advised["exact"].spec == "dear"
+    assert shortlist(plan) == {"exact": ["dear", "bsp"]}
 
 
 def test_a_faster_link_gives_what_it_would_give():

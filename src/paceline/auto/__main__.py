@@ -88,8 +88,8 @@ def worth_trying(
         row
         for row in made.rows
         if row.quality in allowed
-        and row.cut
-        <= best[row.quality].cut  # what the budget was too small for counts, too
+        # What the budget was too small for counts, too.
+        and row.counts >= best[row.quality].counts
         and row.step_seconds < most
         and (row.quality in LOSSLESS or row == advised[row.quality])
     ]

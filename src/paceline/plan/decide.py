@@ -4,7 +4,8 @@
    not all fit into the budget, those first that are fastest on a few hosts (`promise`).
 2. The best of each class with one thing more changed in it, in a short run, too.
 3. Those that a short run cannot tell, as their buckets are planned from measured times or the
-   model has more tensors, and that are not `HOPELESS` in their class, in full.
+   model has more tensors, and that are not `HOPELESS` in their class, in full; what does not fit into
+   the budget is judged by its short run.
 
 What it costs is counted (`price`), and not timed, so that all ranks, and all starts, decide alike.
 """
@@ -67,6 +68,7 @@ class _Search:
     found: dict[str, Prediction] = field(default_factory=dict)
     left_out: dict[str, LeftOut] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
+    hopeful: set[str] = field(default_factory=set)
     unlooked: set[str] = field(default_factory=set)
 
     def look(
@@ -207,6 +209,8 @@ def _search(search: _Search, refused: Mapping[str, str]) -> None:
         if one.spec in search.whole:
             search.found |= dict.fromkeys(alike[one.spec], search.found[one.spec])
             search.whole.update(alike[one.spec])
+        elif one.spec in search.found:  # the budget had no time for it
+            search.hopeful |= {one.spec, *alike[one.spec]}
 
 
 def _by_promise(search: _Search, among: Sequence[Candidate]) -> list[Candidate]:
@@ -315,6 +319,7 @@ def _row(search: _Search, spec: str, single: Row, limit: float) -> Row:
         if batch is None
         else workers * batch / found.step_seconds,
         cut=spec not in search.whole,
+        hopeful=spec in search.hopeful,
         guessed=found.guessed,
         notes=found.notes,
     )

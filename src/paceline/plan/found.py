@@ -23,7 +23,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     *exposed_seconds* of them wait for the network. *bytes_sent*: by a worker, a step. *waits_for*: in the words of the
     method's page. *to_limit*: the step over the physical limit of an exact mean (below 1 where
     less is sent). *speed_up* and *samples_per_second* (None: nobody knows a batch) are over, and as, those of one machine.
-    *cut*: predicted in a short run alone, as hopeless in its class. *guessed*: what its code takes is a guess from bytes. *notes* are what the training said.
+    *cut*: predicted in a short run alone, as hopeless in its class; or, where it is *hopeful*, as the
+    budget had no time for a full one. *guessed*: what its code takes is a guess from bytes. *notes* are what the training said.
     """
 
     spec: str
@@ -38,8 +39,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     speed_up: float = 0.0
     samples_per_second: float | None = None
     cut: bool = False
+    hopeful: bool = False
     guessed: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> bool:
+        """Whether its class may be judged by it: a cheap run of what is slower says no more."""
+        return self.hopeful or not self.cut
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,10 +79,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def best(self) -> dict[Quality, Row]:
-        """Of each class that has a row the fastest one that was not cut, from the strongest
-        promise to the weakest."""
+        """Of each class that has a row the fastest one that was not cut as hopeless, from the
+        strongest promise to the weakest."""
         found: dict[Quality, Row] = {}
-        for row in sorted(self.rows, key=lambda row: row.cut):  # else in their order
+        # Those that count first, else in their order.
+        for row in sorted(self.rows, key=lambda row: not row.counts):
             found.setdefault(row.quality, row)
         return {q: found[q] for q in QUALITIES if q in found}
 
@@ -92,7 +100,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             for row in self.rows:
                 if (
                     row.quality == quality
-                    and row.cut <= best.cut
+                    and row.counts >= best.counts
                     and row.step_seconds <= GENTLE * best.step_seconds
                 ):
                     # Another collective or fusion sends the same in another way.

@@ -105,12 +105,12 @@ def _small_print(plan: Plan, everything: bool) -> list[str]:
     if not plan.rows:
         return []
     text = f"{len(plan.rows)} candidates ran"
-    cut = sum(row.cut for row in plan.rows)
-    if cut:
-        text += (
-            f", {cut} of them in a short run only (~), as they are too slow in their class "
-            "or --budget is spent"
-        )
+    slow = sum(not row.counts for row in plan.rows)
+    if slow:
+        text += f", {slow} of them in a short run only (~), as too slow in their class"
+    hopeful = sum(row.hopeful for row in plan.rows)
+    if hopeful:
+        text += f", {hopeful} of them in a short run only (~), as --budget is spent"
     if plan.left_out:
         text += f"; {len(plan.left_out)} cannot run here"
     if plan.unlooked:

@@ -46,7 +46,7 @@ def shortlist(plan: Plan) -> dict[Quality, list[str]]:
     found: dict[Quality, dict[tuple[str, object], str]] = {}
     rows: list[Row] = [
         *plan.advised.values(),
-        *(row for row in plan.rows if not row.cut),
+        *(row for row in plan.rows if row.counts),
     ]
     for row in rows:
         mine = found.setdefault(row.quality, {})
