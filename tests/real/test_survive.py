@@ -235,6 +235,19 @@ def test_a_script_that_always_fails_is_given_up(tmp_path):
     job.check_nothing_left()
 
 
+def test_a_snapshot_that_another_job_keeps_is_refused(tmp_path):
+    path, script = tmp_path / "snapshot", tmp_path / "fails.py"
+    script.write_text("raise SystemExit(3)")
+    with (
+        snapshot.claimed(path),
+        pytest.raises(UsageError, match="another server keeps its snapshot there"),
+    ):
+        app(
+            ["run", "--survive", f"--snapshot={path}", str(script)],
+            standalone_mode=False,
+        )
+
+
 BAD_INPUT = {
     "without": (
         ["--snapshot=FILE"],

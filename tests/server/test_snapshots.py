@@ -1,5 +1,6 @@
 """Snapshots of a server: when they are taken, and what goes on from one."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -207,4 +208,32 @@ def test_two_servers_do_not_keep_one_snapshot(tmp_path):
             pass
     with snapshot.claimed(path):
         pass
+    assert not list(tmp_path.iterdir()), "nothing is left of it"
+
+
+def test_a_file_beside_a_snapshot_is_left_alone(tmp_path):
+    other = tmp_path / "poetry.lock"
+    other.write_text("of somebody else")
+    with snapshot.claimed(tmp_path / "poetry"):
+        pass
+    assert other.read_text() == "of somebody else"
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def test_who_came_just_before_the_first_ended_keeps_the_next_out(tmp_path, monkeypatch):
+    path, lock = tmp_path / "snapshot", snapshot.fcntl.flock
+    with contextlib.ExitStack() as first:
+        first.enter_context(snapshot.claimed(path))
+
+        def late(*what):
+            first.close()  # between the second's opening the file and its lock
+            lock(*what)
+
+        monkeypatch.setattr(snapshot.fcntl, "flock", late)
+        with (
+            snapshot.claimed(path),
+            pytest.raises(UsageError, match="another server keeps"),
+            snapshot.claimed(path),
+        ):
+            raise AssertionError("it is taken")
     assert not list(tmp_path.iterdir()), "nothing is left of it"

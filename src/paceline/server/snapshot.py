@@ -50,27 +50,59 @@ def claimed(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    lock = path.with_name(path.name + ".lock")
+    # Beside PATH.lock of many tools: files of that name are somebody's.
+    lock = path.with_name(f".{path.name}.paceline-lock")
     try:
-        stream = lock.open("w")
+        held = _locked(lock)
+    except BlockingIOError:
+        raise UsageError(
+            f"--snapshot {path}: another server keeps its snapshot there (it holds {lock}): "
+            "name another file for this job, or end that server"
+        ) from None
     except OSError as error:
         raise UsageError(
             f"--snapshot {path}: no file can be made there: {error}"
         ) from None
-    with stream:
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(held)
+
+
+def _locked(lock: Path) -> int:
+    """A descriptor of the file, locked if its file system has locks. Raises `BlockingIOError`
+    where somebody else holds it."""
+    while True:
+        # Whatever it is, nothing in it is changed.
+        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"--snapshot {path}: another server keeps its snapshot there (it holds {lock}): "
-                "name another file for this job, or end that server"
-            ) from None
-        except OSError:
-            pass  # this file system has no locks
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+            _lock(held)
+            if _is_at(held, lock):
+                return held
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(
+            held
+        )  # who held it took it away meanwhile: nobody else would see this one
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass  # this file system has no locks
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether it is this file that others find there."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def write(path: Path, saved: dict[str, Any]) -> None:

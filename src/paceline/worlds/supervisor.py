@@ -40,6 +40,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import UpdatesOnServer
 from paceline.options import CLUSTER_VARIABLE, RunOptions
 from paceline.server.security import TOKEN
+from paceline.server.snapshot import claimed
 from paceline.settings import Settings
 from paceline.worlds.described import load_of
 from paceline.worlds.processes import end_all, how_it_ended, wait_for_all
@@ -95,8 +96,16 @@ class Supervisor:
     def run(self) -> int:
         """Run until all workers have ended well; returns the exit status.
 
-        Whatever happens, no process is left.
+        Whatever happens, no process is left. Raises `UsageError` where a server does not start, or
+        another job keeps its snapshot in this one's file.
         """
+        with claimed(self._servers.snapshot):
+            status = self._run()
+            if status == 0:
+                self._servers.remove_snapshot()
+        return status
+
+    def _run(self) -> int:
         with scratch_folder() as folder:
             self._workers = [
                 SurvivingWorker(rank, self._command, folder)
@@ -109,10 +118,7 @@ class Supervisor:
             finally:
                 self._end_workers()
                 self._servers.close()
-        if self._failed:
-            return 1
-        self._servers.remove_snapshot()
-        return 0
+        return 1 if self._failed else 0
 
     def standing(self) -> Standing | None:
         """How far the worker is that is ahead of the others, if any trains."""
