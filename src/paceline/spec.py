@@ -82,7 +82,10 @@ def convert_fields(
 
 
 def convert(key: str, text: str, wanted: Any) -> Any:
-    """One text to a value of type *wanted*: bool, int, float, str or a Literal."""
+    """One text to a value of type *wanted*: bool, int, float, str or a Literal; or one of these, or
+    None where nothing is said."""
+    if type(None) in typing.get_args(wanted):
+        (wanted,) = set(typing.get_args(wanted)) - {type(None)}
     if typing.get_origin(wanted) is Literal:
         choices = typing.get_args(wanted)
         if text not in choices:

@@ -6,6 +6,8 @@ import pytest
 
 from paceline.auto.wish import Auto, check_wish, wish_of
 from paceline.errors import ClusterError, UsageError
+from paceline.plan.price import usual_seconds
+from tests.plan.helpers import cluster
 
 
 def test_the_words():
@@ -14,6 +16,13 @@ def test_the_words():
     assert wish_of("auto") == Auto()
     wish = wish_of("auto:quality=lossy,cluster=c.toml,file=d.json,budget=5")
     assert wish == Auto(quality="lossy", cluster="c.toml", file="d.json", budget=5.0)
+
+
+def test_more_workers_have_the_budget_of_a_plan():
+    for workers in (8, 64):
+        network = cluster(workers)
+        assert wish_of("auto").budget_for(network) == usual_seconds(network)
+        assert wish_of("auto:budget=5").budget_for(network) == 5.0
 
 
 def test_a_class_allows_all_stronger_ones_and_never_asynchronous():

@@ -44,10 +44,10 @@ class Question(msgspec.Struct, kw_only=True, frozen=True):
     workload: dict[str, object]
     quality: Quality
     present: str
+    budget_seconds: float
     optimizer: str = ""
     hyperparameters: dict[str, object] = {}
     refused: dict[str, str] = {}
-    budget_seconds: float = 60.0
 
 
 class Predicted(msgspec.Struct, kw_only=True, frozen=True):

@@ -222,7 +222,7 @@ class TrainingSenses:
             optimizer=cls.__name__ if own else "",
             hyperparameters={k: v for k, v in values.items() if _is_plain(v)},
             refused=self._refused_methods(),
-            budget_seconds=self._wish.budget,
+            budget_seconds=self._wish.budget_for(cluster),
         )
 
     def _refused_methods(self) -> dict[str, str]:
