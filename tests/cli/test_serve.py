@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.cli import serve as command
+from paceline.cli import app
 from paceline.errors import UsageError
 from paceline.server import dedicated, serving
 from paceline.server.security import SECRET, TOKEN, dedicated_token
@@ -32,6 +32,10 @@ class Shell:
         """There is nothing to close."""
 
 
+def serve_once(*words):
+    app(["serve", "--workers=1", "--once", *words], standalone_mode=False)
+
+
 @pytest.fixture
 def serve(monkeypatch, capsys):
     """Serves one training; returns the token, and what was printed."""
@@ -43,7 +47,7 @@ def serve(monkeypatch, capsys):
 
     def once() -> tuple[str, str]:
         with pytest.raises(SystemExit, match="0"):
-            command.serve(workers=1, once=True)
+            serve_once()
         return Shell.tokens[-1], capsys.readouterr().out
 
     return once
@@ -63,7 +67,7 @@ def test_a_training_that_was_lost_is_said_and_ends_what_serves_once(
 ):
     monkeypatch.setattr(Shell, "all_have_ended_well", False)
     with pytest.raises(SystemExit, match="1"):
-        command.serve(workers=1, once=True)
+        serve_once()
     assert "a worker was lost" in capsys.readouterr().err
 
 
@@ -79,6 +83,14 @@ def test_a_short_token_is_refused(serve, monkeypatch):
     monkeypatch.setenv(TOKEN, "dedicated")
     with pytest.raises(UsageError, match="at least 16 characters"):
         serve()
+
+
+def test_variables_that_are_set_for_all_servers_of_a_machine_are_no_error(
+    serve, monkeypatch
+):
+    monkeypatch.setenv("PACELINE_SILENT_SECONDS", "5")
+    monkeypatch.setenv("PACELINE_SNAPSHOT_SECONDS", "5")
+    serve()
 
 
 class Job:
@@ -111,7 +123,7 @@ def test_a_training_that_was_broken_off_is_no_good_end(
     monkeypatch.setenv(TOKEN, LONG)
     monkeypatch.setattr(serving, "SurvivingJob", Job)
     with pytest.raises(SystemExit, match="1"):
-        command.serve(workers=1, survive=True, snapshot=path, once=True)
+        serve_once("--survive", f"--snapshot={path}")
     said = capsys.readouterr().err
     assert "workers 0 broke it off" in said
     assert ("start them again to go on" in said) is kept

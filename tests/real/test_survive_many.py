@@ -340,6 +340,12 @@ BAD_INPUT = {
     "no survive": (["serve", "--workers=2", "--snapshot=a"], {}, "means nothing"),
     "no folder": ([*SERVE, "--snapshot=nowhere/a"], {}, "there is no folder"),
     "damaged": ([*SERVE, "--snapshot=there"], {}, "is no snapshot of this version"),
+    "seconds": ([*SERVE, "--snapshot-seconds=1"], {}, "nothing without --snapshot"),
+    "evict": (
+        ["serve", "--workers=2", "--evict-silent=5"],
+        {},
+        "--evict-silent means nothing without --survive",
+    ),
     "silent": ([*SERVE, "--evict-silent=0"], {}, "expected more than 0 s"),
 }
 

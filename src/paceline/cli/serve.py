@@ -11,6 +11,7 @@ from paceline.errors import UsageError
 
 
 def serve(
+    context: typer.Context,
     workers: Annotated[int, typer.Option(help="Workers of the job.")],
     bind: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 29600,
@@ -75,9 +76,19 @@ def serve(
         raise UsageError(f"--workers: expected 1 or more, got {workers}")
     if snapshot is not None and not survive:
         raise UsageError("--snapshot means nothing without --survive")
+    if not survive and _was_typed(context, "evict_silent"):
+        raise UsageError("--evict-silent means nothing without --survive")
+    if snapshot is None and _was_typed(context, "snapshot_seconds"):
+        raise UsageError("--snapshot-seconds means nothing without --snapshot")
     torch.set_num_threads(1)
     with Serving(workers, bind, port, metrics) as serving:
         if survive:
             serving.survive(snapshot, snapshot_seconds, evict_silent, once=once)
         else:
             serving.serve(once=once)
+
+
+def _was_typed(context: typer.Context, parameter: str) -> bool:
+    """Whether it stands on the command line: its variable may be set for all that a machine runs."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
