@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.messages import DTYPES, Done, Load, Pull
+from paceline.interfaces import Sender
+from paceline.messages import DTYPES, Done, Introduce, Load, Pull
 from paceline.server import metrics
+from paceline.server.dedicated import make_shell
 from paceline.server.metrics import Endpoint, Figures, figures_of
 from paceline.server.surviving import SurvivingJob
 from paceline.server.wire import HEADER_BYTES
@@ -118,6 +120,21 @@ def test_a_server_counts_what_comes_and_goes(tell):
     assert ("paceline_steps",) not in found, "this one holds no parameters"
 
 
+def test_a_server_of_one_training_after_the_other_tells_of_the_one_it_serves():
+    shell = make_shell(1, "127.0.0.1", 0, TOKEN)
+    dedicated = shell.server
+    try:
+        dedicated.machine.counts["gradients applied"] += 5
+        assert figures_of(shell, dedicated).counts == {"gradients applied": 5}
+        words = Introduce(kind="group-server", services=["server 0"], number=0)
+        [answer] = dedicated.on_message(Sender(0, 0, "", 0, 0), words, None, 0.0)
+        assert answer.message == Done(), "it is of another kind now"
+        dedicated.machine.counts["gradients applied"] += 7
+        assert figures_of(shell, dedicated).counts == {"gradients applied": 7}
+    finally:
+        shell.close()
+
+
 def test_a_snapshot_has_an_age(tell, tmp_path):
     path = tmp_path / "snapshot"
     job = SurvivingJob(1, "127.0.0.1", 0, TOKEN, snapshot=path)
@@ -153,6 +170,24 @@ def test_who_opens_connections_and_says_nothing_uses_up_nothing(
     for caller in callers:
         caller.close()
     assert eventually(lambda: _samples(endpoint), bool, 1000) == SAMPLES
+
+
+def test_who_sends_a_byte_now_and_then_is_shown_out(tell, monkeypatch):
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.5)
+    address = ("127.0.0.1", tell(lambda: FIGURES).port)
+    with socket.create_connection(address, SECONDS) as caller:
+        caller.settimeout(0.05)
+        for _ in range(400):
+            try:
+                caller.send(b"G")
+                assert caller.recv(1) == b""
+                break
+            except TimeoutError:
+                pass
+            except OSError:
+                break
+        else:
+            raise AssertionError("it may stay for ever")
 
 
 def _samples(endpoint):

@@ -10,6 +10,7 @@ Needs `prometheus_client`, an extra: ``pip install paceline[prometheus]``.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from paceline.errors import UsageError
 from paceline.interfaces import AnyServer
+from paceline.server.dedicated import Dedicated
+from paceline.server.mesh import GroupServer
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Shell
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 MOST_AT_ONCE = 8
 """Who asks; the next is shown out."""
 SILENT_SECONDS = 10.0
-"""How long one of them may say nothing."""
+"""How long one of them may take."""
 _AGAIN = ("pushes that came again", "requests that came again")
 
 
@@ -58,7 +61,7 @@ def figures_of(
 ) -> Figures:
     """Of a *shell* and the state *machine* behind it; from any thread."""
     traffic = shell.traffic
-    holds = machine if isinstance(machine, ParameterServer) else None
+    holds = _holder(machine)
     return Figures(
         workers=shell.workers,
         connected=shell.present,
@@ -70,6 +73,15 @@ def figures_of(
         refused=dict(shell.refused),
         snapshot_age=snapshot_age,
     )
+
+
+def _holder(machine: AnyServer) -> ParameterServer | None:
+    """What holds parameters in it, if anything does."""
+    if isinstance(machine, Dedicated):
+        machine = machine.machine  # another one, once its workers have introduced it
+    if isinstance(machine, GroupServer):
+        machine = machine.home
+    return machine if isinstance(machine, ParameterServer) else None
 
 
 class Endpoint:
@@ -137,19 +149,33 @@ class _Listener(ThreadingMixIn, WSGIServer):
         super().__init__((str(address[0]), port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # there was no thread for it, which gives its place back
+            self._free.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        # The socket's own limit begins anew with each byte.
+        limit = threading.Timer(_Handler.timeout, _shut, [request])
+        limit.daemon = True
         try:
+            limit.start()
             super().process_request_thread(request, client_address)
         finally:
+            limit.cancel()
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who was silent, or did not wait for the answer, has his own trouble."""
+
+
+def _shut(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Collector:
