@@ -164,6 +164,8 @@ def test_tensors_of_unknown_shape_are_matrices():
     """As those of real processes are (`tests/real/scripts/stand_in.py`)."""
     (shapes,) = run(1, lambda rank: shapes_of(SMALL))
     assert shapes == [(2, 5), (1, 2), (250, 400), (25, 40)]  # of 4,002 bytes: 1,000
+    prime = Workload(names=("a",), sizes=(4 * 1009,), forward=(0,), backward=(0,))
+    assert run(1, lambda rank: shapes_of(prime)) == [[(1, 1009)]]
 
 
 def shapes_of(workload: Workload) -> list[tuple[int, ...]]:

@@ -70,20 +70,18 @@ class StandIn(torch.nn.Module):
 
 def _tensor(blank: torch.Tensor, shape: tuple[int, ...] | None) -> torch.nn.Parameter:
     """A parameter that is, or stands for, what *blank* is, as one of *shape*: where that has
-    as many bytes as one of *blank*'s type. Of others it is a matrix, as `wire_shape` takes it to
-    be in the virtual world: codes send a row as it is, and would be predicted to do what they
-    do not."""
+    as many bytes as one of *blank*'s type. Of others it is a matrix that is nearly square, or else,
+    as where their number is prime, one of a row: of the same shape in every world, as codes
+    do by it what they do."""
     elements = wire_bytes(blank) // blank.element_size()
-    if shape is not None and math.prod(shape) != elements:
-        shape = None
-    if stands_in(blank):
-        parameter = torch.nn.Parameter(blank)
-        stand_in_for(wire_bytes(blank), parameter, shape)
-        return parameter
-    if shape is None:
+    if shape is None or math.prod(shape) != elements:
         square = nearly_square(elements)
         shape = square if math.prod(square) == elements else (1, elements)
-    return torch.nn.Parameter(blank.view(shape))
+    if not stands_in(blank):
+        return torch.nn.Parameter(blank.view(shape))
+    parameter = torch.nn.Parameter(blank)
+    stand_in_for(wire_bytes(blank), parameter, shape)
+    return parameter
 
 
 def stand_in(workload: Workload | str) -> StandIn:

@@ -30,6 +30,11 @@ assert sizes == [
 shapes = [tuple(p.shape) for p in model.parameters()]
 # What the virtual world tells codes where a workload has no shapes: a row is never coded.
 assert shapes == [(2, 5), (1, 2), (250, 400), (13, 77)], shapes
+prime = paceline.Workload(
+    names=("a",), sizes=(4 * 1009,), forward=(0.0,), backward=(0.0,)
+)
+(row,) = paceline.stand_in(prime).parameters()
+assert row.shape == (1, 1009), row.shape
 optimizer = paceline.distribute(
     model, torch.optim.SGD(model.parameters(), lr=0.1), method="bsp:fusion=wfbp"
 )
