@@ -106,6 +106,20 @@ def lone_rank(environment: Mapping[str, str]) -> int | None:
     return _whole(environment, "RANK")
 
 
+def check_lone_rank(environment: Mapping[str, str], rank: int) -> None:
+    """Raise `UsageError` where what launched this process says another rank than that lone one:
+    then it was set for all tasks, and all would be one worker."""
+    if _START_THEMSELVES.search("\n".join(environment)):
+        return
+    name, said = _launched_by(environment)
+    if said is not None and said.rank != rank:
+        raise UsageError(
+            f"RANK={rank}, but {name} started this process as task {said.rank} of {said.size}: unset "
+            f"RANK, which some shell or job script has set for all tasks; or, if it is right, give "
+            f"--rank {rank}"
+        )
+
+
 # ---- launchers ----
 
 
@@ -131,12 +145,8 @@ def _check_agreement(environment: Mapping[str, str], place: Place) -> None:
     under_torchrun = "TORCHELASTIC_RUN_ID" in environment
     if not under_torchrun and _START_THEMSELVES.search("\n".join(environment)):
         return
-    # Where worker 0 is does not matter here.
-    anywhere = {"MASTER_ADDR": "localhost", **environment}
-    looks = {"mpirun": _by_open_mpi, "mpiexec": _by_pmi, "srun": _by_slurm}
-    say = ((name, look(anywhere)) for name, look in looks.items())
-    name, said = next((one for one in say if one[1] is not None), ("", None))
-    if said is None or said == ALONE:
+    name, said = _launched_by(environment)
+    if said is None:
         return
     if under_torchrun:
         if environment.get("GROUP_WORLD_SIZE") == "1":
@@ -152,6 +162,16 @@ def _check_agreement(environment: Mapping[str, str], place: Place) -> None:
             f"task {said.rank} of {said.size}: unset RANK and WORLD_SIZE, which some shell or job "
             f"script has set for all tasks; or, if they are right, what {name} has set"
         )
+
+
+def _launched_by(environment: Mapping[str, str]) -> tuple[str, Place | None]:
+    """What started this very process as one of several, if anything, and as which."""
+    # Where worker 0 is does not matter here.
+    anywhere = {"MASTER_ADDR": "localhost", **environment}
+    looks = {"mpirun": _by_open_mpi, "mpiexec": _by_pmi, "srun": _by_slurm}
+    say = ((name, look(anywhere)) for name, look in looks.items())
+    name, said = next((one for one in say if one[1] is not None), ("", None))
+    return name, None if said == ALONE else said
 
 
 def _check_pod(environment: Mapping[str, str], place: Place) -> None:

@@ -225,7 +225,7 @@ def test_only_a_place_that_is_taken_is_asked_for_again(fast, reason, tries):
 def test_who_closes_every_connection_is_not_waited_for(
     fast, monkeypatch, capsys, again
 ):
-    monkeypatch.setattr(alone, "CONTEST_SECONDS", 0.0)
+    monkeypatch.setattr(alone, "CLOSES_SECONDS", 0.0)
     tried = []
 
     def connect():
@@ -244,6 +244,23 @@ def test_who_closes_every_connection_is_not_waited_for(
     assert len(tried) == 2
     said = capsys.readouterr().err
     assert said.count("worker 0 tries again: it closed a connection") == 1
+
+
+def test_a_proxy_may_close_connections_for_longer_than_a_place_is_taken(
+    fast, monkeypatch
+):
+    monkeypatch.setattr(alone, "CONTEST_SECONDS", 0.0)
+    tried = []
+
+    def connect():
+        tried.append(1)
+        if len(tried) > 3:
+            return "an end"
+        raise PeerLostError(f"it closed a connection {BEFORE_IT_STOOD}")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert alone.connected("server 0", "127.0.0.1", port, 0, connect)
 
 
 # ---- who, and how many ----
@@ -288,6 +305,18 @@ def test_the_server_tells_how_many_workers_there_are(server, become, monkeypatch
     monkeypatch.setenv("RANK", "1")
     assert become(server)["WORLD_SIZE"] == "3"
     assert become(server, rank=0, workers=3)["RANK"] == "0"
+
+
+def test_a_lone_rank_that_the_launcher_contradicts(server, become, monkeypatch):
+    for name, value in (TASK | {"RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        UsageError, match=r"RANK=0, but srun .* task 2 of 3: .* --rank 0"
+    ):
+        become(server)
+    assert become(server, rank=1)["RANK"] == "1"
+    monkeypatch.setenv("RANK", "2")
+    assert become(server)["RANK"] == "2"
 
 
 def test_what_the_launcher_has_said_of_a_machine_stays(server, become, monkeypatch):

@@ -36,7 +36,10 @@ WAIT_SECONDS = 300.0
 """How long nobody may listen where the server is to be."""
 CONTEST_SECONDS = 15.0
 """How long a worker's place may be taken: an earlier life is lost meanwhile, or it is somebody
-else's. And how long who listens there may close each connection: a server that ends does so once."""
+else's."""
+CLOSES_SECONDS = 60.0
+"""How long who listens there may close each connection: a proxy does so until the server behind
+it is there, and one whose secret differs always does."""
 _AGAIN_SECONDS = 1.0
 _CONTEST_AGAIN_SECONDS = 3.0
 _HELLO_SECONDS = 5.0
@@ -116,7 +119,7 @@ def place_of(
     _check_server(server)
     if rank is not None and workers is not None:
         return launchers.Place(rank=rank, size=workers)
-    said = _said(environment, server)
+    said = _said(environment, server, rank)
     if rank is None and said is None:
         raise UsageError(
             "--rank: no launcher's variables say which worker this is: give --rank R, or set RANK"
@@ -133,10 +136,15 @@ def place_of(
     )
 
 
-def _said(environment: Mapping[str, str], server: str) -> launchers.Place | None:
-    """What the launcher's variables say: RANK may stand there alone."""
+def _said(
+    environment: Mapping[str, str], server: str, given: int | None
+) -> launchers.Place | None:
+    """What the launcher's variables say: RANK may stand there alone. *given*: the rank that wins
+    over it, if any. Raises `UsageError` where they contradict each other."""
     rank = launchers.lone_rank(environment)
     if rank is not None:
+        if given is None:
+            launchers.check_lone_rank(environment, rank)
         return launchers.Place(rank=rank, size=0)
     # Workers meet at the server, so nobody needs to know where worker 0 is.
     host = server.rpartition(":")[0]
@@ -202,8 +210,9 @@ def connected(
         except (PeerLostError, UsageError) as error:
             words, now = str(error), time.monotonic()
             if IS_HERE in words or BEFORE_IT_STOOD in words:
-                contested = now + CONTEST_SECONDS if contested is None else contested
-                if now > contested:
+                contested = now if contested is None else contested
+                limit = CONTEST_SECONDS if IS_HERE in words else CLOSES_SECONDS
+                if now > contested + limit:
                     raise
             elif isinstance(error, UsageError) or now > waiting:
                 raise
