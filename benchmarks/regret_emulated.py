@@ -206,7 +206,8 @@ def main():
     for name in [] if args.table else wanted:
         found = run(name, args.quality or CLASSES)
         if args.quality:
-            found = {key: {**results[name][key], **found[key]} for key in found}
+            known = results.get(name, {})
+            found = {key: {**known.get(key, {}), **found[key]} for key in found}
         results[name] = found
         ordered = {cell: results[cell] for cell in CELLS if cell in results}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")

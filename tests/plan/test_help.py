@@ -9,6 +9,8 @@ from paceline.plan import plan
 from paceline.plan.break_even import _Search, break_evens, with_links
 from paceline.plan.help import fastest_first, helps, with_hosts
 from paceline.plan.predict import Job, predict
+from paceline.plan.price import Budget, cost
+from paceline.plan.together import in_this_process
 from tests.plan.helpers import cluster, layers
 
 
@@ -19,6 +21,27 @@ def test_the_break_even_link_is_where_one_bucket_takes_as_long():
     size = sum(layers(1).sizes)
     assert found.rate == pytest.approx(1.5 * size / (3 * 0.09), rel=0.03)
     assert "as fast as one machine at" in found.words
+
+
+def test_looks_at_links_are_counted_as_many_as_there_are():
+    """And a search that the budget does not see to its end has no answer."""
+    job = Job(cluster=cluster(4, latency="0s"), workload=layers(1))
+    spec = "bsp:fusion=single"
+    price = cost(job, spec, short=True)
+    asked = []
+
+    class Counts:
+        def each(self, runs, *, short):
+            asked.extend(runs)
+            return in_this_process.each(runs, short=short)
+
+    ample = Budget(100 * price)
+    (found,) = break_evens(job, [spec], 0.09, Counts(), ample)
+    assert found == break_evens(job, [spec], 0.09)[0]
+    assert ample.left == pytest.approx((100 - len(asked)) * price)
+    scarce = Budget((len(asked) - 0.5) * price)
+    assert break_evens(job, [spec], 0.09, budget=scarce) == []
+    assert scarce.left >= 0
 
 
 def test_no_link_helps_where_latency_is_all():

@@ -9,7 +9,7 @@ one machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from paceline.network import Cluster
 from paceline.plan.coarse import coarse, unplanned
 from paceline.plan.predict import Job, Refused
-from paceline.plan.price import cost
+from paceline.plan.price import UNBOUNDED, Budget, cost
 from paceline.plan.together import Predict, in_this_process
 from paceline.units import show_rate
 
@@ -26,8 +26,6 @@ MOST_SCALE = 1024.0
 PRECISION = 1.02
 ASIDE = PRECISION**0.45
 """Of a guess, to both sides of which runs are made: if it was right that ends the search."""
-LOOKS = 9
-"""Few searches take more of them."""
 GUESSED = 4
 """Rounds in which links are guessed; after them what is left is halved."""
 
@@ -125,13 +123,22 @@ class _Search:
 
 
 def break_evens(
-    job: Job, specs: Sequence[str], one: float, predict: Predict = in_this_process
+    job: Job,
+    specs: Sequence[str],
+    one: float,
+    predict: Predict = in_this_process,
+    budget: Budget = UNBOUNDED,
 ) -> list[BreakEven]:
     """The link, with each of *specs*, at which as many samples a second come out as on one machine, which takes *one*
-    second a batch; to 2 %, in short runs of few tensors. Specs are looked at side by side."""
+    second a batch; to 2 %, in short runs of few tensors. Specs are looked at side by side; without those
+    that *budget* does not see to their end, as nobody knows before how many looks they take."""
     quick = replace(job, workload=coarse(job.workload))
     searches = [_Search(spec, job.cluster.workers * one, one) for spec in specs]
-    while asked := [(search, scale) for search in searches for scale in search.next()]:
+    prices = {
+        spec: sum(cost(quick, run, short=True) for run in unplanned(spec))
+        for spec in specs
+    }
+    while asked := _looks(searches, prices, budget):
         runs = [
             (replace(quick, cluster=with_links(job.cluster, scale)), spec)
             for search, scale in asked
@@ -151,10 +158,18 @@ def break_evens(
     return [search.found(slowest) for search in searches]
 
 
-def most_seconds(job: Job, spec: str) -> float:
-    """About how many seconds of a core the search for its link takes, at most."""
-    quick = replace(job, workload=coarse(job.workload))
-    return LOOKS * sum(cost(quick, run, short=True) for run in unplanned(spec))
+def _looks(
+    searches: list[_Search], prices: Mapping[str, float], budget: Budget
+) -> list[tuple[_Search, float]]:
+    """What to look at next. A search that does not fit into the budget is taken out of *searches*."""
+    asked: list[tuple[_Search, float]] = []
+    for search in list(searches):
+        scales = search.next()
+        if budget.takes(len(scales) * prices[search.spec]):
+            asked += [(search, scale) for scale in scales]
+        else:
+            searches.remove(search)
+    return asked
 
 
 def with_links(cluster: Cluster, scale: float) -> Cluster:

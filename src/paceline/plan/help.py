@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from paceline.network import Cluster, Rack
-from paceline.plan.break_even import BreakEven, break_evens, most_seconds
+from paceline.plan.break_even import BreakEven, break_evens
 from paceline.plan.coarse import coarse
 from paceline.plan.found import Plan
 from paceline.plan.predict import Job, Refused
@@ -62,8 +62,7 @@ def helps(
     if job.cluster.workers > MANY:
         job = replace(job, workload=coarse(job.workload))
     links = list(dict.fromkeys((DDP, spec)))
-    if not budget.takes(sum(most_seconds(job, one) for one in links)):
-        links = []
+    even = break_evens(job, links, one, predict, budget)
     wanted = [*_larger(job), *_fewer(job)]
     asked = [
         (what, more)
@@ -82,9 +81,9 @@ def helps(
         )
     found.sort(key=lambda one: -one.speed_up)
     return Helps(
-        break_even=tuple(break_evens(job, links, one, predict)),
+        break_even=tuple(even),
         helps=tuple(found),
-        untried=len(wanted) - len(asked) + (not links),
+        untried=len(wanted) - len(asked) + (len(even) < len(links)),
     )
 
 
