@@ -17,7 +17,7 @@ from paceline.options import RunOptions
 from paceline.server.security import SECRET
 from paceline.server.surviving import SurvivingJob
 from paceline.server.wire import BEFORE_IT_STOOD, IS_HERE
-from paceline.worlds import alone
+from paceline.worlds import alone, real
 from tests.hanging import free_port
 from tests.real.engine import TOKEN, Engine
 from tests.real.helpers import SCRIPTS, kill
@@ -305,6 +305,25 @@ def test_the_server_tells_how_many_workers_there_are(server, become, monkeypatch
     monkeypatch.setenv("RANK", "1")
     assert become(server)["WORLD_SIZE"] == "3"
     assert become(server, rank=0, workers=3)["RANK"] == "0"
+
+
+def test_a_script_with_variables_set_by_hand_asks_its_server_too(server, monkeypatch):
+    """It took itself for the only worker until the server refused it, with its data loaded."""
+    monkeypatch.setenv("WORLD_SIZE", "")
+    monkeypatch.setenv("PACELINE_SURVIVE", "1")
+    monkeypatch.delenv("PACELINE_SERVERS", raising=False)
+    for rank in "0", "2":
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(
+            UsageError, match=r"PACELINE_SERVERS=HOST:PORT, .* or WORLD"
+        ):
+            real._find_place()
+        monkeypatch.setenv("PACELINE_SERVERS", server)
+        place = real._find_place()
+        assert place is not None
+        assert (place.rank, place.size) == (int(rank), 3)
+        monkeypatch.setenv("WORLD_SIZE", "")
+        monkeypatch.delenv("PACELINE_SERVERS")
 
 
 def test_a_lone_rank_that_the_launcher_contradicts(server, become, monkeypatch):

@@ -234,7 +234,8 @@ class Sessions:
         if hello.workers not in (0, self._workers):
             reason = (
                 f"worker {hello.worker} of a job of {hello.workers} workers, and this server's "
-                f"has {self._workers}: give both the same --workers"
+                f"has {self._workers}: give both the same number (--workers, or "
+                "WORLD_SIZE)"
             )
             raise RefusalError("worker", reason)
         if hello.asks:

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from threading import Event
 from typing import NoReturn, TypeVar
@@ -70,7 +70,7 @@ def _check_server(server: str) -> None:
     host, _, port = server.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "+" in server:
         raise UsageError(
-            f"--server: expected HOST:PORT, where `paceline serve --survive` listens, got "
+            f"--server, or {ADDRESSES_VARIABLE}: expected HOST:PORT, where `paceline serve --survive` listens, got "
             f"{server!r}"
         )
 
@@ -178,6 +178,23 @@ def size_at(
         return end.workers
 
     return connected(name, host, address.port, rank, ask)
+
+
+def learn_size(environment: MutableMapping[str, str]) -> None:
+    """Add how many workers there are to the variables of one that was told by hand, without
+    `become`, that it survives, and only which worker it is: else it would take itself for the only
+    one. Raises what `size_at` does, and `UsageError` where no server is named that knows."""
+    rank = launchers.lone_rank(environment)
+    if environment.get(SURVIVE_VARIABLE) != "1" or rank is None:
+        return
+    server = environment.get(ADDRESSES_VARIABLE, "")
+    if not server:
+        raise UsageError(
+            f"{SURVIVE_VARIABLE}=1 and RANK={rank}, and nothing says of how many workers: set "
+            f"{ADDRESSES_VARIABLE}=HOST:PORT, whose server knows, or WORLD_SIZE"
+        )
+    _check_server(server)
+    environment["WORLD_SIZE"] = str(size_at(server, rank, 0, environment))
 
 
 def check(server: str, environment: Mapping[str, str], method: str | None) -> None:

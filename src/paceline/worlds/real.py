@@ -29,7 +29,7 @@ from paceline.report.files import WorkerRecords
 from paceline.report.result import Result, Summary, exchange_summaries
 from paceline.stopwatch import stopwatch_for
 from paceline.torch_private import default_store, local_store
-from paceline.worlds import progress
+from paceline.worlds import alone, progress
 from paceline.worlds.described import find_cluster, load_of
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
 from paceline.worlds.hub import GRACE_SECONDS
@@ -320,6 +320,7 @@ def _find_place() -> Place | None:
     """This process's place in its job; if another launcher than torchrun said it, torchrun's
     variables do from then on, to everything that looks for them. A script that has made its
     process group knows better."""
+    alone.learn_size(os.environ)
     try:
         place = launchers.find(os.environ)
     except UsageError:
