@@ -1,5 +1,8 @@
 """What a worker's job holds of its script's trainings."""
 
+import copy
+import gc
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -44,6 +47,40 @@ def test_a_training_is_over_when_it_is_finished_or_broken(job):
         begin(job, **status)
     assert [job.is_over(number) for number in range(4)] == [False, True, True, False]
     assert [job.broken_by(number) for number in range(4)] == ["", "", "boom", ""]
+
+
+@pytest.mark.parametrize("status", [{"finished": True}, {}, {"broken_by": "boom"}])
+def test_what_has_ended_well_is_let_go_of_when_another_begins(job, status):
+    """Finishing it is put off no more, either: that would hold the optimizer."""
+    done = []
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    job.begin(model, optimizer, Status(3, **status), lambda: done.append(0))
+    there, optimizer = weakref.ref(model), weakref.ref(optimizer)
+    begin(job)
+    job.drop_unheld()
+    assert job.trainings[0].optimizer is optimizer(), "its model is held"
+    assert not any(
+        vars(copy.deepcopy(model)).get(name)
+        for name in vars(model).keys() - vars(torch.nn.Linear(1, 1)).keys()
+    )
+    del model
+    job.drop_unheld()
+    over = status == {"finished": True}
+    assert job.trainings[0].gone == over == (there() is None) == (optimizer() is None)
+    assert [number for number, _ in job.there()] == ([1] if over else [0, 1])
+    assert job.first_step == 3
+    assert job.is_over(0) == bool(status)
+    job.end()
+    assert done == ([] if over else [0])
+
+
+def test_a_world_may_keep_what_has_ended(job):
+    job.keeps_ended = True
+    begin(job, finished=True)
+    begin(job)
+    gc.collect()
+    assert [number for number, _ in job.there()] == [0, 1]
 
 
 def test_a_job_has_begun_where_its_last_comer_joined(job):

@@ -112,9 +112,8 @@ def train(subject: Subject, method: Method, settings: Settings) -> DistributedOp
     world.journal.begin(prepared.spec, prepared.brief)
     present = Present(made.training, made.endpoints)
     wrapped = DistributedOptimizer._wrap(subject.optimizer, present, world)
-    world.job.begin(subject.model, wrapped, present)
+    world.job.begin(subject.model, wrapped, present, wrapped.finish)
     world.job.hold(made.training, made.close)
-    world.job.at_exit(wrapped.finish)
     return wrapped
 
 

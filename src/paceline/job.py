@@ -1,12 +1,15 @@
 """What one worker's script does: its options, its trainings, what is put off until its end.
 
 A `World` has one `Job`. It is filled by `distribute`; worlds and checkpoints read it. What a
-training holds is closed when all workers have done with it, and at the end at the latest.
+training holds is closed when all workers have done with it, and at the end at the latest. A model and its
+optimizer are the script's own again when their training has ended and another begins: a script may train many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +17,7 @@ import torch
 
 from paceline.options import RunOptions
 
+_OPTIMIZER = "_trained_by_paceline"
 Watcher = Callable[
     [torch.nn.Module, Sequence[tuple[str, torch.nn.Parameter]]], Sequence[object]
 ]
@@ -39,13 +43,72 @@ class TrainingStatus(Protocol):
 
 
 @dataclass(frozen=True)
+class Ended:
+    """The `TrainingStatus` of a training that has ended well."""
+
+    first_step: int
+    finished: bool = True
+    broken_by: str = ""
+
+
+class _Kept:
+    """An optimizer of this model alone: its copies and pickles have None."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 class Begun:
     """A training: the *model* that `distribute` was given, the *optimizer* that it gave back,
     and how far the *training* is on this worker."""
 
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    training: TrainingStatus
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        training: TrainingStatus,
+        finish: Callable[[], None],
+    ) -> None:
+        self.training = training
+        self._finish = finish
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        self._held: object = (model, optimizer)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Not to be asked for where it is `gone`."""
+        model = self._model()
+        assert model is not None, "let go of, and dropped by the script"
+        return model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Not to be asked for where it is `gone`."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "let go of, and dropped by the script"
+        return optimizer
+
+    @property
+    def gone(self) -> bool:
+        """Whether it was let go of, and the script has dropped the model."""
+        return self._model() is None or self._optimizer() is None
+
+    def let_go(self) -> None:
+        """Where the training has ended well, the script alone holds the model from now on, and that its
+        optimizer: checkpoints have both or none."""
+        ended_well = self.training.finished and not self.training.broken_by
+        if self._held is None or not ended_well:
+            return
+        vars(self.model)[_OPTIMIZER] = _Kept(self.optimizer)
+        self.training, self._held = Ended(self.training.first_step), None
+        self._finish = lambda: None
+
+    def finish(self) -> None:
+        """End it, if the script has not."""
+        self._finish()
 
 
 class Job:
@@ -63,6 +126,8 @@ class Job:
 
     def __init__(self, options: RunOptions, tell: Callable[[int, str], None]) -> None:
         self.options = options
+        self.keeps_ended = options.profile is not None
+        """Whether trainings that have ended are looked at after the script's end."""
         self.trainings: list[Begun] = []
         self.broke = tell
         self.holding: list[tuple[TrainingStatus, Callable[[], None]]] = []
@@ -77,9 +142,26 @@ class Job:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         training: TrainingStatus,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """One more training."""
-        self.trainings.append(Begun(model, optimizer, training))
+        """One more training, which *finish* ends where the script does not. Those that have ended are
+        let go of."""
+        if not self.keeps_ended:
+            for begun in self.trainings:
+                begun.let_go()
+        begun = Begun(model, optimizer, training, finish)
+        self.trainings.append(begun)
+        self._put_off.append(begun.finish)
+
+    def there(self) -> Iterator[tuple[int, Begun]]:
+        """The trainings whose model and optimizer are there, with their numbers."""
+        return (pair for pair in enumerate(self.trainings) if not pair[1].gone)
+
+    def drop_unheld(self) -> None:
+        """Those that the script no longer reaches are `Begun.gone` from here on, on all workers that have
+        run the same: not only when their memory is next collected."""
+        if any(isinstance(begun.training, Ended) for begun in self.trainings):
+            gc.collect()
 
     def hold(self, training: TrainingStatus, close: Callable[[], None]) -> None:
         """A training holds something; *close* lets go of it."""

@@ -69,6 +69,8 @@ def save(path: str | Path, **others: Stateful) -> None:
     lowest rank of them writes what is equal on all. Nobody waits for a worker that has died,
     or has come back at a later step than this: the checkpoint has no part of it.
 
+    Trainings that have ended are in it, too, while the script holds their models, or no other has begun.
+
     An older checkpoint there is replaced when the new one is complete; whenever a process is
     killed meanwhile, `load` finds one of the two. Raises `UsageError` on every worker, with
     nothing written, for states that are not data, or if *path* is there and is no checkpoint.
@@ -77,6 +79,7 @@ def save(path: str | Path, **others: Stateful) -> None:
     those on other machines than rank 0's stay on theirs, in ``PATH.partial``.
     """
     world = _world()
+    world.job.drop_unheld()
     if world.alone:
         _save_alone(world, _prepare(path, others), others)
         return
@@ -121,6 +124,7 @@ def load(path: str | Path, **others: Stateful) -> None:
     then models and optimizers stay as the servers hold them, since the job goes on.
     """
     world = _world()
+    world.job.drop_unheld()
     states = dict(_shared_states(world, others))
     # Servers are told first: some wait for the fastest only, who are here.
     for training in _trainings(world):
@@ -216,7 +220,7 @@ def _shared_states(
     world: World, others: dict[str, Stateful]
 ) -> Iterator[tuple[str, Stateful]]:
     """Names and states that are equal on all workers."""
-    for number, begun in enumerate(world.job.trainings):
+    for number, begun in world.job.there():
         yield f"model{number}", begun.model
         yield f"optimizer{number}", begun.optimizer
         sampler = training_of(begun.optimizer).sampler
@@ -235,7 +239,7 @@ def _pack_shared(
     for training in _trainings(world):
         training.settle_buffers()
     with contextlib.ExitStack() as stack:
-        for begun in world.job.trainings:
+        for _, begun in world.job.there():
             # The method's result: a worker's own parameters may be tentative.
             if writes or training_of(begun.optimizer).consolidates_together:
                 entered = cast(DistributedOptimizer, begun.optimizer).consolidated()
@@ -304,7 +308,13 @@ def _find(world: World, path: str | Path, wanted: set[str]) -> _Found:
     names = {name_of(key) for key in files.keys(found)}
     saved = _saved(found) if _FORMAT in names else None
     shared = {name for name in names - {_FORMAT} if not name.startswith("worker")}
-    if shared != wanted:
+    gone = {
+        f"{kind}{number}"
+        for number, begun in enumerate(world.job.trainings)
+        for kind in ("model", "optimizer", "sampler")
+        if begun.gone
+    }
+    if shared - gone != wanted:
         raise UsageError(
             f"the checkpoint in {folder} holds {', '.join(sorted(shared))}; this job wants "
             f"{', '.join(sorted(wanted))}: call distribute as often, and name the same "

@@ -12,7 +12,10 @@ from paceline.optimizer import present_of
 
 def specs_of(world: World) -> list[str]:
     """By which spec each training goes now, of those that change their method; nothing of others."""
-    changing = (present_of(begun.optimizer).changes for begun in world.job.trainings)
+    changing = (
+        None if begun.gone else present_of(begun.optimizer).changes
+        for begun in world.job.trainings
+    )
     return ["" if one is None else one.spec for one in changing]
 
 
@@ -23,6 +26,8 @@ def trained_by(world: World, specs: Sequence[str]) -> Iterator[None]:
     each goes on as it did. Collective."""
     back = []
     for begun, spec in zip(world.job.trainings, specs, strict=False):
+        if begun.gone:
+            continue
         present = present_of(begun.optimizer)
         changes = present.changes
         if changes is None or present.finished or spec in ("", changes.spec):

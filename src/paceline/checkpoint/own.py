@@ -31,7 +31,8 @@ _WORKER = "worker"
 
 class Saved(msgspec.Struct, frozen=True):
     """Of how many *workers* the job was that has saved, which ones' *parts* there are, the
-    names of the *states* that each of them holds, and each training's *progress*; *specs*: by which
+    names of the *states* that each of them holds, and each training's *progress*, nothing of those that
+    are gone; *specs*: by which
     each was trained then, of those that change their method; nothing of others."""
 
     workers: int
@@ -44,7 +45,8 @@ class Saved(msgspec.Struct, frozen=True):
     def now(cls, world: World, parts: list[int]) -> Saved:
         """What is saved now."""
         progress = [
-            training_of(begun.optimizer).progress for begun in world.job.trainings
+            {} if begun.gone else training_of(begun.optimizer).progress
+            for begun in world.job.trainings
         ]
         return cls(world.size, parts, sorted(_owners(world)), progress, specs_of(world))
 
@@ -95,7 +97,8 @@ class OwnPart:
         """Everybody goes on from it."""
         trainings = self._world.job.trainings
         for begun, progress in zip(trainings, self._saved.progress, strict=True):
-            training_of(begun.optimizer).progress = progress
+            if not begun.gone:
+                training_of(begun.optimizer).progress = progress
         if self._worker is not None:
             give_back_worker(self._world, self._worker)
         for name, state in self._states.items():
@@ -164,7 +167,10 @@ def _owners(world: World) -> dict[str, OwnState]:
 
 def _buffers(world: World) -> list[dict[str, torch.Tensor]]:
     """Each model's buffers here: ranks differ in them between steps."""
-    return [dict(begun.model.named_buffers()) for begun in world.job.trainings]
+    return [
+        {} if begun.gone else dict(begun.model.named_buffers())
+        for begun in world.job.trainings
+    ]
 
 
 def _read(place: Path, name: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def together(world: World, what: str, attempt: Callable[[], T]) -> T:
     if fault is not None:
         usage, words = isinstance(fault, UsageError), f"{type(fault).__name__}: {fault}"
         mine = _Fault(True, usage, words)
-    device = next(world.job.trainings[0].model.parameters()).device
+    device = next(world.job.trainings[-1].model.parameters()).device
     everyone = gather_bytes(msgspec.msgpack.encode(mine), device)
     if fault is not None:
         raise fault

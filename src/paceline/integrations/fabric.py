@@ -5,6 +5,8 @@ It is Fabric's DDP strategy, without DDP; ``fabric.setup(model, optimizer)`` cal
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -46,7 +48,10 @@ class FabricStrategy(OfLaunched, DDPStrategy):
         super().__init__(**take_lightnings(settings))
         self._settings = check_chosen({"method": method, **settings})
         self._backward_sync_control = _NoSync(self)
-        self._trained: list[tuple[torch.nn.Module, DistributedOptimizer]] = []
+        # Weakly: a script may train many, and what has ended is its own.
+        self._trained: list[
+            tuple[weakref.ref[torch.nn.Module], weakref.ref[DistributedOptimizer]]
+        ] = []
         self._sampler_is_asked_for = False
 
     @property
@@ -80,7 +85,7 @@ class FabricStrategy(OfLaunched, DDPStrategy):
         return module
 
     def _require_averaged(self, name: str, parameter: torch.Tensor) -> None:
-        trained = (p for module, _ in self._trained for p in module.parameters())
+        trained = (p for module, _ in self._there() for p in module.parameters())
         if all(parameter is not one for one in trained):
             raise UsageError(
                 f"{name!r} has a gradient, and nobody averages it: its model was set up without an "
@@ -104,7 +109,13 @@ class FabricStrategy(OfLaunched, DDPStrategy):
             )
             for one in optimizers
         ]
-        self._trained += [(module, one) for one in wrapped]
+        self._trained = [
+            (weakref.ref(model), weakref.ref(optimizer))
+            for model, optimizer in [
+                *self._there(),
+                *((module, one) for one in wrapped),
+            ]
+        ]
         return (module, wrapped, *others)
 
     def setup_optimizer(
@@ -125,7 +136,14 @@ class FabricStrategy(OfLaunched, DDPStrategy):
 
     def optimizers_of(self, module: torch.nn.Module) -> list[DistributedOptimizer]:
         """Those that train *module*."""
-        return [optimizer for model, optimizer in self._trained if model is module]
+        return [optimizer for model, optimizer in self._there() if model is module]
+
+    def _there(self) -> Iterator[tuple[torch.nn.Module, DistributedOptimizer]]:
+        """What is trained, and what has ended and the script still holds."""
+        for model, optimizer in self._trained:
+            pair = model(), optimizer()
+            if pair[0] is not None and pair[1] is not None:
+                yield pair[0], pair[1]
 
 
 class _NoSync(_BackwardSyncControl):

@@ -43,6 +43,7 @@ class VirtualWorld:
         """How many jobs of services this worker has asked for."""
         self.alone = False
         self.job = Job(simulation.options, self._training_broke)
+        self.job.keeps_ended = True  # a plan looks at them when the script has ended
         self.rank = rank
         self.size = simulation.cluster.workers
         self.speeds = simulation.speeds

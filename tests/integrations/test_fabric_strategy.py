@@ -1,0 +1,60 @@
+"""What `FabricStrategy` holds, on a Fabric that stands in: lightning is not needed."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import weakref
+from types import ModuleType
+
+import pytest
+import torch
+
+from paceline.integrations import versions
+
+
+class Strategy:
+    """As Fabric's own."""
+
+    world_size = 2
+
+
+@pytest.fixture
+def fabric(monkeypatch):
+    """paceline's module; what it trains is not."""
+
+    def module(name, **members):
+        made = ModuleType(name)
+        vars(made).update(members)
+        monkeypatch.setitem(sys.modules, name, made)
+
+    for name in ("", ".fabric", ".fabric.plugins"):
+        module(f"lightning{name}")
+    module("lightning.fabric.strategies", DDPStrategy=Strategy)
+    module("lightning.fabric.strategies.strategy", _BackwardSyncControl=object)
+    module("lightning.fabric.plugins.environments", ClusterEnvironment=object)
+    monkeypatch.setattr(versions, "require", lambda *_: None)
+    ours = [f"paceline.integrations.{name}" for name in ("fabric", "lightning_workers")]
+    for name in ours:
+        monkeypatch.delitem(sys.modules, name, False)
+    made = importlib.import_module(ours[0])
+    monkeypatch.setattr(made, "distribute", lambda model, optimizer, **_: optimizer)
+    yield made
+    for name in ours:
+        sys.modules.pop(name, None)
+
+
+def test_what_the_script_drops_is_not_held(fabric):
+    strategy = fabric.FabricStrategy("bsp")
+    models = [torch.nn.Linear(2, 2) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        strategy.setup_module_and_optimizers(model, [optimizer])
+        assert strategy.optimizers_of(model) == [optimizer]
+    strategy._require_averaged("weight", models[0].weight)
+    died = [weakref.ref(one) for one in (models.pop(0), optimizers.pop(0))]
+    del model, optimizer
+    gc.collect()
+    assert [one() for one in died] == [None, None]
+    assert strategy.optimizers_of(models[0]) == optimizers
