@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -20,6 +21,7 @@ from paceline.units import show_seconds
 from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:
+    from paceline.interfaces import Quality
     from paceline.network import Cluster
     from paceline.plan.help import Helps
     from paceline.plan.price import Budget
@@ -123,83 +125,6 @@ def plan(
         for word in torchrun_words(context)[:1]:
             raise UsageError(f"{word} means nothing without --probe; leave it out")
         described = o.make_cluster(cluster, workers, link, latency, server_hosts)
-    began = time.perf_counter()
-    from paceline.plan import tables
-    from paceline.plan.help import helps
-    from paceline.plan.price import Budget, usual_seconds
-    from paceline.plan.together import in_processes
-    from paceline.plan.until import Trained
-    from paceline.plan.until import until as train_until
-
-    arguments = script_arguments or []
-    most = usual_seconds(described) if budget is None else budget
-    left = Budget(most)
-    with (
-        o.standard_output_for_result(True) as true_output,
-        telling(json) as told,
-        in_processes(processes()) as predict,
-    ):
-        made = plan_script(
-            script,
-            arguments,
-            described,
-            workload=workload,
-            forward=forward,
-            backward=backward,
-            allowed=allowed,
-            budget=left,
-            told=told,
-            predict=predict,
-        )
-        told("what would help")
-        more = helps(made.plan, made.job, predict, left)
-        points = _points(made, told, predict) if what_if else []
-        reached: list[Reached] = []
-        never_logged: UsageError | None = None
-        if goal is not None:
-            trained = Trained(
-                script=str(script),
-                arguments=arguments,
-                cluster=described,
-                compute=made.compute,
-                scratch=o.SCRATCH,
-                steps=steps,
-            )
-            best = {q: row.spec for q, row in made.plan.advised.items()}
-            try:
-                reached = train_until(best, goal, trained, told, told.say)
-            except UsageError as error:  # the plan has taken minutes, and stands
-                never_logged = error
-        print(f"network: {described.describe()}", file=sys.stderr)
-        print(f"compute: {made.job.workload.source}", file=sys.stderr)
-        if not no_plots:
-            page = _write_page(
-                output,
-                made,
-                more,
-                points,
-                reached,
-                (str(script), arguments, goal),
-                told,
-                predict,
-                left,
-            )
-            print(f"page: {page}", file=sys.stderr)
-        spent = _spent(began, most, left, more, what_if)
-        if json:
-            with open(true_output, "w", closefd=False) as stream:
-                text = tables.to_json(
-                    made.plan, more, points, reached, str(script), arguments
-                )
-                print(text, file=stream)
-    if json:
-        print(spent, file=sys.stderr)
-        _raise(never_logged)
-        return
-    if points:
-        tables.print_points(points)
-    if goal is not None and never_logged is None:
-        tables.print_reached(reached, str(goal))
     words = {
         "--cluster": cluster,
         "--workers": workers,
@@ -207,19 +132,153 @@ def plan(
         "--latency": latency,
         "--server-hosts": server_hosts,
     }
-    tables.print_plan(
-        made.plan,
-        more,
-        described,
-        str(script),
-        arguments,
-        network=None
-        if probe
-        else [f"{name}={value}" for name, value in words.items() if value is not None],
+    said = [f"{name}={value}" for name, value in words.items() if value is not None]
+    asked = _Asked(
+        script=script,
+        arguments=script_arguments or [],
+        cluster=described,
+        network=None if probe else said,
+        workload=workload,
+        forward=forward,
+        backward=backward,
+        allowed=allowed,
+        budget=budget,
+        goal=goal,
+        steps=steps,
+        what_if=what_if,
         everything=everything,
+        output=None if no_plots else output,
+        json=json,
     )
+    answer = _answered(asked)
+    if answer.never_logged is not None:
+        raise answer.never_logged
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the command line says. *network*: the options that describe it (None: it was probed). *output*:
+    the page's folder (None: no page)."""
+
+    script: Path
+    arguments: list[str]
+    cluster: Cluster
+    network: list[str] | None
+    workload: str | None
+    forward: float | None
+    backward: float | None
+    allowed: tuple[Quality, ...]
+    budget: float | None
+    goal: Goal | None
+    steps: int | None
+    what_if: bool
+    everything: bool
+    output: Path | None
+    json: bool
+
+
+@dataclass
+class _Answer:
+    """What came of it. *never_logged*: the goal's metric was not there, and all else is."""
+
+    made: Planned
+    helps: Helps
+    points: list[Point]
+    reached: list[Reached] = field(default_factory=list)
+    never_logged: UsageError | None = None
+
+
+def _answered(asked: _Asked) -> _Answer:
+    """Plan, write the page, and print what was found."""
+    began = time.perf_counter()
+    from paceline.plan.help import helps
+    from paceline.plan.price import Budget, usual_seconds
+    from paceline.plan.together import in_processes
+
+    most = usual_seconds(asked.cluster) if asked.budget is None else asked.budget
+    left = Budget(most)
+    with (
+        o.standard_output_for_result(True) as true_output,
+        telling(asked.json) as told,
+        in_processes(processes()) as predict,
+    ):
+        made = plan_script(
+            asked.script,
+            asked.arguments,
+            asked.cluster,
+            workload=asked.workload,
+            forward=asked.forward,
+            backward=asked.backward,
+            allowed=asked.allowed,
+            budget=left,
+            told=told,
+            predict=predict,
+        )
+        told("what would help")
+        more = helps(made.plan, made.job, predict, left)
+        points = _points(made, told, predict) if asked.what_if else []
+        answer = _Answer(made, more, points)
+        _train(asked, answer, told)
+        print(f"network: {asked.cluster.describe()}", file=sys.stderr)
+        print(f"compute: {made.job.workload.source}", file=sys.stderr)
+        if asked.output is not None:
+            page = _write_page(asked.output, asked, answer, told, predict, left)
+            print(f"page: {page}", file=sys.stderr)
+        spent = _spent(began, most, left, more, asked.what_if)
+        if asked.json:
+            with open(true_output, "w", closefd=False) as stream:
+                _print(asked, answer, stream)
+    if not asked.json:
+        _print(asked, answer)
     print(spent, file=sys.stderr)
-    _raise(never_logged)
+    return answer
+
+
+def _train(asked: _Asked, answer: _Answer, told: Telling) -> None:
+    """With the best of each class, where there is a goal."""
+    if asked.goal is None:
+        return
+    from paceline.plan.until import Trained, until
+
+    made = answer.made
+    trained = Trained(
+        script=str(asked.script),
+        arguments=asked.arguments,
+        cluster=asked.cluster,
+        compute=made.compute,
+        scratch=o.SCRATCH,
+        steps=asked.steps,
+    )
+    best = {q: row.spec for q, row in made.plan.advised.items()}
+    try:
+        answer.reached = until(best, asked.goal, trained, told, told.say)
+    except UsageError as error:  # the plan has taken minutes, and stands
+        answer.never_logged = error
+
+
+def _print(asked: _Asked, answer: _Answer, stream: TextIO | None = None) -> None:
+    """The result: as one object where JSON is asked for, on *stream*, else as tables."""
+    from paceline.plan import tables
+
+    plan, more, points = answer.made.plan, answer.helps, answer.points
+    script, arguments = str(asked.script), asked.arguments
+    if asked.json:
+        text = tables.to_json(plan, more, points, answer.reached, script, arguments)
+        print(text, file=stream)
+        return
+    if points:
+        tables.print_points(points)
+    if asked.goal is not None and answer.never_logged is None:
+        tables.print_reached(answer.reached, str(asked.goal))
+    tables.print_plan(
+        plan,
+        more,
+        asked.cluster,
+        script,
+        arguments,
+        network=asked.network,
+        everything=asked.everything,
+    )
 
 
 def _spent(began: float, most: float, left: Budget, more: Helps, what_if: bool) -> str:
@@ -237,18 +296,10 @@ def _spent(began: float, most: float, left: Budget, more: Helps, what_if: bool) 
     return text
 
 
-def _raise(error: UsageError | None) -> None:
-    if error is not None:
-        raise error
-
-
 def _write_page(
     output: Path,
-    made: Planned,
-    more: Helps,
-    points: list[Point],
-    reached: list[Reached],
-    asked: tuple[str, list[str], Goal | None],
+    asked: _Asked,
+    answer: _Answer,
     told: Telling,
     predict: Predict,
     left: Budget,
@@ -259,15 +310,15 @@ def _write_page(
     from paceline.plan.steps import steps_of
     from paceline.report.page import NAME, write_page
 
+    made, points = answer.made, answer.points
     steps = steps_of(made.plan, made.job, told, predict, left)
     pictures = write_pictures(str(output), made.plan, points)
-    script, arguments, goal = asked
     page = plan_page(
-        *(made.plan, more, points, reached, steps),
+        *(made.plan, answer.helps, points, answer.reached, steps),
         cluster=made.job.cluster,
-        script=script,
-        arguments=arguments,
-        goal=str(goal),
+        script=str(asked.script),
+        arguments=asked.arguments,
+        goal=str(asked.goal),
         command=shlex.join(["paceline", *sys.argv[1:]]),
         notes=[
             ("network", made.job.cluster.describe()),
