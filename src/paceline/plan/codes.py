@@ -14,6 +14,7 @@ from paceline.plan.coarse import coarse
 from paceline.plan.found import Plan, Row
 from paceline.plan.predict import Job, Prediction
 from paceline.plan.price import cost
+from paceline.plan.rows import Scale
 from paceline.plan.together import Predict, in_this_process
 
 IN_FRONT = 1.2
@@ -51,13 +52,17 @@ def revised(
     known = {**job.workload.coding, **coding}
     job = replace(job, workload=replace(job.workload, coding=known))
     mine = _coded(plan, coding)
+    one = plan.one_machine.step_seconds
+    scale = Scale(plan.workers, plan.batch, one, plan.limit_seconds)
     new: dict[str, Row] = {}
     for short in (True, False):
         rows = [row for row in mine if row.cut == short]
         said = predict(_as_run(job, short), [row.spec for row in rows], short=short)
         for row, answer in zip(rows, said, strict=True):
             if isinstance(answer, Prediction):
-                new[row.spec] = _with(row, answer)
+                new[row.spec] = scale.row(
+                    row.spec, row.quality, answer, cut=row.cut, hopeful=row.hopeful
+                )
     rows = [new.get(row.spec, row) for row in plan.rows]
     rows.sort(key=lambda row: row.step_seconds)
     plan = msgspec.structs.replace(plan, rows=tuple(rows), spent_seconds=spent)
@@ -79,21 +84,3 @@ def _as_run(job: Job, short: bool) -> Job:
 
 def _coded(plan: Plan, codes: Collection[str]) -> list[Row]:
     return [row for row in plan.rows if row.guessed and code_of(row.spec) in codes]
-
-
-def _with(row: Row, said: Prediction) -> Row:
-    longer = said.step_seconds / row.step_seconds
-    samples = row.samples_per_second
-    return msgspec.structs.replace(
-        row,
-        step_seconds=said.step_seconds,
-        compute_seconds=said.compute_seconds,
-        exposed_seconds=said.exposed_seconds,
-        bytes_sent=said.bytes_sent,
-        buckets=said.buckets,
-        to_limit=row.to_limit * longer,
-        speed_up=row.speed_up / longer,
-        samples_per_second=None if samples is None else samples / longer,
-        guessed=said.guessed,
-        notes=said.notes,
-    )

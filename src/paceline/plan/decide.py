@@ -25,12 +25,11 @@ from paceline.chosen import read_spec
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError
 from paceline.fusion import MEASURED
-from paceline.interfaces import QUALITIES, Method, Quality
-from paceline.methods.table import sentence_of
+from paceline.interfaces import QUALITIES, Quality
 from paceline.network import Cluster, Workload
 from paceline.plan.candidates import Candidate, crossed, first
 from paceline.plan.coarse import coarse
-from paceline.plan.found import LeftOut, Plan, Row
+from paceline.plan.found import LeftOut, Plan
 from paceline.plan.limits import alone, limit_seconds
 from paceline.plan.predict import (
     Job,
@@ -41,6 +40,7 @@ from paceline.plan.predict import (
 )
 from paceline.plan.price import Budget, cost, usual_seconds
 from paceline.plan.promise import rough
+from paceline.plan.rows import Scale
 from paceline.plan.together import Predict, in_processes
 from paceline.spec import parse
 
@@ -283,51 +283,26 @@ def _plan(search: _Search) -> Plan:
     job = search.job
     single = alone(job)
     limit = limit_seconds(job.cluster, job.workload)
+    cluster, batch = job.cluster, job.workload.batch
+    scale = Scale(cluster.workers, batch, single.step_seconds, limit)
     rows = [
-        _row(search, spec, single, limit)
+        scale.row(
+            spec,
+            search.candidates[spec].quality,
+            search.found[spec],
+            cut=spec not in search.whole,
+            hopeful=spec in search.hopeful,
+        )
         for spec in sorted(search.found, key=search.seconds)
     ]
     return Plan(
-        cluster=job.cluster.describe(),
+        cluster=cluster.describe(),
         workload=job.workload.source,
-        workers=job.cluster.workers,
-        batch=job.workload.batch,
+        workers=cluster.workers,
+        batch=batch,
         one_machine=single,
         limit_seconds=limit,
         rows=tuple(rows),
         left_out=tuple(search.left_out.values()),
         unlooked=len(search.unlooked),
     )
-
-
-def _row(search: _Search, spec: str, single: Row, limit: float) -> Row:
-    found, workers = search.found[spec], search.job.cluster.workers
-    batch = search.job.workload.batch
-    method, _ = read_spec(spec)
-    return Row(
-        spec=spec,
-        quality=search.candidates[spec].quality,
-        step_seconds=found.step_seconds,
-        compute_seconds=found.compute_seconds,
-        exposed_seconds=found.exposed_seconds,
-        bytes_sent=found.bytes_sent,
-        buckets=found.buckets,
-        waits_for=_waits_for(method),
-        to_limit=found.step_seconds / limit,
-        speed_up=workers * single.step_seconds / found.step_seconds,
-        samples_per_second=None
-        if batch is None
-        else workers * batch / found.step_seconds,
-        cut=spec not in search.whole,
-        hopeful=spec in search.hopeful,
-        guessed=found.guessed,
-        notes=found.notes,
-    )
-
-
-def _waits_for(method: Method) -> str:
-    """In the words of its file; empty where they are not there, as in a script that registers a method."""
-    try:
-        return sentence_of(type(method), "Waits for")
-    except UsageError:
-        return ""
