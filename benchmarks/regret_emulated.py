@@ -5,7 +5,8 @@
     python benchmarks/regret_emulated.py --table
 
 A plan is made of the network as `paceline probe` measures it there, with what a message costs these
-processors, which eight hosts share. The chosen of each class, and the two that come next in it,
+processors, which eight hosts share, and with what the codes in front take here. The chosen of each
+class, and the two that come next in it, of other methods or codes if there are such,
 train a stand-in of 16 equal layers (1 MB, 20 ms forward and 40 ms backward), one after the other in
 one set of processes, and once more in the reverse order. What the plan makes of buckets is measured
 and tried first; then steps count, whole rounds of them. Per class: what the chosen takes over what
@@ -22,16 +23,26 @@ import time
 from pathlib import Path
 from statistics import fmean, median
 
+import msgspec
 import regret
 import torch
 import torch.distributed as dist
 
 import paceline
+from paceline import compression
 from paceline.chosen import read_spec
+from paceline.compression import full_spec
 from paceline.network import Workload
 from paceline.network.cluster_file import cluster_toml, load_cluster
 from paceline.options import RunOptions
 from paceline.plan import plan
+from paceline.plan.codes import codes_in_front, revised
+from paceline.plan.predict import Job
+from paceline.plan.together import in_processes
+from paceline.profiling.coding import coding_times, threads_set
+from paceline.profiling.gradients import KeptGradients
+from paceline.spec import parse
+from paceline.tensors import nearly_square
 
 RESULTS = Path(__file__).parent / "results" / "regret_emulated.json"
 CLASSES = ("exact", "late", "lossy", "local")
@@ -64,23 +75,9 @@ def workload():
 def run(name, classes):
     """One cell: what each candidate of *classes* takes in each turn, and the regret of each class."""
     cluster = CELLS[name]
-    made = plan(
-        probed(cluster), workload(), allowed=classes, budget_seconds=30, processes=2
-    )
+    made = planned(probed(cluster), classes)
     chosen = {quality: row.spec for quality, row in made.best.items()}
-    candidates = {}
-    for quality, spec in chosen.items():
-        best = made.row(spec).step_seconds
-        rows = [
-            row
-            for row in made.rows
-            if row.quality == quality
-            and row.step_seconds <= NEAR * best
-            and "servers" not in row.spec
-            and not (row.cut and row.spec != spec)
-        ]
-        if "servers" not in spec:
-            candidates[quality] = [row.spec for row in rows[:EACH]]
+    candidates = {quality: near(made, quality, chosen[quality]) for quality in chosen}
     specs = [spec for mine in candidates.values() for spec in mine]
     measured = measure(cluster, specs)
     regrets = {}
@@ -95,6 +92,53 @@ def run(name, classes):
             "predicted": made.row(picked).step_seconds,
         }
     return {"measured": measured, "regrets": regrets}
+
+
+def planned(cluster, classes):
+    """The plan, with what codes take that are in front: measured here, as for a script."""
+    model = workload()
+    with in_processes(2) as predict:
+        made = plan(cluster, model, allowed=classes, budget_seconds=30, predict=predict)
+        made = without_servers(made)
+        job = Job(cluster=cluster, workload=model)
+        for _ in range(2):
+            if codes := codes_in_front(made):
+                made, job = revised(made, job, times_of(codes), predict)
+    return made
+
+
+def without_servers(made):
+    """The plan of those that keep no parameters on servers."""
+    rows = tuple(row for row in made.rows if "servers" not in row.spec)
+    return msgspec.structs.replace(made, rows=rows)
+
+
+def times_of(codes):
+    """What *codes* take for a gradient as large as the stand-in's, on one core."""
+    model = workload()
+    shapes = [nearly_square(size // 4) for size in model.sizes]
+    with tempfile.TemporaryDirectory() as folder, threads_set(1):
+        kept = KeptGradients(folder)
+        kept.keep(model.names, [torch.randn(shape) for shape in shapes])
+        return coding_times([compression.make(code) for code in codes], kept)
+
+
+def near(made, quality, chosen):
+    """The chosen and those predicted to be near it: one of each method and code first."""
+    best = made.row(chosen).step_seconds
+    rows = [
+        row.spec
+        for row in made.rows
+        if row.quality == quality
+        and row.step_seconds <= NEAR * best
+        and not (row.cut and row.spec != chosen)
+    ]
+    kinds = {}
+    for spec in [chosen, *rows]:
+        said = parse(spec)
+        kinds.setdefault((said.name, said.values.get("compression")), spec)
+    first = list(kinds.values())
+    return [*first, *(spec for spec in rows if spec not in first)][:EACH]
 
 
 def probed(cluster):
@@ -128,23 +172,32 @@ def measure(cluster, specs):
 
 
 def past_its_warm_up(spec):
-    """*spec* as it steps in the long run, which is what a plan predicts: a thousand steps of bsp before
-    would be trained here for nothing."""
-    method, _ = read_spec(spec)
-    changes = getattr(method, "in_the_long_run", {}).items()
-    keys = ",".join(f"{key}={value}" for key, value in changes if f"{key}=" not in spec)
-    return spec + (":" if ":" not in spec else ",") + keys if keys else spec
+    """*spec* and its code as they step in the long run, which is what a plan predicts: a thousand steps
+    of bsp before, or of codes that send much, would be trained here for nothing. What it is to be
+    trained with, and the arguments of `distribute` for its code, if it says one."""
+    method, settings = read_spec(spec)
+    said = parse(spec)
+    own = {k: v for k, v in said.values.items() if not k.startswith("compression")}
+    settled = getattr(method, "in_the_long_run", {}) | own
+    keys = ",".join(f"{key}={value}" for key, value in settled.items())
+    coded = {}
+    if own != said.values:
+        coded = {"compression": full_spec(settings.compression.settled())}
+    return f"{said.name}:{keys}" if keys else said.name, coded
 
 
 def train(spec):
     """Mean seconds of a step, once it has settled."""
     torch.manual_seed(0)
-    spec = past_its_warm_up(spec)
+    spec, coded = past_its_warm_up(spec)
     method, _ = read_spec(spec)
     every = getattr(method, "every", 1) or 1
     model = paceline.stand_in(workload())
+    # Its gradients are its parameters, less a number: equal ones are no gradient to a code that selects.
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
     own = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = paceline.distribute(model, own, method=spec)
+    optimizer = paceline.distribute(model, own, method=spec, **coded)
     batch = torch.full((32,), 1.0 + paceline.rank())
 
     def steps(count):
