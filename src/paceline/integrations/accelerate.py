@@ -101,7 +101,8 @@ def _show_result(
 def check_same_workers(accelerator: Accelerator) -> None:
     """Raise `UsageError` unless Accelerate deals data out to as many as train, whole models each."""
     parallelism = getattr(accelerator, "parallelism_config", None)
-    chosen.check_not_sharded(accelerator.distributed_type.name, parallelism)
+    kind = "FSDP" if chosen.asks_for_fsdp() else accelerator.distributed_type.name
+    chosen.check_not_sharded(kind, parallelism)
     init()
     if accelerator.num_processes != world_size():
         raise UsageError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -87,6 +88,12 @@ def _is_wrapped_by_trainer(optimizer: object) -> bool:
         return False
     packages = {cls.__module__.partition(".")[0] for cls in type(optimizer).__mro__}
     return not packages.isdisjoint(_WRAPPING)
+
+
+def asks_for_fsdp() -> bool:
+    """Whether this process's Accelerator, or ``accelerate launch``, was told to shard models: Accelerate keeps
+    that in a variable, and on CPUs trains whole models without a word."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
 def check_not_sharded(kind: str, parallelism: object = None) -> None:

@@ -22,6 +22,7 @@ from transformers import Trainer  # noqa: E402
 from paceline.errors import UsageError  # noqa: E402
 from paceline.integrations.accelerate import check_same_workers, hand_over  # noqa: E402
 from paceline.integrations.chosen import (  # noqa: E402
+    asks_for_fsdp,
     check_chosen,
     check_plain,
     shows_mean,
@@ -139,7 +140,8 @@ class _Attached:
 def _check_attachable(trainer: Trainer) -> None:
     if _ATTACHED in vars(trainer):
         raise UsageError("attach: this trainer was attached before; once is enough")
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if sharded or asks_for_fsdp():
         raise UsageError(
             "attach: the trainer shards its model (FSDP, DeepSpeed), and paceline averages "
             "gradients of whole models that every worker holds; leave fsdp= and deepspeed= "
