@@ -1,6 +1,6 @@
 """Trials on a real Slurm: prints what each came to, and fails where one is not as it should be.
 
-sudo tests/slurm/cluster.sh 3 .venv/bin/python tests/slurm/trial.py
+sudo tests/slurm/cluster.sh 4 .venv/bin/python tests/slurm/trial.py
 
 Not run by CI: it needs root, and Debian's slurm-wlm and munge. Tasks of one step meet as plain
 ``python`` under ``srun``, without torchrun.
