@@ -147,6 +147,7 @@ def runs_the_job_script(folder):
     output = Path(folder) / "output"
     words = ["sbatch", "--wait", f"--output={output}", f"--chdir={ROOT}", str(job)]
     own = {"PACELINE_SERVERS_TOKEN": "a token of this trial", "OMP_NUM_THREADS": "1"}
+    own["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     status = subprocess.run(words, env={**os.environ, **own}, timeout=LIMIT).returncode
     print(f"the job script: exit status {status}\n{output.read_text()}", flush=True)
     assert status == 0
