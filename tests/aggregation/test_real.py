@@ -137,9 +137,8 @@ def until_said(ranks, words, times):
     wait_until(lambda: ranks[0].stderr.count(words) == times, SECONDS, "the job")
 
 
-@pytest.mark.parametrize(
-    "wrong", ["infinity", pytest.param("scaled infinity", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["infinity", "scaled infinity"])
 def test_an_infinity_reaches_all_ranks_or_is_skipped_by_a_scaler(wrong, tmp_path):
     with aggregators(1) as them:
         words = ["switchml", "5", "0", tmp_path / "none", wrong]

@@ -127,6 +127,7 @@ LAYOUTS = st.lists(st.integers(0, 2), min_size=2, max_size=5)
 """The rack of each rank."""
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     fates=FATES,

@@ -33,9 +33,8 @@ from tests.hanging import SECONDS
 from tests.real.helpers import wait_until
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(moving.Single, marks=pytest.mark.slow), Batched]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [moving.Single, Batched])
 def test_sums_are_exact_though_one_datagram_in_a_hundred_is_lost(way, monkeypatch):
     monkeypatch.setattr("paceline.aggregator.udp.datagrams", way)
     monkeypatch.setattr("paceline.aggregator.ends.datagrams", way)

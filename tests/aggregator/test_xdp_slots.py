@@ -91,6 +91,7 @@ def test_any_packets_are_answered_as_user_space_answers_them(kernels, made, seed
     slots.check_state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "law",
     [

@@ -13,6 +13,7 @@ RACKS = (0, 0, 1, 1, 2)
 DEDICATED = (Server(0, None, 0),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregating", "servers"),
     [

@@ -127,6 +127,7 @@ def test_the_optimizer_is_like_the_trainings():
         assert isinstance(made, torch.optim.SGD)
 
 
+@pytest.mark.slow
 def test_the_process_answers():
     process = PlannerProcess(question(budget_seconds=0.8))
     process.wait()
@@ -158,6 +159,7 @@ def test_a_process_that_cannot_be_started(monkeypatch):
     assert "cannot be started" in process.answer().fault
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_worker():
     process = PlannerProcess(question(budget_seconds=1000.0))
     assert not process.is_over

@@ -327,6 +327,7 @@ def optimized(spec, learning_rate, steps=300):
     return (point - centers.mean(0)).abs().max().item()
 
 
+@pytest.mark.slow
 def test_top_k_without_residuals_stays_away():
     """And those that make up for it come as near as a step of one element is long."""
     assert optimized("top-k:residuals=false", 0.02) > 2

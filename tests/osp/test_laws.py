@@ -429,6 +429,7 @@ def test_what_is_deferred_in_pieces_is_what_is_deferred_whole():
     assert torch.equal(train(ALL.replace("chunk=64", "chunk=4"), 2), whole)
 
 
+@pytest.mark.slow
 def test_laws_hold_while_the_planner_makes_new_buckets():
     """With two workers no plan changes the order of a sum."""
     counts = []

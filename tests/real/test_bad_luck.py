@@ -154,6 +154,7 @@ def check_kill(start, seed, workers=WORKERS, forked=False):
     check_bad_end(job, folder, rank, "was killed by SIGKILL", f"process {process}")
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed(start):
     check_kill(start, seed=0, forked=True)
 
