@@ -83,9 +83,8 @@ def _locked(lock: Path) -> int:
         except BaseException:
             os.close(held)
             raise
-        os.close(
-            held
-        )  # who held it took it away meanwhile: nobody else would see this one
+        # Who held it took it away meanwhile: nobody else would see this one.
+        os.close(held)
 
 
 def _lock(descriptor: int) -> None:
