@@ -128,6 +128,22 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
     assert text.count("4 workers train") == 2  # also below the tables
 
 
+def test_each_reason_for_a_brief_look_has_its_own_line(capsys):
+    plan = made(
+        sped("bsp"),
+        sped("priority", seconds=0.11, cut=True, hopeful=True),
+        sped("slow", seconds=0.5, cut=True),
+        sped("slower", seconds=0.6, cut=True),
+    )
+    plan = msgspec.structs.replace(plan, unlooked=5)
+    print_plan(plan, NOTHING, cluster(4), "train.py")
+    lines = capsys.readouterr().out.splitlines()
+    assert "4 candidates ran: --all lists each, and why" in lines
+    assert "2 of them ran briefly (~): too slow in their class" in lines
+    assert "1 of them ran briefly (~): --budget had no time for more" in lines
+    assert "5 more were not looked at: --budget is spent" in lines
+
+
 def test_what_was_gained_is_over_one_machine_and_over_ddp(capsys):
     def ran(seconds):
         return Result(

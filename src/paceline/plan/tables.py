@@ -105,17 +105,17 @@ def _small_print(plan: Plan, everything: bool) -> list[str]:
     if not plan.rows:
         return []
     text = f"{len(plan.rows)} candidates ran"
-    slow = sum(not row.counts for row in plan.rows)
-    if slow:
-        text += f", {slow} of them in a short run only (~), as too slow in their class"
-    hopeful = sum(row.hopeful for row in plan.rows)
-    if hopeful:
-        text += f", {hopeful} of them in a short run only (~), as --budget is spent"
     if plan.left_out:
         text += f"; {len(plan.left_out)} cannot run here"
-    if plan.unlooked:
-        text += f"; {plan.unlooked} were not looked at: --budget is spent"
     said = [text + ("" if everything else ": --all lists each, and why")]
+    slow = sum(not row.counts for row in plan.rows)
+    if slow:
+        said.append(f"{slow} of them ran briefly (~): too slow in their class")
+    hopeful = sum(row.hopeful for row in plan.rows)
+    if hopeful:
+        said.append(f"{hopeful} of them ran briefly (~): --budget had no time for more")
+    if plan.unlooked:
+        said.append(f"{plan.unlooked} more were not looked at: --budget is spent")
     if passed_over(plan):
         said.append(passed_over(plan))
     if any(row.guessed for row in plan.rows):
