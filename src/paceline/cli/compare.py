@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.cli import options as o
+from paceline.cli.given import Given
 from paceline.cli.live import describe
 from paceline.cli.planned import classes, plan_script, processes
 from paceline.cli.telling import rows, telling
@@ -92,42 +93,25 @@ def compare(
     A variant that fails has a row that says so, the others go on, and the exit status is 1.
     """
     o.check_job(script, *variant or ())
-    if variant and quality:
-        raise UsageError(
-            "--quality is for the plan, which --variant replaces: leave it out"
-        )
-    if world == "real" and not variant:
-        raise UsageError(
-            "in the real world nobody knows the network: give one --variant SPEC or more "
-            "(paceline plan SCRIPT --probe measures it, and says which are fastest)"
-        )
+    _check_plan(world, variant, quality)
     from paceline.report.goal import Goal
 
     goal = None if until is None else Goal.read(until)
     allowed = classes(quality)
-    network: dict[str, object] = {
-        "--cluster": cluster,
-        "--link": link,
-        "--latency": latency,
-        "--server-hosts": server_hosts,
-    }
-    virtual_only: dict[str, object] = {
-        "--workload": workload,
-        "--forward": forward,
-        "--backward": backward,
-        "--jitter": jitter or None,
-    }
-    foreign: dict[str, dict[str, object]] = {
-        "virtual": {"--pace": pace},
-        "emulated": virtual_only,
-        "real": network | virtual_only | {"--pace": pace},
-    }
-    for name, value in foreign[world].items():
-        if value is not None:
-            raise UsageError(f"{name} means nothing in the {world} world; leave it out")
+    given = Given(
+        network={
+            "--cluster": cluster,
+            "--link": link,
+            "--latency": latency,
+            "--server-hosts": server_hosts,
+        },
+        times={"--workload": workload, "--forward": forward, "--backward": backward},
+        jitter=jitter or None,
+        pace=pace,
+    )
+    given.check(world)
     from paceline.report.result import Result
-    from paceline.report.tables import print_results
-    from paceline.report.variants import Variant, to_json
+    from paceline.report.variants import Variant
 
     arguments = script_arguments or []
     shared: dict[str, object] = {"--steps": steps, "--seed": seed, "--workers": workers}
@@ -137,21 +121,19 @@ def compare(
     else:
         # Complain here, once, not in every variant; and profile once for all.
         described = o.make_cluster(cluster, workers, link, latency, server_hosts)
-        times: dict[str, object] = {
-            "workload": pace or workload,
-            "forward": forward,
-            "backward": backward,
-        }
         if not variant:
+            times: dict[str, object] = {
+                "workload": pace or workload,
+                "forward": forward,
+                "backward": backward,
+            }
             plan = _planned(script, arguments, described, allowed, times, json)
         if world == "virtual":
             compute = o.make_compute(workload, forward, backward, jitter, seed)
-            measures = not any(times.values())
+            measures = not any((workload, forward, backward))
             if measures:
                 said = _measured(script, arguments, described, compute, seed)
                 measures, shared = not said, shared | said
-            shared = virtual_only | shared
-        shared |= network | ({"--pace": pace} if world == "emulated" else {})
     variants = [
         Variant(i, spec) for i, spec in enumerate(variant or _specs(plan).values())
     ]
@@ -161,7 +143,7 @@ def compare(
         world,
         script,
         arguments,
-        [f"{name}={value}" for name, value in shared.items() if value is not None],
+        given.options(world, shared),
         output,
         goal,
         at_once=1 if world != "virtual" or measures else min(MOST_AT_ONCE, processes()),
@@ -172,20 +154,26 @@ def compare(
     if ran and not no_plots:
         title = f"{script}: {len(variants)} variant{'s' * (len(variants) > 1)}"
         page = _write_page(output, title, variants, results, ran[0])
-    if json:
-        print(to_json(results, reached, plan=plan))
-    elif ran:
-        if plan is None:
-            print_results(results, reached, goal)
-        else:
-            _print_gains(plan, results, reached, goal, ran[0])
-        print(f"records and traces: {output}/ (open a trace in ui.perfetto.dev)")
-        if page is not None:
-            print(f"page: {page}")
+    _show(plan, results, reached, goal, output, page, json=json)
     if goal is not None and ran:
         goal.check_logged(ran[0].metrics)
     if len(ran) < len(results):
         sys.exit(1)
+
+
+def _check_plan(
+    world: str, variant: Sequence[str] | None, quality: Sequence[str] | None
+) -> None:
+    """Raises `UsageError` where a plan is asked for that cannot be made, or that nobody needs."""
+    if variant and quality:
+        raise UsageError(
+            "--quality is for the plan, which --variant replaces: leave it out"
+        )
+    if world == "real" and not variant:
+        raise UsageError(
+            "in the real world nobody knows the network: give one --variant SPEC or more "
+            "(paceline plan SCRIPT --probe measures it, and says which are fastest)"
+        )
 
 
 def _planned(
@@ -258,6 +246,34 @@ def _measured(
     if compute.workload is not None:
         return {}
     return {"--forward": compute.forward, "--backward": compute.backward}
+
+
+def _show(
+    plan: Plan | None,
+    results: Sequence[tuple[str, Outcome]],
+    reached: Sequence[StepRecord | None],
+    goal: Goal | None,
+    output: Path,
+    page: Path | None,
+    *,
+    json: bool,
+) -> None:
+    """The table, and where the files are; or all of it for programs."""
+    from paceline.report.result import Result
+    from paceline.report.tables import print_results
+    from paceline.report.variants import to_json
+
+    first = next((one for _, one in results if isinstance(one, Result)), None)
+    if json:
+        print(to_json(results, reached, plan=plan))
+    elif first is not None:
+        if plan is None:
+            print_results(results, reached, goal)
+        else:
+            _print_gains(plan, results, reached, goal, first)
+        print(f"records and traces: {output}/ (open a trace in ui.perfetto.dev)")
+        if page is not None:
+            print(f"page: {page}")
 
 
 def _print_gains(
