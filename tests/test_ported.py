@@ -5,10 +5,12 @@ import re
 
 import pytest
 
-from tests import forked
+from tests import forked, hanging
 from tests.test_examples import ROOT
 
 PORTED = ROOT / "examples" / "ported"
+SOON = 60
+"""Seconds after which a script of DDP's has a second try."""
 TIMES = re.compile(r"(time [\d.]+ms|Time [\d.]+ \([\d.]+\))")
 
 # What each is started with, once after the other; and its losses of rank 0, how many they are.
@@ -49,20 +51,36 @@ def losses(name, lines):
     return [match[0] for match in found if match]
 
 
-def trained(name, suffix, folder):
+def trained(name, suffix, folder, seconds=hanging.SECONDS):
     """What each of two processes printed, run after run in the same folder."""
     folder.mkdir()
     script = PORTED / f"{name}{suffix}.py"
     return [
-        [said(rank.stdout) for rank in forked.run_together(2, [script, *words], folder=folder)]
+        [
+            said(rank.stdout)
+            for rank in forked.run_together(
+                2, [script, *words], folder=folder, seconds=seconds
+            )
+        ]
         for words in RUNS[name]
-    ]  # fmt: skip
+    ]
+
+
+def trained_by_ddp(name, folder):
+    """The same of DDP's script, which is run again if it does not end: at times torch waits for
+    itself when a model under DDP is let go of (pytorch#56297)."""
+    try:
+        return trained(name, "_ddp", folder / "ddp", SOON)
+    except AssertionError as error:
+        if "still runs" not in str(error):
+            raise
+        return trained(name, "_ddp", folder / "ddp again")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_moved_prints_what_ddp_prints(name, tmp_path):
-    theirs = trained(name, "_ddp", tmp_path / "ddp")
+    theirs = trained_by_ddp(name, tmp_path)
     ours = trained(name, "", tmp_path / "paceline")
     assert ours == theirs
     assert len(losses(name, theirs[-1][0])) == LOSSES[name][1]
@@ -71,7 +89,7 @@ def test_moved_prints_what_ddp_prints(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_moved_prints_it_in_virtual_time_too(name, tmp_path):
-    (theirs,) = trained(name, "_ddp", tmp_path / "ddp")
+    (theirs,) = trained_by_ddp(name, tmp_path)
     script, (words,) = PORTED / f"{name}.py", RUNS[name]
     command = [
         "-m",
