@@ -278,7 +278,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--virtual", action="store_true")
     parser.add_argument("--emulated", action="store_true")
-    parser.add_argument("--only")
+    parser.add_argument("--only", choices=VIRTUAL | REALTIME)
     parser.add_argument("--runs", type=int)
     parser.add_argument("--output", type=Path, default=Path("paceline-doctor.jsonl"))
     arguments = parser.parse_args()
@@ -287,7 +287,7 @@ def main():
         REALTIME if both or arguments.emulated else {}
     )
     if arguments.only:
-        cases = {arguments.only: cases[arguments.only]}
+        cases = {arguments.only: (VIRTUAL | REALTIME)[arguments.only]}
     done = read(arguments.output)
     for name, make in cases.items():
         usual = HEALTHY_RUNS if name.startswith("healthy") else RUNS
