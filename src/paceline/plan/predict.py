@@ -168,7 +168,8 @@ def shorter(method: Any, steps: int) -> tuple[Method, int]:
     """With rounds of so many *steps*, or a few more, where they are long and a shorter one is like them; and by how
     many they are shorter."""
     whole = getattr(method, "every", 0)
-    if whole <= steps or getattr(method, "group_every", 1) > 1:
+    uneven = getattr(method, "uneven", "equal") != "equal"
+    if whole <= steps or getattr(method, "group_every", 1) > 1 or uneven:
         return method, 0
     for every in range(steps, whole):
         turn = every // getattr(method, "fragments", 1)
@@ -303,18 +304,22 @@ _FIELDS = (
 
 
 def _lengthened(journals: Sequence[Journal], means: Figures, missing: int) -> Figures:
-    """The means over a round of so many steps more, which are as most of it are."""
+    """The means over a round of so many steps more, which are as most of it are. At its end all wait
+    for the slowest: so each of them takes as long as its step, and the others wait for the rest."""
     period = journals[0].period
+    usual = [
+        [median(getattr(step, name) for step in journal.settled_steps()) for name in _FIELDS]
+        for journal in journals
+    ]  # fmt: skip
+    slowest = max(step for step, *_ in usual)
     between = [
-        fmean(
-            median(getattr(step, name) for step in journal.settled_steps())
-            for journal in journals
-        )
-        for name in _FIELDS
+        (slowest, compute, exposed + slowest - step, sent)
+        for step, compute, exposed, sent in usual
     ]
+    more = [fmean(values) for values in zip(*between, strict=True)]
     whole = [
-        (period * mean + missing * usual) / (period + missing)
-        for mean, usual in zip(means, between, strict=True)
+        (period * mean + missing * one) / (period + missing)
+        for mean, one in zip(means, more, strict=True)
     ]
     return whole[0], whole[1], whole[2], whole[3]
 

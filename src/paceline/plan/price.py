@@ -121,7 +121,7 @@ def _steps(
         steps = 5
     if period > 1:
         steps = max(steps, 2 * period + 1)
-    steps += 0 if short else getattr(method, "learns_for", 0)
+    steps += 0 if short else getattr(run, "learns_for", 0)
     return steps, steps / period
 
 

@@ -163,8 +163,8 @@ class DASO:
 
     @property
     def learns_for(self) -> int:
-        """Steps until it averages as seldom as it will."""
-        return self.warm_up
+        """Steps until it averages as seldom as it will, and until the first late mean is used."""
+        return self.warm_up + (self.every + self.delay if self.delay else 0)
 
     def _wrong(self, key: str, expected: str) -> UsageError:
         return UsageError(f"daso:{key}={getattr(self, key)}: expected {expected}")

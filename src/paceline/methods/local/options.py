@@ -91,6 +91,12 @@ class Options:
         """How far a lasting change per round moves the model, in units of that change."""
         return self.outer_learning_rate / (1 - self.outer_momentum)
 
+    @property
+    def learns_for(self) -> int:
+        """Steps until somebody waits where it will always wait: nobody does for a mean that is used later,
+        before the first one is used."""
+        return self.turn + self.delay if self.delay else 0
+
     def about_gain(self) -> str | None:
         """A sentence on the outer optimizer; None where there is none."""
         if not self.is_outer:
