@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline import compression
 from paceline.chosen import read_spec
 from paceline.compression import full_spec
 from paceline.network import Workload
@@ -39,7 +38,8 @@ from paceline.plan import plan
 from paceline.plan.codes import codes_in_front, revised
 from paceline.plan.predict import Job
 from paceline.plan.together import in_processes
-from paceline.profiling.coding import coding_times, threads_set
+from paceline.profiling.busy import coding_times_of_busy
+from paceline.profiling.coding import threads_set
 from paceline.profiling.gradients import KeptGradients
 from paceline.spec import parse
 from paceline.tensors import nearly_square
@@ -103,7 +103,8 @@ def planned(cluster, classes):
         job = Job(cluster=cluster, workload=model)
         for _ in range(2):
             if codes := codes_in_front(made):
-                made, job = revised(made, job, times_of(codes), predict)
+                cores = min(cluster.processor.cores, cluster.workers)
+                made, job = revised(made, job, times_of(codes, cores), predict)
     return made
 
 
@@ -113,14 +114,14 @@ def without_servers(made):
     return msgspec.structs.replace(made, rows=rows)
 
 
-def times_of(codes):
-    """What *codes* take for a gradient as large as the stand-in's, on one core."""
+def times_of(codes, cores):
+    """What *codes* take for a gradient as large as the stand-in's, while all *cores* code."""
     model = workload()
     shapes = [nearly_square(size // 4) for size in model.sizes]
     with tempfile.TemporaryDirectory() as folder, threads_set(1):
         kept = KeptGradients(folder)
         kept.keep(model.names, [torch.randn(shape) for shape in shapes])
-        return coding_times([compression.make(code) for code in codes], kept)
+        return coding_times_of_busy(codes, folder, cores)
 
 
 def near(made, quality, chosen):

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.planned import _with_codes
+from paceline.cli.planned import _busy_cores, _with_codes
+from paceline.errors import UsageError
+from paceline.network import Processor
 from paceline.network.workload import CodingTimes
 from paceline.plan import plan
 from paceline.plan.coarse import FEW
 from paceline.plan.codes import code_of, codes_in_front, revised, seconds_of
 from paceline.plan.predict import Job, Prediction, Refused, predict
 from paceline.plan.price import Budget
+from paceline.profiling import coding_times_of_busy
 from paceline.worlds.virtual.profile import measured_codes
 from tests.plan.helpers import cluster, layers
 from tests.plan.test_more import made, row
@@ -62,6 +65,35 @@ def test_codes_are_measured_on_the_scripts_own_gradient(tmp_path):
     assert times.encode > 0
 
 
+@pytest.mark.slow
+def test_codes_are_measured_on_as_many_cores_as_have_such_work(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    code = code_of("bsp:compression=int8")
+    ((full, times),) = measured_codes(str(script), [], [code], 2).items()
+    assert full == code
+    assert times.encode > 0
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_a_core_that_has_nothing_to_code(tmp_path):
+    with pytest.raises(UsageError, match="no gradients were seen"):
+        coding_times_of_busy([code_of("bsp:compression=int8")], str(tmp_path), 2)
+
+
+@pytest.mark.parametrize(
+    ("shared", "workers", "busy"),
+    [(None, 4, 1), (1, 4, 1), (2, 4, 2), (64, 4, 3), (2, 1, 1)],
+)
+def test_only_hosts_that_share_cores_code_on_all_of_them_at_once(
+    monkeypatch, shared, workers, busy
+):
+    monkeypatch.setattr("paceline.cli.planned.processes", lambda: 3)
+    processor = Processor(message=1e-6, cores=shared)
+    assert _busy_cores(replace(cluster(workers), processor=processor)) == busy
+    assert _busy_cores(cluster(workers)) == 1
+
+
 def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
     """And what they are predicted again for is counted, in the plan and in the budget."""
     job = Job(cluster=cluster(2), workload=layers(2))
@@ -74,7 +106,7 @@ def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
     prices = [seconds_of(plan_, job, [code]) for code in codes]
     measured = []
 
-    def measure(script, arguments, codes):
+    def measure(script, arguments, codes, cores):
         measured.extend(codes)
         free = CodingTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
         return dict.fromkeys(codes, free)

@@ -117,6 +117,7 @@ def _with_codes(
     from paceline.worlds.virtual.profile import measured_codes
     from paceline.worlds.virtual.set_aside import checkpoints_set_aside
 
+    cores = _busy_cores(job.cluster)
     for _ in range(2):
         prices = {code: seconds_of(plan, job, [code]) for code in codes_in_front(plan)}
         codes = []
@@ -128,12 +129,23 @@ def _with_codes(
             break
         told(f"measuring {', '.join(codes)}", None, None)
         with o.standard_output_for_result(True), checkpoints_set_aside(o.SCRATCH):
-            coding = measured_codes(str(script), arguments, codes)
+            coding = measured_codes(str(script), arguments, codes, cores)
         if not coding:  # nothing is predicted again
             budget.left += sum(prices[code] for code in codes)
             break
         plan, job = revised(plan, job, coding, predict or in_this_process)
     return plan, job
+
+
+def _busy_cores(cluster: Cluster) -> int:
+    """How many of this machine's cores code at the same time in *cluster*: those that its hosts share,
+    as far as there are so many; one, where each host has its own."""
+    from paceline.plan.together import has_rows_of_others
+
+    shared = None if cluster.processor is None else cluster.processor.cores
+    if shared is None or has_rows_of_others():
+        return 1
+    return min(shared, cluster.workers, processes())
 
 
 def _said(script: Path, compute: ComputeModel, facts: Facts) -> Workload:

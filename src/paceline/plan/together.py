@@ -79,7 +79,7 @@ class _Pool(_InThisProcess):
     def map(
         self, function: Callable[[A], B], asked: Sequence[A], prices: Sequence[float]
     ) -> Iterator[B]:
-        if _has_rows_of_others() or not _can_be_handed_over(asked):
+        if has_rows_of_others() or not _can_be_handed_over(asked):
             return super().map(function, asked, prices)
         longest_first = sorted(range(len(asked)), key=lambda i: -prices[i])
         under_way = {i: self._pool.submit(function, asked[i]) for i in longest_first}
@@ -94,7 +94,7 @@ def _can_be_handed_over(asked: object) -> bool:
     return True
 
 
-def _has_rows_of_others() -> bool:
+def has_rows_of_others() -> bool:
     """Whether the script, or what it imports, has put rows into a registry: another process would not
     know them."""
     rows = (*METHODS.values(), *COLLECTIVES.values(), *COMPRESSORS.values())

@@ -1,6 +1,7 @@
 """What training costs on this machine, measured: computing (`Profiler`), and coding gradients
 (`coding_times`), of which `price` makes a table."""
 
+from paceline.profiling.busy import coding_times_of_busy
 from paceline.profiling.coding import coding_times, measure_coding
 from paceline.profiling.gradients import KeptGradients
 from paceline.profiling.prices import Price, Unsuited, check_workers, price
@@ -14,6 +15,7 @@ __all__ = [
     "Unsuited",
     "check_workers",
     "coding_times",
+    "coding_times_of_busy",
     "measure_coding",
     "price",
     "times_of",

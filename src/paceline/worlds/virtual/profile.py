@@ -18,7 +18,7 @@ from paceline.network.cluster import Cluster
 from paceline.network.cluster_file import uniform_cluster
 from paceline.network.workload import CodingTimes, Workload
 from paceline.options import RunOptions
-from paceline.profiling import KeptGradients, coding_times
+from paceline.profiling import KeptGradients, coding_times, coding_times_of_busy
 from paceline.worlds.virtual.inputs import Shapes
 from paceline.worlds.virtual.script import run_script
 from paceline.worlds.virtual.simulation import Simulation, SimulationResult
@@ -63,10 +63,10 @@ def profile_script(
 
 
 def measured_codes(
-    script: str, arguments: Sequence[str], codes: Sequence[str]
+    script: str, arguments: Sequence[str], codes: Sequence[str], cores: int = 1
 ) -> dict[str, CodingTimes]:
-    """What each of *codes*, specs of compressors, takes for the script's first gradient; nothing
-    where there is none."""
+    """What each of *codes*, specs of compressors, takes for the script's first gradient, where so
+    many *cores* have such work at the same time; nothing where there is none."""
     with TemporaryDirectory(prefix="paceline-") as folder:
         kept = KeptGradients(folder)
         simulation = Simulation(
@@ -77,7 +77,11 @@ def measured_codes(
             output="first",
         )
         run_script(simulation, script, arguments)
-        return coding_times([make(code) for code in codes], kept) if len(kept) else {}
+        if not len(kept):
+            return {}
+        if cores > 1:
+            return coding_times_of_busy(codes, folder, cores)
+        return coding_times([make(code) for code in codes], kept)
 
 
 def paced_workload(script: str, arguments: Sequence[str]) -> Workload | None:
