@@ -58,7 +58,7 @@ def _measure(codes: Sequence[str], folder: str) -> dict[str, CodingTimes]:
     try:
         for code in codes:
             _together.wait(PATIENCE)
-            found |= coding_times([make(code)], kept)
+            found |= coding_times([make(code)], kept, usual=True)
     except BaseException:
         _together.abort()  # nobody waits for who has failed
         raise

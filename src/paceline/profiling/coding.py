@@ -145,12 +145,16 @@ class Coders:
 
 
 def measure_coding(
-    compressor: Compressor, gradient: Named, stopwatch: Stopwatch
+    compressor: Compressor,
+    gradient: Named,
+    stopwatch: Stopwatch,
+    *,
+    usual: bool = False,
 ) -> CodingTimes:
-    """What *compressor* takes for one such *gradient*, long after its start."""
+    """What *compressor* takes for one such *gradient*, long after its start. *usual*: see `repeat`."""
     tensors = [tensor for _, tensor in gradient]
     few, many = (
-        repeat(Coders(compressor, gradient, workers, stopwatch), tensors)
+        repeat(Coders(compressor, gradient, workers, stopwatch), tensors, usual=usual)
         for workers in WORKERS
     )
     per_worker = max(0.0, (many.after - few.after) / (WORKERS[1] - WORKERS[0]))
@@ -162,15 +166,17 @@ def measure_coding(
 
 
 def coding_times(
-    compressors: Iterable[Compressor], kept: KeptGradients
+    compressors: Iterable[Compressor], kept: KeptGradients, *, usual: bool = False
 ) -> dict[str, CodingTimes]:
     """What each takes for the first gradient that was kept, with as many threads as training
-    had, by its full spec. Raises `UsageError` where no gradient was kept."""
+    had, by its full spec. *usual*: see `repeat`. Raises `UsageError` where no gradient was kept."""
     gradient, threads = kept.read(0)
     watch = stopwatch_for(gradient[0][1].device)
     with threads_set(threads):
         return {
-            full_spec(compressor): measure_coding(compressor, gradient, watch)
+            full_spec(compressor): measure_coding(
+                compressor, gradient, watch, usual=usual
+            )
             for compressor in compressors
         }
 
@@ -186,9 +192,12 @@ def threads_set(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def repeat(coders: Coders, gradient: Sequence[torch.Tensor]) -> Coded:
+def repeat(
+    coders: Coders, gradient: Sequence[torch.Tensor], *, usual: bool = False
+) -> Coded:
     """Code the same gradient several times: seconds of the quickest two after each other, as
-    other work on the machine is no part of them, and the mean gradient's codes, by kind."""
+    other work on the machine is no part of them, and the mean gradient's codes, by kind. *usual*: it
+    is part of them, and the seconds are those of the median two."""
     for _ in range(SETTLES):
         coders.mean(gradient)
     pairs: list[tuple[Coded, Coded]] = []
@@ -200,7 +209,8 @@ def repeat(coders: Coders, gradient: Sequence[torch.Tensor]) -> Coded:
     sent: dict[str, float] = {}
     for leg in (leg for pair in pairs for run in pair for leg in run.legs):
         sent[leg.kind] = sent.get(leg.kind, 0.0) + leg.size / (2 * len(pairs))
-    one, two = min(pairs, key=lambda pair: sum(run.seconds for run in pair))
+    pairs.sort(key=lambda pair: sum(run.seconds for run in pair))
+    one, two = pairs[len(pairs) // 2 if usual else 0]
     return Coded(
         first=(one.first + two.first) / 2,
         between=(one.between + two.between) / 2,
