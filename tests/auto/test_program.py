@@ -1,5 +1,6 @@
 """What is decided, step by step, on all ranks alike: no network, no clock."""
 
+import collections
 import random
 
 import pytest
@@ -45,6 +46,30 @@ def test_a_candidate_that_was_predicted_to_be_fast_and_is_not_is_left():
     settle(world)
     assert world.specs == ["bsp"] * 2
     assert not world.found[0][0].tried[0].better
+
+
+@pytest.mark.parametrize("phase", range(4, 8))
+def test_what_was_given_up_for_its_cost_is_told_with_its_cost(phase):
+    """Its last steps may be fast: those are not what it was given up for."""
+
+    def seconds(spec, step):
+        if spec == "bsp":
+            return 1.0
+        return 0.9 if (world.since[spec] + phase) % 8 > 4 else 1.4
+
+    world = World(2, seconds, [("dear", 0.5)], settles_after=140)
+    world.since = collections.Counter()
+    step = world.senses[0].step
+
+    def counted(spec, changed):
+        world.since[spec] += 1
+        step(spec, changed)
+
+    world.senses[0].step = counted
+    settle(world)
+    (tried,) = world.found[0][0].tried
+    assert "given up" in tried.why
+    assert tried.seconds > tried.before_seconds
 
 
 def test_where_nothing_waits_nothing_is_measured():

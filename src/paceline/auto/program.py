@@ -195,6 +195,7 @@ class Program:
             if not (yield from self._change(spec)):
                 verdict = Verdict(False, f"it cannot be used: {self._senses.refused}")
                 break
+            begun = self._steps
             if (yield from self._settle(first)):
                 new, more = yield from self._measure()
                 rounds.append((new, old))
@@ -208,8 +209,9 @@ class Program:
                 if verdict is None and (yield from self._lost(first)):
                     verdict = Verdict(False, f"no clear gain soon enough, and {kept}")
             else:
-                recent = self._senses.last(FIRST_LOOK)
-                (new,) = yield from self._agree(statistics.median(recent))
+                # Of all its steps, as their sum is what it was given up for.
+                recent = self._senses.last(self._steps - begun)
+                (new,) = yield from self._agree(statistics.fmean(recent))
                 rounds.append((new, old))
                 verdict = Verdict(
                     False, f"slower until it was given up, and {self.present} is kept"
