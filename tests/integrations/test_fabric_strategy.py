@@ -40,6 +40,9 @@ def fabric(monkeypatch):
         monkeypatch.delitem(sys.modules, name, False)
     made = importlib.import_module(ours[0])
     monkeypatch.setattr(made, "distribute", lambda model, optimizer, **_: optimizer)
+    # Nobody has started workers, whatever ran in this process before.
+    environment = sys.modules[ours[1]].PacelineEnvironment
+    monkeypatch.setattr(environment, "detect", staticmethod(lambda: False))
     yield made
     for name in ours:
         sys.modules.pop(name, None)
