@@ -16,7 +16,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 RELATIVE = 0.15
 
 
-LONG = ("bytes_lm", "layers", "workload")
+LONG = ("bytes_lm", "digits", "layers", "workload")
 
 
 @pytest.mark.parametrize(

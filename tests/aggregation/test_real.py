@@ -149,6 +149,7 @@ def test_an_infinity_reaches_all_ranks_or_is_skipped_by_a_scaler(wrong, tmp_path
     assert f"finite {wrong == 'scaled infinity'}" in ends[0].stdout
 
 
+@pytest.mark.slow
 def test_who_dies_ends_its_job_and_no_other(tmp_path):
     go = tmp_path / "go"
     with aggregators(1) as them:

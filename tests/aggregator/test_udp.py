@@ -76,9 +76,8 @@ def one_by_one(end, elements, segments=True):
     return Batched(end, elements, segments=False)
 
 
-@pytest.mark.parametrize(
-    "path", ["sockets", pytest.param("xdp", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["sockets", "xdp"])
 def test_sums_are_exact_though_the_network_loses_one_packet_in_a_hundred(
     rack, path, bpf, monkeypatch
 ):

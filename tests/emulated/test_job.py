@@ -212,6 +212,7 @@ def test_a_cut_that_lasts_ends_the_job_without_a_word_of_death(tmp_path, monkeyp
     assert "died" not in err
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_job_and_is_named(tmp_path):
     cluster = with_rules(tmp_path, "step = 3\nkill = 1")
     folder = tmp_path / "records"

@@ -142,6 +142,7 @@ def test_strangers_are_shown_out_and_nobody_is_alarmed(ranks, words):
     }
 
 
+@pytest.mark.slow
 def test_a_crowd_of_strangers_is_bounded(ranks):
     members, _, store = ranks
     wait_until_known(members)

@@ -198,9 +198,8 @@ def test_two_machines(tmp_path):
     assert not somebody_listens(port)
 
 
-@pytest.mark.parametrize(
-    "end", ["returns", pytest.param("finishes", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["returns", "finishes"])
 def test_scripts_without_ceremony(tmp_path, end):
     """No ``__main__`` guard, and no destroy_process_group: starts, and ends with 0."""
     if end == "returns":
