@@ -10,8 +10,9 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from statistics import fmean
-from threading import Barrier
+from threading import Barrier, BrokenBarrierError
 
 from paceline.compression import make
 from paceline.lifelines import end_with_parent
@@ -51,16 +52,17 @@ def _begin(barrier: Barrier) -> None:
 
 
 def _measure(codes: Sequence[str], folder: str) -> dict[str, CodingTimes]:
-    """Code by code, each when all are there."""
+    """Code by code, each when all are there; alone, once another has failed, or does not come."""
     assert _together is not None
     kept = KeptGradients(folder)
     found: dict[str, CodingTimes] = {}
     try:
         for code in codes:
-            _together.wait(PATIENCE)
+            with suppress(BrokenBarrierError):
+                _together.wait(PATIENCE)
             found |= coding_times([make(code)], kept, usual=True)
     except BaseException:
-        _together.abort()  # nobody waits for who has failed
+        _together.abort()  # nobody waits for this one, whose error is the one to tell
         raise
     return found
 
