@@ -21,8 +21,9 @@ demo: $(READY)
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
+# With as many examples of each law as its test asks for (tests/profiles.py).
 test-all: lint
-	$(BIN)/python -m pytest $(PARALLEL)
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest $(PARALLEL)
 
 trainers: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
@@ -30,7 +31,8 @@ trainers: $(READY)
 
 # Others' trainers: what they learn under their own DDP and under paceline.
 test-integrations: trainers
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
+	PACELINE_TESTS_NEED="$(PACELINE_TESTS_NEED) trainers" \
+	    $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
 
 # Jobs on Ray, whose workers, server and nodes are killed.
 test-ray: $(READY)

@@ -5,3 +5,24 @@ import os
 # Tests run side by side, a process a core. Where each would start a thread a core, small
 # factorizations wait for each other's threads, ten times as long as they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests import profiles, skips
+
+profiles.load()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test that is skipped for no allowed reason fails."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        if not skips.is_allowed(reason):
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{item.nodeid}: {reason!r} is no allowed reason to skip a test. "
+                "Mend what is missing, or add the reason to tests/skips.py."
+            )
+    return report

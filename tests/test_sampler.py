@@ -12,6 +12,7 @@ from paceline.errors import UsageError
 from paceline.network import parse_cluster, uniform_cluster
 from paceline.sampler import _cut, _normalized, _stride
 from paceline.worlds.virtual import ComputeModel, Simulation
+from tests.profiles import examples
 
 
 def deal(workers, length, batch_size, **options):
@@ -31,7 +32,7 @@ def deal(workers, length, batch_size, **options):
     st.lists(st.floats(0.1, 10), min_size=1, max_size=6),
     st.lists(st.integers(6, 40), min_size=1, max_size=30),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_batches_are_cut_whole_and_nobody_is_left_out(shares, sizes):
     counts = _cut(sizes, _normalized(shares, len(shares)))
     assert [sum(batch) for batch in counts] == sizes
@@ -153,7 +154,7 @@ def seen_in(passes):
     shuffle=st.booleans(),
     drop_last=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_in_n_passes_each_worker_sees_each_sample_once(
     workers, per_worker, length, rounds, shuffle, drop_last
 ):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
@@ -124,13 +124,11 @@ _words = st.text("abcdefghijklmnopqrstuvwxyz0123456789-", min_size=1, max_size=8
 _values = st.text("abcXYZ019.=:_-+/", min_size=1, max_size=8)
 
 
-@settings(derandomize=True, deadline=None)
 @given(_words, st.dictionaries(_words, _values, max_size=4))
 def test_parse_reads_back_what_a_spec_prints(name: str, values: dict[str, str]) -> None:
     assert parse(str(Spec(name, values))) == Spec(name, values)
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     st.builds(
         Fields,

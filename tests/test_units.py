@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import units
@@ -127,7 +127,6 @@ def test_show(show, value: float, text: str) -> None:
     assert show(value) == text
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.floats(min_value=1e-6, max_value=1e15))
 def test_what_is_shown_can_be_read_back(value: float) -> None:
     for show, parse, digits in (

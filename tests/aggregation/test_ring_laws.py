@@ -20,6 +20,7 @@ from paceline.aggregator.ring import (
 from paceline.aggregator.worker import Stream
 from tests.aggregator.net import ELEMENTS, Net
 from tests.aggregator.test_protocol_laws import FATES, WIDTH
+from tests.profiles import examples
 
 
 class Member:
@@ -128,7 +129,7 @@ LAYOUTS = st.lists(st.integers(0, 2), min_size=2, max_size=5)
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     fates=FATES,
     racks=LAYOUTS,
@@ -141,7 +142,7 @@ def test_sums_are_exact_on_all_ranks(fates, racks, aggregating, slots, sizes):
     check(ring, len(racks), slots, sizes, fates)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(fates=FATES, workers=st.integers(1, 4), size=st.integers(1, 23))
 def test_one_switch_is_a_ring_of_one(fates, workers, size):
     check(one_switch(workers, 0), workers, [2], [size], fates)

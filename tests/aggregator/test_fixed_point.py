@@ -12,8 +12,9 @@ from paceline.aggregator.fixed_point import (
     exponents_of,
 )
 from paceline.errors import UsageError
+from tests.profiles import examples
 
-LAW = settings(max_examples=100, deadline=None)
+LAW = settings(max_examples=examples(100))
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 

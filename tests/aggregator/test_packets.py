@@ -22,6 +22,7 @@ from paceline.aggregator.packets import (
     well_formed,
 )
 from paceline.errors import UsageError
+from tests.profiles import examples
 
 ELEMENTS = 6
 KEY = b"a key of the job"
@@ -95,7 +96,7 @@ def test_a_tag_is_what_its_formula_says_whatever_else_is_in_the_batch():
     assert len(np.unique(seal.multipliers(50))) == 100
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     data=st.binary(max_size=HEADER_BYTES + 4 * ELEMENTS + 8),
     changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=4),

@@ -12,8 +12,9 @@ from paceline.aggregator.operations import IntegerSum, NumberSum, Spread
 from paceline.aggregator.packets import Flag, Kind, blank
 from paceline.aggregator.protocol import Memory, Slots
 from tests.aggregator.net import ELEMENTS, Contended, Rack, Worker
+from tests.profiles import examples
 
-LAW = settings(max_examples=15, deadline=None)
+LAW = settings(max_examples=examples(15))
 FATES = st.lists(st.integers(0, 2**16 - 1), min_size=60, max_size=160)
 WIDTH = 3
 """Elements of a datagram: fewer than a row has."""

@@ -13,6 +13,7 @@ from paceline.aggregator.packets import LOCAL, Flag
 from paceline.aggregator.protocol import Memory, Slots
 from tests.aggregator.net import ELEMENTS, Net, Worker
 from tests.aggregator.test_protocol_laws import FATES, WIDTH
+from tests.profiles import examples
 
 RACKS = (1, 2)
 """By number of their jobs."""
@@ -62,7 +63,7 @@ class TwoRacks(Net):
         self.post(("switch", rack), inbox.take(packet))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(fates=FATES, slots=st.integers(1, 3), size=st.integers(1, 9))
 def test_two_racks_reduce_as_one_ring_of_two(fates, slots, size):
     random = np.random.default_rng(size)

@@ -25,6 +25,7 @@ from tests.aggregator.twin import (
     TwinSlots,
     frame,
 )
+from tests.profiles import examples
 
 ELEMENTS = 19
 """Two blocks, and some."""
@@ -81,7 +82,7 @@ def contribution(worker, merged=0):
 
 # A sum is whole before any worker that has an address has sent something that counted.
 @example(made=[contribution(65), contribution(NOBODY, merged=5)], seed=0)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(made=st.lists(PACKETS, min_size=20, max_size=60), seed=st.integers(0, 99))
 def test_any_packets_are_answered_as_user_space_answers_them(kernels, made, seed):
     slots = twins(kernels[ELEMENTS])
@@ -206,7 +207,7 @@ def test_strangers_datagrams_go_on_to_the_socket_and_forged_ones_are_dropped(ker
         assert (kernel.counts() - before)["dropped: forged"] == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     data=st.binary(min_size=40, max_size=200),
     changes=st.lists(st.tuples(st.integers(0, 160), st.integers(0, 255)), max_size=4),

@@ -10,9 +10,10 @@ from paceline.aggregator.patient import PatientStream
 from paceline.collectives.atp_ways import Server, Ways, beside_workers
 from tests.aggregator.net import ELEMENTS, Worker
 from tests.atp.net import Tree, layouts
+from tests.profiles import examples
 
 WIDTH = 2
-LAW = settings(max_examples=20, deadline=None)
+LAW = settings(max_examples=examples(20))
 FATES = st.lists(st.integers(0, 8 * 64), max_size=100)
 
 

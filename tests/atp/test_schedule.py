@@ -11,8 +11,9 @@ from paceline.collectives.executor import combining, worked_out
 from paceline.collectives.pricing import seconds
 from paceline.network import Cluster, Rack, ServerHost
 from tests.atp.net import layouts
+from tests.profiles import examples
 
-LAW = settings(derandomize=True, deadline=None, max_examples=100)
+LAW = settings(max_examples=examples(100))
 LINK = 1e9 / 8
 SIZE = 100_000_000
 
@@ -108,7 +109,7 @@ def test_shards_beside_workers_share_all_links(racks, workers, upgraded):
     assert seconds(schedule, cluster) == pytest.approx(expected, rel=1e-6)
 
 
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     st.sets(st.integers(0, 2)),
     st.sampled_from([(), (0,), (1,), (0, 2)]),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.checkpoint.structure import is_packed, name_of, pack, unpack
 from paceline.errors import UsageError
+from tests.profiles import examples
 
 
 def there_and_back(state):
@@ -66,7 +67,7 @@ STATES = st.recursive(
 
 
 @given(STATES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_what_is_data_comes_back_as_it_was(state):
     assert repr(there_and_back(state)) == repr(state)
 

@@ -22,6 +22,7 @@ from paceline.errors import WorkerFailedError
 from paceline.tensors import stand_in_for
 from paceline.worlds.join import join_world
 from tests.collectives.test_rina import LAYOUTS, cluster_of, shape
+from tests.profiles import examples
 from tests.virtual.helpers import run
 
 ROWS = ("rina", "switchml")
@@ -64,7 +65,7 @@ def bound_of(held):
     return torch.tensor(bounds, dtype=torch.float64)
 
 
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(max_examples=examples(12))
 @given(LAYOUTS, st.integers(1, 900), st.integers(0, 2**31), st.sampled_from(ROWS))
 def test_sums_are_within_the_bound_and_equal_on_all(layout, size, seed, name):
     ranks = sum(n for n, _ in layout)

@@ -23,6 +23,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Schedule
 from paceline.network import Cluster, Processor
 from paceline.worlds.join import join_world
+from tests.profiles import examples
 from tests.virtual.helpers import cluster, rack, run
 
 PERFORMED = ("ring", "tree", "halving-doubling", "hierarchical")
@@ -107,7 +108,7 @@ def test_racks_that_are_not_the_ranks_are_refused() -> None:
         make("hierarchical").schedule(8, SimpleNamespace(size=3), [0, 1])
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=11), st.integers(0, 60))
 def test_in_any_racks_the_sum_is_exact_and_uplinks_carry_the_least(
     racks: list[int], size: int

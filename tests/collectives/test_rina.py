@@ -21,6 +21,7 @@ from paceline.collectives.schedule import Ring
 from paceline.errors import UsageError
 from paceline.network import Cluster, Rack
 from paceline.worlds.join import join_world
+from tests.profiles import examples
 from tests.virtual.helpers import run
 
 LAYOUTS = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=4)
@@ -70,7 +71,7 @@ def forms_the_sum(schedule):
     return all(torch.equal(one, total) for one in held)
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(LAYOUTS, st.integers(0, 40), st.integers(1, 4), st.randoms())
 def test_sums_of_any_layout_are_exact(layout, size, pieces, draw):
     comm = shape(layout)
@@ -83,7 +84,7 @@ def test_sums_of_any_layout_are_exact(layout, size, pieces, draw):
         assert schedule.bytes_sent(rank) == sent
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 @given(LAYOUTS, st.integers(1, 3))
 def test_what_is_priced_is_what_goes_from_node_to_node(layout, pieces):
     groups = len(ring(layout).groups)

@@ -22,6 +22,7 @@ from paceline.collectives.schedule import (
     segment,
 )
 from paceline.interfaces import Schedule, Transfer
+from tests.profiles import examples
 
 RANKS = [1, 2, 3, 4, 5, 7, 8, 13, 16]
 Holdings = list[dict[int, set[int]]]
@@ -157,7 +158,7 @@ _schedules = st.integers(1, 20).flatmap(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(_schedules)
 def test_bytes_sent_are_the_sum_over_steps(
     schedule: Ring | Tree | Star | Exchange,
@@ -195,7 +196,6 @@ def test_bytes_sent_by_hand(schedule: Schedule, sent: list[int]) -> None:
     assert [schedule.bytes_sent(rank) for rank in range(len(sent))] == sent
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 100))
 def test_segments_are_as_equal_as_bytes_allow(size: int, parts: int) -> None:
     sizes = [segment(size, parts, index) for index in range(parts)]
@@ -208,7 +208,6 @@ def test_segments_are_as_equal_as_bytes_allow(size: int, parts: int) -> None:
     assert offset_of(size, parts, -1) == offsets[-1]
 
 
-@settings(derandomize=True, deadline=None)
 @given(st.integers(1, 20), st.integers(0, 10**6), st.integers(1, 2))
 def test_busiest_connection_carries_the_largest_segment_every_step(
     n: int, size: int, rounds: int
@@ -219,7 +218,7 @@ def test_busiest_connection_carries_the_largest_segment_every_step(
     assert ring.bytes_per_connection >= max(ring.bytes_sent(r) for r in range(n))
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(st.sampled_from([0.0, 0.1, 50e-6, 3.0]), min_size=1, max_size=12),
     st.integers(1, 2),

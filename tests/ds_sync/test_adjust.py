@@ -15,6 +15,7 @@ from paceline.methods.ds_sync.plan import make_plan
 from paceline.methods.ds_sync.pricing import group_seconds, steady_seconds
 from paceline.network import Cluster, uniform_cluster
 from tests.ds_sync.clusters import any_cluster, rack, racks
+from tests.profiles import examples
 
 PAYLOAD = 1e8
 
@@ -128,7 +129,7 @@ def test_only_the_uplink_that_is_congested_counts():
     st.sampled_from([0.1, 0.25, 0.5, 0.7]),
     st.data(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_plans_settle_on_whatever_has_moved(count, workers, uplink, part, data):
     if count * workers < 2:
         return
@@ -142,7 +143,7 @@ def test_plans_settle_on_whatever_has_moved(count, workers, uplink, part, data):
 
 
 @given(any_cluster, st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_whatever_was_measured_there_is_one_plan_that_connects_all(cluster, seed):
     if cluster.workers < 2:
         return
@@ -185,7 +186,7 @@ def test_groups_that_were_not_measured_say_nothing():
 
 
 @given(st.sets(st.integers(0, 15), min_size=1), st.sampled_from(["auto", "random"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_those_who_remain_have_a_plan(members, shuffle):
     cluster = Cluster((rack(8, 0.25, slow=(2,)), rack(8, 1.5)))
     plan = first_plan(cluster, shuffle=shuffle, size=4)

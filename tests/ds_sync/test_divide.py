@@ -12,6 +12,7 @@ from paceline.methods.ds_sync.plan import Plan, make_plan
 from paceline.methods.ds_sync.pricing import group_seconds, step_seconds
 from paceline.network import Cluster, Rack, uniform_cluster
 from tests.ds_sync.clusters import LINK, any_cluster, rack, racks
+from tests.profiles import examples
 
 PAYLOAD = 100e6
 
@@ -31,7 +32,7 @@ def crossing(cluster, groups):
 
 
 @given(any_cluster, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_any_cluster_is_divided_into_partitions_that_connect(cluster, data):
     everybody = range(cluster.workers)
     gone = data.draw(st.sets(st.sampled_from(everybody), max_size=3))
@@ -54,7 +55,7 @@ def test_any_cluster_is_divided_into_partitions_that_connect(cluster, data):
 
 
 @given(any_cluster, st.integers(0, 5))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_an_uplink_carries_no_more_groups_than_it_has_time_for(cluster, seed):
     if cluster.workers < 2:
         return
@@ -129,7 +130,7 @@ def test_rows_and_columns_of_a_grid_agree_in_two_steps():
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(2, 6))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_links_that_are_not_scarce_leave_racks_of_one_size_exact(count, side, size):
     if count * side < 2:
         return
@@ -141,7 +142,7 @@ def test_links_that_are_not_scarce_leave_racks_of_one_size_exact(count, side, si
 
 
 @given(st.integers(3, 9), st.integers(0, 8), st.sampled_from([0.1, 0.25, 0.5]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_a_slow_host_is_with_one_other_and_with_each_of_them_in_turn(
     workers, host, part
 ):

@@ -17,6 +17,7 @@ from paceline.methods.ds_sync.mixing import (
 )
 from paceline.methods.ds_sync.plan import make_plan
 from tests.ds_sync.clusters import any_cluster, racks
+from tests.profiles import examples
 
 
 def simulated(plan, steps, width=1000, seed=0):
@@ -92,7 +93,7 @@ def test_fixed_groups_grow_apart_for_ever():
 
 
 @given(any_cluster, st.sampled_from(["digits", "topology", "pairs"]), st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_every_phase_is_a_projection_that_keeps_the_mean(cluster, shuffle, seed):
     if cluster.workers < 2:
         return

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.plan import Plan, check_connected, make_plan
+from tests.profiles import examples
 
 PERIODIC = ("digits", "pairs", "fixed")
 
@@ -16,7 +17,7 @@ PERIODIC = ("digits", "pairs", "fixed")
     st.randoms(use_true_random=False),
     st.integers(0, 10_000),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_a_plan_does_not_depend_on_who_makes_it(members, shuffle, order, step):
     ordered = sorted(members)
     mixed = ordered.copy()

@@ -13,12 +13,13 @@ from paceline.methods.ds_sync.pricing import (
 )
 from paceline.network import Cluster
 from tests.ds_sync.clusters import LINK, any_cluster, rack, racks
+from tests.profiles import examples
 
 PAYLOAD = 1e8
 
 
 @given(st.integers(2, 16), st.sampled_from([0.0, 1e-3]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_a_group_takes_what_a_ring_does(count, latency):
     plan = make_plan(range(count), shuffle="digits", size=count)
     cluster = Cluster((rack(count, latency=latency),))
@@ -60,7 +61,7 @@ def test_a_crossing_delays_its_rack_only_one_phase_later():
 
 
 @given(any_cluster, st.sampled_from(["digits", "random", "topology"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_a_step_takes_between_computing_and_its_slowest_group(cluster, shuffle):
     if not 2 <= cluster.workers <= 24:
         return

@@ -9,6 +9,7 @@ from paceline.errors import UsageError
 from paceline.methods.ds_sync.groups import check_partition, cut, parts
 from paceline.methods.ds_sync.plan import make_plan
 from paceline.methods.ds_sync.shuffle import digits, pairs, random_groups
+from tests.profiles import examples
 
 
 def product(phases):
@@ -25,7 +26,7 @@ def product(phases):
 
 
 @given(st.integers(2, 80), st.integers(2, 12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_groups_are_as_equal_as_can_be_and_nobody_is_alone(count, size):
     groups = cut(range(count), min(size, count))
     sizes = {len(group) for group in groups}
@@ -37,7 +38,7 @@ def test_groups_are_as_equal_as_can_be_and_nobody_is_alone(count, size):
 
 
 @given(st.integers(2, 90), st.integers(2, 12), st.integers(0, 1000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_every_design_partitions_and_connects_any_workers(count, size, first):
     members = range(first, first + 3 * count, 3)
     size = min(size, count)
@@ -82,7 +83,7 @@ def test_fixed_groups_never_agree():
 @given(
     st.integers(2, 40), st.integers(2, 9), st.integers(), st.integers(0), st.integers(0)
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_random_groups_follow_from_seed_step_and_version(
     count, size, seed, step, version
 ):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paceline import fusion
 from paceline.errors import UsageError
+from tests.profiles import examples
 
 MIB = 1024 * 1024
 
@@ -43,7 +44,7 @@ def test_ddp_closes_a_bucket_with_the_tensor_that_reaches_its_limit() -> None:
     assert fusion.ddp(sizes) == [2, 3, 1]
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(_elements, min_size=1, max_size=30))
 def test_ddp_is_torchs_own_rule(elements: list[int]) -> None:
     tensors = [meta(count, torch.float32) for count in elements]
@@ -51,7 +52,7 @@ def test_ddp_is_torchs_own_rule(elements: list[int]) -> None:
     assert lengths == [len(bucket) for bucket in torch_buckets(tensors)]
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(
         st.tuples(_elements, st.sampled_from([torch.float32, torch.float16])),
@@ -72,7 +73,6 @@ def test_ddp_with_two_kinds_is_torchs_own_rule(
     assert sorted(groups) == sorted(torch_buckets(tensors))
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     st.sampled_from(sorted(fusion.FIXED)),
     st.lists(st.tuples(st.integers(0, 2 * MIB), st.sampled_from("abc")), max_size=30),

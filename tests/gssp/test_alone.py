@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from paceline.methods.contrib.dssp import DSSP
 from paceline.methods.gssp import GSSP
 from paceline.methods.push_pull import PushPull
+from tests.profiles import examples
 from tests.server import test_protocol_laws as laws
 
-SOME = settings(laws.QUICK, max_examples=60)
+SOME = settings(laws.QUICK, max_examples=examples(60))
 CASES = [DSSP(staleness=1, extra=2)]
 CASES += [GSSP(number_of_groups=1, staleness=bound) for bound in (0, 1)]  # type: ignore[list-item]
 

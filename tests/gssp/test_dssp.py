@@ -15,6 +15,7 @@ from paceline.methods.asp import ASP
 from paceline.methods.contrib.dssp import DSSP
 from paceline.methods.ssp import SSP
 from tests.gssp.net import Net, each
+from tests.profiles import examples
 
 TIMES = st.lists(st.floats(0.2, 5.0), min_size=2, max_size=4)
 
@@ -43,7 +44,7 @@ def said(net: Net) -> list[tuple[float, int, int, int]]:
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(TIMES, st.integers(0, 3), st.integers(0, 6), st.integers(0, 99), st.data())
 def test_nobody_is_further_ahead_than_the_largest_bound_and_every_gradient_counts_once(
     times: list[float], staleness: int, extra: int, seed: int, data: st.DataObject
@@ -59,7 +60,7 @@ def test_nobody_is_further_ahead_than_the_largest_bound_and_every_gradient_count
         assert net.ledger(0, bucket).allclose(net.expected(bucket))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(TIMES, st.integers(1, 3), st.integers(0, 99))
 def test_without_extra_steps_it_is_ssp(
     times: list[float], staleness: int, seed: int

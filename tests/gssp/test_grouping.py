@@ -22,6 +22,7 @@ from paceline.methods.gssp.grouping import (
     speed_classes,
 )
 from paceline.methods.gssp.measuring import Measured
+from tests.profiles import examples
 
 TIMES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=7)
 
@@ -34,7 +35,7 @@ def widest(times: list[float], of: list[int] | tuple[int, ...]) -> float:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5), st.integers(1, 4))
 def test_no_partition_is_better_not_even_one_that_is_no_run(
     times: list[float], groups: int
@@ -50,7 +51,7 @@ def test_no_partition_is_better_not_even_one_that_is_no_run(
     assert widest(times, of) == pytest.approx(best, rel=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(TIMES, st.integers(1, 7))
 def test_groups_are_numbered_from_the_fastest(times: list[float], groups: int) -> None:
     of = partition(times, min(groups, len(times)))
@@ -58,7 +59,7 @@ def test_groups_are_numbered_from_the_fastest(times: list[float], groups: int) -
         assert (first <= second) if a < b else (first >= second) if a > b else True
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(TIMES, st.floats(1.0, 4.0))
 def test_so_few_groups_do_and_fewer_do_not(times: list[float], ratio: float) -> None:
     count = fewest(times, ratio)
@@ -67,7 +68,7 @@ def test_so_few_groups_do_and_fewer_do_not(times: list[float], ratio: float) -> 
         assert widest(times, partition(times, count - 1)) > ratio
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.floats(0.01, 100.0), st.integers(1, 9), st.floats(1.0, 4.0))
 def test_who_is_equally_fast_is_one_group(
     seconds: float, workers: int, ratio: float
@@ -103,7 +104,7 @@ def test_where_nobody_is_slower_all_are_in_the_middle(of: tuple[int, ...]) -> No
 # ---- numbers ----
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9)
 )
@@ -181,7 +182,7 @@ def test_who_is_as_fast_again_may_be_one_group_while_others_part() -> None:
     assert of[3] == of[0]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=2, max_size=6), st.floats(0, 0.2), st.data()
 )
@@ -192,7 +193,7 @@ def test_of_errors_there_are_never_more_groups(
     assert fewest(times, 1.25, errors) <= fewest(times, 1.25)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.lists(st.lists(st.floats(0.94, 1.06), min_size=5, max_size=5), max_size=6))
 def test_noise_moves_nobody(noise: list[list[float]]) -> None:
     times = [[a * b for a, b in zip(FAST, row, strict=True)] for row in noise]

@@ -20,6 +20,7 @@ from paceline.methods.contrib.grouping_sgd import GroupingSGD
 from paceline.methods.gssp import GSSP
 from paceline.methods.ssp import SSP
 from tests.gssp.net import SGD, Net, Worker, each
+from tests.profiles import examples
 
 TIMES = st.lists(st.floats(0.2, 5.0), min_size=1, max_size=5)
 MOMENTUM = SGD | {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -49,7 +50,7 @@ def members(sizes: Sequence[int]) -> str:
 # ---- one group ----
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(TIMES, st.integers(0, 3), st.integers(0, 99), st.data())
 def test_one_group_is_ssp_bit_for_bit(
     times: list[float], staleness: int, seed: int, data: st.DataObject
@@ -98,7 +99,7 @@ def test_one_group_without_staleness_is_bsp_applied_in_rank_order() -> None:
 # ---- a group each ----
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(TIMES, st.integers(0, 99))
 def test_a_group_for_each_is_asp_in_a_mesh(times: list[float], seed: int) -> None:
     n = len(times)
@@ -158,7 +159,7 @@ def play_any(data: st.DataObject, how: dict[str, Any] = SGD, **others: Any) -> N
     return net.play()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_every_gradient_is_applied_once_on_every_server(data: st.DataObject) -> None:
     net = play_any(data)
@@ -169,7 +170,7 @@ def test_every_gradient_is_applied_once_on_every_server(data: st.DataObject) -> 
             assert net.ledger(server, bucket).allclose(net.expected(bucket))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.data())
 def test_after_a_flush_models_differ_only_by_order(data: st.DataObject) -> None:
     """The same where each is many numbers: equal up to rounding."""
@@ -306,7 +307,7 @@ def test_groups_stay_where_they_are_not_to_change() -> None:
 # ---- relatives, on the same servers ----
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(TIMES, st.integers(0, 99), st.data())
 def test_means_of_groups_are_applied_once_on_every_server(
     times: list[float], seed: int, data: st.DataObject

@@ -24,6 +24,7 @@ from paceline.methods.gssp.speeds import (
     read_words,
     written,
 )
+from tests.profiles import examples
 
 from .net import Net, each
 
@@ -105,7 +106,7 @@ def test_it_does_where_nobody_asks_how_well_times_are_known(sigma: float) -> Non
     assert wrong > 6
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(st.integers(0, 10**6), st.sampled_from([0.02, 0.05]))
 def test_lasting_differences_of_a_third_are_found_soon(seed: int, sigma: float) -> None:
     classes = [1.0, 1.33, 1.0, 1.33, 1.77, 1.77]
@@ -196,7 +197,7 @@ def test_steps_are_counted_from_the_first_answer_on() -> None:
 # ---- errors ----
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 10**6), st.integers(LEAST, 40), st.floats(0.01, 0.5))
 def test_errors_are_those_of_medians(seed: int, steps: int, sigma: float) -> None:
     draws = random.Random(seed)

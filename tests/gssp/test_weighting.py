@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.methods.gssp.weighting import Weighted, by_samples, by_updates
 from tests.gssp.net import SGD
+from tests.profiles import examples
 
 RATE, MOMENTUM = 0.1, 0.7
 Weigh = Callable[[Any, float], Weighted]
@@ -54,7 +55,7 @@ WEIGHTS = st.lists(st.sampled_from([1 / 16, 1 / 4, 0.3, 1.0, 2.0]), max_size=8)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(before=WEIGHTS, weight=st.floats(0.01, 3.0), after=WEIGHTS)
 def test_a_gradient_moves_as_far_as_under_bsp_whatever_comes_before_and_after(
     nesterov: bool, before: list[float], weight: float, after: list[float]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.errors import UsageError
 from paceline.network.flops import workload_from_module
 from paceline.network.workload import Workload
+from tests.profiles import examples
 
 
 def count(module: nn.Module, example: Any, **options: Any) -> Workload:
@@ -116,7 +117,7 @@ def test_a_cnn_by_hand() -> None:
     st.lists(st.integers(1, 9), min_size=2, max_size=6),
     st.floats(1.0, 1e15),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_any_mlp(batch: int, widths: list[int], rate: float) -> None:
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     workload = workload_from_module(
@@ -136,7 +137,7 @@ def test_any_mlp(batch: int, widths: list[int], rate: float) -> None:
     stride=st.integers(1, 2),
     transposed=st.booleans(),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 def test_each_gradient_of_a_convolution_costs_its_forward(
     groups: int, stride: int, transposed: bool
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.network.sharing import Activity, Sharing
+from tests.profiles import examples
 
 
 def activity(demand: Mapping[int, int], size: float = 1000.0) -> Activity:
@@ -152,7 +153,7 @@ def check_max_min(capacities: list[float], members: list[Activity]) -> None:
         )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(_cases)
 def test_rates_are_max_min_fair_and_bytes_are_conserved(case) -> None:
     capacities, flows = case
@@ -178,7 +179,7 @@ def test_rates_are_max_min_fair_and_bytes_are_conserved(case) -> None:
         assert moved[member] == pytest.approx(size, rel=1e-8, abs=1e-9)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(_cases, st.randoms(use_true_random=False))
 def test_the_order_of_activities_does_not_matter(case, random) -> None:
     capacities, flows = case
@@ -189,7 +190,7 @@ def test_the_order_of_activities_does_not_matter(case, random) -> None:
     assert [rates[i] for i in order] == pytest.approx(shuffled, rel=CLOSE)
 
 
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(2, 9), st.integers(0, 2**32), st.sampled_from([1, 3, 40]))
 def test_a_crowd_is_shared_among_as_few_are(hosts, seed, several) -> None:
     """The same flows, ended and started alike, as a crowd and one by one."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.network import Cluster, Rack, transfer_times, uniform_cluster
+from tests.profiles import examples
 
 MB = 1e6
 
@@ -164,7 +165,7 @@ def alone(cluster: Cluster, flow: tuple[float, int, int, float]) -> float:
     return start + size / slowest + cluster.latency(source, destination)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(_cases, st.randoms(use_true_random=False))
 def test_laws_of_transfers(case, random) -> None:
     cluster, flows = case

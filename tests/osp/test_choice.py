@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from benchmarks.osp_comparisons import Inverse, InverseOSP, Random
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.chosen import read_spec
@@ -310,7 +310,6 @@ def layouts(draw):
     return parameters, groups, TorchUpdater(optimizer, pieces), pieces, deferred
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_each_gradient_is_in_one_message_once(case):
     parameters, groups, updater, pieces, deferred = case
@@ -360,7 +359,6 @@ def test_each_gradient_is_in_one_message_once(case):
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_parts_are_the_bytes_of_each_bucket(case):
     parameters, groups, updater, _, deferred = case
     buckets = make_buckets(parameters, groups)

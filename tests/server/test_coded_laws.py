@@ -21,6 +21,7 @@ from paceline.interfaces import Answer, State
 from paceline.messages import Join, Parameters, Push, Refused, Unit
 from paceline.methods.asp import ASP
 from paceline.server.coded import views
+from tests.profiles import examples
 from tests.server.lossy_network import Key, Network
 from tests.server.lossy_training import LIVES, STEPS, Case, Life, Training, cases
 from tests.server.test_coded import Largest
@@ -228,7 +229,10 @@ def check_laws(case: Case, differs: bool, choices: bytes) -> None:
     training.check_end()
 
 
-FEW, MANY = settings(QUICK, max_examples=15), settings(QUICK, max_examples=120)
+FEW, MANY = (
+    settings(QUICK, max_examples=examples(15)),
+    settings(QUICK, max_examples=examples(120)),
+)
 
 
 @pytest.mark.parametrize(

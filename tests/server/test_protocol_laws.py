@@ -9,9 +9,10 @@ A load makes all of it zeros again, and counts itself in an element of its own.
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tests.server.lossy_training import Case, Training, cases
 
 NAMES = [
@@ -27,11 +28,8 @@ def check_laws(case: Case, choices: bytes) -> None:
     training.check_end()
 
 
-QUICK = settings(
-    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
-"""Each run of the tests draws others."""
-DEEP = settings(QUICK, max_examples=800)
+QUICK = settings(max_examples=examples(60))
+DEEP = settings(QUICK, max_examples=examples(800))
 
 
 @pytest.mark.parametrize("name", NAMES)

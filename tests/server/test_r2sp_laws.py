@@ -10,12 +10,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.interfaces import Answer
 from paceline.messages import Done, Joined, Leave, Parameters
 from paceline.methods.r2sp import R2SP, RoundRobin
+from tests.profiles import examples
 from tests.server.test_r2sp import Talk, one, push
 
 
@@ -203,12 +204,10 @@ def scenes(draw: st.DrawFn, deadly: bool) -> Scene:
     )
 
 
-QUICK = settings(
-    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
+QUICK = settings(max_examples=examples(60))
 
 
-DEEP = settings(QUICK, max_examples=600)
+DEEP = settings(QUICK, max_examples=examples(600))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paceline.pieces import cut_every
 from paceline.server.shards import SMALL_BYTES, Part, split
 from paceline.tensors import Bucket, make_buckets, stand_in_for
+from tests.profiles import examples
 
 
 def make(
@@ -73,7 +74,7 @@ shapes = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(shapes, st.integers(1, 5))
 def test_elementwise_optimizers_share_evenly(
     many: list[list[tuple[int, int]]], shards: int
@@ -88,7 +89,7 @@ def test_elementwise_optimizers_share_evenly(
     assert split(buckets, optimizer, shards) == plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(shapes, st.integers(1, 5))
 def test_whole_tensors_stay_whole(
     many: list[list[tuple[int, int]]], shards: int

@@ -39,6 +39,7 @@ from paceline.methods.osp import OSP
 from paceline.methods.osp.discipline import TwoStages
 from paceline.methods.osp.reports import Measured, read_mask, written_report
 from paceline.server.states import LATE_CHANNEL
+from tests.profiles import examples
 from tests.server.lossy_network import Key, Letter, Network
 from tests.server.lossy_training import (
     HYPERPARAMETERS,
@@ -598,7 +599,7 @@ SCHEDULES = st.builds(
     st.sampled_from([100, 300, 1000, 3000]),
 )
 """Longer ones than Hypothesis would draw by itself: a step takes dozens of events."""
-DEEP = settings(QUICK, max_examples=300)
+DEEP = settings(QUICK, max_examples=examples(300))
 METHODS = {
     "nothing": OSP(defer="nothing"),
     "importance": OSP(defer="most", most=0.6, budget="constant", order="importance"),
@@ -681,5 +682,5 @@ def test_with_nothing_deferred_it_is_backup() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("defer", METHODS)
 def test_laws_of_two_stages_at_length(defer: str) -> None:
-    deep = settings(QUICK, max_examples=600)
+    deep = settings(QUICK, max_examples=examples(600))
     deep(given(cases(METHODS[defer]), SCHEDULES)(check_laws))()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from paceline.network import Cluster, transfer_times
 from paceline.network.links import Links
 from paceline.worlds.virtual.clock import Clock, Completion
+from tests.profiles import examples
 from tests.virtual.helpers import cluster, rack, until_over
 
 Message = tuple[float, object, int, int, int]
@@ -119,7 +120,7 @@ _flows = st.lists(
 TWO_RACKS = cluster(rack(3, 1e6, 0.25, uplink=1.5e6), rack(3, 2e6, 0.5, uplink=1e6))
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(_flows)
 def test_with_a_connection_each_it_is_the_link_model(
     flows: list[tuple[float, int, int, int]],

@@ -1,0 +1,85 @@
+"""Rules of the tests themselves: no clock in a property test, no skip without a reason."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.skips import is_allowed
+
+TESTS = Path(__file__).parent
+
+
+def test_profiles_alone_set_deadlines_and_seeds():
+    words = re.compile(r"\b(deadline|suppress_health_check|derandomize)=|examples=\d")
+    found = [
+        str(path.relative_to(TESTS))
+        for path in sorted(TESTS.rglob("*.py"))
+        if "hypothesis" in (text := path.read_text()) and words.search(text)
+    ]
+    assert found == ["profiles.py"]
+
+
+SUITE = """
+import pytest
+from hypothesis import given, strategies as st
+from tests.conftest import pytest_runtest_makereport
+
+drawn = []
+
+@given(st.integers())
+def test_draws(number):
+    drawn.append(number)
+
+def test_shows():
+    print("DRAWN", sorted(drawn))
+
+def test_skips():
+    pytest.skip("{reason}")
+"""
+
+
+def run_suite(folder, reason, profile="fast"):
+    (folder / "test_it.py").write_text(SUITE.format(reason=reason))
+    (folder / "conftest.py").write_text("from tests import profiles\nprofiles.load()\n")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "tests.conftest", folder],
+        env={
+            "PATH": "",
+            "HYPOTHESIS_PROFILE": profile,
+            "PYTHONPATH": str(TESTS.parent),
+        },
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_only_an_allowed_reason_skips_a_test(tmp_path):
+    done = run_suite(tmp_path, "no time today")
+    assert done.returncode == 1, done.stdout
+    assert "1 failed" in done.stdout
+    assert "no time today" in done.stdout
+    done = run_suite(tmp_path, "needs a CUDA device")
+    assert done.returncode == 0, done.stdout
+    assert "1 skipped" in done.stdout
+
+
+def test_fast_runs_draw_the_same_examples(tmp_path):
+    lines = [
+        re.search("DRAWN .*", run_suite(tmp_path, "needs /proc").stdout).group()
+        for _ in range(2)
+    ]
+    assert lines[0] == lines[1]
+    assert 5 < len(lines[0].split(",")) <= 25
+
+
+@pytest.mark.parametrize("needed", ["", "namespaces", "trainers site"])
+def test_what_a_run_needs_may_not_be_missing(needed):
+    assert is_allowed("needs a CUDA device", needed)
+    assert is_allowed("namespaces need root", needed) is (needed != "namespaces")
+    assert is_allowed("lightning is not installed", needed) is (
+        "trainers" not in needed
+    )
