@@ -14,6 +14,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import World
+from paceline.tensors import match_strides
 from paceline.training import Present, Training
 
 
@@ -107,6 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is not used: the job goes on with what the servers have."""
         with self._settled():
             self._inner.load_state_dict(state_dict)
+            match_strides(self._inner)
         if self._training.updates_on_server and not self._training.finished:
             self._training.loading.take_state(dict(self._inner.state))
             self._inner.state.clear()

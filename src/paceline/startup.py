@@ -10,10 +10,12 @@ import torch
 
 from paceline.errors import ModelMismatchError
 from paceline.interfaces import Comm
+from paceline.tensors import strides_in_bucket
 
 
 class Description(msgspec.Struct, array_like=True):
-    """What must be equal on all ranks: lines such as ``fc.weight float32[10x64]``."""
+    """What must be equal on all ranks: lines such as ``fc.weight float32[10x64]``. Strides are
+    in them where they decide in which order a gradient's elements are sent."""
 
     options: str
     tensors: list[str]
@@ -24,7 +26,7 @@ def describe(model: torch.nn.Module, options: str) -> Description:
     lines = []
     for name, parameter in model.named_parameters():
         frozen = "" if parameter.requires_grad else " frozen"
-        lines.append(f"{name} {_shape(parameter)}{frozen}")
+        lines.append(f"{name} {_shape(parameter)}{_strides(parameter)}{frozen}")
     for name, buffer in model.named_buffers():
         lines.append(f"buffer {name} {_shape(buffer)}")
     return Description(options, lines)
@@ -75,7 +77,8 @@ def _first_difference(descriptions: Sequence[Description]) -> str:
             if ours != theirs:
                 return (
                     f"ranks hold different models: rank 0 has {ours!r} where rank {rank} "
-                    f"has {theirs!r}; build the same model on every rank"
+                    f"has {theirs!r}; build the same model, in the same memory format, on "
+                    "every rank"
                 )
         if len(other.tensors) != len(reference.tensors):
             longer = max(reference.tensors, other.tensors, key=len)
@@ -91,3 +94,14 @@ def _first_difference(descriptions: Sequence[Description]) -> str:
 def _shape(tensor: torch.Tensor) -> str:
     sizes = "x".join(str(size) for size in tensor.shape)
     return f"{str(tensor.dtype).removeprefix('torch.')}[{sizes}]"
+
+
+def _strides(parameter: torch.Tensor) -> str:
+    """Those that are not a contiguous tensor's; a dimension of size 1 has none that matters."""
+    strides = strides_in_bucket(parameter)
+    contiguous = torch.empty(parameter.shape, device="meta").stride()
+    rows = zip(strides, contiguous, parameter.shape, strict=True)
+    if all(own == other or size == 1 for own, other, size in rows):
+        return ""
+    sizes = zip(strides, parameter.shape, strict=True)
+    return " strides " + "x".join(str(s) if size > 1 else "1" for s, size in sizes)

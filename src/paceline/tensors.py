@@ -23,8 +23,8 @@ class Bucket:
     """Some parameters' gradients in one flat *buffer*.
 
     *parameters* are in gradient-ready order, and ``views[i]`` is the part of *buffer*
-    with the shape of ``parameters[i]``; ``used[i]`` says whether that parameter took part
-    in this rank's backward pass.
+    with the shape and strides of ``parameters[i]``; ``used[i]`` says whether that parameter
+    took part in this rank's backward pass.
     """
 
     index: int
@@ -40,6 +40,47 @@ class Bucket:
     def bytes(self) -> int:
         """What the buffer is on the network."""
         return wire_bytes(self.buffer)
+
+    def by_index(self) -> torch.Tensor:
+        """All gradients in one flat tensor, the elements of each in the order of their
+        indices: *buffer* itself, or a copy where a parameter's strides have another order."""
+        if all(view.is_contiguous() for view in self.views):
+            return self.buffer
+        return stand_alike(flatten(self.views), self.buffer)
+
+
+def strides_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a parameter's gradient in its bucket: the parameter's own, where its
+    elements fill their memory without gaps; else those of a contiguous tensor.
+
+    Fused optimizers step through a parameter and its gradient as flat memory.
+    """
+    if parameter.is_contiguous():
+        return parameter.stride()
+    filled = 1
+    sizes = zip(parameter.stride(), parameter.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in sizes if size != 1):
+        if stride != filled:
+            return torch.empty(parameter.shape, device="meta").stride()
+        filled *= size
+    return parameter.stride()
+
+
+def match_strides(optimizer: torch.optim.Optimizer) -> None:
+    """Give each state tensor that has the shape of its parameter the parameter's strides,
+    which a checkpoint does not keep."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = in_strides_of(parameter, value)
+
+
+def in_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """*value*, or a copy with the parameter's strides where it has its shape and others."""
+    if value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
+    return like.detach().copy_(value)
 
 
 def kind_of(parameter: torch.Tensor) -> Kind:
@@ -120,7 +161,7 @@ def make_buckets(
         if any(stands_in(parameter) for _, parameter in members):
             stand_in_for(sum(wire_bytes(p) for _, p in members), buffer)
         views = tuple(
-            part.view(parameter.shape)
+            view_in_bucket(part, parameter)
             for part, (_, parameter) in zip(buffer.split(sizes), members, strict=True)
         )
         for view, (_, parameter) in zip(views, members, strict=True):
@@ -139,8 +180,15 @@ def make_buckets(
     return buckets
 
 
+def view_in_bucket(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """*flat*, a part of a bucket's buffer, as the gradient of *parameter*."""
+    strides = strides_in_bucket(parameter)
+    return flat.as_strided(parameter.shape, strides, flat.storage_offset())
+
+
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat copy of tensors of one kind."""
+    """One flat copy of tensors of one kind, the elements of each in the order of their
+    indices."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 

@@ -37,6 +37,7 @@ from paceline.pieces import (
     split_pieces,
     whole_pieces,
 )
+from paceline.tensors import in_strides_of
 from paceline.torch_private import version_of
 
 __all__ = [
@@ -321,7 +322,8 @@ def _part(name: str, value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
     """A piece's own copy of one entry of its parameter's state."""
     whole = piece.stop - piece.start == parameter.numel()
     if whole or not isinstance(value, torch.Tensor):
-        return _copied(value)
+        own = _copied(value)
+        return in_strides_of(parameter, own) if isinstance(own, torch.Tensor) else own
     if value.shape == parameter.shape:
         return value.detach().reshape(-1)[piece.start : piece.stop].clone()
     if value.numel() == 1:

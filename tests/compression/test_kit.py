@@ -190,9 +190,22 @@ class TakesAnything(Halves):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TakesMemoryAsItLies(FP16):
+    """Sums elements that have one place in memory, and perhaps different indices."""
+
+    def average(self, parts, states, place, sent=None):
+        flat, of_own = (
+            None if some is None else [p.as_strided((p.numel(),), (1,)) for p in some]
+            for some in (parts, sent)
+        )
+        yield from super().average(flat, states, place, of_own)
+
+
 @pytest.mark.parametrize(
     ("compressor", "law"),
     [
+        (TakesMemoryAsItLies(), "tensors with other strides have other codes"),
         (SaysLess(), "and sends"),
         (CallsItCommon(), "under the key 'common' differs between workers"),
         (TakesAnything(), "takes [0-9]+ bytes for a code of"),

@@ -124,9 +124,21 @@ class LosesWhereOneLooks(BSP):
         state.looked = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForgetsStrides(BSP):
+    """Gradients are contiguous, whatever parameters are."""
+
+    def backward_ended(self, state, run):
+        super().backward_ended(state, run)
+        for bucket in run.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view.contiguous()
+
+
 @pytest.mark.parametrize(
     ("method", "law"),
     [
+        (ForgetsStrides(), "strides change the result"),
         (NeverAgrees(), "from the optimum"),
         (SumsInsteadOfMean(), "from the optimum"),
         (LeavesWithAStepDue(), "workers hold different models after finish()"),

@@ -11,6 +11,7 @@ import paceline
 from paceline.errors import UsageError
 from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rhythm
 from paceline.methods.bsp import BSP
+from paceline.optimizer import training_of
 from paceline.report.result import Summary
 from paceline.tensors import stand_in_for
 from paceline.testing.task import Counting
@@ -292,31 +293,40 @@ def test_company_where_there_are_no_rounds_is_refused():
     assert isinstance(caught.value.__cause__, UsageError)
 
 
-@pytest.mark.parametrize("collective", ["native", "ring"])
-def test_parameters_in_an_order_of_their_own_are_averaged(collective):
-    """Each worker's weights lie in memory in another order."""
+@dataclass(frozen=True, kw_only=True)
+class AveragesItsOwn(BSP):
+    """Averages one tensor of its own, which lies in memory in another order on each worker."""
 
+    name: ClassVar[str] = "averages-its-own"
+
+    def after_update(self, state, run):
+        layout = (torch.channels_last, torch.contiguous_format)[run.comm.rank]
+        own = torch.arange(24.0).view(3, 2, 2, 2) * (1 + run.comm.rank)
+        own = own.to(memory_format=layout)
+        run.average(own).wait()
+        if run.active:
+            state.own = own
+
+
+@pytest.mark.parametrize("collective", ["native", "ring"])
+def test_tensors_in_an_order_of_their_own_are_averaged(collective):
     def body(rank):
-        torch.manual_seed(0)
-        layout = (torch.channels_last, torch.contiguous_format)[rank]
-        model = torch.nn.Conv2d(2, 3, 2).to(memory_format=layout)
+        model = Counting()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = paceline.distribute(
-            model, inner, method=EveryFourth(), collective=collective
+            model, inner, method=AveragesItsOwn(), collective=collective
         )
-        for _ in range(3):
-            optimizer.zero_grad()
-            x = torch.arange(18.0).view(1, 2, 3, 3) * (rank + 1)
-            model(x).square().mean().mul(0.001).backward()
-            optimizer.step()
-        own = model.weight.detach().contiguous().clone()
+        model().backward()
+        optimizer.step()
         optimizer.finish()
-        return own, model.weight.detach().contiguous()
+        return training_of(optimizer).state.own
 
-    (a, after), (b, other) = simulate(2, body)
-    assert not torch.equal(a, b)
-    assert torch.equal(after, other)
-    assert torch.allclose(after, (a + b) / 2)
+    first, other = simulate(2, body)
+    assert not first.is_contiguous()
+    assert other.is_contiguous()
+    mean = torch.arange(24.0).view(3, 2, 2, 2) * 1.5
+    assert torch.equal(first, mean)
+    assert torch.equal(other, mean)
 
 
 def test_averages_of_parameters_that_stand_for_larger_ones_take_their_bytes():

@@ -59,9 +59,11 @@ class Encoding:
         self.compressor = check_stands_alone(self.compressor.at_speed(speed))
         self._pure = check_stands_alone(pure(self.compressor))
 
-    def pushed(self, bucket: Bucket, part: HeldPart, weight: float) -> torch.Tensor:
-        """The code of a part of a bucket, at this worker's *weight*."""
-        flat = cut(bucket.buffer, part.start, part.stop)
+    def pushed(
+        self, bucket: Bucket, gradient: torch.Tensor, part: HeldPart, weight: float
+    ) -> torch.Tensor:
+        """The code of a part of a bucket's *gradient*, at this worker's *weight*."""
+        flat = cut(gradient, part.start, part.stop)
         self._charge(self.compressor, 1, wire_bytes(flat), "encode")
         if self.compressor is not self._pure:  # residuals are what its own code leaves
             self._charge(self.compressor, 1, wire_bytes(flat), "decode")

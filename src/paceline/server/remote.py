@@ -157,11 +157,13 @@ class RemoteParameters:
         self._pushed_step, self._next_step = step, step + 1
         if bucket.last and not late:
             self._untrained.blend(weight)
+        # Servers know shapes and no strides.
+        gradient = bucket.by_index()
         for part in self._spread.parts[bucket.index]:
             mine = part.own(chosen)
             if late and not mine:
                 continue
-            payload, landing = self._memory(bucket, part, mine, late, weight)
+            payload, landing = self._memory(bucket, gradient, part, mine, late, weight)
             message = Push(
                 step=step,
                 bucket=bucket.index,
@@ -184,6 +186,7 @@ class RemoteParameters:
     def _memory(
         self,
         bucket: Bucket,
+        gradient: torch.Tensor,
         part: HeldPart,
         units: Sequence[int],
         late: bool,
@@ -191,10 +194,11 @@ class RemoteParameters:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is sent of a part, and where its answer lands."""
         if self.encoding is not None:
-            return self.encoding.pushed(bucket, part, weight), self.encoding.room(part)
+            code = self.encoding.pushed(bucket, gradient, part, weight)
+            return code, self.encoding.room(part)
         landing = self._spread.landing_of(part)
         if len(units) == len(part.units) and not late:
-            return cut(bucket.buffer, part.start, part.stop), landing
+            return cut(gradient, part.start, part.stop), landing
         places = self._spread.places(part, units)
         size = sum(place.stop - place.start for place in places)
         memory = self._some_late if late else self._some
@@ -204,7 +208,7 @@ class RemoteParameters:
         start = 0
         for place in places:
             stop = start + place.stop - place.start
-            payload[start:stop].copy_(bucket.buffer[place.start : place.stop])
+            payload[start:stop].copy_(gradient[place.start : place.stop])
             start = stop
         into = payload if late else landing[:size]
         return stand_alike(payload, bucket.buffer), stand_alike(into, bucket.buffer)

@@ -11,7 +11,7 @@ from paceline.interfaces import Reception
 from paceline.messages import LoadState, OptimizerState, PullState
 from paceline.server.spread import HeldPart, Spread
 from paceline.server.store import is_per_element
-from paceline.tensors import stand_in_for, stands_in, wire_bytes
+from paceline.tensors import in_strides_of, stand_in_for, stands_in, wire_bytes
 
 MOST_STATES = 4
 """No optimizer of torch has more tensors of its parameter's shape."""
@@ -135,5 +135,5 @@ class States:
 
 def _merged(values: list[Any], parameter: torch.Tensor) -> Any:
     if isinstance(values[0], torch.Tensor):
-        return torch.cat(values).view(parameter.shape)
+        return in_strides_of(parameter, torch.cat(values).view(parameter.shape))
     return torch.tensor(values[0], dtype=torch.float32)

@@ -116,6 +116,31 @@ def types_and_shapes_are_kept(case: Case, rule: str) -> None:
     optimizer.finish()
 
 
+def strides_change_nothing(case: Case, rule: str) -> None:
+    """A parameter whose elements lie in another order in memory, as in ``channels_last``,
+    is trained alike; also by a fused optimizer, which takes a parameter, its gradient and
+    its state for flat memory."""
+    ends = []
+    for transpose in (False, True):
+        model = Quadratic()
+        if transpose:
+            model.matrix.data = model.matrix.data.t().contiguous().t()
+        inner = torch.optim.SGD(
+            model.parameters(), lr=case.learning_rate / 10, momentum=0.9, fused=True
+        )
+        optimizer = distribute_as(case, rule, model, inner)
+        for number in range(1, 7):
+            step(model, optimizer, centers_of(paceline.rank(), number))
+        optimizer.finish()
+        # The optimizer goes on with the state that it was given back.
+        inner.zero_grad()
+        model(centers_of(0, 7)).backward()
+        inner.step()
+        ends.append(model)
+    # Sums may add up in another order.
+    require_equal(ends[0], ends[1], "strides change the result", 1e-5)
+
+
 def gradients_are_clipped_once(case: Case, rule: str) -> None:
     """With equal gradients on all workers the norm of the mean is that of each one's own:
     either way as many clipped gradients are applied as steps were done."""
@@ -238,6 +263,7 @@ CHECKS: dict[str, Check] = {
         Check(converges),
         Check(one_worker_is_the_reference, _has_reference),
         Check(types_and_shapes_are_kept),
+        Check(strides_change_nothing, repeats),
         Check(uneven_data_ends),
         Check(leaving_after_backward_ends_with_one_model, _together),
         Check(evaluations_change_nothing, repeats),

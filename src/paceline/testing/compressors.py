@@ -19,7 +19,7 @@ from paceline.compression import Residuals
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Compressor, StandsAlone, Sum
 from paceline.testing.compared import require_close, require_states, workers_of
-from paceline.testing.lockstep import SHAPES, Workers, gradients
+from paceline.testing.lockstep import SHAPES, Mean, Workers, gradients
 from paceline.testing.trial import require
 
 DRAWS = 400
@@ -294,6 +294,33 @@ def what_is_not_finite_shows(compressor: Compressor) -> None:
         )
 
 
+def strides_change_nothing(compressor: Compressor) -> None:
+    """Codes and results are the same for tensors whose elements lie in another order, as in
+    ``channels_last``: each element is found by its indices."""
+    rows = workers_of(compressor)
+    others = Workers(compressor, [_transposed(part) for part in gradients(1)[0]], 3)
+    for step in range(3):
+        given = gradients(seed=step)
+        mean = rows.mean(given)
+        other = others.mean([[_transposed(part) for part in own] for own in given])
+        for ours, theirs in zip(_sent_and_got(mean), _sent_and_got(other), strict=True):
+            require(
+                torch.equal(ours, theirs),
+                "tensors with other strides have other codes, or another result",
+            )
+
+
+def _sent_and_got(mean: Mean) -> list[torch.Tensor]:
+    return [*(asked.code for asked in mean.codes), *mean.results[0]]
+
+
+def _transposed(part: torch.Tensor) -> torch.Tensor:
+    """The same tensor with its elements in another order in memory."""
+    if part.dim() < 2:
+        return part.clone()
+    return part.transpose(0, -1).contiguous().transpose(0, -1)
+
+
 def chance_is_its_own(compressor: Compressor) -> None:
     """Nobody else's random numbers change: dropout is the script's."""
     before = torch.get_rng_state()
@@ -363,6 +390,7 @@ COMPRESSOR_CHECKS: dict[str, CompressorCheck] = {
         CompressorCheck(the_number_of_workers_may_change),
         CompressorCheck(types_and_shapes_stay),
         CompressorCheck(traffic_is_as_declared),
+        CompressorCheck(strides_change_nothing),
         CompressorCheck(codes_stand_alone, lambda c: c.stands_alone),
         CompressorCheck(what_is_not_finite_shows),
         CompressorCheck(chance_is_its_own),

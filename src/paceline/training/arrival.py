@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.errors import UsageError
-from paceline.tensors import Bucket, make_buckets
+from paceline.tensors import (
+    Bucket,
+    make_buckets,
+    stand_for_the_same,
+    strides_in_bucket,
+    view_in_bucket,
+)
 from paceline.weights import Weights
 
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
@@ -44,6 +50,10 @@ class Arrivals:
         self.in_backward = False
         self._place: list[tuple[Bucket, int]] = []
         self._bucket_of: dict[int, Bucket] = {}
+        self._strides: list[tuple[int, ...]] = []
+        """Of each parameter, when its bucket was made."""
+        self._addresses: list[int] = []
+        """Of each parameter's part of its bucket."""
         self._seen = [False] * len(parameters)
         self._next_bucket = 0
 
@@ -58,6 +68,8 @@ class Arrivals:
         }
         self._place = [places[id(parameter)] for _, parameter in self._parameters]
         self._bucket_of = {key: bucket for key, (bucket, _) in places.items()}
+        self._strides = [parameter.stride() for _, parameter in self._parameters]
+        self._addresses = [b.views[slot].data_ptr() for b, slot in self._place]
         if not made_before:
             return
         for bucket in self.buckets:
@@ -83,6 +95,54 @@ class Arrivals:
         self._next_bucket = 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
+
+    def check_memory(self) -> None:
+        """Gradients are about to come: see to it that they can go where buckets have a place
+        for them. ``model.to(...)`` gives a parameter other strides, and what ``.grad`` is
+        other memory. Raises an error for other strides, since other ranks would add up
+        elements in another order."""
+        now = [parameter.stride() for _, parameter in self._parameters]
+        if now != self._strides:
+            for (name, parameter), before in zip(
+                self._parameters, self._strides, strict=True
+            ):
+                self._require_strides(name, parameter, before)
+            self._strides = now
+        addresses = [bucket.views[slot].data_ptr() for bucket, slot in self._place]
+        if addresses != self._addresses:
+            for index, (bucket, _) in enumerate(self._place):
+                if addresses[index] != self._addresses[index]:
+                    self._view_anew(bucket)
+
+    def _require_strides(
+        self, name: str, parameter: torch.Tensor, before: tuple[int, ...]
+    ) -> None:
+        was = torch.empty_strided(parameter.shape, before, device="meta")
+        strides = strides_in_bucket(parameter), strides_in_bucket(was)
+        rows = zip(*strides, parameter.shape, strict=True)
+        if any(now != then and size > 1 for now, then, size in rows):
+            raise self._refused(
+                f"parameter {name!r} has strides {parameter.stride()} now, and had "
+                f"{before} when distribute was called: gradients would be added up in "
+                "another order than on other ranks. Change the memory format before "
+                "distribute"
+            )
+
+    def _view_anew(self, bucket: Bucket) -> None:
+        """Point the views of a bucket into its buffer again, with what they hold now."""
+        sizes = [parameter.numel() for parameter in bucket.parameters]
+        views = []
+        for parameter, part, old in zip(
+            bucket.parameters, bucket.buffer.split(sizes), bucket.views, strict=True
+        ):
+            view = view_in_bucket(part, parameter)
+            stand_for_the_same(view, parameter)
+            if view.data_ptr() != old.data_ptr():
+                view.copy_(old)
+            if parameter.grad is old:
+                parameter.grad = view
+            views.append(view)
+        bucket.views = tuple(views)
 
     def take(self, index: int) -> None:
         """The gradient of one parameter is there."""

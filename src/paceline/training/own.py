@@ -10,6 +10,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, Method, OwnState, State, refused
+from paceline.tensors import match_strides
 from paceline.training.method_hooks import MethodHooks
 
 
@@ -144,6 +145,7 @@ class LocalModel:
             for name, parameter in self._parameters.items():
                 parameter.copy_(saved["parameters"][name])
         self._optimizer.load_state_dict(saved["optimizer"])
+        match_strides(self._optimizer)
 
     def redistribute(
         self, parts: Iterable[dict[str, Any]], workers: int

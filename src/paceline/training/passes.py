@@ -195,6 +195,7 @@ class Passes:
         if not self._guarded:
             self._require_to_be_alone()
         self._steps.begin_backward()
+        self._arrivals.check_memory()
         self._arrivals.in_backward = True
         queue_callback(self._ended)
 

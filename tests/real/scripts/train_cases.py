@@ -44,12 +44,40 @@ class Convolutional(nn.Module):
         return self.head(self.frozen(x.mean((2, 3))))
 
 
+class ChannelsLast(nn.Module):
+    """Gradients whose elements lie in another order than those of a contiguous tensor."""
+
+    def __init__(self):
+        super().__init__()
+        conv = nn.Conv2d(3, 6, (2, 3))
+        self.features = conv.to(memory_format=torch.channels_last)
+        self.point = nn.Conv2d(6, 7, 1).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(7, 5).t())
+
+    def forward(self, x):
+        image = x.view(-1, 3, 2, 2).repeat(1, 1, 2, 2)
+        seen = self.point(F.relu(self.features(image)))
+        return F.linear(seen.mean((2, 3)), self.turned)
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def fused_sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=True)
+
+
+def fused_adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def foreach_adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
 
 def grouped(model):
@@ -68,6 +96,9 @@ CASES = {
     "adamw-single": (perceptron, adamw, "single", 1),
     "adamw-wfbp": (perceptron, adamw, "wfbp", 1),
     "batchnorm": (Convolutional, sgd, "ddp", 1),
+    "sgd-fused-strides": (ChannelsLast, fused_sgd, "ddp", 1),
+    "adamw-fused-strides": (ChannelsLast, fused_adamw, "single", 1),
+    "adamw-foreach-strides": (ChannelsLast, foreach_adamw, "wfbp", 3),
     "everything": (Convolutional, grouped, "wfbp", 3),
 }
 

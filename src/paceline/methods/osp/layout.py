@@ -9,12 +9,19 @@ import torch
 
 from paceline.interfaces import Piece, Updater
 from paceline.methods.osp.choice import Parts
-from paceline.tensors import Bucket, kind_of, stand_in_for, stands_in, wire_bytes
+from paceline.tensors import (
+    Bucket,
+    kind_of,
+    stand_in_for,
+    stands_in,
+    view_in_bucket,
+    wire_bytes,
+)
 
 
 class Message(NamedTuple):
     """Some pieces' gradients, one after the other in *flat*; *parts*: each one's, by its
-    number."""
+    number, as `Layout.gradient` gives it."""
 
     flat: torch.Tensor
     parts: dict[int, torch.Tensor]
@@ -74,9 +81,19 @@ class Layout:
         return Parts(self.sizes, buckets, len(self.inside))
 
     def gradient(self, number: int) -> torch.Tensor:
-        """This worker's own gradient of a piece: a flat part of its bucket."""
+        """This worker's own gradient of a piece: a flat part of its bucket; or with the
+        parameter's shape, where the elements of that lie in another order than its indices."""
+        return self._shaped(number, self._flat(number))
+
+    def _flat(self, number: int) -> torch.Tensor:
         bucket, _, start = self._members[number]
         return bucket.buffer[start : start + self._lengths[number]]
+
+    def _shaped(self, number: int, flat: torch.Tensor) -> torch.Tensor:
+        bucket, member, _ = self._members[number]
+        if bucket.views[member].is_contiguous():
+            return flat
+        return view_in_bucket(flat, bucket.parameters[member])
 
     def name_of(self, number: int) -> str:
         """The model's name of the parameter that a piece is of."""
@@ -132,10 +149,11 @@ class Layout:
         lengths = [self._lengths[number] for number in numbers]
         flat = self.room(key, sum(lengths), like)
         if numbers:
-            torch.cat([self.gradient(number) for number in numbers], out=flat)
+            torch.cat([self._flat(number) for number in numbers], out=flat)
         if stands_in(like):
             stand_in_for(sum(self.sizes[number] for number in numbers), flat)
-        return Message(flat, dict(zip(numbers, flat.split(lengths), strict=True)))
+        parts = zip(numbers, flat.split(lengths), strict=True)
+        return Message(flat, {n: self._shaped(n, part) for n, part in parts})
 
     def _owner(self, number: int) -> torch.nn.Parameter:
         bucket, member, _ = self._members[number]

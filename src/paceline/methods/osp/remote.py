@@ -20,7 +20,7 @@ from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.reports import read_mask, written_report
 from paceline.methods.osp.watch import FADES
 from paceline.methods.osp.worker import Worker
-from paceline.tensors import Bucket
+from paceline.tensors import Bucket, in_strides_of
 
 Found = TypeVar("Found")
 Values = dict[int, torch.Tensor]
@@ -168,9 +168,14 @@ class RemoteWorker(Worker[ServerRun]):
             if number in pulled:
                 for name, value in pulled[number].items():
                     whole = value.numel() == exact.numel()
-                    live[name] = value.view(exact.shape) if whole else value
+                    live[name] = _like(exact, value) if whole else value
             elif how[group]["momentum"] and number in earlier and self.rates[group]:
                 live["momentum_buffer"] = (earlier[number] - exact) / self.rates[group]
+
+
+def _like(exact: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """*value*, which servers have sent flat, with the shape and strides of *exact*."""
+    return in_strides_of(exact, value.view(exact.shape))
 
 
 def next_deferred(remote: Remote) -> list[tuple[int, int]]:
