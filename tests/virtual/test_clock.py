@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from paceline.errors import DeadlockError, WorkerFailedError
-from paceline.worlds.virtual.clock import Abandoned, Clock, Completion
+from paceline.worlds.virtual.clock import Abandoned, Clock, Completion, Worker
 from tests.virtual.helpers import until_over
 
 
@@ -269,3 +269,40 @@ def test_no_thread_is_left() -> None:
     before = threading.enumerate()
     run(Clock(50), *[lambda: None] * 50)
     assert threading.enumerate() == before
+
+
+def no_description() -> str:
+    raise LookupError("nobody knows what this waits for")
+
+
+def test_an_error_in_the_text_of_a_deadlock_ends_the_job() -> None:
+    """Not the thread of the worker that happened to wait last, and then nobody runs."""
+    clock = Clock(3)
+
+    def waits() -> None:
+        clock.wait(Completion(no_description))
+
+    with pytest.raises(LookupError):
+        run(clock, waits, waits, lambda: None)
+    assert all(not worker.thread.is_alive() for worker in clock.workers)
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3, 4])
+def test_a_worker_whose_turn_cannot_begin_ends_the_job(turn: int) -> None:
+    """At its first turn, and after each wait."""
+    turns = 0
+
+    def resumed(worker: Worker) -> None:
+        nonlocal turns
+        turns += 1
+        if turns == turn:
+            raise LookupError(f"no state for worker {worker.rank}")
+
+    clock = Clock(2, resumed)
+
+    def body() -> None:
+        clock.wait(completed_at(clock, clock.current.time + 1.0))
+
+    with pytest.raises(WorkerFailedError, match="LookupError"):
+        run(clock, body, body)
+    assert all(not worker.thread.is_alive() for worker in clock.workers)

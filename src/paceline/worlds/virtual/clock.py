@@ -252,8 +252,8 @@ class Clock:
 
     def _thread_main(self, worker: Worker, body: Callable[[], None]) -> None:
         worker.baton.acquire()
-        self._resumed(worker)
         try:
+            self._resumed(worker)
             if self.failure is None:
                 body()
         except Abandoned:
@@ -266,7 +266,7 @@ class Clock:
             failure.__cause__ = error
             self.fail(failure)
         finally:
-            worker.finished = True
+            worker.finished, worker.waits_for = True, None
             self._alive -= 1
             self._hand_on(None)
 
@@ -290,18 +290,22 @@ class Clock:
             self._resumed(worker)
 
     def _next_runnable(self) -> Worker | None:
-        while not self._runnable:
-            if not self._alive:
-                return None
-            if self._heap:
+        """Who can run next; None when all have ended. It raises nothing: what an event raises ends
+        the job, and not the thread of the worker that happens to wait."""
+        while self._alive:
+            while self._runnable:
+                worker = self._runnable.popleft()
+                # A failure wakes all who wait, also one whose own wait has raised.
+                if not worker.finished:
+                    return worker
+            try:
+                if not self._heap:
+                    raise DeadlockError(self.who_waits_for_what())
                 self.now, _, _, action = heapq.heappop(self._heap)
-                try:
-                    action()
-                except Exception as error:
-                    self.fail(error)
-            else:
-                self.fail(DeadlockError(self.who_waits_for_what()))
-        return self._runnable.popleft()
+                action()
+            except Exception as error:
+                self.fail(error)
+        return None
 
     def who_waits_for_what(self) -> str:
         """The deadlock's text: each worker, and what it waits for or that it ended."""
