@@ -18,11 +18,11 @@ from paceline.network.links import Events, Links
 
 class Price(NamedTuple):
     """What an activity is on a cluster: seconds of *latency*, connections on each link
-    (*demand*), messages that each host sends."""
+    (*demand*), and of each member that sends its host and how many *messages*."""
 
     latency: float
     demand: Mapping[int, float]
-    messages: Mapping[int, float]
+    messages: Sequence[tuple[int, float]]
 
 
 class Prices:
@@ -50,9 +50,9 @@ class Prices:
         for (source, destination), count in streams.items():
             for link in cluster.host_path(hosts[source], hosts[destination]):
                 demand[link] += count
-        messages: Counter[int] = Counter()
-        for member in activity.members if activity.messages_sent else ():
-            messages[hosts[member]] += activity.messages_sent
+        count = activity.messages_sent
+        senders = activity.members if count else ()
+        messages = [(hosts[member], float(count)) for member in senders]
         latency = activity.latency(
             lambda a, b: cluster.host_latency(hosts[a], hosts[b])
         )

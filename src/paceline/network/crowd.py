@@ -151,23 +151,25 @@ class Crowd:
 
     # ---- rates ----
 
-    def share(self, capacities: list[float], now: float, same: float) -> None:
-        """Give each its rate; *same*: shares that differ by less, relatively, are equal."""
+    def share(
+        self, capacities: list[float], most: float, now: float, same: float
+    ) -> None:
+        """Give each its rate, *most* or less; *same*: shares that differ by less, relatively, are equal."""
         self.take_in()
         slot, link, demand = (column[self._alive()] for column in self._columns())
         left = np.array(capacities)
         load = np.bincount(link, weights=demand, minlength=len(left))
         users = np.bincount(link, minlength=len(left))
-        rate = np.full(len(self._members), np.inf)
+        rate = np.full(len(self._members), most)
         while len(slot):
             share = np.full(len(left), np.inf)
             np.divide(left, load, out=share, where=users > 0)
             tightest = share.min()
+            if tightest >= most:
+                break
             frozen = np.zeros(len(self._members), bool)
             frozen[slot[(share <= tightest * (1 + same))[link]]] = True
             rate[frozen] = max(0.0, tightest)
-            if tightest == np.inf:
-                break
             mine = frozen[slot]
             taken = np.bincount(link[mine], weights=demand[mine], minlength=len(left))
             load -= taken

@@ -1,13 +1,19 @@
 """Messages over a cluster's links: a clock drives `Sharing`; connections are first in, first
-out."""
+out.
+
+Links and processors are shared each by itself: connections share a link's bytes per second, and
+threads share cores, of which each uses one at most. A transfer has ended when its bytes have
+moved and its processors have done their work. So a small message that costs as much work as a
+large one takes no bandwidth from it, and no more of a core than any other thread.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -56,7 +62,7 @@ class _Route(NamedTuple):
 
     latency: float
     demand: Mapping[int, float]
-    messages: Mapping[int, float]
+    messages: Sequence[tuple[int, float]]
 
 
 class Links:
@@ -68,60 +74,71 @@ class Links:
     def __init__(self, clock: Events, cluster: Cluster) -> None:
         self.cluster = cluster
         self._clock = clock
-        self._sharing = Sharing(
-            [*cluster.capacities, *cluster.aggregation, *_processors(cluster)]
+        self._wires = _Shared(
+            clock, Sharing([*cluster.capacities, *cluster.aggregation])
         )
-        self._settle_at: float | None = None
+        self._cores = _Shared(clock, Sharing(_processors(cluster), most=1.0))
         self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
         self._routes: dict[tuple[int, int], _Route] = {}
 
     def set_capacity(self, link: int, rate: float) -> None:
         """Give a directed link another goodput from now on; 0: nothing gets through."""
-        self._sharing.set_capacity(link, rate)
-        self._settle_by(self._clock.now)
+        self._wires.set_capacity(link, rate)
 
     def start(
         self,
         demand: Mapping[int, float],
         size: float,
         done: Callable[[], None],
-        messages: Mapping[int, float] | None = None,
+        messages: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Move *size* bytes on each connection of *demand* (link to number of
         connections), from now on; call *done* when the last byte has left.
 
-        *messages*: how many messages in all each host sends meanwhile. Where they cost the
-        hosts' processors something, bytes move no faster than these keep up.
+        *messages*: of each thread that sends meanwhile, its host and how many messages. Where they
+        cost processors something, the transfer also waits until all threads have done their work.
         """
-        work = self._work(messages or {}, size, demand)
-        if not work and (not demand or size <= 0):
+        work = self._work(messages, size, demand)
+        moves = bool(demand) and size > 0
+        waits = moves + bool(work)
+        if not waits:
             done()
             return
-        everything, scale = demand, size
+
+        def part_done(now: float) -> None:
+            nonlocal waits
+            waits -= 1
+            if not waits:
+                done()
+
+        if moves:
+            self._wires.start(Activity(demand, size, part_done))
         if work:
-            # Work without bytes is moved as one byte that crosses no link.
-            scale = size if size > 0 else 1.0
-            everything = dict(demand) if size > 0 else {}
-            everything |= {index: seconds / scale for index, seconds in work.items()}
-        self._sharing.start(Activity(everything, scale, lambda now: done()))
-        self._settle_by(self._clock.now)
+            self._cores.start(_computation(work, self._core_of, part_done))
 
     def _work(
-        self, messages: Mapping[int, float], size: float, demand: Mapping[int, float]
-    ) -> dict[int, float]:
-        """Core-seconds by processor: a message's are halved between its two ends, and
-        what several hosts do on shared cores is one sum."""
+        self,
+        messages: Sequence[tuple[int, float]],
+        size: float,
+        demand: Mapping[int, float],
+    ) -> list[tuple[int, float]]:
+        """Of each thread: its host and its core-seconds. Threads of a host share its bytes."""
         processor = self.cluster.processor
         if processor is None:
-            return {}
-        first = len(self.cluster.capacities) + len(self.cluster.racks)
-        work: dict[int, float] = {}
-        for host, count in messages.items():
-            index = first if processor.cores is not None else first + host
+            return []
+        threads = Counter(host for host, _ in messages)
+        work = []
+        for host, count in messages:
             moved = size * demand.get(self.cluster.link_out_of(host), 0.0)
-            seconds = count * processor.message + moved * processor.byte
-            work[index] = work.get(index, 0.0) + seconds
-        return {index: seconds for index, seconds in work.items() if seconds > 0}
+            seconds = count * processor.message + moved * processor.byte / threads[host]
+            if seconds > 0:
+                work.append((host, seconds))
+        return work
+
+    def _core_of(self, host: int) -> int:
+        """Which processor a host's threads run on: its own, or the one of all hosts."""
+        processor = self.cluster.processor
+        return host if processor is None or processor.cores is None else 0
 
     def send(
         self,
@@ -162,8 +179,25 @@ class Links:
         return _Route(
             cluster.host_latency(source, destination),
             dict.fromkeys(cluster.host_path(source, destination), 1.0),
-            {} if cluster.is_switch(source) else {source: 1.0},
+            () if cluster.is_switch(source) else ((source, 1.0),),
         )
+
+
+class _Shared:
+    """A `Sharing` that a clock drives: rates are shared anew once per instant."""
+
+    def __init__(self, clock: Events, sharing: Sharing) -> None:
+        self._clock = clock
+        self._sharing = sharing
+        self._settle_at: float | None = None
+
+    def start(self, activity: Activity) -> None:
+        self._sharing.start(activity)
+        self._settle_by(self._clock.now)
+
+    def set_capacity(self, index: int, rate: float) -> None:
+        self._sharing.set_capacity(index, rate)
+        self._settle_by(self._clock.now)
 
     def _settle_by(self, time: float) -> None:
         if time < math.inf and (self._settle_at is None or time < self._settle_at):
@@ -177,6 +211,21 @@ class Links:
         for activity in self._sharing.settle(planned):
             activity.done(planned)
         self._settle_by(self._sharing.next_end())
+
+
+def _computation(
+    work: Sequence[tuple[int, float]],
+    core_of: Callable[[int], int],
+    done: Callable[[float], None],
+) -> Activity:
+    """Work of threads, each on its host and in core-seconds, as one activity: they end together,
+    and the one that has most to do uses a whole core where it finds one."""
+    most = max(seconds for _, seconds in work)
+    demand: dict[int, float] = {}
+    for host, seconds in work:
+        core = core_of(host)
+        demand[core] = demand.get(core, 0.0) + seconds / most
+    return Activity(demand, most, done)
 
 
 def _processors(cluster: Cluster) -> list[float]:

@@ -70,10 +70,12 @@ class Activity:
 
 
 class Sharing:
-    """Activities on links of given capacities, in bytes per second."""
+    """Activities on links of given capacities, in bytes per second. No connection is faster than
+    *most*, as no thread uses more than one core."""
 
-    def __init__(self, capacities: Sequence[float]) -> None:
+    def __init__(self, capacities: Sequence[float], most: float = math.inf) -> None:
         self.capacities = list(capacities)
+        self._most = most
         self._active: dict[Activity, None] = {}  # insertion-ordered: deterministic
         self._crowd: Crowd | None = None
         """The same ones, where they are many; what is known of each is there then."""
@@ -182,7 +184,7 @@ class Sharing:
     def _share(self, now: float, among: list[Activity] | None) -> None:
         """Rates anew, of all or *among* some that share no link with others."""
         if self._crowd is not None and among is None:
-            self._crowd.share(self.capacities, now, _SAME_INSTANT)
+            self._crowd.share(self.capacities, self._most, now, _SAME_INSTANT)
             return
         if self._crowd is not None:
             self._crowd.take_in()
@@ -200,6 +202,10 @@ class Sharing:
         while waiting:
             shares = {link: left[link] / load[link] for link in load if users[link]}
             tightest = min(shares.values(), default=math.inf)
+            if tightest >= self._most:
+                for activity in waiting:
+                    self._set_rate(activity, self._most, now)
+                return
             tight = {
                 link
                 for link, share in shares.items()
@@ -207,15 +213,14 @@ class Sharing:
             }
             still_waiting = []
             for activity in waiting:
-                if tight.isdisjoint(activity.demand) and tightest < math.inf:
+                if tight.isdisjoint(activity.demand):
                     still_waiting.append(activity)
                     continue
                 self._set_rate(activity, max(0.0, tightest), now)
                 for link, connections in activity.demand.items():
                     load[link] -= connections
                     users[link] -= 1
-                    if tightest < math.inf:
-                        left[link] = max(0.0, left[link] - tightest * connections)
+                    left[link] = max(0.0, left[link] - tightest * connections)
             waiting = still_waiting
 
     @staticmethod
