@@ -55,7 +55,6 @@ RETRY_SECONDS = 1.0
 REACH_SECONDS = 1.0
 CLOSING_SECONDS = 5.0
 """How long `Line.close` waits for the others' ends."""
-_WORDS_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -176,6 +175,15 @@ class Line:
         self._lookout.close()
         if self._end is not None:
             self._end.close(well=self._left)
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        """The last job was put and read, so nobody uses the pipe any more."""
+        ends = self._woken, self._wake
+        # A job that is put after the end fails, and wakes no later owner of the number.
+        self._woken = self._wake = -1
+        for end in ends:
+            os.close(end)
 
     def _next(self) -> Job | None:
         """The next job, once there is one; until then others are served."""
@@ -189,6 +197,9 @@ class Line:
             except PeerLostError as error:
                 with contextlib.suppress(BaseException):  # the next sum is told
                     self._lose(error)
+            except BaseException as error:
+                # Nobody waits for this thread now: the next sum raises the error.
+                self._broken = error
         os.read(self._woken, 1)
         return self._jobs.popleft()
 
@@ -309,15 +320,30 @@ class Line:
         )
 
     def _exchange(self, words: bytes) -> list[bytes]:
-        """Collective: what all ranks say."""
+        """Collective: what all ranks say, however long it is."""
+        own = torch.tensor([len(words)], dtype=torch.int64)
+        lengths = [int(length) for length in self._gather(own)]
+        longest = torch.zeros(max(lengths), dtype=torch.uint8)
+        if words:
+            longest[: len(words)] = torch.frombuffer(
+                bytearray(words), dtype=torch.uint8
+            )
+        rows = self._gather(longest)
+        return [
+            bytes(row[:length].numpy())
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Collective: every rank's *own*, equally long on all, as rows."""
         size, number = self._comm.size, self._exchanges
         self._exchanges += 1
-        said = torch.zeros(size, _WORDS_BYTES, dtype=torch.uint8)
-        mine = words[: _WORDS_BYTES - 2].ljust(_WORDS_BYTES, b"\0")
-        said[self._comm.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        ring = Ring(size, said.numel(), rounds=1, gather=True)
-        self._comm.perform_here(ring, said.view(-1), f"{self._path} words {number}")
-        return [bytes(row.numpy()).rstrip(b"\0") for row in said]
+        said = own.new_zeros(size, len(own))
+        said[self._comm.rank] = own
+        if said.numel():
+            ring = Ring(size, said.numel(), rounds=1, gather=True)
+            self._comm.perform_here(ring, said.view(-1), f"{self._path} words {number}")
+        return said
 
     def _meet(self, *, leaving: bool = False) -> list[_Met]:
         words = msgspec.json.encode(_Met(self._completed, leaving))
