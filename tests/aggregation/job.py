@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import paceline
+from paceline.aggregator.best_effort import FallbackServer
 
 collective, steps = sys.argv[1], int(sys.argv[2])
 stops, file = (int(sys.argv[3]), Path(sys.argv[4])) if len(sys.argv) > 4 else (0, None)
@@ -26,6 +27,19 @@ optimizer = paceline.distribute(
     model, optimizer, method="bsp", collective=collective, fusion="wfbp"
 )
 rank = int(os.environ["RANK"])
+
+
+def fail_once():
+    """The next datagrams that come to a server beside this worker end its thread."""
+    take = FallbackServer.take
+
+    def failing(server, packets):
+        FallbackServer.take = take
+        raise RuntimeError("no room for sums")
+
+    FallbackServer.take = failing
+
+
 scaler = torch.amp.GradScaler("cpu", enabled=wrong == "scaled infinity")
 generator = torch.Generator().manual_seed(rank)
 for step in range(1, steps + 1):
@@ -34,6 +48,8 @@ for step in range(1, steps + 1):
     if step == 3 and rank == 1:
         if wrong == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif wrong == "server fails":
+            fail_once()
         elif wrong:
             loss = loss * float("inf")
     optimizer.zero_grad()

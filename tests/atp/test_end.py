@@ -1,6 +1,7 @@
 """Ends of ATP's sums over real sockets: they find each other, servers of their own included."""
 
 import contextlib
+import os
 import random
 import threading
 from collections import Counter
@@ -9,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from paceline.aggregator.best_effort import FallbackServer
 from paceline.aggregator.packets import FEWEST_ELEMENTS
 from paceline.aggregator.sums_service import ServerHosts, SumsService
 from paceline.collectives.atp_end import ServedEnd
@@ -27,15 +29,25 @@ LONG_TOKEN = 3 * TOKEN
 
 
 @contextlib.contextmanager
-def served(ways):
-    """The ends of every rank's dedicated servers; none where there are none."""
+def served(ways, faults=None):
+    """The ends of every rank's dedicated servers; none where there are none. *faults*: a list for
+    the errors that end servers."""
     count = sum(server.rank is None for server in ways.servers)
     with contextlib.ExitStack() as stack:
         shells = [
             make_shell(len(ways.racks), "127.0.0.1", 0, LONG_TOKEN)
             for _ in range(count)
         ]
-        threads = [threading.Thread(target=shell.run, args=(None,)) for shell in shells]
+
+        def run(shell):
+            try:
+                shell.run(None)
+            except RuntimeError as fault:
+                if faults is None:
+                    raise
+                faults.append(fault)
+
+        threads = [threading.Thread(target=run, args=(shell,)) for shell in shells]
         for thread in threads:
             thread.start()
             stack.callback(thread.join, 20)
@@ -135,6 +147,53 @@ def test_an_aggregator_that_dies_is_a_loss_and_values_are_as_they_were():
         in_a_job(ways, addresses(there), work)
     for rank in range(4):
         assert (values[rank] == rank).all()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["beside workers", "dedicated"])
+def test_a_server_whose_thread_fails_is_a_loss_to_all_at_once(own, monkeypatch):
+    """Who has the server beside it tells the others, as `datagram_line` does; a dedicated server's
+    process ends."""
+    racks = (0, 0, 0)
+    ways = Ways(racks, (), (Server(0, None, 0),) if own else beside_workers(racks)[:1])
+    fails, told, began = threading.Event(), threading.Event(), threading.Barrier(3)
+    fault, faults = RuntimeError("no room for sums"), []
+    take = FallbackServer.take
+
+    def failing(server, packets):
+        if fails.is_set():
+            raise fault
+        return take(server, packets)
+
+    def hears():
+        if told.is_set():
+            raise PeerLostError("told by others")
+
+    def work(rank, end):
+        end.sum_integers(np.ones(10, np.int32))
+        began.wait(SECONDS)
+        fails.set()
+        look = end.watch
+        end.watch = look if own or rank == 0 else hears
+        with pytest.raises(PeerLostError) as lost:
+            end.sum_integers(np.ones(10, np.int32))
+        if not own and rank == 0:
+            assert "part 0" in str(lost.value)
+            assert str(fault) in str(lost.value)
+        told.set()
+        if own:
+            return
+        # Between sums, too, it is not only the next one that finds it out.
+        done, wake = os.pipe()
+        with contextlib.nullcontext() if rank else pytest.raises(PeerLostError):
+            end.idle(0.01, done)
+        os.close(done)
+        os.close(wake)
+
+    monkeypatch.setattr(FallbackServer, "take", failing)
+    with served(ways, faults) as ends_of:
+        where = {0: ("127.0.0.1", 1)}  # no rack aggregates: only its family counts
+        in_a_job(ways, where, work, ends_of)
+    assert faults == [fault] * own
 
 
 def refusals(ways, where, kind, **options):

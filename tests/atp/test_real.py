@@ -55,3 +55,17 @@ def test_shards_and_a_server_of_its_own_have_the_same_bits_whoever_dies(tmp_path
             undisturbed, said = learnt(ranks)
         assert "1 server on hosts of their own" in said
     assert disturbed == undisturbed
+
+
+@pytest.mark.slow
+def test_a_job_whose_server_s_thread_fails_goes_on_around_the_ring(tmp_path):
+    with aggregators(2) as them:
+        variables = them.variables | racks(tmp_path, 2)
+        words = ["atp", "10", "0", tmp_path / "none"]
+        with ranks_of(WORKERS, [*words, "server fails"], variables) as ranks:
+            disturbed, said = learnt(ranks)
+            assert "RuntimeError: no room for sums" in ranks[1].stderr
+        with ranks_of(WORKERS, ["atp", "10"], variables) as ranks:
+            undisturbed, _ = learnt(ranks)
+    assert said.count("sums go around the ring until it is back") == 1
+    assert disturbed == undisturbed

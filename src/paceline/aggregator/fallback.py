@@ -60,6 +60,8 @@ class UdpFallbackServer:
         self.taken = 0
         """Datagrams."""
         self._stop, self._stopper = os.pipe()
+        self.fault: BaseException | None = None
+        """The error that ended `run`; None while there was none."""
 
     def lead(self, routes: Sequence[Route]) -> None:
         """The ways to workers, before `run`."""
@@ -75,15 +77,23 @@ class UdpFallbackServer:
         return self._dropped + self._machine.dropped + self._datagrams.counts
 
     def run(self) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop`. An error ends it, and is the `fault` that its owner asks for:
+        workers wait for answers, and would wait for ever."""
+        try:
+            self._serve()
+        except BaseException as error:
+            self.fault = error
+        finally:
+            self._udp.close()
+            os.close(self._stop)
+
+    def _serve(self) -> None:
         poll = select.poll()
         poll.register(self._udp, select.POLLIN)
         poll.register(self._stop, select.POLLIN)
         while all(descriptor != self._stop for descriptor, _ in poll.poll()):
             while self._answer():
                 pass
-        self._udp.close()
-        os.close(self._stop)
 
     def stop(self) -> None:
         """End `run`, from any thread; once."""

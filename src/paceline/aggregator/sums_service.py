@@ -32,6 +32,8 @@ KIND = "fallback-server"
 """The row of `server.kinds`."""
 MOST_VALUES = 1 << 24
 """In all slots of a job: 64 MB, twice."""
+LOOK_SECONDS = 0.1
+"""Between two looks at the threads of jobs."""
 
 
 class Open(msgspec.Struct, tag="open", kw_only=True, forbid_unknown_fields=True):
@@ -70,9 +72,13 @@ _orders: msgspec.json.Decoder[Open | Lead | Forget] = msgspec.json.Decoder(
 
 
 class SumsService:
-    """The `Server`. It has sockets, other than those: what comes to them is nobody else's."""
+    """The `Server`. It has sockets, other than those: what comes to them is nobody else's.
+
+    `on_timer` raises what ends a job's thread: the process ends with it, and so all workers learn
+    of it at once, as of any server that is lost."""
 
     def __init__(self) -> None:
+        self._due: float | None = None
         self._servers: dict[int, UdpFallbackServer] = {}
         self._running: dict[int, threading.Thread] = {}
 
@@ -87,6 +93,8 @@ class SumsService:
             opened = self._do(_orders.decode(message.words))
         except (msgspec.MsgspecError, ValueError, OverflowError, OSError) as error:
             return [Answer(sender, Refused(reason=str(error)))]
+        if self._running and self._due is None:
+            self._due = now + LOOK_SECONDS
         return [Answer(sender, Said(words=msgspec.json.encode(opened)))]
 
     def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
@@ -94,9 +102,14 @@ class SumsService:
         return []
 
     def next_deadline(self) -> float | None:
-        return None
+        return self._due
 
     def on_timer(self, now: float) -> list[Answer]:
+        for number in self._running:
+            fault = self._servers[number].fault
+            if fault is not None:
+                raise fault
+        self._due = now + LOOK_SECONDS if self._running else None
         return []
 
     def take_work(self) -> Work:

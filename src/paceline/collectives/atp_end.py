@@ -7,6 +7,7 @@ services (`aggregator.sums_service`), to which rank 0 speaks.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -29,6 +30,7 @@ from paceline.aggregator.served import ServedClient
 from paceline.aggregator.sums_service import ServerHosts
 from paceline.collectives.atp_routes import End, at_server, at_switch, at_worker
 from paceline.collectives.atp_ways import Ways
+from paceline.errors import PeerLostError
 
 
 class _Card(Card):
@@ -80,7 +82,7 @@ class ServedEnd(JobEnd[_Card, ServedClient]):
         except BaseException:
             self.close(well=False)
             raise
-        self.watch = watch if hosts is None else partial(_both, hosts.look, watch)
+        self.watch = partial(_both, self._look_at_servers, watch)
 
     # ---- how all find each other ----
 
@@ -141,7 +143,10 @@ class ServedEnd(JobEnd[_Card, ServedClient]):
         for part, server in self._servers.items():
             server.lead(of_parts[part])
             thread = threading.Thread(
-                target=server.run, name=f"paceline server of part {part}", daemon=True
+                target=_run,
+                args=(server,),
+                name=f"paceline server of part {part}",
+                daemon=True,
             )
             self._threads.append(thread)
             thread.start()
@@ -160,6 +165,17 @@ class ServedEnd(JobEnd[_Card, ServedClient]):
             )
         return _Card()
 
+    def _look_at_servers(self) -> None:
+        """Raise `PeerLostError` where one that this rank is to look after has ended."""
+        for part, server in self._servers.items():
+            if server.fault is not None:
+                raise PeerLostError(
+                    f"the server of part {part}, beside worker {self._rank}, has failed: "
+                    f"{type(server.fault).__name__}: {server.fault}"
+                ) from server.fault
+        if self._hosts is not None:
+            self._hosts.look()
+
     def _try_ways(self) -> _Card:
         assert self._end is not None
         self._end.probe()
@@ -175,6 +191,10 @@ class ServedEnd(JobEnd[_Card, ServedClient]):
         sums = values.copy()
         self._end.sum_integers(sums)
         values[:] = sums
+
+    def idle(self, seconds: float, wake: int) -> None:
+        super().idle(seconds, wake)
+        self._look_at_servers()
 
     def close(self, *, well: bool = True) -> None:
         """Give back what was leased; not *well*: at once, and for all workers."""
@@ -204,6 +224,13 @@ def _find(
     return next(
         card.servers[end.number] for card in cards if end.number in card.servers
     )
+
+
+def _run(server: UdpFallbackServer) -> None:
+    """The job goes on without a server that fails, so its error is printed here."""
+    server.run()
+    if server.fault is not None:
+        traceback.print_exception(server.fault)
 
 
 def _both(first: Callable[[], None], second: Callable[[], None] | None) -> None:
