@@ -14,6 +14,7 @@ from paceline.methods import METHODS
 from paceline.network import Cluster, Rack
 from paceline.plan import Plan, plan
 from paceline.plan.candidates import candidate, first
+from paceline.plan.predict import Job, Prediction, predict
 from paceline.spec import parse
 from tests.plan.helpers import cluster, layers
 
@@ -145,3 +146,57 @@ def test_one_worker_has_nothing_to_compare():
     found = plan(cluster(1), layers(2))
     assert not found.rows
     assert found.one_machine.speed_up == 1
+
+
+def require_full_runs(made, job):
+    """That each row is what a full run of its own comes to, unless it is marked as a short one."""
+    checked = [row for row in made.rows if not row.cut]
+    for row in checked:
+        said = predict(job, row.spec)
+        assert isinstance(said, Prediction), row.spec
+        for field in msgspec.structs.fields(Prediction):
+            found = getattr(row, field.name)
+            assert found == getattr(said, field.name), (row.spec, field.name)
+    return {row.spec for row in checked}
+
+
+def test_each_row_is_its_own_full_run_and_ddps_too_where_it_is_slow():
+    """Of more than 16 tensors, so that short runs merge some and plan no buckets: there planned bsp is
+    equal to DDP's rule, and in full it is not."""
+    job = Job(cluster=cluster(2), workload=layers(17))
+    made = plan(job.cluster, job.workload, allowed=("exact",))
+    full = require_full_runs(made, job)
+    assert {"bsp", "bsp:fusion=ddp", "bsp:fusion=mg-wfbp", "dear"} <= full
+    planned, ddp = made.row("bsp"), made.row("bsp:fusion=ddp")
+    assert planned.step_seconds < ddp.step_seconds
+    assert ddp.buckets < planned.buckets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensors", [4, 17])
+def test_rows_of_all_classes_are_full_runs(tensors):
+    """Also of few tensors, where a short run is of the same model: but of shorter rounds, and without what
+    a method learns."""
+    rack = Rack(workers=3, link=12.5e6, latency=5e-5, speed=(1.0, 1.0, 0.6))
+    job = Job(cluster=Cluster((rack,)), workload=layers(tensors))
+    made = plan(job.cluster, job.workload, budget_seconds=1e4)
+    full = require_full_runs(made, job)
+    assert {"bsp:fusion=ddp", "osp:collective=native,fusion=ddp"} <= full
+
+
+def test_ddps_row_is_a_full_run_where_it_is_hopeless():
+    """It stands beside the best of each class, and all of them are held against it."""
+
+    def said(job, specs, *, short):
+        slow = {"bsp:fusion=ddp": 1.0, "bsp:fusion=single": 1.0}
+        rest = {"compute_seconds": 0.1, "exposed_seconds": 0.0, "bytes_sent": 1e6}
+        return iter(
+            [
+                Prediction(step_seconds=slow.get(s, 0.1), buckets=1 + short, **rest)
+                for s in specs
+            ]
+        )
+
+    made = plan(cluster(2), layers(17), allowed=("exact",), predict=said)
+    assert not made.row("bsp:fusion=ddp").cut
+    assert made.row("bsp:fusion=single").cut

@@ -3,9 +3,9 @@
 1. All candidates of the first round in a short run, of a model with few tensors. Where these may
    not all fit into the budget, those first that are fastest on a few hosts (`promise`).
 2. The best of each class with one thing more changed in it, in a short run, too.
-3. Those that a short run cannot tell, as their buckets are planned from measured times or the
-   model has more tensors, and that are not `HOPELESS` in their class, in full; what does not fit into
-   the budget is judged by its short run.
+3. Those that a short run cannot tell (`says_more_in_full`, or the model has more tensors), and that
+   are not `HOPELESS` in their class, in full; what does not fit into the budget is judged by its short
+   run.
 
 What it costs is counted (`price`), and not timed, so that all ranks, and all starts, decide alike.
 """
@@ -21,15 +21,14 @@ from functools import partial
 
 import msgspec
 
-from paceline.chosen import read_spec
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError
-from paceline.fusion import MEASURED
 from paceline.interfaces import QUALITIES, Quality
 from paceline.network import Cluster, Workload
 from paceline.plan.candidates import Candidate, crossed, first
 from paceline.plan.coarse import coarse
 from paceline.plan.found import LeftOut, Plan
+from paceline.plan.help import DDP
 from paceline.plan.limits import alone, limit_seconds
 from paceline.plan.predict import (
     Job,
@@ -37,6 +36,7 @@ from paceline.plan.predict import (
     Prediction,
     Refused,
     plain_sgd,
+    says_more_in_full,
 )
 from paceline.plan.price import Budget, cost, usual_seconds
 from paceline.plan.promise import rough
@@ -106,7 +106,7 @@ class _Search:
             return
         self.candidates[one.spec] = one
         self.found[one.spec] = said
-        if not short or (self.quick == self.job and not _needs_more(one.spec)):
+        if not short or (self.quick == self.job and not says_more_in_full(one.spec)):
             self.whole.add(one.spec)
 
     @property
@@ -123,17 +123,25 @@ class _Search:
                 best[quality] = min(mine, key=self.seconds)
         return best
 
-    def alike(self) -> dict[str, list[str]]:
-        """Specs, from the fastest to the slowest, each with those that are to the bit as it is
-        in all that a short run shows, of one method."""
-        groups: dict[tuple[object, ...], list[str]] = {}
-        for spec, said in self.found.items():
-            if spec not in self.whole:
-                name = parse(spec).name
-                key = name, msgspec.structs.replace(said, notes=())
-                groups.setdefault(key, []).append(spec)
-        found = {specs[0]: specs[1:] for specs in groups.values()}
-        return {spec: found[spec] for spec in sorted(found, key=self.seconds)}
+    def for_a_full_run(self) -> list[Candidate]:
+        """Those that a short run does not tell, unless hopeless in their class; the fastest first.
+
+        A short run can show two as equal to the bit that differ in full, as it has fewer tensors and no
+        planned buckets. So each is run; but the first of those that look equal come before the others,
+        should the budget end."""
+        best = {quality: self.seconds(spec) for quality, spec in self.best().items()}
+        seen: Counter[tuple[object, ...]] = Counter()
+        ranked = []
+        for spec in sorted(self.found, key=self.seconds):
+            slowest = HOPELESS * best[self.candidates[spec].quality]
+            # What others are held against is run in any case.
+            if spec in self.whole or (self.seconds(spec) > slowest and spec != DDP):
+                continue
+            said = msgspec.structs.replace(self.found[spec], notes=())
+            key = parse(spec).name, says_more_in_full(spec), said
+            ranked.append((seen[key], self.candidates[spec]))
+            seen[key] += 1
+        return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
     def varied(self) -> dict[Quality, str]:
         """The best of each class that waits for the network: others have nothing to gain."""
@@ -197,20 +205,14 @@ def _search(search: _Search, refused: Mapping[str, str]) -> None:
     among, left_out = crossed(search.varied(), codes, cluster)
     keep = (1 - CROSSED) * budget
     search.look(_by_turns(usable(among)), left_out, short=True, keep=keep)
-    best = {q: search.seconds(spec) for q, spec in search.best().items()}
-    alike = search.alike()
-    hopeful = [
-        search.candidates[spec]
-        for spec in alike
-        if search.seconds(spec) <= HOPELESS * best[search.candidates[spec].quality]
-    ]
+    hopeful = search.for_a_full_run()
     search.look(_by_turns(hopeful), short=False)
-    for one in hopeful:
-        if one.spec in search.whole:
-            search.found |= dict.fromkeys(alike[one.spec], search.found[one.spec])
-            search.whole.update(alike[one.spec])
-        elif one.spec in search.found:  # the budget had no time for it
-            search.hopeful |= {one.spec, *alike[one.spec]}
+    # The budget had no time for the others.
+    search.hopeful |= {
+        one.spec
+        for one in hopeful
+        if one.spec in search.found and one.spec not in search.whole
+    }
 
 
 def _by_promise(search: _Search, among: Sequence[Candidate]) -> list[Candidate]:
@@ -257,12 +259,6 @@ def _without(
                 spec=one.spec, quality=one.quality, why=why
             )
     return usable
-
-
-def _needs_more(spec: str) -> bool:
-    """Whether a full run tells more than a short one."""
-    method, settings = read_spec(spec)
-    return method.updates_on == "server" or settings.fusion in MEASURED
 
 
 def _nothing(search: _Search) -> str:

@@ -164,6 +164,18 @@ def _as_run(spec: str, short: bool, brief: bool) -> _Run:
     return _Run(*(run_as if brief else (method, 0)), settings, short)
 
 
+def says_more_in_full(spec: str) -> bool:
+    """Whether a full run can come to other figures than a short one of the same workload."""
+    quick, full = (_as_run(spec, short, brief=True) for short in (True, False))
+    method = full.method
+    return (
+        method.updates_on == "server"
+        or full.drifts
+        or getattr(method, "learns_for", 0) > 0
+        or (quick.method, quick.settings) != (method, full.settings)
+    )
+
+
 def shorter(method: Any, steps: int) -> tuple[Method, int]:
     """With rounds of so many *steps*, or a few more, where they are long and a shorter one is like them; and by how
     many they are shorter."""
