@@ -4,16 +4,22 @@ A script may call ``distribute`` many times, and a process that imports torch ta
 to start: so one process runs them all, each on a thread and a port of its own. Each line of input
 is an `Order` or an `Introduction`; to each it prints one line, a `Place`. It ends when its
 input does.
+
+A training that has ended leaves nothing here, whether its workers have said goodbye, are lost, or
+its service has failed: neither parameters nor descriptors.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
+from io import FileIO
 
 import msgspec
 import torch
@@ -36,7 +42,7 @@ class Running:
     machine: AnyServer
     shell: Shell
     thread: threading.Thread
-    stop: int
+    stop: FileIO
 
     @property
     def is_over(self) -> bool:
@@ -51,7 +57,9 @@ class Pool:
     """Services on threads of this process."""
 
     def __init__(self) -> None:
-        self._running: list[Running] = []
+        self._running: dict[int, Running] = {}
+        """By number: they are counted as they start."""
+        self._started = 0
 
     def start(self, order: Order) -> Place:
         """One more, which ends with its training."""
@@ -70,41 +78,59 @@ class Pool:
             )
         except UsageError as error:
             return Place(fault=str(error))
+        number, self._started = self._started, self._started + 1
         stopped, stop = os.pipe()
-
-        def serve() -> None:
-            try:
-                shell.run(stopped)
-            finally:
-                shell.close()
-                os.close(stopped)
-
-        thread = threading.Thread(target=serve, name=order.name)
-        self._running.append(Running(machine, shell, thread, stop))
+        thread = threading.Thread(
+            target=self._live, args=(number, stopped), name=order.name
+        )
+        self._running[number] = Running(machine, shell, thread, FileIO(stop, "w"))
         thread.start()
         return Place(port=shell.port)
 
+    def _live(self, number: int, stopped: int) -> None:
+        """The thread of a service. No frame of it holds the service in the end: else it could
+        not be collected here."""
+        try:
+            self._serve(number, stopped)
+        except Exception:  # its workers lose it, and the other services go on
+            traceback.print_exc()
+        # A state machine's parts know each other, and nothing else makes Python look for such
+        # cycles in a process that waits.
+        gc.collect()
+
+    def _serve(self, number: int, stopped: int) -> None:
+        shell = self._running[number].shell
+        try:
+            # A worker of these jobs does not come back: its training is over when all are gone.
+            shell.run(stopped, lasts=False)
+        finally:
+            self._running.pop(number).stop.close()
+            shell.close()
+            os.close(stopped)
+
     def introduce(self, introduction: Introduction) -> Place:
         """Tell a service where its peers are."""
-        # The last one: an earlier one may have ended, and its port been free again.
-        shell = [r.shell for r in self._running if r.shell.port == introduction.port][
-            -1
-        ]
+        shells = [one.shell for one in list(self._running.values())]
+        # The last one: an earlier one may be about to end, and its port be free again.
+        found = [shell for shell in shells if shell.port == introduction.port][-1:]
+        if not found:
+            return Place(fault="it has ended already; see above for what it said")
         try:
-            shell.meet(introduction.sender, introduction.peers, introduction.life)
+            found[0].meet(introduction.sender, introduction.peers, introduction.life)
         except UsageError as error:
             return Place(fault=str(error))
-        return Place(port=shell.port)
+        return Place(port=introduction.port)
 
     def close(self) -> None:
         """End all of them. One whose training is over has up to `LAST_SECONDS`: a worker that
         was done first ends its process, and others still take the final state."""
         deadline = time.monotonic() + LAST_SECONDS
-        for one in self._running:
+        running = list(self._running.values())
+        for one in running:
             if one.is_over:
                 one.thread.join(max(0.0, deadline - time.monotonic()))
-            os.close(one.stop)
-        for one in self._running:
+            one.stop.close()
+        for one in running:
             one.thread.join()
 
 
