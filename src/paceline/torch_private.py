@@ -78,6 +78,15 @@ def accumulator_of(parameter: torch.nn.Parameter) -> Any:
     return view.next_functions[0][0]
 
 
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that now runs comes to the autograd *node*, or has done so.
+
+    Valid only inside a backward pass, and in a callback of `queue_callback`. A pass within
+    a pass, such as a reentrant checkpoint's, has a graph of its own.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def inside_backward() -> bool:
     """Whether a backward pass runs on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)

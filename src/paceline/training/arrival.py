@@ -55,6 +55,8 @@ class Arrivals:
         self._addresses: list[int] = []
         """Of each parameter's part of its bucket."""
         self._seen = [False] * len(parameters)
+        self._left_out: set[int] = set()
+        """What this pass was expected to have no gradient of."""
         self._next_bucket = 0
 
     def make_buckets(self, groups: Sequence[Sequence[int]]) -> None:
@@ -92,6 +94,7 @@ class Arrivals:
     def begin(self) -> None:
         """A backward pass begins."""
         self._seen = [False] * len(self._parameters)
+        self._left_out.clear()
         self._next_bucket = 0
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
@@ -144,14 +147,32 @@ class Arrivals:
             views.append(view)
         bucket.views = tuple(views)
 
+    @property
+    def all_came(self) -> bool:
+        """Whether every tensor took part in this pass."""
+        return all(self._seen) and not self._left_out
+
+    def came(self) -> list[int]:
+        """The parameters whose gradients are there."""
+        left_out = self._left_out
+        return [i for i, seen in enumerate(self._seen) if seen and i not in left_out]
+
+    def leave_out(self, indices: Sequence[int]) -> None:
+        """Of these parameters no gradient will come in this pass: buckets do not wait for
+        them."""
+        for index in indices:
+            self._seen[index] = True
+            self._fill(index)
+            self._place[index][0].missing -= 1
+        self._left_out.update(indices)
+        if not self._at_the_end:
+            self.deliver_complete()
+
     def take(self, index: int) -> None:
         """The gradient of one parameter is there."""
         if self._seen[index]:
-            raise self._refused(
-                f"the gradient of {self._parameters[index][0]!r} came twice in one "
-                "backward pass, after it may have been sent; under activation "
-                "checkpointing use checkpoint(..., use_reentrant=False)"
-            )
+            self._take_again(index)
+            return
         self._seen[index] = True
         self._fill(index)
         bucket = self._place[index][0]
@@ -159,14 +180,35 @@ class Arrivals:
         if not bucket.missing and not self._at_the_end:
             self.deliver_complete()
 
+    def _take_again(self, index: int) -> None:
+        """A gradient comes that nothing waits for: well where it was left out, and its bucket
+        has not left."""
+        bucket, slot = self._place[index]
+        is_open = bucket.index >= self._next_bucket and not bucket.used[slot]
+        if index in self._left_out and is_open:
+            self._left_out.discard(index)
+            self._fill(index)
+            return
+        raise self._refused(
+            f"the gradient of {self._parameters[index][0]!r} came twice in one backward "
+            "pass, or is not in its graph, and came after its bucket may have been sent; "
+            "under activation checkpointing use checkpoint(..., use_reentrant=False)"
+        )
+
     def fill_rest(self) -> bool:
         """The pass is over: tensors that took no part are zero in their buckets. Returns
         whether all took part."""
+        all_came = self.all_came
+        for index in sorted(self._left_out):
+            bucket, slot = self._place[index]
+            set_otherwise = self._parameters[index][1].grad is not None
+            if set_otherwise and not bucket.used[slot]:  # in a hook of the script's
+                self._take_again(index)
         for index, seen in enumerate(self._seen):
             if not seen:
                 self._fill(index)
                 self._place[index][0].missing -= 1
-        return all(self._seen)
+        return all_came
 
     def deliver_complete(self) -> None:
         """Deliver what is complete, in plan order."""

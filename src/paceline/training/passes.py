@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from paceline.torch_private import (
     inside_reentrant_checkpoint,
     queue_callback,
     uncompiled,
+    will_run,
 )
 from paceline.training.faults import Faults
 from paceline.training.presence import Presence
@@ -55,6 +56,8 @@ class Passes:
         self._observers, self._note, self._ended = steps.observers, note, ended
         self._synchronize = True
         self._guarded = False
+        self._graph_tells = False
+        """Whether some tensors were unused in a pass, and its graph told which."""
         # Scripts for DDP set `require_backward_grad_sync` on the model.
         self._attributes = vars(uncompiled(model))
         self._handles = [
@@ -197,7 +200,22 @@ class Passes:
         self._steps.begin_backward()
         self._arrivals.check_memory()
         self._arrivals.in_backward = True
-        queue_callback(self._ended)
+        queue_callback(self._end_backward)
+        if self._graph_tells:
+            # Buckets that wait for unused tensors would leave when backward ends.
+            self._arrivals.leave_out(self._outside_graph(range(len(self._parameters))))
+
+    def _end_backward(self) -> None:
+        """The backward pass is over. If some tensors took no part in it, see whether its
+        graph has told so of them alone: gradients that a reentrant checkpoint computes are
+        in another one."""
+        if not self._arrivals.all_came:
+            self._graph_tells = not self._outside_graph(self._arrivals.came())
+        self._ended()
+
+    def _outside_graph(self, indices: Iterable[int]) -> list[int]:
+        """Those of the parameters that the graph of the running pass does not reach."""
+        return [index for index in indices if not will_run(self._accumulators[index])]
 
     def _require_nothing_under_way(self) -> None:
         if not self._arrivals.in_backward and self._steps.adds_to_what_is_under_way:

@@ -60,6 +60,22 @@ class ChannelsLast(nn.Module):
         return F.linear(seen.mean((2, 3)), self.turned)
 
 
+class Experts(nn.Module):
+    """In each pass some tensors are unused: others on each rank, and some on all."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs = nn.Linear(12, 9)
+        self.experts = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+        self.head = nn.Linear(9, 5)
+        self.calls = 0
+
+    def forward(self, x):
+        expert = self.experts[(dist.get_rank() + self.calls) % 3 + (self.calls > 15)]
+        self.calls += 1
+        return self.head(expert(self.inputs(x).tanh()).tanh())
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
@@ -99,6 +115,8 @@ CASES = {
     "sgd-fused-strides": (ChannelsLast, fused_sgd, "ddp", 1),
     "adamw-fused-strides": (ChannelsLast, fused_adamw, "single", 1),
     "adamw-foreach-strides": (ChannelsLast, foreach_adamw, "wfbp", 3),
+    "sgd-unused": (Experts, sgd, "wfbp", 1),
+    "sgd-unused-accumulated": (Experts, sgd, "wfbp", 3),
     "everything": (Convolutional, grouped, "wfbp", 3),
 }
 
@@ -115,7 +133,9 @@ def train(engine, make_model, make_optimizer, fusion, passes):
         unsynchronized = optimizer.no_sync
     else:
         network = nn.parallel.DistributedDataParallel(
-            model, gradient_as_bucket_view=True
+            model,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=isinstance(model, Experts),
         )
         unsynchronized = network.no_sync
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
