@@ -26,6 +26,7 @@ class Exchange:
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
         self._posted: deque[tuple[Pending, torch.Tensor]] = deque()
+        self._texts: deque[bytes] = deque()
         self._over = False
 
     @property
@@ -50,13 +51,18 @@ class Exchange:
     def tell(self, text: str) -> None:
         """Send rank 0's text; what others give is not looked at."""
         content = text.encode() if self._comm.rank == 0 else b""
-        if len(content) >= WORDS:
-            content = b""  # nothing is better than a part
-        self.post([len(content), *content])
+        self._texts.append(content)
+        self.post([len(content), *content[: WORDS - 1]])
 
     def told(self) -> str:
-        """The text. Raises `LeftError`."""
+        """The text. What one message does not hold follows in others, for which all wait. Raises
+        `LeftError`."""
+        own = self._texts.popleft()
         length, *content = self.take()
+        while len(content) < length:
+            # A worker that has left meanwhile posted its last message in place of this one.
+            self.post(list(own[len(content) : len(content) + WORDS]))
+            content += self.take()
         return bytes(int(one) for one in content[: int(length)]).decode()
 
     def leave(self) -> None:
