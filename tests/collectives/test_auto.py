@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.aggregator.packets import MOST_WORKERS
 from paceline.collectives import auto, make, over
 from paceline.collectives.auto import MARGIN, Auto, cheapest, measure
 from paceline.collectives.comm import TorchComm
@@ -68,13 +69,70 @@ def test_where_switches_add_up_large_messages_go_there() -> None:
         buffer = torch.full((large // 400,), float(rank))
         start = paceline.now()
         comm.all_reduce(buffer, "sum").wait()
-        names = [row.choice(large, comm), row.choice(large, comm, halves=True)]
+        names = [row.choice(large, comm), row.choice(large, comm, at_switches=False)]
         return buffer, paceline.now() - start, names
 
     for buffer, took, names in run(where, body):
         assert names == ["rina", "native"]
         assert torch.allclose(buffer, torch.tensor(28.0))
         assert took < 1.4 * buffer.numel() * 4 / 25e6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "operation", "at_switches"),
+    [
+        (torch.float32, "sum", True),
+        (torch.complex64, "mean", True),
+        (torch.int32, "sum", True),
+        (torch.float32, "max", False),
+        (torch.bfloat16, "sum", False),
+        (torch.float16, "mean", False),
+        (torch.float64, "sum", False),
+        (torch.int64, "sum", False),
+    ],
+)
+def test_switches_are_no_candidate_for_what_they_do_not_form(
+    dtype, operation, at_switches
+) -> None:
+    """All other types take what is the cheapest without switches, and as long as that."""
+    where = cluster(rack(4, aggregates=True), rack(4, aggregates=True))
+    size = 1 << 18
+
+    def took(name: str) -> float:
+        def body(rank: int) -> float:
+            world = join_world()
+            comm = over(make(name), world, TorchComm(world, name))
+            start = paceline.now()
+            element = torch.empty(0, dtype=dtype).element_size()
+            comm.all_reduce(torch.ones(size // element, dtype=dtype), operation).wait()
+            return paceline.now() - start
+
+        return max(run(where, body))
+
+    assert took("auto") == pytest.approx(took("rina" if at_switches else "native"))
+
+
+def test_a_rack_with_more_workers_than_an_aggregator_takes_is_not_for_rina(
+    capsys,
+) -> None:
+    """It is the cheapest by its price, and cannot be begun: another row is taken."""
+    racks = rack(3, aggregates=True), rack(MOST_WORKERS + 1, aggregates=True)
+    where = cluster(*racks)
+    everybody = tuple(range(where.workers))
+    assert cheapest(where, everybody, 1 << 25, switches=True) != "rina"
+    assert cheapest(where, everybody[:8], 1 << 25, switches=True) == "rina"
+
+    def body(rank: int) -> float:
+        world = join_world()
+        comm = over(make("auto"), world, TorchComm(world, "auto"))
+        buffer = torch.ones(4)
+        comm.all_reduce(buffer, "sum").wait()
+        return buffer[0].item()
+
+    assert set(run(where, body)) == {float(where.workers)}
+    told = capsys.readouterr().err
+    assert "rina is left out" in told
+    assert str(MOST_WORKERS) in told
 
 
 def test_what_is_cheapest_by_hand() -> None:

@@ -11,15 +11,16 @@
 4. Sums become numbers: a mean is divided by n. A block in which any rank has a NaN, an infinity or
    2^127 and more is NaN on all ranks.
 
-So all ranks have the same bits. Of float32, bfloat16 and float16 (and complex64) 4 bytes a number
-travel; int32 needs no exponents. Everything else goes around the plain ring: other types, maxima, and
-all where no switch has something to add up. Buffers on CUDA go by the host's memory;
+So all ranks have the same bits. Of float32 (and complex64) 4 bytes a number travel; int32 needs no
+exponents. Everything else goes around the plain ring: other types, maxima, and all where no switch
+has something to add up. bfloat16 and float16 are other types: at switches they would be 4 bytes a
+number, and each rank would send more than around the ring. Buffers on CUDA go by the host's memory;
 under NCCL, which performs no schedules, all is native.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from paceline.aggregator.fixed_point import FixedPoint, exponents_of
-from paceline.aggregator.packets import Array
+from paceline.aggregator.packets import MOST_WORKERS, Array
 from paceline.aggregator.protocol import all_bits
 from paceline.aggregator.ring import Group
 from paceline.aggregator.ring_end import RingEnd
@@ -54,7 +55,12 @@ BLOCK = 358
 SLAB = 256
 """Blocks that are worked on at a time: what stays in a cache."""
 
-_AS_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+def suits_switches(dtype: torch.dtype, operation: ReduceOperation) -> bool:
+    """Whether switches form this of real numbers of that type."""
+    if dtype == torch.int32:
+        return operation == "sum"
+    return dtype == torch.float32 and operation != "max"
 
 
 class Aggregated:
@@ -68,6 +74,8 @@ class Aggregated:
         self._aggregations: dict[str, Aggregation] = {}
         self._ring = _Ring()
         self._datagrams: UdpAggregation | None = None
+        self._tell: Callable[[str], None] | None = None
+        """Says a sentence to people, once for the job; None: it has been said."""
 
     # ---- what a row says ----
 
@@ -86,6 +94,10 @@ class Aggregated:
     def plain(self, comm: Comm) -> bool:
         """Whether no switch has anything to add up, so that all goes around the ring."""
         return all(group.rack is None for group in self.groups(comm))
+
+    def has_room(self, comm: Comm) -> bool:
+        """Whether no aggregator would have more workers than it takes."""
+        return all(len(group.ranks) <= MOST_WORKERS for group in self.groups(comm))
 
     def end(self, comm: TorchComm) -> MakeEnd:
         """What makes a rank's end of what adds up for *comm*, where aggregators are programs."""
@@ -107,6 +119,7 @@ class Aggregated:
                 "that adds up at its switch (key 'aggregates' of the cluster file), so sums "
                 "go around the plain ring"
             )
+        self._tell = comm.tell
         if virtual_end(comm.process_group) is None:
             self._datagrams = UdpAggregation(self, terms_of(comm, world))
             comm.at_close(self._datagrams.close)
@@ -135,10 +148,11 @@ class Aggregated:
         if buffer.is_cuda and own.follows_streams:
             return own.all_reduce_natively(buffer, operation)
         flat = flat_of(buffer.detach())
-        suits = flat.dtype in _AS_FLOATS or (
-            flat.dtype == torch.int32 and operation == "sum"
-        )
-        if operation == "max" or not suits or not len(flat) or self.plain(own):
+        if not len(flat) or self.plain(own):
+            return self._ring.run(comm, buffer, operation)
+        if not suits_switches(flat.dtype, operation):
+            if flat.dtype.is_floating_point and flat.dtype.itemsize == 2:
+                self._say_half(flat.dtype)
             return self._ring.run(comm, buffer, operation)
         aggregation = self.aggregation_of(own)
         if aggregation is None:
@@ -148,6 +162,15 @@ class Aggregated:
             elements = wire_bytes(buffer) // flat.element_size()
         kind = _Integers if flat.dtype == torch.int32 else _Numbers
         return kind(aggregation, own, flat, elements, operation).start()
+
+    def _say_half(self, dtype: torch.dtype) -> None:
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            name = str(dtype).removeprefix("torch.")
+            tell(
+                f"collective={self.name}: {name} buffers go around the plain ring, with 2 bytes "
+                "a number; at switches they would be 4 bytes a number, more than the ring sends"
+            )
 
 
 class _Ring(Scheduled):

@@ -4,8 +4,9 @@ Where the cluster is known, the candidates' schedules are priced on it: the same
 and in all worlds. Where it is not, they are timed once, when training begins, and all ranks go
 by the slowest one's times. ``native`` is kept unless another one is cheaper by `MARGIN`.
 
-``rina`` is a candidate where the cluster is known and switches add up, and in real jobs
-where what does is found.
+``rina`` is a candidate for what switches form (`aggregated.suits_switches`), where the cluster is
+known, switches add up, and no rack has more workers than one takes; in real jobs where what does is
+found.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from paceline.collectives.aggregated import exponent_bytes
+from paceline.aggregator.packets import MOST_WORKERS
+from paceline.collectives.aggregated import exponent_bytes, suits_switches
+from paceline.collectives.messages import real
 from paceline.collectives.places import aggregating_racks
 from paceline.collectives.pricing import seconds
 from paceline.collectives.rina import Rina
@@ -64,7 +67,7 @@ SHOWN = tuple(1024 * 4**i for i in range(9))
 
 class Auto:
     """Formed by: the cheapest of `native`, `tree`, `halving-doubling`, `hierarchical`, and `rina` where
-    switches add up, for the size of the message: priced on the cluster where that is known,
+    switches add up float32, for the size of the message: priced on the cluster where that is known,
     else as measured when training begins. Sends: what the one that it takes sends. Good for: messages of
     different sizes, and networks that one has not measured."""
 
@@ -93,18 +96,19 @@ class Auto:
         own = cast("TorchComm", comm)
         name = Native.name
         if not (buffer.is_cuda and own.follows_streams):  # NCCL chooses by itself
-            name = self.choice(wire_bytes(buffer), own)
+            at_switches = suits_switches(real(buffer).dtype, operation)
+            name = self.choice(wire_bytes(buffer), own, at_switches=at_switches)
         if name == Native.name:
             return own.all_reduce_natively(buffer, operation)
         pending: Pending = self.row(name).run(comm, buffer, operation)
         return pending
 
-    def choice(self, size: int, comm: TorchComm, *, halves: bool = False) -> str:
-        """The row for a message of *size* bytes among the ranks of *comm*; with *halves*, one
-        that has them. Sizes up to the next power of two are one."""
+    def choice(self, size: int, comm: TorchComm, *, at_switches: bool = True) -> str:
+        """The row for a message of *size* bytes among the ranks of *comm*. *at_switches*: whether
+        switches could form it. Sizes up to the next power of two are one."""
         size = 1 << max(0, size - 1).bit_length()
         places = comm.places
-        switches = self._adds_up and not halves
+        switches = self._adds_up and at_switches
         key = places.workers, size, switches
         if key not in self._known:
             if places.cluster is not None:
@@ -137,11 +141,19 @@ class Auto:
         spans[-1] = spans[-1].partition(" to ")[0] + (
             " beyond" if len(spans) > 1 else " for all sizes"
         )
-        return f"collective=auto: {', '.join(spans)}, {how}"
+        told = f"collective=auto: {', '.join(spans)}, {how}"
+        if comm.places.cluster is not None and not self._rina.has_room(comm):
+            told += (
+                f"; rina is left out, since a rack has more than {MOST_WORKERS} workers, the "
+                "most that one aggregator takes"
+            )
+        return told
 
     def _found(self, comm: TorchComm, world: World) -> bool:
         """Whether the switches that add up on this cluster can be used."""
         if comm.places.cluster is None or self._rina.plain(comm):
+            return False
+        if not self._rina.has_room(comm):
             return False
         addresses = world.aggregators
         return addresses is None or comm.aggregating <= addresses.keys()
@@ -165,7 +177,7 @@ def cheapest(
         for name, row in CANDIDATES.items()
     }
     rina = Rina()
-    if not rina.plain(shape):
+    if not rina.plain(shape) and rina.has_room(shape):
         exponents = exponent_bytes(size // 4)
         agreeing = CANDIDATES[HalvingDoubling.name].schedule(exponents, shape, racks)
         times[rina.name] = seconds(agreeing, cluster, workers) + seconds(

@@ -156,7 +156,7 @@ def _row(comm: TorchComm, buffer: torch.Tensor) -> Collective:
     check_halves(row)
     if isinstance(row, Auto):
         chosen: Collective = CANDIDATES[
-            row.choice(wire_bytes(buffer), comm, halves=True)
+            row.choice(wire_bytes(buffer), comm, at_switches=False)
         ]
         return chosen
     return row

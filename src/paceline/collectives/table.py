@@ -38,11 +38,12 @@ took 1.18 times as long (8 emulated hosts, two racks, 400 and 100 Mbit/s, 1 and 
 file): the seconds of each schedule on idle links, from `collectives/pricing.py`, which are those of the virtual world. The same choice on all ranks and in all worlds, in each group by
 where its members are; sizes up to the next power of two are one. Where nothing is known it times them at 1 KB to 4 MB when training begins, for about a second, and goes by the slowest
 rank's times; which row it takes may then differ from run to run, and with it the last bits. It says which in one line. `native` is kept unless another one is more than
-5 % cheaper, and always under NCCL, which chooses by itself.
+5 % cheaper, and always under NCCL, which chooses by itself. `rina` is a candidate for what switches form, where no rack has more than the 64 workers that one aggregator takes.
 
 **rina**, **switchml** and **atp** form sums at switches, where something stands that adds up: `aggregates = true` in the cluster file, `paceline aggregate` in real jobs. Numbers
-become 32-bit integers, so all ranks and worlds have the same bits whatever switch has added what; other types, and maxima, go around the ring, and so does everything where no switch adds up. They
-have no halves. See docs/rina.md.
+become 32-bit integers, so all ranks and worlds have the same bits whatever switch has added what. Only float32 (with complex64) and sums of int32 are formed there: other types, and maxima, go around the ring, and so does
+everything where no switch adds up. **bfloat16 and float16 go around the ring, too**, since at a switch they would be 4 bytes a number, and each rank would send more than the ring does: so `compression=bf16` and `fp16`, and models of
+16 bits, gain nothing from a switch, and a line says so when training begins. They have no halves. See docs/rina.md.
 
 **Measured** (`python benchmarks/collectives.py`, 8 emulated hosts, real processes, no latency to be emulated; rows in turn): on one switch at 400 Mbit/s, and in two racks of four
 at 400 and 100 Mbit/s, the order of rows is as predicted in all 56 pairs whose predictions are clearly apart, at 1 KB, 1 MB and 32 MB. At 32 MB rows are within 6 % of
