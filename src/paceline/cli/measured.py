@@ -15,11 +15,11 @@ from paceline.network import Cluster, Workload
 from paceline.options import RunOptions
 from paceline.units import show_age
 from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
+from paceline.worlds.virtual.checkpoints import redirect_checkpoints
 from paceline.worlds.virtual.compute import StaleProfileError, UnmeasuredCodeError
 from paceline.worlds.virtual.kept import find_profile, keep_profile
 from paceline.worlds.virtual.profile import profile_script
 from paceline.worlds.virtual.script import run_script
-from paceline.worlds.virtual.set_aside import checkpoints_set_aside
 
 
 def profiled(
@@ -78,7 +78,7 @@ def profiled_anew(
     *scratch*."""
     if why:
         print(f"compute: profiling again: {why}", file=sys.stderr)
-    with standard_output_for_result(True), checkpoints_set_aside(scratch):
+    with standard_output_for_result(True), redirect_checkpoints(scratch):
         profile = profile_script(
             str(script), arguments, cluster, options, patience=patience
         )
@@ -136,7 +136,7 @@ def run_or_profile_anew(
 def _run(
     simulation: Simulation, script: Path, arguments: list[str], scratch: Path
 ) -> SimulationResult:
-    with checkpoints_set_aside(scratch) as made:
+    with redirect_checkpoints(scratch) as made:
         outcome = run_script(simulation, str(script), arguments)
     if made:
         words = made[0].name + ", ..." * (len(made) > 1)

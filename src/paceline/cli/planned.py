@@ -114,8 +114,8 @@ def _with_codes(
     so are they, the first ones first, as far as *budget* goes. Twice, since what comes next may be another guess."""
     from paceline.plan.codes import codes_in_front, revised, seconds_of
     from paceline.plan.together import in_this_process
+    from paceline.worlds.virtual.checkpoints import redirect_checkpoints
     from paceline.worlds.virtual.profile import measured_codes
-    from paceline.worlds.virtual.set_aside import checkpoints_set_aside
 
     cores = _busy_cores(job.cluster)
     for _ in range(2):
@@ -128,7 +128,7 @@ def _with_codes(
         if not codes:
             break
         told(f"measuring {', '.join(codes)}", None, None)
-        with o.standard_output_for_result(True), checkpoints_set_aside(o.SCRATCH):
+        with o.standard_output_for_result(True), redirect_checkpoints(o.SCRATCH):
             coding = measured_codes(str(script), arguments, codes, cores)
         if not coding:  # nothing is predicted again
             budget.left += sum(prices[code] for code in codes)

@@ -21,8 +21,8 @@ from paceline.options import RunOptions
 from paceline.plan.predict import MakeOptimizer, plain_sgd
 from paceline.tensors import wire_bytes
 from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.worlds.virtual.checkpoints import redirect_checkpoints
 from paceline.worlds.virtual.script import run_script
-from paceline.worlds.virtual.set_aside import checkpoints_set_aside
 
 TRIED_STEPS = 3
 """A script that clips by itself does so in its first step; a scheduler may come after it."""
@@ -110,7 +110,7 @@ def _run(
     with (
         redirect_stdout(quiet),
         redirect_stderr(quiet),
-        checkpoints_set_aside(scratch),
+        redirect_checkpoints(scratch),
     ):
         run_script(simulation, script, arguments)
     return simulation

@@ -19,8 +19,8 @@ from paceline.options import RunOptions
 from paceline.report.goal import Goal
 from paceline.units import show_seconds
 from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
+from paceline.worlds.virtual.checkpoints import redirect_checkpoints
 from paceline.worlds.virtual.script import run_script
-from paceline.worlds.virtual.set_aside import checkpoints_set_aside
 
 Told = Callable[[str, int, int], None]
 
@@ -69,7 +69,7 @@ class Trained:
         with (
             redirect_stdout(quiet),
             redirect_stderr(quiet),
-            checkpoints_set_aside(self.scratch),
+            redirect_checkpoints(self.scratch),
         ):
             return run_script(simulation, self.script, self.arguments)
 
