@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from paceline import collectives, methods, spec
-from paceline.chosen import compressed, own_compression
+from paceline.chosen import brief_spec, compressed, own_compression
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.collectives.halves import check_halves
@@ -138,8 +138,7 @@ def prepare(subject: Subject, method: Method, settings: Settings) -> Prepared:
         _check_servers_update_all(chosen, optimizer, parameters)
     own = own_compression(named)
     full = spec.spec_of(named.name, named, **settings.as_keys(own))
-    brief = spec.Spec(named.name, spec.changed(named) | settings.changed_keys(own))
-    return Prepared(chosen, settings, forming, str(full), str(brief))
+    return Prepared(chosen, settings, forming, str(full), brief_spec(named, settings))
 
 
 def begin(subject: Subject, prepared: Prepared, *, anew: bool = True) -> Made:

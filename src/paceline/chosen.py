@@ -28,6 +28,12 @@ def own_compression(method: Method) -> Compressor:
     return UNSAID if own is None else make(own)
 
 
+def brief_spec(method: Method, settings: Settings) -> str:
+    """What of the two is not as by default."""
+    keys = settings.changed_keys(own_compression(method))
+    return str(spec.Spec(method.name, spec.changed(method) | keys))
+
+
 def fitted(method: Method, settings: Settings) -> tuple[Method, Settings]:
     """The two, as they go together. Raises `UsageError` where they do not."""
     settings = _with_collective_of(method, settings)

@@ -6,12 +6,14 @@ Mechanisms count here; methods contain no logging.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from paceline.errors import UsageError
+
+_Step = TypeVar("_Step")
 
 MOST_NOTES = 8
 """Sentences that stand beside a run's figures; a training may say ever so many."""
@@ -200,11 +202,14 @@ class Journal:
         does what it will; without such steps, all but the first, which carries the
         start-up's costs."""
         first = self.step_count - len(self.steps)  # steps that are no longer kept
-        numbered = list(enumerate(self.steps, first + 1))
+        return self.usual_of(list(enumerate(self.steps, first + 1)))
+
+    def usual_of(self, numbered: Sequence[tuple[int, _Step]]) -> list[_Step]:
+        """Of steps, each with its number, those that `settled_steps` takes."""
         usual = max(2, self.settled_from or self.method_settled_after + 1)
-        settled = [record for number, record in numbered if number >= usual]
-        warm = [record for number, record in numbered if number > 1]
-        return settled or warm or list(self.steps)
+        settled = [step for number, step in numbered if number >= usual]
+        warm = [step for number, step in numbered if number > 1]
+        return settled or warm or [step for _, step in numbered]
 
     def note(self, sentence: str) -> None:
         """Keep a sentence that belongs beside the run's figures: the last few."""

@@ -1,16 +1,22 @@
 """A diagnosis: faults that cost something, what mending gains, in at most ten lines."""
 
+import re
 from dataclasses import replace
 
 import msgspec
 import pytest
 from msgspec.structs import replace as replace_all
 
-from paceline.doctor import Diagnosis, diagnose
+from paceline.doctor import Diagnosis
+from paceline.doctor import diagnose as diagnosed
 from paceline.doctor.faults import FAULTS, LATER
+from paceline.doctor.faults_patient import patient_of
+from paceline.doctor.faults_picture import Picture
+from paceline.doctor.page import doctor_page
 from paceline.errors import UsageError
 from paceline.network import Cluster, Rack
 from paceline.plan.predict import Job, predict
+from paceline.report.sections import Matrix, Words
 from tests.doctor.synthetic import BRIDGE, ETHERNET, Site
 from tests.doctor.test_suspects import MAKERS
 from tests.plan.helpers import layers
@@ -21,6 +27,15 @@ WORK = layers(4, 8.0, 0.03, 0.06)
 
 def site(hosts=4, **more):
     return Site(**{"hosts": hosts, "workload": WORK, "noise": 0.0} | more)
+
+
+def diagnose(evidence):
+    """Where a step takes what its parts say."""
+    if any(one.step is None for one in evidence.workers):
+        return diagnosed(evidence)
+    seconds = patient_of(Picture(evidence)).step_seconds()
+    workers = tuple(_with_step(one, seconds) for one in evidence.workers)
+    return diagnosed(replace_all(evidence, workers=workers))
 
 
 def named(made):
@@ -136,8 +151,78 @@ def test_what_retransmissions_cost_is_what_nothing_else_explains():
     later = msgspec.structs.replace(
         evidence, workers=tuple(_with_step(one, 0.5) for one in evidence.workers)
     )
-    gains = diagnose(later).faults[0].gains_seconds
+    gains = diagnosed(later).faults[0].gains_seconds
     assert gains == pytest.approx(0.5 - predicted)
+
+
+@pytest.mark.parametrize("part", [0.8, 0.9, 1.1, 1.2])
+def test_a_step_that_is_predicted_wrongly_is_promised_no_gain(part):
+    made = site(factors={1: 2.0})
+    evidence = made.evidence()
+    seconds = part * diagnose(evidence).predicted_seconds
+    workers = tuple(_with_step(one, seconds) for one in evidence.workers)
+    found = diagnosed(replace_all(evidence, workers=workers))
+    assert [one.name for one in found.faults] == ["slow host"]
+    promised = abs(part - 1) < 0.15
+    assert (found.faults[0].gains_seconds is not None) == promised
+    assert (found.mended_seconds is not None) == promised
+    assert len(found.notes) == (not promised)
+    assert ("% shorter" in doctor_page(found, evidence, "").answer) == promised
+
+
+def test_a_method_is_compared_with_those_that_promise_as_much():
+    """All gradients of osp go over the link of worker 0."""
+    found = diagnose(replace(site(), spec="osp").evidence())
+    (fault,) = found.faults
+    assert fault.name == "slow method"
+    assert "--method bsp" in fault.command
+    assert "osp:servers=per-node" in fault.do
+    assert found.mended_seconds < found.predicted_seconds / 2
+    assert not named(replace(site(), spec="bsp"))
+    assert not named(replace(site(), spec="local-sgd"))
+
+
+def test_nothing_is_named_slow_where_there_is_nothing_to_wait_for():
+    small = layers(4, 0.01, 0.03, 0.06)
+    assert not named(site(spec="osp", workload=small))
+
+
+def test_a_page_marks_what_is_a_fault_and_nothing_else():
+    """A link for which nobody waits is none; and what is to be run is written as it is typed."""
+    made = site(hosts=6, workload=layers(4, 0.01, 0.03, 0.06))
+    MAKERS["slow link"](made, 1)
+    evidence = made.evidence()
+    found = diagnose(evidence)
+    assert found.healthy
+    assert not _marked(doctor_page(found, evidence, ""))
+    page = doctor_page(found, evidence, "")
+    said = [
+        line for one in page.sections if isinstance(one, Words) for line in one.lines
+    ]
+    assert any(line.endswith("paceline plan SCRIPT") for line in said)
+    made.workload = WORK
+    evidence = made.evidence()
+    assert _marked(doctor_page(diagnose(evidence), evidence, ""))
+
+
+def _marked(page):
+    """Cells of matrices that are marked."""
+    return [
+        cell
+        for one in page.sections
+        if isinstance(one, Matrix)
+        for row in one.cells
+        for cell in row
+        if cell is not None and cell.bad
+    ]
+
+
+def test_a_limit_is_never_said_to_be_above_what_is_measured():
+    made = site(hosts=2, link=2.5e6 * 0.9631)
+    (fault,) = diagnose(made.evidence()).faults
+    said = re.search(r"below ([\d.]+) s a step", fault.because)
+    limit = patient_of(Picture(made.evidence())).limit_seconds
+    assert limit * 0.99 < float(said[1]) <= limit
 
 
 def _with_step(worker, seconds):
@@ -173,7 +258,7 @@ def test_a_network_too_slow_for_any_exact_method_is_told_of_a_class_that_helps()
 
 
 def test_every_fault_word_is_tested_here_and_shown_on_the_page():
-    tested = {*MAKERS, "start-up", "too slow for exact"}
+    tested = {*MAKERS, "start-up", "slow method", "too slow for exact"}
     assert tested == {row.name for row in (*FAULTS, *LATER)}
 
 
@@ -207,11 +292,26 @@ def test_without_a_script_links_and_machines_are_judged():
     assert [one.name for one in found.faults] == ["slow link"]
     assert found.step_seconds is None
     assert "64 MiB" in found.lines()[0]
-    half = [
-        replace_all(one, speed=0.5 if one.rank == 1 else 1.0) for one in bare.workers
-    ]
-    found = diagnose(replace_all(bare, workers=tuple(half)))
+    half = replace_all(bare, workers=_half_as_fast(bare, 1))
+    found = diagnose(half)
     assert {one.name for one in found.faults} == {"slow link", "slow host"}
+    # Processes of one machine do not differ by what it is.
+    found = diagnose(replace_all(half, shared_cores=2))
+    assert {one.name for one in found.faults} == {"slow link"}
+
+
+def test_of_two_workers_that_were_measured_once_nobody_knows_which_is_usual():
+    evidence = site(hosts=2).evidence()
+    bare = [replace_all(one, step=None) for one in evidence.workers]
+    bare = replace_all(evidence, workload=None, workers=tuple(bare))
+    assert diagnose(replace_all(bare, workers=_half_as_fast(bare, 1))).healthy
+
+
+def _half_as_fast(evidence, rank):
+    return tuple(
+        replace_all(one, speed=0.5 if one.rank == rank else 1.0)
+        for one in evidence.workers
+    )
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,9 @@ def test_where_a_step_goes():
     assert len(evidence.workers) == 4
     for worker in evidence.workers:
         step = worker.step
-        assert step.steps == 5  # of eight; the first has no beginning
+        assert step.steps == 7  # of eight; the first has no beginning
+        assert step.steady
+        assert step.passes == 1
         assert step.forward.median == pytest.approx(0.1)
         assert step.backward.median == pytest.approx(0.2)
         assert step.input.median == step.update.median == 0
@@ -145,7 +147,8 @@ def test_parts_make_up_the_step_wherever_a_method_waits(spec):
         # Of a method's rounds these are means, which add up; waits differ from round to round.
         assert parts == pytest.approx(found.step.median, rel=0.05)
         assert found.forward.median > 0
-    assert {watch.evidence().steps for watch in watches} == {6}
+    (count,) = {watch.evidence().steps for watch in watches}
+    assert count >= 6
 
 
 def test_a_slow_host_is_slow_before_its_first_wait_and_nowhere_in_the_step():
@@ -182,6 +185,7 @@ def test_accumulated_passes_are_one_step():
 
     evidence = examine(Cluster((rack(2),)), body, forward=0.1, backward=0.2)
     step = evidence.workers[0].step
+    assert step.passes == 2
     assert step.forward.median == pytest.approx(0.2)
     assert step.backward.median == pytest.approx(0.4)
 
@@ -219,7 +223,7 @@ def test_a_part_of_the_model_that_is_called_by_itself():
             optimizer.step()
 
     step = examine(Cluster((rack(2),)), body, backward=0.2).workers[0].step
-    assert step.steps == 3
+    assert step.steps == 5
     assert step.input.median == 0
     assert step.forward.median + step.backward.median > 0
 

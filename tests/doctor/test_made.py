@@ -20,16 +20,21 @@ RACK = Rack(workers=4, link=125e6, latency=5e-5)
 SPEEDS = (1.0, 1.0, 0.6, 1.0)
 
 
-def examine(cluster, workload, waits=None):
-    """The diagnosis of a training there; *waits*: by rank, seconds before each pass."""
+def evidence_of(
+    cluster, workload, waits=None, method="bsp:fusion=ddp", steps=6, passes=1
+):
+    """What is measured of a training there; *waits*: by rank, seconds before each pass; *passes*: of a step."""
     found = []
 
     def body(rank):
         paceline.init()
         model = paceline.stand_in(workload)
         plain = torch.optim.SGD(model.parameters(), lr=1e-6)
-        optimizer = paceline.distribute(model, plain, method="bsp:fusion=ddp")
-        for _ in range(6):
+        optimizer = paceline.distribute(model, plain, method=method)
+        for _ in range(steps):
+            for _ in range(passes - 1):
+                with optimizer.no_sync():
+                    model(torch.full((8,), 1.0 + rank)).backward()
             if waits:
                 current_world().spend(waits.get(rank, 0.0), "input")
             model(torch.full((8,), 1.0 + rank)).backward()
@@ -38,7 +43,12 @@ def examine(cluster, workload, waits=None):
     simulation = Simulation(cluster)
     examined(simulation, found.append, 0.02)
     simulation.run(body)
-    return diagnose(found[0])
+    return found[0]
+
+
+def examine(*arguments):
+    """Its diagnosis."""
+    return diagnose(evidence_of(*arguments))
 
 
 def slower(link):
@@ -92,3 +102,38 @@ def test_what_was_made_is_named(name, where, cluster, workload, waits):
     assert found.predicted_seconds == pytest.approx(found.step_seconds, rel=0.03)
     if name:
         assert found.faults[0].gains_seconds > 0.05 * found.step_seconds
+
+
+MANY = layers(40, 40 * 24e-3, 0.02, 0.04)
+"""Tensors that travel in more buckets than DDP would make of them."""
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_is_predicted_is_what_ran(passes):
+    """With the buckets that were planned, and with as many passes: without its fault a step takes what it
+    takes where nobody is slow."""
+    rack = replace(RACK, link=12.5e6)
+    slow, equal = (
+        examine(Cluster((one,)), MANY, None, "bsp", 24, passes)
+        for one in (replace(rack, speed=(1.0, 1.0, 0.5, 1.0)), rack)
+    )
+    for found in (slow, equal):
+        assert found.predicted_seconds == pytest.approx(found.step_seconds, rel=0.01)
+    assert equal.healthy
+    assert [one.name for one in slow.faults] == ["slow host"]
+    assert slow.mended_seconds == pytest.approx(equal.step_seconds, rel=0.01)
+    gains = slow.step_seconds - equal.step_seconds
+    assert slow.faults[0].gains_seconds == pytest.approx(gains, rel=0.02)
+
+
+def test_steps_are_those_in_steady_state():
+    """As the recorder tells them: after the plan of buckets, and after a method's own budget."""
+    planned = evidence_of(Cluster((RACK,)), MANY, None, "bsp", 24)
+    step = planned.workers[0].step
+    assert step.steady
+    assert 5 < step.steps < 15
+    assert planned.notes == ()
+    adapts = evidence_of(Cluster((RACK,)), WORK, None, "osp:budget=loss", 12)
+    assert not adapts.workers[0].step.steady
+    assert len(adapts.notes) == 1
+    assert "12 steps" in adapts.notes[0]

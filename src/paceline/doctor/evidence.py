@@ -35,13 +35,15 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one worker's step goes: seconds, over so many *steps* that were settled.
+    """Where one worker's step goes: seconds, over so many *steps*: those in steady state, as its
+    recorder tells them; not *steady*: there were none, and these are of the warm-up.
 
     *input*: from the end of a step to the first forward pass. *first_wait*: from the end of a step
     to the first wait for the network: a straggler makes all steps alike, and not this.
     *backward* without waits, *exposed* are all waits. *messages* and *bytes_sent*: of a step, this worker's.
     *at_end*: the part of the gradients' bytes that became ready in the last tenth of the
-    backward pass. *compiled_whole*: the whole model is one compiled graph.
+    backward pass. *compiled_whole*: the whole model is one compiled graph. *passes*: forward and
+    backward passes of a step, which is more than one where gradients are accumulated.
     """
 
     steps: int
@@ -56,6 +58,8 @@ class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
     bytes_sent: float
     at_end: float = 0.0
     compiled_whole: bool = False
+    passes: int = 1
+    steady: bool = True
 
 
 class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):

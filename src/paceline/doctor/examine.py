@@ -18,6 +18,7 @@ from paceline.interfaces import World
 from paceline.network import Workload, cluster_toml
 from paceline.probe import infer_cluster
 from paceline.profiling import Profiler
+from paceline.report.result import unsettled
 
 IDLE_SECONDS = 0.5
 CPU = torch.device("cpu")
@@ -144,7 +145,16 @@ def _evidence(world: World, found: NetworkFound, said: Sequence[_Said]) -> Evide
         workload=_of_the_usual(said),
         spec=said[0].spec,
         shared_cores=findings.shared_cores,
+        notes=_cautions(world, said),
     )
+
+
+def _cautions(world: World, said: Sequence[_Said]) -> tuple[str, ...]:
+    """Why the steps that were watched tell little about later ones, if they do."""
+    step = said[0].worker.step
+    if step is None or step.steady:
+        return ()
+    return (unsettled(world.journal.step_count, world.journal),)
 
 
 def _of_the_usual(said: Sequence[_Said]) -> Workload | None:

@@ -15,13 +15,13 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import harmonic_mean
 
 import msgspec
 
 from paceline.doctor.evidence import Evidence
 from paceline.doctor.faults_kinds import Found, Hosts, LateRow, Row
-from paceline.doctor.faults_limits import GAIN
+from paceline.doctor.faults_limits import GAIN, UNLIKE
 from paceline.doctor.faults_network import (
     contention,
     loss,
@@ -32,7 +32,7 @@ from paceline.doctor.faults_network import (
 )
 from paceline.doctor.faults_patient import Patient, patient_of
 from paceline.doctor.faults_picture import Picture
-from paceline.doctor.faults_training import start_up, too_slow
+from paceline.doctor.faults_training import slow_method, start_up, too_slow
 from paceline.doctor.faults_workers import (
     input_starves,
     no_overlap,
@@ -118,6 +118,12 @@ LATER: tuple[LateRow, ...] = (
         find=start_up,
     ),
     LateRow(
+        name="slow method",
+        seen="a step in virtual time by the method in use, against others that promise as much or more",
+        do="the method that it names, or a server on each host",
+        find=slow_method,
+    ),
+    LateRow(
         name="too slow for exact",
         seen="the shortest step of any exact mean, against computing",
         do="the class that helps, with the command; or faster links",
@@ -136,7 +142,7 @@ UNSEEN = "loss"
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """*name*: of the registry. *where*: which host, link or rack. *because*: what was measured.
     *do*: what to do, *command*: what to run, if that is to be run. *gains_seconds*: by how much a step is shorter
-    then, predicted (None: nobody can know)."""
+    then, predicted (None: nobody can know, or the step itself was predicted wrongly)."""
 
     name: str
     where: str
@@ -148,8 +154,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """*faults*, from what is to be done first. *step_seconds* as measured, *predicted_seconds* of the job as its
-    parts were measured, *mended_seconds* without its faults; *alone_seconds*: one machine's, *limit_seconds*: of any
-    exact mean. Where no script *ran* they are those of an all-reduce of 64 MiB, and there is no step."""
+    parts were measured, *mended_seconds* without its faults (None: nobody can know); *alone_seconds*: one machine's, *limit_seconds*: of any
+    exact mean on the network as it is. Where no script *ran* they are those of an all-reduce of 64 MiB, and there is no step. *notes* say
+    why figures tell little, if they do."""
 
     faults: tuple[Fault, ...]
     world: str
@@ -161,6 +168,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     limit_seconds: float
     step_seconds: float | None = None
     alone_seconds: float | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -276,8 +284,13 @@ class _Visit:
 def _diagnosis(picture: Picture, visit: _Visit) -> Diagnosis:
     evidence, patient = picture.evidence, visit.patient
     measured = [one.step.step.median for one in evidence.workers if one.step]
-    step = median(measured) if picture.trains else None
+    # Workers that wait for nobody do different numbers of steps: their rates add up.
+    step = harmonic_mean(measured) if picture.trains else None
     predicted = patient.step_seconds()
+    notes = list(evidence.notes)
+    off = _off(step, predicted, losing=UNSEEN in visit.found)
+    if off:
+        notes.append(off)
     faults = [
         Fault(
             name=name,
@@ -285,7 +298,7 @@ def _diagnosis(picture: Picture, visit: _Visit) -> Diagnosis:
             because=visit.found[name].because,
             do=visit.found[name].do,
             command=visit.found[name].command,
-            gains_seconds=_with_unseen(name, gains, step, predicted),
+            gains_seconds=None if off else _with_unseen(name, gains, step, predicted),
         )
         for name, gains in visit.ranked()
     ]
@@ -297,9 +310,26 @@ def _diagnosis(picture: Picture, visit: _Visit) -> Diagnosis:
         ran=picture.trains,
         step_seconds=step,
         predicted_seconds=predicted,
-        mended_seconds=visit.mended(visit.found).step_seconds(),
+        mended_seconds=None if off else visit.mended(visit.found).step_seconds(),
         alone_seconds=alone(patient.job).step_seconds if picture.trains else None,
         limit_seconds=patient.limit_seconds,
+        notes=tuple(notes),
+    )
+
+
+def _off(step: float | None, predicted: float | None, *, losing: bool) -> str:
+    """Why nothing that is predicted of this step is to be believed, or nothing. What a step takes longer
+    where packets are lost is known: retransmissions."""
+    if step is None or (losing and predicted is not None and step > predicted):
+        return ""
+    if predicted is None:
+        return "this step cannot be predicted from its parts, and so no gain can"
+    part = abs(step - predicted) / step
+    if part <= UNLIKE:
+        return ""
+    return (
+        f"the step was predicted {100 * part:.0f} % off what was measured: so no gain is "
+        "predicted"
     )
 
 

@@ -42,6 +42,9 @@ SLOW_PASSES = 1.15
 """Times the median worker's forward and backward. Equal machines differ by a few percent, by heat and
 neighbours."""
 
+FEWEST_WORKERS = 3
+"""For one of them to be slower than usual, where each was measured once."""
+
 NOISE = 3.0
 """Standard errors by which a median must differ, too: of few or restless steps no word."""
 
@@ -71,6 +74,13 @@ NEAR_ITS_LIMIT = 0.4
 TOO_SLOW = 2.0
 """Times a worker's own computing: where the shortest step of any exact mean is longer, more than half of
 every machine is lost whatever method sends whole gradients."""
+
+SLOW_METHOD = 1.5
+"""Times the step of another method that promises as much, or more: methods of a class differ by less where
+each is used as it is meant."""
+
+UNLIKE = 0.15
+"""Of a measured step: a prediction of it that is farther off promises no gain."""
 
 HELPS = 0.5
 """Of what the fastest class gains: the strongest promise that gains as much is advised."""

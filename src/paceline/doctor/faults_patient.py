@@ -40,7 +40,8 @@ NO_SCRIPT = Workload(
 @dataclass(frozen=True)
 class Patient:
     """*out*, *into*: bytes per second of each host's link; *racks*: hosts; *uplink*: bytes per second
-    between racks (None: never the limit). *hosts*: of each worker; *speeds*, *inputs*: of each worker.
+    between racks (None: never the limit). *hosts*: of each worker; *speeds*, *inputs*: of each worker,
+    these of a whole step. *workload*: of a pass, of which a step has *passes*.
     *paths*: from which host to which one less goes than over their links, and how much."""
 
     out: tuple[float, ...]
@@ -56,6 +57,7 @@ class Patient:
     workload: Workload
     spec: str
     paths: tuple[tuple[int, int, float], ...] = ()
+    passes: int = 1
 
     def as_in(self, other: Patient, hosts: Collection[int]) -> Patient:
         """With *hosts*, and what runs there, as they are in *other*: their links, speeds and waits for
@@ -136,16 +138,24 @@ class Patient:
             parse(self.spec).values.get("fusion") != "wfbp"
         ):  # there they are what counts
             workload = coarse(workload, max(FEW, MOST_TENSORS // len(self.hosts)))
-        inputs = tuple(self.inputs[rank] for rank in self._ranks)
+        inputs = tuple(self.inputs[rank] / self.passes for rank in self._ranks)
         return Job(
             cluster=self.cluster,
             workload=workload,
+            accumulate=self.passes,
             inputs=inputs if any(inputs) else (),
         )
 
     def step_seconds(self, spec: str = "") -> float | None:
-        """With *spec*, or with its own; None where that cannot run there."""
-        found = predict(self.job, spec or self.spec, short=True)
+        """With *spec*, or with its own, whose buckets are planned as in a training; None where that
+        cannot run there."""
+        found = predict(self.job, spec or self.spec)
+        return None if isinstance(found, Refused) else found.step_seconds
+
+    def about_seconds(self, spec: str) -> float | None:
+        """As `step_seconds`, in a short run of few tensors: to be compared with others of these."""
+        job = replace(self.job, workload=coarse(self.workload))
+        found = predict(job, spec, short=True)
         return None if isinstance(found, Refused) else found.step_seconds
 
     @property
@@ -155,22 +165,26 @@ class Patient:
             replace(rack, link=tuple(min(self.out[h], self.into[h]) for h in hosts))
             for rack, hosts in zip(self.cluster.racks, self.racks, strict=True)
         )
-        compute = self.workload.forward_seconds + self.workload.backward_seconds
-        slowest = max(
-            (compute + self.workload.update) / speed + wait
-            for speed, wait in zip(self.speeds, self.inputs, strict=True)
-        )
-        return max(slowest, limit_seconds(Cluster(racks), self.workload))
+        network = limit_seconds(Cluster(racks), self.workload)
+        return max(self.compute_seconds, network)
 
     @property
     def compute_seconds(self) -> float:
         """The slowest worker's, alone."""
+        return max(self._computing())
+
+    @property
+    def least_seconds(self) -> float:
+        """The fastest worker's, alone."""
+        return min(self._computing())
+
+    def _computing(self) -> list[float]:
         work = self.workload
-        compute = work.forward_seconds + work.backward_seconds + work.update
-        return max(
-            compute / speed + wait
+        passes = self.passes * (work.forward_seconds + work.backward_seconds)
+        return [
+            (passes + work.update) / speed + wait
             for speed, wait in zip(self.speeds, self.inputs, strict=True)
-        )
+        ]
 
 
 def patient_of(picture: Picture) -> Patient:
@@ -203,6 +217,7 @@ def patient_of(picture: Picture) -> Patient:
         else NO_SCRIPT,
         spec=evidence.spec,
         paths=tuple((*pair, picture.rates[pair]) for pair in picture.slow_paths),
+        passes=picture.passes_a_step,
     )
 
 
@@ -255,6 +270,7 @@ def _speeds(picture: Picture) -> tuple[float, ...]:
     if not picture.trains or evidence.workload is None:
         return tuple(one.speed for one in workers)
     usual = evidence.workload.forward_seconds + evidence.workload.backward_seconds
+    usual *= picture.passes_a_step
     if not usual or not all(picture.passes.values()):
         return (1.0,) * len(workers)
     return _flat([usual / picture.passes[one.rank] for one in workers], 2 * SAME)

@@ -205,12 +205,18 @@ class Picture:
 
     @cached_property
     def passes(self) -> Mapping[int, float]:
-        """Seconds of forward and backward, by rank."""
+        """Seconds of forward and backward in a step, by rank."""
         return {
             one.rank: one.step.forward.median + one.step.backward.median
             for one in self.evidence.workers
             if one.step is not None
         }
+
+    @cached_property
+    def passes_a_step(self) -> int:
+        """Forward and backward passes of a step: more than one where gradients are accumulated."""
+        steps = [one.step for one in self.evidence.workers if one.step is not None]
+        return max((step.passes for step in steps), default=1)
 
     @cached_property
     def inputs(self) -> Mapping[int, float]:

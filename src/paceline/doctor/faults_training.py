@@ -6,20 +6,31 @@ otherwise, if another class was allowed?
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from paceline.chosen import read_spec
+from paceline.chosen import brief_spec, read_spec
 from paceline.collectives import COLLECTIVES
 from paceline.doctor.faults_kinds import Found, command_of
-from paceline.doctor.faults_limits import GAIN, HELPS, START_UP, TOO_SLOW
+from paceline.doctor.faults_limits import (
+    GAIN,
+    HELPS,
+    SLOW_METHOD,
+    START_UP,
+    TOO_SLOW,
+)
 from paceline.doctor.faults_patient import Patient
 from paceline.doctor.faults_picture import Picture
 from paceline.fusion import FIXED
-from paceline.interfaces import Quality
+from paceline.interfaces import QUALITIES, Quality, weaker
 from paceline.network import Processor
 from paceline.plan.candidates import first, quality_of
 from paceline.spec import Spec, parse
 from paceline.units import show_bytes, show_rate, show_seconds
+
+NEAR = ("auto", "embedded")
+"""Where servers are beside rank 0, unless the cluster has hosts for them."""
 
 WEAKER: tuple[Quality, ...] = ("late", "lossy", "local")
 """Classes that are advised where exact methods cannot be fast enough."""
@@ -74,6 +85,68 @@ def _otherwise(text: str) -> list[str]:
     return [one for one in dict.fromkeys(specs) if one != text]
 
 
+def slow_method(picture: Picture, patient: Patient) -> Found | None:
+    """A method whose step takes far longer than one of another that promises as much, or more."""
+    if not picture.trains:
+        return None
+    method, settings = read_spec(patient.spec)
+    name, own = brief_spec(method, settings), quality_of(method, settings)
+    bound = patient.limit_seconds if own == "exact" else patient.least_seconds
+    now = patient.step_seconds()
+    if now is None or now <= SLOW_METHOD * bound:
+        return None
+    among, _ = first(patient.cluster)
+    about: dict[Quality, tuple[float, str]] = {}
+    for one in among:
+        if weaker(one.quality, own) == own and one.spec != name:
+            seconds = patient.about_seconds(one.spec)
+            if seconds is not None:
+                best = about.get(one.quality, (seconds, one.spec))
+                about[one.quality] = min(best, (seconds, one.spec))
+    found: dict[Quality, tuple[float, str]] = {}
+    for quality, (_, spec) in about.items():
+        # What a short run has as the fastest may be no faster than the usual one, once buckets are planned.
+        for text in dict.fromkeys(("bsp", spec) if quality == "exact" else (spec,)):
+            seconds = patient.step_seconds(text)
+            usual = found.get(quality, (now / SLOW_METHOD, ""))[0]
+            least = (1 - GAIN) * usual if quality in found else usual
+            if seconds is not None and seconds < least:
+                found[quality] = seconds, text
+    if not found:
+        return None
+    quality = _strongest(found, now, QUALITIES)
+    seconds, spec = found[quality]
+    because = (
+        f"{name} takes {_seconds(now)} a step here, and {spec}, which is {quality}, "
+        f"{_seconds(seconds)}"
+    )
+    do = f"--method {spec}"
+    if _on_one_server(patient):
+        because += "; all gradients pass the one server beside worker 0"
+        spread = parse(name)
+        spread = Spec(spread.name, spread.values | {"servers": "per-node"})
+        there = patient.step_seconds(str(spread))
+        if there is not None and now > SLOW_METHOD * there:
+            do += f", or a server on each host: {spread} ({_seconds(there)})"
+    return Found(
+        where="every worker",
+        because=because,
+        do=do,
+        mend=lambda patient: replace(patient, spec=spec),
+        command=command_of(picture.evidence, "run", "--method", spec),
+    )
+
+
+def _on_one_server(patient: Patient) -> bool:
+    method, settings = read_spec(patient.spec)
+    served = COLLECTIVES[settings.collective].needs_servers
+    return (
+        (method.updates_on == "server" or served)
+        and settings.servers in NEAR
+        and not patient.cluster.servers
+    )
+
+
 def too_slow(picture: Picture, patient: Patient) -> Found | None:
     """A network on which the shortest step of any exact mean is far longer than computing."""
     if not picture.trains or quality_of(*read_spec(patient.spec)) != "exact":
@@ -82,11 +155,11 @@ def too_slow(picture: Picture, patient: Patient) -> Found | None:
     now = patient.step_seconds()
     if now is None or limit <= TOO_SLOW * compute:
         return None
-    quality, spec = _advised(patient, now)
+    quality, spec = _advised(patient)
     enough = picture.usual_link * limit / (TOO_SLOW * compute)
     return Found(
         where="the whole network",
-        because=f"no exact method comes below {_seconds(limit)} a step, of which "
+        because=f"no exact method comes below {_at_least(limit)} a step, of which "
         f"{_seconds(compute)} compute",
         do=f"a method of class {quality}: {spec}; or links of "
         f"{show_rate(float(f'{8 * enough:.2g}') / 8)}",
@@ -95,24 +168,38 @@ def too_slow(picture: Picture, patient: Patient) -> Found | None:
     )
 
 
-def _advised(patient: Patient, now: float) -> tuple[Quality, str]:
-    """A class and its fastest spec, of the plan's first candidates: from the strongest promise on
-    the first that gains enough."""
+def _advised(patient: Patient) -> tuple[Quality, str]:
+    """A weaker class and its fastest spec, of the plan's first candidates."""
+    now = patient.about_seconds(patient.spec) or math.inf
     among, _ = first(patient.cluster)
     found: dict[Quality, tuple[float, str]] = {}
     for one in among:
         if one.quality in WEAKER:
-            seconds = patient.step_seconds(one.spec)
+            seconds = patient.about_seconds(one.spec)
             if seconds is not None:
                 best = found.get(one.quality, (now, ""))
                 found[one.quality] = min(best, (seconds, one.spec))
+    quality = _strongest(found, now, WEAKER)
+    return quality, found[quality][1]
+
+
+def _strongest(
+    found: Mapping[Quality, tuple[float, str]], now: float, ranked: Sequence[Quality]
+) -> Quality:
+    """From the strongest promise on the first class that gains enough."""
     most = max(now - seconds for seconds, _ in found.values())
     return next(
-        (quality, found[quality][1])
-        for quality in WEAKER
+        quality
+        for quality in ranked
         if quality in found and now - found[quality][0] >= HELPS * most
     )
 
 
 def _seconds(value: float) -> str:
-    return show_seconds(float(f"{value:.2g}"))
+    return show_seconds(float(f"{value:.3g}"))
+
+
+def _at_least(value: float) -> str:
+    """Rounded down: a bound is never above what was measured beside it."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return show_seconds(float(f"{math.floor(value / unit) * unit:.3g}"))

@@ -9,7 +9,14 @@ from statistics import median, median_high, median_low
 
 from paceline.doctor.evidence import Measured, WorkerEvidence
 from paceline.doctor.faults_kinds import Found, Hosts, listed
-from paceline.doctor.faults_limits import AT_END, BUSY, NOISE, SLOW_PASSES, STARVES
+from paceline.doctor.faults_limits import (
+    AT_END,
+    BUSY,
+    FEWEST_WORKERS,
+    NOISE,
+    SLOW_PASSES,
+    STARVES,
+)
 from paceline.doctor.faults_patient import Patient
 from paceline.doctor.faults_picture import Picture
 from paceline.network import Workload
@@ -45,7 +52,13 @@ def threads(picture: Picture, spared: Hosts) -> Found | None:
 
 
 def slow_host(picture: Picture, spared: Hosts) -> Found | None:
-    """Hosts, fewer than half of them, whose passes take far longer than the median worker's."""
+    """Hosts, fewer than half of them, whose passes take far longer than the median worker's. Without a
+    script each worker's speed was measured once: two say nothing of what is usual, and
+    processes of one machine have the same hardware."""
+    evidence = picture.evidence
+    one_machine = evidence.shared_cores is not None
+    if not picture.trains and (one_machine or len(evidence.workers) < FEWEST_WORKERS):
+        return None
     factors = _factors(picture)
     bad = {
         host: max(factors[one.rank] for one in picture.on(host))
@@ -65,6 +78,9 @@ def slow_host(picture: Picture, spared: Hosts) -> Found | None:
     if busy:
         because += f", other programs keep {busy[0].other_load:.1f} of its {busy[0].cores} cores busy"
         do = "end them, or move the worker"
+    elif one_machine:
+        do = "look at what it computes more than others of this machine; or give it less: "
+        do += "paceline.Sampler(shares=[...])"
     else:
         do = "look at its clock and heat; or give it less: paceline.Sampler(shares=[...])"
     return Found(

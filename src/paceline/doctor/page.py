@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import median
 
 from paceline.doctor.evidence import (
@@ -12,8 +12,10 @@ from paceline.doctor.evidence import (
     StepEvidence,
     WorkerEvidence,
 )
-from paceline.doctor.faults import Diagnosis, Fault
+from paceline.doctor.faults import Diagnosis, Fault, suspected
 from paceline.doctor.faults_limits import LOST, SLOW_LINK
+from paceline.doctor.faults_picture import Picture
+from paceline.doctor.words import capitalised, limit_of, lines_of_fault, what_is_left
 from paceline.report.sections import (
     Bar,
     Bars,
@@ -35,13 +37,12 @@ def doctor_page(found: Diagnosis, evidence: Evidence, command: str) -> Page:
     """The page of a diagnosis and of what was measured for it."""
     what = evidence.script or "network and machines"
     many = "worker" if found.workers == 1 else "workers"
-    cost, *rest = found.lines()
     sections: list[Section | None] = [
-        _words(found, rest),
+        _words(found),
         _commands(found.faults),
         _costs(found),
         _steps(evidence.workers),
-        *_links(evidence),
+        *_links(evidence, found),
         _together(evidence),
         _step_table(evidence.workers),
         _machines(evidence.workers),
@@ -50,7 +51,7 @@ def doctor_page(found: Diagnosis, evidence: Evidence, command: str) -> Page:
     return Page(
         title=f"{what}: {found.workers} {many}, {found.world} world",
         answer=_answer(found),
-        details=(cost, *evidence.notes),
+        details=(found.lines()[0], *found.notes),
         command=command,
         notes=(("method", found.spec),) if found.ran else (),
         sections=[section for section in sections if section is not None],
@@ -61,7 +62,7 @@ def _answer(found: Diagnosis) -> str:
     if found.healthy:
         return "No fault was found."
     first = found.faults[0]
-    text = f"{first.name.capitalize()}, {first.where}: {first.because}."
+    text = f"{capitalised(first.name)}, {first.where}: {first.because}."
     if first.gains_seconds is not None and found.predicted_seconds:
         part = first.gains_seconds / found.predicted_seconds
         if math.isfinite(part):
@@ -70,18 +71,16 @@ def _answer(found: Diagnosis) -> str:
     return text + (f" And {more} more fault{'s' * (more > 1)}." if more else "")
 
 
-def _words(found: Diagnosis, lines: Sequence[str]) -> Words:
-    """The answer's own lines: a fault has two."""
+def _words(found: Diagnosis) -> Words:
+    """What to do."""
     if found.healthy:
-        said = [line.capitalize() for line in lines[0].split("; ")[1:]]
-        return Words(title="And now", lines=said, kind="paragraphs")
-    items: list[str] = []
-    for line in lines:
-        if line.startswith(" ") and items:
-            items[-1] += f"\n{line.strip()}"
-        else:
-            items.append(line.partition(". ")[2] or line)
-    return Words(title="What is wrong, and what to do", lines=items, kind="numbered")
+        left = capitalised(what_is_left(found))
+        return Words(title="Next step", lines=[left], kind="paragraphs")
+    return Words(
+        title="What is wrong, and what to do",
+        lines=["\n".join(lines_of_fault(fault)) for fault in found.faults],
+        kind="numbered",
+    )
 
 
 def _commands(faults: Sequence[Fault]) -> Words | None:
@@ -122,7 +121,7 @@ def _costs(found: Diagnosis) -> Bars:
         if found.healthy
         else ("without these faults, predicted", found.mended_seconds),
         ("one machine alone, its own part", found.alone_seconds),
-        ("limit of an exact mean", found.limit_seconds),
+        (limit_of(found).rstrip(","), found.limit_seconds),
     ]
     what = "a step costs" if found.ran else "the sum of 64 MiB costs"
     return Bars(
@@ -158,7 +157,9 @@ def _steps(workers: Sequence[WorkerEvidence]) -> Bars | None:
     have = [(worker, worker.step) for worker in workers if worker.step is not None]
     if not have:
         return None
-    caption = "Medians over a worker's settled steps."
+    caption = "Medians over a worker's steps in steady state."
+    if not all(step.steady for _, step in have):
+        caption = "Medians over steps of the warm-up: none was in steady state."
     if len(have) > MOST_BARS:
         caption += f" The {MOST_BARS} of {len(have)} workers that compute longest."
         have.sort(key=lambda pair: pair[1].exposed.median - pair[1].step.median)
@@ -212,18 +213,23 @@ def _step_table(workers: Sequence[WorkerEvidence]) -> Table | None:
 # ---- links ----
 
 
-def _links(evidence: Evidence) -> list[Section]:
-    """From each host to each other one: goodput, latency, and what was sent again."""
+def _links(evidence: Evidence, found: Diagnosis) -> list[Section]:
+    """From each host to each other one: goodput, latency, and what was sent again. What is marked is
+    the diagnosis's: at hosts of the faults that it names."""
     if not evidence.paths:
         return []
     usual = median(median(path.rates) for path in evidence.paths)
+    seen = suspected(Picture(evidence))
+    named = [seen[fault.name] for fault in found.faults if fault.name in seen]
+    hosts = frozenset[int]().union(*(one.hosts for one in named))
     sections: list[Section] = [
         _matrix(
             evidence,
             "Links, both ways",
-            lambda path: _rate(path, usual),
+            lambda path: _rate(path, usual, hosts),
             caption="Goodput from each host to each other one, nothing else under way: the "
-            f"median of its measures. Marked: below {100 * SLOW_LINK:.0f} % of the median path.",
+            f"median of its measures. Marked: below {100 * SLOW_LINK:.0f} % of the median path, "
+            "at a host with a fault.",
         ),
         _matrix(
             evidence,
@@ -238,24 +244,24 @@ def _links(evidence: Evidence) -> list[Section]:
             _matrix(
                 evidence,
                 "Sent again",
-                _lost,
+                lambda path: _lost(path, hosts),
                 low_is_bad=False,
                 caption="Of the segments sent while little is sent. Marked: above "
-                f"{100 * LOST:.1f} %.",
+                f"{100 * LOST:.1f} %, at a host with a fault.",
                 least=2 * LOST,
             )
         )
     return sections
 
 
-def _rate(path: PathEvidence, usual: float) -> Number:
+def _rate(path: PathEvidence, usual: float, hosts: Collection[int]) -> Number:
     rate = median(path.rates)
     return Number(
         rate,
         _short_rate(rate),
         title=f"{_short_rate(min(path.rates))} to "
         f"{_short_rate(max(path.rates))} in {len(path.rates)} measures",
-        bad=rate < SLOW_LINK * usual,
+        bad=rate < SLOW_LINK * usual and _is_at(path, hosts),
     )
 
 
@@ -263,11 +269,15 @@ def _short_rate(rate: float) -> str:
     return show_rate(float(f"{rate * 8:.3g}") / 8)
 
 
-def _lost(path: PathEvidence) -> Number | None:
+def _is_at(path: PathEvidence, hosts: Collection[int]) -> bool:
+    return path.source in hosts or path.target in hosts
+
+
+def _lost(path: PathEvidence, hosts: Collection[int]) -> Number | None:
     if path.retransmitted is None:
         return None
     part = path.retransmitted
-    return Number(part, f"{100 * part:.2f} %", bad=part > LOST)
+    return Number(part, f"{100 * part:.2f} %", bad=part > LOST and _is_at(path, hosts))
 
 
 def _matrix(

@@ -16,8 +16,6 @@ from paceline.interfaces import World
 from paceline.tensors import wire_bytes
 from paceline.torch_private import is_compiled_whole
 
-WARM_UP_STEPS = 2
-"""They carry start-ups: of connections, of allocators, of compilers."""
 MOST_STEPS = 200
 """What is kept: the last ones."""
 LATE = 0.9
@@ -49,7 +47,8 @@ class StepWatch:
         self._is_cuda = self._device.type == "cuda"
         self._stopwatch = world.stopwatch(self._device)
         self.compiled_whole = is_compiled_whole(model)
-        self._steps: list[dict[str, float]] = []
+        self._steps: list[tuple[int, dict[str, float]]] = []
+        """Each with its number, as the recorder counts."""
         self._passes: list[_Pass] = []
         self._waits: list[tuple[float, float]] = []
         self._end: float | None = None
@@ -90,7 +89,8 @@ class StepWatch:
         # An evaluation with gradients, or a pass that failed, has none.
         self._passes = [one for one in self._passes if one.ready]
         if before is not None and self._passes:
-            self._steps.append(self._note(before, now, record))
+            count = self._journal.step_count
+            self._steps.append((count, self._note(before, now, record)))
             del self._steps[:-MOST_STEPS]
         self._passes.clear()
         self._waits.clear()
@@ -139,6 +139,7 @@ class StepWatch:
             "messages": self._journal.messages - self._messages,
             "bytes_sent": record.bytes_sent,
             "at_end": self._at_end(self._passes[-1]),
+            "passes": len(self._passes),
         }
 
     def _without_waits(self, start: float, end: float) -> float:
@@ -164,11 +165,13 @@ class StepWatch:
         return sum(late) / sum(sizes)
 
     def evidence(self) -> StepEvidence | None:
-        """Medians over steps; where workers do not communicate in each step alike, over means of as
-        many as it takes to repeat. None where there was none."""
-        steps = self._steps[WARM_UP_STEPS:] or self._steps
+        """Medians over the recorder's steps in steady state, or over all where it has none; where workers do
+        not communicate in each step alike, over means of as many as it takes to repeat. None where
+        there was no step."""
+        steps = self._journal.usual_of(self._steps)
         if not steps:
             return None
+        first_steady = self._journal.settled_from
         period = max(1, min(self._journal.period, len(steps)))
         first = len(steps) % period
         rounds = [steps[i : i + period] for i in range(first, len(steps), period)]
@@ -183,6 +186,8 @@ class StepWatch:
             bytes_sent=median(means("bytes_sent")),
             at_end=median(means("at_end")),
             compiled_whole=self.compiled_whole,
+            passes=round(median(means("passes"))),
+            steady=0 < first_steady <= self._steps[-1][0],
         )
 
 

@@ -12,24 +12,36 @@ if TYPE_CHECKING:
     from paceline.doctor.faults import Diagnosis, Fault
     from paceline.doctor.faults_kinds import LateRow, Row
 
-MOST = 4
-"""Faults that are shown: the rest wait until these are mended."""
+MOST_LINES = 10
+"""Faults for which there is no line left wait until others are mended."""
 
 
 def lines_of(found: Diagnosis) -> list[str]:
     """What a step costs; each fault with what to do and what that gains."""
-    lines = [_cost(found)]
-    for number, fault in enumerate(found.faults[:MOST], 1):
-        lines += [
-            f"{number}. {fault.name}, {fault.where}: {fault.because}",
-            f"   {fault.do}{_gain(fault)}",
-        ]
-    more = len(found.faults) - MOST
+    lines = [_cost(found), *found.notes[:2]]
+    shown = found.faults[: (MOST_LINES - 1 - len(lines)) // 2]
+    for number, fault in enumerate(shown, 1):
+        name, do = lines_of_fault(fault)
+        lines += [f"{number}. {name}", f"   {do}"]
+    more = len(found.faults) - len(shown)
     if more > 0:
         lines.append(f"and {more} more (--json has all)")
     if found.healthy:
-        lines.append("no fault found" + _what_is_left(found))
+        lines.append(f"no fault found; {what_is_left(found)}")
     return lines
+
+
+def lines_of_fault(fault: Fault) -> tuple[str, str]:
+    """What it is, and what to do."""
+    return (
+        f"{fault.name}, {fault.where}: {fault.because}",
+        f"{fault.do}{_gain(fault)}",
+    )
+
+
+def capitalised(text: str) -> str:
+    """With a capital at its start, and all else as it is: names, units and commands."""
+    return text[:1].upper() + text[1:]
 
 
 def _cost(found: Diagnosis) -> str:
@@ -38,11 +50,21 @@ def _cost(found: Diagnosis) -> str:
             f"{found.workers} workers: 64 MiB are summed in "
             f"{_seconds(found.predicted_seconds)}, predicted; limit {_seconds(found.limit_seconds)}"
         )
-    text = f"{found.workers} workers: a step takes {_seconds(found.step_seconds)}"
+    text = (
+        f"{found.workers} workers: a step takes {_seconds(found.step_seconds)}, predicted from "
+        f"its parts {_seconds(found.predicted_seconds)}"
+    )
+    if not found.healthy and found.mended_seconds is not None:
+        text += f", without these faults {_seconds(found.mended_seconds)}"
     if found.alone_seconds:
         speed_up = found.workers * found.alone_seconds / found.step_seconds
-        text += f", one machine's {_seconds(found.alone_seconds)}: {speed_up:.2f} x one machine"
-    return text + f"; limit of an exact mean {_seconds(found.limit_seconds)}"
+        text += f"; one machine's {_seconds(found.alone_seconds)}: {speed_up:.2f} x one machine"
+    return text + f"; {limit_of(found)} {_seconds(found.limit_seconds)}"
+
+
+def limit_of(found: Diagnosis) -> str:
+    """What the limit is one of: faults that slow links or workers down are in it."""
+    return "limit of an exact mean" + ("" if found.healthy else ", with these faults,")
 
 
 def _gain(fault: Fault) -> str:
@@ -51,10 +73,11 @@ def _gain(fault: Fault) -> str:
     return f" (gains {_seconds(fault.gains_seconds)}, predicted)"
 
 
-def _what_is_left(found: Diagnosis) -> str:
+def what_is_left(found: Diagnosis) -> str:
+    """What else may be asked where nothing is wrong."""
     if found.step_seconds is None:
-        return "; with a script it also sees where a step goes: paceline doctor SCRIPT"
-    return "; which method is fastest here says: paceline plan SCRIPT"
+        return "with a script it also sees where a step goes: paceline doctor SCRIPT"
+    return "which method is fastest here says: paceline plan SCRIPT"
 
 
 def _seconds(value: float | None) -> str:

@@ -111,7 +111,7 @@ class Result(msgspec.Struct, kw_only=True):
         if asked is not None and before + journal.step_count < asked:
             cautions.append(_ended_early(asked, before + journal.step_count))
         if not settled:
-            cautions.append(_unsettled(steps, journal))
+            cautions.append(unsettled(steps, journal))
         elif settled_steps < max(FEW, journal.period):
             cautions.append(_few(settled_steps, journal))
         notes = []
@@ -160,7 +160,8 @@ def _ended_early(asked: int, done: int) -> str:
     )
 
 
-def _unsettled(steps: int, journal: Journal) -> str:
+def unsettled(steps: int, journal: Journal) -> str:
+    """Why a run of so many steps has none in steady state."""
     if not steps:
         return "no step was taken"
     if journal.settled_from == 2:
