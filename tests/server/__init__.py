@@ -148,11 +148,11 @@ def running(server, workers, **options):
     assert not failures, failures
 
 
-def connect(shell, worker=0, incarnation=0, **options):
+def connect(shell, worker=0, incarnation=0, port=None, **options):
     return RemoteServer(
         "server 0",
         "127.0.0.1",
-        shell.port,
+        port or shell.port,
         worker=worker,
         incarnation=incarnation,
         **({"token": TOKEN, "security": PLAIN} | options),
@@ -195,6 +195,60 @@ class Peer:
 
     def __exit__(self, *_):
         self.close()
+
+
+class Line:
+    """A network to what listens at *port* here, which can be cut: connections end there, at both
+    ends, and the next ones are made."""
+
+    def __init__(self, port):
+        self.there = port
+        self.made = 0
+        self.again = threading.Event()
+        """Somebody has connected after the cut."""
+        self._is_cut = False
+        self._ends = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+
+    def _accept(self):
+        while True:
+            try:
+                here, _ = self._listener.accept()
+            except OSError:
+                return
+            there = socket.create_connection(("127.0.0.1", self.there))
+            self.made += 1
+            if self._is_cut:
+                self.again.set()
+            self._ends += [here, there]
+            for ends in ((here, there), (there, here)):
+                threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def cut(self):
+        self._is_cut = True
+        while self._ends:
+            end = self._ends.pop()
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        self.cut()
 
 
 def child(code, *arguments):

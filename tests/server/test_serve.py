@@ -38,6 +38,7 @@ from tests.server import (
     TOKEN,
     Adder,
     Busy,
+    Line,
     Peer,
     child,
     connect,
@@ -243,6 +244,63 @@ def test_a_killed_server_is_noticed_by_everything_that_waits():
                 reception.wait()
         with pytest.raises(PeerLostError, match="server 7"):
             server.request(Leave())
+        server.close()
+
+
+def test_a_network_that_is_cut_is_a_lost_peer_and_not_connected_again():
+    """What is sent after the cut must not come to the server from a stranger, which it refuses:
+    that was no fault of the script's."""
+    adder = Adder(1)
+    with running(adder, 1) as shell, Line(shell.port) as line:
+        server = connect(shell, port=line.port)
+        server.request(Load(bucket=0), torch.ones(1)).wait()
+        made = line.made
+        line.cut()
+        assert not line.again.wait(0.5)
+        with pytest.raises(PeerLostError, match="server 0 at 127"):
+            server.request(Pull(bucket=0)).wait()
+        with pytest.raises(PeerLostError):
+            server.request(Pull(bucket=0))
+        server.close()
+        assert line.made == made
+        assert adder.news.wait(SECONDS)
+        assert not shell.refused
+
+
+def test_what_came_before_a_cut_is_read():
+    class Last(Adder):
+        def on_message(self, sender, *rest):
+            self.news.set()
+            return super().on_message(sender, *rest)
+
+    last = Last(1)
+    with running(last, 1) as shell, Line(shell.port) as line:
+        server = connect(shell, port=line.port)
+        loading = server.request(Load(bucket=0), torch.ones(1))
+        assert last.news.wait(SECONDS)
+        while not server._channels[""].socket.poll(1000):
+            pass  # the answer is here, and not read
+        line.cut()
+        while not server._channels[""].monitor.poll(1000):
+            pass
+        assert loading.wait() == Done()
+        server.close()
+
+
+def test_a_server_that_listens_later_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    made = []
+    first = threading.Thread(
+        target=lambda: made.append(
+            client.RemoteServer("server 0", "127.0.0.1", port, worker=0, token=TOKEN)
+        )
+    )
+    first.start()
+    with running(Adder(1), 1, port=port, security=None):
+        first.join(SECONDS)
+        [server] = made
+        assert server.request(Load(bucket=0), torch.ones(1)).wait() == Done()
         server.close()
 
 

@@ -2,17 +2,21 @@
 
 import contextlib
 import socket
+import threading
+import time
 
 import pytest
 import torch
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Answer, Ask, Work
-from paceline.messages import Leave, Reduce, Reduced, Refused
+from paceline.messages import PROTOCOL, Leave, Reduce, Reduced, Refused
+from paceline.server import wire
 from paceline.server.orders import PeerAddress
-from paceline.server.peers import ATTEMPTS_A_LIFE
+from paceline.server.peers import ATTEMPTS_A_LIFE, Peers
+from paceline.server.poll_loop import PollLoop
 from tests.real.helpers import wait_until
-from tests.server import SECONDS, TOKEN, Adder, connect, running, time_limit
+from tests.server import SECONDS, TOKEN, Adder, Line, connect, running, time_limit
 
 PEER = "the other"
 
@@ -213,6 +217,75 @@ def test_a_connection_that_breaks_is_made_again_as_a_later_incarnation():
         assert asked.asked_by[-1] > first + 1
         assert first == 3 * ATTEMPTS_A_LIFE
         end.close()
+
+
+def test_a_cut_while_the_loop_is_busy_does_not_end_the_service():
+    """It comes to light when the machine asks the peer again: a lost peer as any other."""
+
+    class Held(Returning):
+        """Stands for an optimizer's step, or a slow disk, in which nothing is read."""
+
+        def __init__(self):
+            super().__init__()
+            self.holds, self.held, self.go_on = (
+                False,
+                threading.Event(),
+                threading.Event(),
+            )
+
+        def on_message(self, sender, message, *rest):
+            said = super().on_message(sender, message, *rest)
+            if self.holds:
+                self.holds = False
+                self.held.set()
+                assert self.go_on.wait(SECONDS)
+            return said
+
+    machine = Held()
+    with (
+        running(Relay(), 1, services=1) as other,
+        Line(other.port) as line,
+        running(machine, 1, peers=[PEER]) as shell,
+    ):
+        shell.meet(
+            1, {PEER: PeerAddress(host="127.0.0.1", port=line.port, token=TOKEN)}
+        )
+        end = connect(shell)
+        ask(end)
+        machine.holds = True
+        receptions = [end.request(message(n), torch.ones(1)) for n in (1, 2)]
+        assert machine.held.wait(SECONDS)
+        line.cut()
+        line.again.wait(0.5)
+        machine.go_on.set()
+        for reception in receptions:
+            with pytest.raises(UsageError, match="is lost"):
+                reception.wait()
+        wait_until(lambda: machine.back, SECONDS, "the return")
+        ask(end, 3)
+        end.close()
+        assert not other.refused
+
+
+def test_a_peer_that_refuses_this_service_for_good_is_a_lost_peer():
+    """Also when the machine asks it once more before its refusal was dealt with."""
+    machine, loop = Relay(), PollLoop()
+    with running(Relay(), 1, services=1) as other:
+        peers = Peers(machine, [PEER], loop, time.monotonic)
+        peers.meet(1, at(other))
+        while peers._peers[PEER].end is None:
+            loop.handle(1000)
+            peers.collect()
+        end = peers._peers[PEER].end
+        end._channels[""].say(wire.Hello(PROTOCOL, TOKEN, 1, 0, ""))  # out of order
+        while end.failure is None:
+            loop.handle(1000)
+        assert isinstance(end.failure, UsageError)
+        assert peers.ask(Ask(PEER, 1, message(), torch.ones(1))) == ()
+        peers.collect()
+        peers.close(well=False)
+    assert len(machine.peers_lost) == 1
+    assert "a second hello" in machine.peers_lost[0]
 
 
 def test_a_token_of_another_job_is_told_in_words():

@@ -18,6 +18,7 @@ from paceline.server.wire import RefusalError
 
 _BROKEN = (
     zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED  # it could not connect
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL

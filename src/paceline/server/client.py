@@ -12,8 +12,10 @@ order in which he asked, as all workers do. A service that asks another has no `
 the connections, see `read_in`.
 
 The liveness connection ends when the server's process ends, in any way: then, or when a
-channel's connection breaks, everything that waits raises `PeerLostError`. Nothing is sent a
-second time; a worker that comes back does so as a new incarnation.
+channel's connection breaks, everything that waits raises `PeerLostError`. No connection is made
+again: what follows a cut would come from a stranger, and whoever has taken the port meanwhile
+would see the token. Nothing is sent a second time; a worker that comes back does so as a new
+incarnation.
 
 No threads of our own, no time-outs but those of connecting and closing: a server that is
 alive may take all the time it needs. `wait` can be interrupted by Ctrl-C.
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +49,11 @@ CONNECT_SECONDS = 30.0
 """How long a server may take to answer the first time."""
 CLOSE_SECONDS = 5.0
 """How long a goodbye may take."""
+AGAIN_SECONDS = 0.05
+"""Where nobody listens yet, so long until the next attempt."""
+NEVER_MILLISECONDS = 1 << 30
+"""Until ZeroMQ makes a connection again. Where it is told not to (-1), it throws away what has
+come in and was not read."""
 
 
 class RemoteServer:
@@ -201,6 +209,7 @@ class RemoteServer:
 
     def _introduce(self, deadline: float) -> None:
         """Get known to the server, open the liveness connection, and share memory."""
+        self._wait_for_listener(deadline)
         main = self._open("")
         self._await(lambda: main.welcome is not None, deadline)
         assert main.welcome is not None
@@ -246,10 +255,26 @@ class RemoteServer:
         if self._poll_until(done, deadline):
             return
         self._check()
-        raise PeerLostError(
-            f"{self.name} did not answer within {CONNECT_SECONDS:.0f} s: is it running "
+        raise self._unanswered()
+
+    def _unanswered(self, how: str = "") -> PeerLostError:
+        return PeerLostError(
+            f"{self.name} did not answer within {CONNECT_SECONDS:.0f} s{how}: is it running "
             "there, and does a firewall let this machine through to it?"
         )
+
+    def _wait_for_listener(self, deadline: float) -> None:
+        """ZeroMQ connects once: so somebody is to listen. Raises `PeerLostError` if nobody does
+        by then."""
+        while True:
+            left = max(0.01, deadline - time.monotonic())
+            try:
+                socket.create_connection((self._host, self._port), left).close()
+                return
+            except OSError as error:
+                if time.monotonic() + AGAIN_SECONDS >= deadline:
+                    raise self._unanswered(f" ({error})") from None
+            threading.Event().wait(AGAIN_SECONDS)
 
     def _open(self, name: str) -> Channel:
         if len(name) > wire.CHANNEL_CHARACTERS or len(self._channels) >= wire.CHANNELS:
@@ -291,6 +316,7 @@ class RemoteServer:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MILLISECONDS)
         socket.setsockopt(zmq.IPV6, ":" in self._host)
         wire.keep_alive(socket)
         self._security.protect_worker(socket, self._token)

@@ -15,14 +15,13 @@ later incarnation, since who was here before is not let in.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.errors import PacelineError, PeerLostError, UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Answer, Ask, AskingServer, ReturningServer
 from paceline.messages import Reply
 from paceline.server.client import RemoteServer, check_listens
@@ -187,9 +186,12 @@ class Peers:
         def replied(reply: Reply) -> None:
             self._replies.append((ask.peer, ask.number, reply, ask))
 
-        # A peer that is gone by now is found so by `collect`.
-        with contextlib.suppress(PeerLostError):
+        try:
             end.ask(ask.message, ask.payload, ask.into, ask.channel, replied)
+        except PacelineError:
+            # A peer that is gone by now, or refuses this service, is found so by `collect`.
+            if end.failure is None:
+                raise
 
     def _lose(self, name: str, peer: _Peer, reason: str) -> Sequence[Answer | Ask]:
         if peer.end is not None:
