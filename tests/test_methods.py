@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.chosen import read_spec
+from paceline.chosen import brief_spec, read_spec
 from paceline.distributing import distribute
 from paceline.errors import UsageError
 from paceline.methods import METHODS, check_survives, make
@@ -28,6 +28,56 @@ def test_elsewhere_methods_that_do_are_named(name):
         check_survives(METHODS[name]())
     listed = str(error.value).rpartition(": ")[2].split(", ")
     assert listed == sorted(ON_SERVERS)
+
+
+OF_SERVERS = {"servers": "per-node", "sums": "ring", "answers": "differences"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_key_that_means_nothing_to_a_method_is_refused_by_name(name):
+    """What is taken is what a training keeps, and calls itself by."""
+    serves = name in ON_SERVERS
+    taken = {"collective": not serves} | dict.fromkeys(OF_SERVERS, serves)
+    for key, means in taken.items():
+        value = {"collective": "ring", **OF_SERVERS}[key]
+        text = f"{name}:{key}={value}"
+        if key in field_types(METHODS[name]):  # osp's own
+            continue
+        if means:
+            method, settings = read_spec(text)
+            assert f"{key}={value}" in brief_spec(method, settings)
+        else:
+            with pytest.raises(UsageError) as error:
+                read_spec(text)
+            assert f"{key}={value}" in str(error.value)
+            assert repr(name) in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["servers", "sums"])
+def test_a_collective_with_servers_takes_keys_of_servers(key):
+    spec = f"bsp:collective=parameter-server,{key}={OF_SERVERS[key]}"
+    assert getattr(read_spec(spec)[1], key) == OF_SERVERS[key]
+    with pytest.raises(UsageError, match=f"{key}={OF_SERVERS[key]} means nothing"):
+        read_spec(spec.replace("parameter-server", "ring"))
+
+
+def test_what_stands_as_by_default_may_be_said():
+    assert read_spec("asp:collective=native") == read_spec("asp")
+    assert read_spec("bsp:servers=auto,answers=dense") == read_spec("bsp")
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("int8", "bsp:compression=int8"),
+        ("mg-wfbp", "bsp:fusion=mg-wfbp"),
+        ("rina", "bsp:collective=rina"),
+    ],
+)
+def test_who_names_a_keys_value_is_told_the_key(name, spec):
+    with pytest.raises(UsageError, match=f"{name} is .*{spec}"):
+        read_spec(name)
+    read_spec(spec)
 
 
 TYPED = [

@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from paceline import collectives, methods, spec
-from paceline.compression import Identity, make
+from paceline.compression import COMPRESSORS, Identity, make
+from paceline.errors import UsageError
+from paceline.fusion import RULES
 from paceline.interfaces import Compressor, Method
 from paceline.settings import UNSAID, Settings
+
+VALUES: Sequence[tuple[str, str, Collection[str]]] = (
+    ("compression", "compression", COMPRESSORS),
+    ("collective", "collective", collectives.COLLECTIVES),
+    ("fusion", "rule of fusion", RULES),
+)
+"""Keys of all methods, what their values are called, and which there are."""
 
 
 def read_spec(text: str, settings: Settings | None = None) -> tuple[Method, Settings]:
     """The method and the settings of a spec; *settings* are those that it does not name.
 
-    Raises `UsageError` that names what is unknown and what there is.
+    Raises `UsageError` that names what is unknown and what there is, and for a key that means nothing
+    to that method.
     """
-    chosen, rest = methods.make(spec.parse(text), set(spec.field_types(Settings)))
+    read = spec.parse(text)
+    if read.name not in methods.METHODS:
+        for key, kind, known in VALUES:
+            if read.name in known:
+                raise UsageError(
+                    f"{read.name} is a {kind} and no method: bsp:{key}={read.name}"
+                )
+    chosen, rest = methods.make(read, set(spec.field_types(Settings)))
     settings = (settings or Settings()).changed_by(rest)
     chosen, settings = fitted(chosen, settings)
     collectives.make(settings.collective)
+    _check_meaning(chosen, settings, rest)
     return chosen, settings
+
+
+def _check_meaning(method: Method, settings: Settings, keys: Collection[str]) -> None:
+    """Raise `UsageError` for one of a spec's *keys* that the method makes nothing of, unless it says what is so
+    by default."""
+    serves = method.updates_on == "server"
+    has_servers = serves or collectives.make(settings.collective).needs_servers
+    usual = Settings()
+    for key, means, why in (
+        (
+            "collective",
+            not serves,
+            "its servers take gradients, and no average is formed",
+        ),
+        ("servers", has_servers, "it has no servers"),
+        ("sums", has_servers, "it has no servers that add up"),
+        ("answers", serves, "no server answers with parameters"),
+    ):
+        value = getattr(settings, key)
+        if key in keys and not means and value != getattr(usual, key):
+            raise UsageError(
+                f"{key}={value} means nothing to method {method.name!r}: {why}. Leave {key} out"
+            )
 
 
 def own_compression(method: Method) -> Compressor:

@@ -63,20 +63,22 @@ def byte_count(text: str) -> float:
 
 
 def bytes_per_second(text: str) -> float:
-    """Parse a rate, in bytes per second: ``"1 Gbit/s"``, ``"1gbit"``, ``"125 MB/s"``.
+    """Parse a rate, in bytes per second: ``"1 Gbit/s"``, ``"1gbit"``, ``"1 Gbps"``, ``"125 MB/s"``.
 
-    The letter's case tells bits from bytes (``MB/s`` is bytes) and otherwise does not
-    matter: people write Gbit, gbit and GBit.
+    The letter's case tells bits from bytes (``Mbps`` is bits, ``MBps`` and ``MB/s`` are bytes) and otherwise
+    does not matter: people write Gbit, gbit and GBit. What ``mb/s`` means nobody knows.
     """
     number, unit = _split(text, "rate", "1 Gbit/s")
     stem = unit.removesuffix("/s").removesuffix("ps")
-    if stem.lower() in _BITS:
-        return number * _BITS[stem.lower()] / 8
-    if unit.endswith("/s") and stem in _SIZES:
+    bits = f"{stem}it" if unit.endswith("bps") else stem
+    if bits.lower() in _BITS:
+        return number * _BITS[bits.lower()] / 8
+    if stem != unit and stem in _SIZES:
         return number * _SIZES[stem]
     raise UsageError(
         f"expected a rate such as '1 Gbit/s', got {text!r}: the unit is one of "
-        "bit/s, kbit/s, Mbit/s, Gbit/s, or B/s, kB/s, MB/s, GB/s (bytes)"
+        "bit/s, kbit/s, Mbit/s, Gbit/s (or bps, kbps, Mbps, Gbps), or in bytes B/s, kB/s, MB/s, "
+        "GB/s (or Bps, kBps, MBps, GBps)"
     )
 
 

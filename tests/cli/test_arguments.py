@@ -58,15 +58,31 @@ def test_without_a_script():
         (
             "pl.py --workers 4 --epochs 3",
             "'--epochs' is no option of paceline run. The script's own arguments stand "
-            "after --:\n    paceline run --workers 4 pl.py -- --epochs 3",
+            "after --, and paceline's options before the script:\n"
+            "    paceline run pl.py -- --workers 4 --epochs 3",
+        ),
+        (
+            "--workers 2 t.py --resume --ckpt r.pt --steps 120",
+            "\n    paceline run --workers 2 t.py -- --resume --ckpt r.pt --steps 120",
         ),
         (
             "t.py --epochs 3 --nnodes 2",
-            "stand after --:\n    paceline run --nnodes 2 t.py -- --epochs 3",
+            "\n    paceline run t.py -- --epochs 3 --nnodes 2",
+        ),
+        ("t.py --json a -- b", "\n    paceline run --json t.py -- a b"),
+        ("t.py --wrkers=4 -- b", "\n    paceline run t.py --workers=4 -- b\nIf"),
+        ("t.py --wrkers=4 -- b", "\n    paceline run t.py -- --wrkers=4 b"),
+        (
+            "t.py --wrkers 4 --epochs 3",
+            "\n    paceline run t.py --workers 4 --epochs 3\nIf",
         ),
         ("t.py a.py --json", "'a.py' is no option of paceline run."),
         ("t.py a -- b", "paceline run t.py -- a b"),
-        ("t.py --wrkers 4", "did you mean '--workers'? The script's own"),
+        (
+            "t.py --wrkers 4",
+            "unknown option '--wrkers' of paceline run; did you mean '--workers'?\n"
+            "    paceline run t.py --workers 4\n",
+        ),
         ("t.py --link 1gbit", "'--link' is no option of paceline run, but one of "),
         ("--wrkers 4 t.py", "unknown option '--wrkers' of paceline run; did you mean"),
         (

@@ -174,6 +174,7 @@ def test_compare_in_the_real_world(tmp_path):
         (["compare", LAYERS, "--world=real"], "nobody knows the network"),
         (["compare", LAYERS, "--variant=bsp", "--quality=late"], "--quality is for"),
         (["compare", LAYERS, "--variant=bsp", "--until=loss"], "METRIC=VALUE"),
+        (["compare", LAYERS, "--quality=exact,late"], "--quality exact --quality late"),
         (["compare", LAYERS, "--quality=lat"], "Did you mean 'late'"),
         (["compare", LAYERS, "--variant", "bsp", "--variant", "bps"], "unknown method"),
         (

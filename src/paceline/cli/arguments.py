@@ -8,8 +8,9 @@
 
 The same for every verb that runs a script. What could be either is not guessed: after the
 script, options beside words of its own, options of another verb, and what looks like a
-misspelt option are refused, with the command that says it with ``--``. So is an option
-that is given twice.
+misspelt option are refused, with the command that gives all words after the script to
+the script, as torchrun does; a misspelt option is first spelt right. So is an option that is given
+twice.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ def tell_apart(words: Sequence[str], grammar: Grammar) -> Words:
     given: dict[str, str] = {}
     beside = False
     """Whether options stand after the script."""
+    ahead: list[str] = []
+    """What stands before the script."""
     while before:
         word = before.pop(0)
         name, equals, _ = word.partition("=")
@@ -93,11 +96,21 @@ def tell_apart(words: Sequence[str], grammar: Grammar) -> Words:
             raise UsageError(_unknown(name, grammar))
         elif found.script is None:
             found.script = word
+            ahead = list(words[: len(words) - len(before) - len(after) - dashes - 1])
         else:
             found.arguments.append(word)
     mixed = found.arguments and (beside or dashes)
     if mixed or any(_suspicion(word, grammar) for word in found.arguments):
-        raise UsageError(_whose(found, after, grammar))
+        suspect = next((w for w in found.arguments if _suspicion(w, grammar)), "")
+        if dashes:
+            ahead = [*found.torchrun, *found.own]
+        said = [*ahead, str(found.script), "--"]
+        rest = found.arguments if dashes else words[len(ahead) + 1 :]
+        raise UsageError(
+            _whose(found, suspect, [*said, *rest, *after], grammar)
+            if not _near(suspect.partition("=")[0], grammar.options)
+            else _misspelt(suspect, words, [*said, *rest, *after], grammar)
+        )
     found.arguments += after
     return found
 
@@ -123,9 +136,8 @@ def _suspicion(word: str, grammar: Grammar) -> str:
     name = word.partition("=")[0]
     if not name.startswith("--"):
         return ""
-    near = _near(name, grammar.options)
-    if near:
-        return f"; did you mean {near!r}?"
+    if _near(name, grammar.options):
+        return "."
     verb = (grammar.elsewhere or {}).get(name)
     return f", but one of paceline {verb}." if verb else ""
 
@@ -151,16 +163,28 @@ def _twice(name: str, first: str, script: str | None) -> str:
     return f"{name} is given twice{same}: give it once{own}"
 
 
-def _whose(found: Words, after: Sequence[str], grammar: Grammar) -> str:
-    suspects = [w for w in found.arguments if _suspicion(w, grammar)]
+def _whose(found: Words, suspect: str, command: Sequence[str], grammar: Grammar) -> str:
     options = [w for w in found.arguments if w.startswith("-")]
-    word = (suspects or options or found.arguments)[0]
+    word = suspect or (options or found.arguments)[0]
     name = word.partition("=")[0]
-    command = [*found.torchrun, *found.own, str(found.script), "--"]
-    command += [*found.arguments, *after]
     return (
         f"{name!r} is no option of paceline {grammar.verb}"
-        f"{_suspicion(word, grammar) or '.'} The script's own arguments stand after --:\n"
+        f"{_suspicion(word, grammar) or '.'} The script's own arguments stand after --, and "
+        "paceline's options before the script:\n"
+        f"    paceline {grammar.verb} {shlex.join(command)}"
+    )
+
+
+def _misspelt(
+    word: str, words: Sequence[str], command: Sequence[str], grammar: Grammar
+) -> str:
+    name, equals, value = word.partition("=")
+    near = _near(name, grammar.options)
+    right = [near + equals + value if one == word else one for one in words]
+    return (
+        f"unknown option {name!r} of paceline {grammar.verb}; did you mean {near!r}?\n"
+        f"    paceline {grammar.verb} {shlex.join(right)}\n"
+        f"If it is the script's own, it stands after --:\n"
         f"    paceline {grammar.verb} {shlex.join(command)}"
     )
 

@@ -43,6 +43,12 @@ def classes(wanted: Sequence[str] | None) -> tuple[Quality, ...]:
     from paceline.interfaces import QUALITIES
 
     for name in wanted or []:
+        several = name.split(",")
+        if len(several) > 1 and set(several) <= set(QUALITIES):
+            options = " ".join(f"--quality {one}" for one in several)
+            raise UsageError(
+                f"--quality {name}: expected one class; give it once for each: {options}"
+            )
         if name not in QUALITIES:
             raise UsageError(unknown("class for --quality", name, QUALITIES))
     return tuple(q for q in QUALITIES if not wanted or q in wanted)
