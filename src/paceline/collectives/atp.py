@@ -18,7 +18,14 @@ from paceline.collectives.atp_ways import Server, Ways, beside_workers
 from paceline.collectives.datagram_line import MakeEnd
 from paceline.collectives.schedule import Ring
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Schedule, Service, ServiceJob, World
+from paceline.interfaces import (
+    CollectiveSummary,
+    Comm,
+    Schedule,
+    Service,
+    ServiceJob,
+    World,
+)
 from paceline.torch_private import virtual_end
 
 if TYPE_CHECKING:
@@ -27,13 +34,23 @@ if TYPE_CHECKING:
 
 
 class ATP(Aggregated):
-    """Formed by: servers, behind switches of which those that aggregate add up what comes from
-    their rack, and that of a server's own rack what comes from all (ATP, NSDI 2021): on hosts of
-    their own where the cluster has some, else one beside each worker. Sends: the buffer once per
-    rank; n times the buffer, divided by the number of servers, goes to each of them and
-    back, n being racks that aggregate and workers in others. Good for: clusters whose switches all aggregate."""
+    """Sums that servers form, behind switches that add up what comes from their racks."""
 
     name: ClassVar[str] = "atp"
+    summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        formed_by=(
+            "servers, behind switches of which those that aggregate add up what comes "
+            "from their rack, and that of a server's own rack what comes from all "
+            "(ATP, NSDI 2021): on hosts of their own where the cluster has some, else "
+            "one beside each worker"
+        ),
+        sends=(
+            "the buffer once per rank; n times the buffer, divided by the number of "
+            "servers, goes to each of them and back, n being racks that aggregate and "
+            "workers in others"
+        ),
+        good_for="clusters whose switches all aggregate",
+    )
 
     def __init__(self) -> None:
         super().__init__()

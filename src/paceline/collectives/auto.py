@@ -35,6 +35,7 @@ from paceline.collectives.rows import (
 )
 from paceline.fusion import TableCost
 from paceline.interfaces import (
+    CollectiveSummary,
     Comm,
     Pending,
     ReduceOperation,
@@ -66,12 +67,19 @@ SHOWN = tuple(1024 * 4**i for i in range(9))
 
 
 class Auto:
-    """Formed by: the cheapest of `native`, `tree`, `halving-doubling`, `hierarchical`, and `rina` where
-    switches add up float32, for the size of the message: priced on the cluster where that is known,
-    else as measured when training begins. Sends: what the one that it takes sends. Good for: messages of
-    different sizes, and networks that one has not measured."""
+    """The row that is the cheapest for a message of this size."""
 
     name: ClassVar[str] = "auto"
+    summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        formed_by=(
+            "the cheapest of `native`, `tree`, `halving-doubling`, `hierarchical`, and"
+            " `rina` where switches add up float32, for the size of the message: "
+            "priced on the cluster where that is known, else as measured when training"
+            " begins"
+        ),
+        sends="what the one that it takes sends",
+        good_for="messages of different sizes, and networks that one has not measured",
+    )
     needs_servers: ClassVar[bool] = False
 
     def __init__(self) -> None:

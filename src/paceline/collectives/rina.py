@@ -34,20 +34,31 @@ from typing import ClassVar, NamedTuple
 from paceline.aggregator.ring import Group, ring_of_racks
 from paceline.collectives.aggregated import Aggregated
 from paceline.collectives.schedule import Ring, offset_of, segment
-from paceline.interfaces import Comm, Schedule, Transfer
+from paceline.interfaces import CollectiveSummary, Comm, Schedule, Transfer
 
 PIECES = 32
 """Of each part, where a schedule is played."""
 
 
 class Rina(Aggregated):
-    """Formed by: a ring of racks, where all workers behind a switch that adds up are one
-    member, and every other worker is one (Rina, ICNP 2024; none adds up: a ring of all).
-    Sends: the buffer once per rank and a little more; 2 (G - 1) / G of it where a worker is a
-    member of its own, for G members. Good for: racks of which some have something that adds up at their switch
-    (`paceline aggregate`), and latency."""
+    """A ring of racks, whose switches add up what their workers send."""
 
     name: ClassVar[str] = "rina"
+    summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        formed_by=(
+            "a ring of racks, where all workers behind a switch that adds up are one "
+            "member, and every other worker is one (Rina, ICNP 2024; none adds up: a "
+            "ring of all)"
+        ),
+        sends=(
+            "the buffer once per rank and a little more; 2 (G - 1) / G of it where a "
+            "worker is a member of its own, for G members"
+        ),
+        good_for=(
+            "racks of which some have something that adds up at their switch "
+            "(`paceline aggregate`), and latency"
+        ),
+    )
 
     def groups(self, comm: Comm) -> tuple[Group, ...]:
         racks = range(comm.size) if comm.racks is None else comm.racks

@@ -13,16 +13,25 @@ from paceline.aggregator.ring import Group, one_switch
 from paceline.collectives.aggregated import Aggregated
 from paceline.collectives.rina import PIECES, RingOfRacks
 from paceline.collectives.schedule import Ring
-from paceline.interfaces import Comm, Schedule
+from paceline.interfaces import CollectiveSummary, Comm, Schedule
 
 
 class SwitchML(Aggregated):
-    """Formed by: what stands at one rack's switch, which adds up all workers' integers: that rack,
-    among those that aggregate, in which most of the workers are (SwitchML, NSDI 2021; none
-    aggregates: a ring). Sends: the buffer once per rank, and once to each. Good for: one rack;
-    other racks' contributions all cross their uplinks, and that one's downlink."""
+    """One switch that adds up what all workers send."""
 
     name: ClassVar[str] = "switchml"
+    summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        formed_by=(
+            "what stands at one rack's switch, which adds up all workers' integers: "
+            "that rack, among those that aggregate, in which most of the workers are "
+            "(SwitchML, NSDI 2021; none aggregates: a ring)"
+        ),
+        sends="the buffer once per rank, and once to each",
+        good_for=(
+            "one rack; other racks' contributions all cross their uplinks, and that "
+            "one's downlink"
+        ),
+    )
 
     def groups(self, comm: Comm) -> tuple[Group, ...]:
         if not comm.aggregating or comm.racks is None or comm.size == 1:

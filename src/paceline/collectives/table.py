@@ -1,8 +1,6 @@
-"""The page on all collectives, made from the registry and from their docstrings."""
+"""The page on all collectives, made from the registry."""
 
 from __future__ import annotations
-
-import inspect
 
 from paceline.collectives import COLLECTIVES
 
@@ -64,14 +62,5 @@ def collectives_page() -> str:
     """Markdown: one row per registered collective, and what they have in common."""
     rows = []
     for name, cls in sorted(COLLECTIVES.items()):
-        page = " ".join((inspect.getdoc(cls) or "").split())
-        words = [_sentence(page, label) for label in ("Formed by", "Sends", "Good for")]
-        rows.append("| " + " | ".join([f"`{name}`", *words]) + " |")
+        rows.append("| " + " | ".join([f"`{name}`", *cls.summary]) + " |")
     return _HEAD + "\n".join(rows) + "\n" + _TAIL
-
-
-def _sentence(page: str, label: str) -> str:
-    """The sentence ``Label: ... .`` of a collective's docstring."""
-    start = page.index(f"{label}: ") + len(label) + 2
-    end = page.find(". ", start)
-    return page[start:end].removesuffix(".") if end >= 0 else page[start:].rstrip(".")

@@ -30,7 +30,16 @@ from paceline.compression.packing import (
     reals,
     to_bytes,
 )
-from paceline.interfaces import Coding, Leg, Place, Shape, State, StateKind, Sum
+from paceline.interfaces import (
+    Coding,
+    CompressorSummary,
+    Leg,
+    Place,
+    Shape,
+    State,
+    StateKind,
+    Sum,
+)
 
 
 class Cast(Alone):
@@ -109,12 +118,13 @@ class Cast(Alone):
 class BF16(Cast):
     """Tensors are cast to bfloat16, and summed in it. Those of 16 bits or fewer, and whole
     numbers, are summed as they are.
-
-    Sends: 2 bytes an element. Loses: all but 8 significant bits of an element, and again at
-    each addition.
     """
 
     name: ClassVar[str] = "bf16"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends="2 bytes an element",
+        loses="all but 8 significant bits of an element, and again at each addition",
+    )
     to: ClassVar[torch.dtype] = torch.bfloat16
 
 
@@ -126,10 +136,14 @@ class FP16(Cast):
     An element of the mean above 65,504 becomes infinite, which `check_finite` and a
     GradScaler see; one below 6e-8 becomes zero, which nobody sees: scale the loss, or take
     bf16.
-
-    Sends: 2 bytes an element. Loses: all but 11 significant bits of an element, and again at
-    each addition; fewer are left below 6e-5.
     """
 
     name: ClassVar[str] = "fp16"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends="2 bytes an element",
+        loses=(
+            "all but 11 significant bits of an element, and again at each addition; "
+            "fewer are left below 6e-5"
+        ),
+    )
     to: ClassVar[torch.dtype] = torch.float16

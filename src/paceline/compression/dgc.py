@@ -49,6 +49,7 @@ from paceline.interfaces import (
     COMMON,
     Coding,
     Compressor,
+    CompressorSummary,
     Leg,
     Place,
     Shape,
@@ -68,10 +69,6 @@ class DGC(Compressor):
 
     Have an optimizer without momentum: `momentum` is that of the code. It keeps two numbers an
     element on each worker.
-
-    Sends: the part `density` of the elements in their own type, and 1 to 4 bytes for the place of
-    each, to every other worker; more in the first `warm_up_steps`. Loses: nothing for good; an
-    element that is not sent waits in the velocity.
     """
 
     density: float = 0.001
@@ -96,6 +93,14 @@ class DGC(Compressor):
     none."""
 
     name: ClassVar[str] = "dgc"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends=(
+            "the part `density` of the elements in their own type, and 1 to 4 bytes "
+            "for the place of each, to every other worker; more in the first "
+            "`warm_up_steps`"
+        ),
+        loses="nothing for good; an element that is not sent waits in the velocity",
+    )
     linear: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "own"

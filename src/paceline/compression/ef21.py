@@ -40,6 +40,7 @@ from paceline.interfaces import (
     COMMON,
     Coding,
     Compressor,
+    CompressorSummary,
     Leg,
     Place,
     Shape,
@@ -54,10 +55,6 @@ class EF21(Compressor):
     sent. Small tensors, those of one dimension, and whole numbers are summed as they are.
 
     It keeps two numbers an element on each worker.
-
-    Sends: the part `density` of the elements in their own type, and 1 to 4 bytes for the place of
-    each, to every other worker; all in the first step. Loses: nothing for good; where
-    gradients change quickly the result is behind them.
     """
 
     density: float = 0.01
@@ -71,6 +68,13 @@ class EF21(Compressor):
     none."""
 
     name: ClassVar[str] = "ef21"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends=(
+            "the part `density` of the elements in their own type, and 1 to 4 bytes "
+            "for the place of each, to every other worker; all in the first step"
+        ),
+        loses="nothing for good; where gradients change quickly the result is behind them",
+    )
     linear: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "own"

@@ -26,19 +26,20 @@ import torch
 
 from paceline.compression.alone import Alone
 from paceline.compression.packing import BLOCK, Reader, elements, to_bytes
-from paceline.interfaces import Shape, State, StateKind
+from paceline.interfaces import CompressorSummary, Shape, State, StateKind
 
 
 @dataclass(frozen=True, kw_only=True)
 class EFSign(Alone):
     """Elements become their sign, and a tensor the mean of their sizes. Tensors of 8 bits or
     fewer, and whole numbers, are summed as they are.
-
-    Sends: 1 bit an element and 4 bytes a tensor, to every other worker. Loses: all but the sign
-    of each element, until residuals bring it back.
     """
 
     name: ClassVar[str] = "ef-sign"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends="1 bit an element and 4 bytes a tensor, to every other worker",
+        loses="all but the sign of each element, until residuals bring it back",
+    )
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "none"
     residuals_by_default: ClassVar[bool] = True

@@ -55,6 +55,7 @@ from paceline.interfaces import (
     COMMON,
     Coding,
     Compressor,
+    CompressorSummary,
     Leg,
     Place,
     Shape,
@@ -91,11 +92,6 @@ class GDTopK(Alone):
     Where a method finds groups of workers with a server each, `speed` follows the class of a
     worker's group: nothing of it is in the states. Answers that are differences have no epochs:
     they are `top-k` of the ratio that `speed` keeps from the fifth epoch on, for all classes.
-
-    Sends: from the fifth epoch on 0.4 % (`speed=fastest`), 0.81 % (`middle`) or 1.5 % (`slowest`)
-    of the elements in their own type, and 1 to 4 bytes for the place of each, to every other
-    worker; all of them in the last step of an epoch. Loses: all other elements, until residuals
-    have made them large, or the epoch ends.
     """
 
     speed: SpeedClass = "middle"
@@ -117,6 +113,15 @@ class GDTopK(Alone):
     none."""
 
     name: ClassVar[str] = "gd-top-k"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends=(
+            "from the fifth epoch on 0.4 % (`speed=fastest`), 0.81 % (`middle`) or 1.5"
+            " % (`slowest`) of the elements in their own type, and 1 to 4 bytes for "
+            "the place of each, to every other worker; all of them in the last step of"
+            " an epoch"
+        ),
+        loses="all other elements, until residuals have made them large, or the epoch ends",
+    )
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "common"
     residuals_by_default: ClassVar[bool] = True

@@ -12,6 +12,7 @@ from paceline.compression.packing import dense, flat, put, reals
 from paceline.interfaces import (
     Coding,
     Compressor,
+    CompressorSummary,
     Leg,
     Place,
     Quality,
@@ -24,12 +25,13 @@ from paceline.interfaces import (
 
 @dataclass(frozen=True, kw_only=True)
 class Identity(Compressor):
-    """Tensors are summed as they are, whatever their type.
-
-    Sends: every element in its own type. Loses: nothing.
-    """
+    """Tensors are summed as they are, whatever their type."""
 
     name: ClassVar[str] = "none"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends="every element in its own type",
+        loses="nothing",
+    )
     quality: ClassVar[Quality] = "exact"
     linear: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True

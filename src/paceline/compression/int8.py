@@ -33,6 +33,7 @@ from paceline.compression.identity import summed
 from paceline.compression.packing import dense, is_lossy, real_type
 from paceline.interfaces import (
     Coding,
+    CompressorSummary,
     Exchange,
     Gather,
     Leg,
@@ -49,10 +50,6 @@ class Int8(Alone):
     owners. Tensors of 8 bits or fewer, and whole numbers, are summed as they are.
 
     A block with a number that is not finite is not a number at all in the result.
-
-    Sends: 1 byte an element and 4 a block, to the owners and from them. Loses: up to 1/254 of a
-    block's largest element, in each element, and as much again of the sum's (twice that where
-    rounding is stochastic).
     """
 
     block: int = 256
@@ -67,6 +64,13 @@ class Int8(Alone):
     """Of the numbers that stochastic rounding draws; nothing else draws from them."""
 
     name: ClassVar[str] = "int8"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends="1 byte an element and 4 a block, to the owners and from them",
+        loses=(
+            "up to 1/254 of a block's largest element, in each element, and as much "
+            "again of the sum's (twice that where rounding is stochastic)"
+        ),
+    )
     grain: ClassVar[Grain] = Grain(levels=127, bits=8, norm="largest")
     decoding: ClassVar[float] = 5.5
 
@@ -168,13 +172,15 @@ class Int8(Alone):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4(Int8):
-    """As int8, in 4 bits: whole numbers from -7 to 7, two in a byte.
-
-    Sends: half a byte an element and 4 a block, to the owners and from them. Loses: up to 1/14 of
-    a block's largest element, in each element, and as much again of the sum's (twice that where
-    rounding is stochastic).
-    """
+    """As int8, in 4 bits: whole numbers from -7 to 7, two in a byte."""
 
     name: ClassVar[str] = "int4"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends="half a byte an element and 4 a block, to the owners and from them",
+        loses=(
+            "up to 1/14 of a block's largest element, in each element, and as much "
+            "again of the sum's (twice that where rounding is stochastic)"
+        ),
+    )
     grain: ClassVar[Grain] = Grain(levels=7, bits=4, norm="largest")
     decoding: ClassVar[float] = 8.5

@@ -56,6 +56,7 @@ from paceline.interfaces import (
     Asked,
     Coding,
     Compressor,
+    CompressorSummary,
     Leg,
     Place,
     Shape,
@@ -69,10 +70,6 @@ from paceline.interfaces import (
 class PowerSGD(Compressor):
     """Matrices become products of two factors with *rank* columns. Tensors of which too
     little would be saved, those of 8 bits or fewer, and whole numbers are summed as they are.
-
-    Sends: *rank* times half of rows + columns of each matrix (all of them where
-    *sides* is both), in 4 bytes each (2 where it is bfloat16, 8 where it is float64). Loses:
-    what is outside of the *rank* directions of a step, until a later one (residuals).
     """
 
     rank: int = 4
@@ -95,6 +92,17 @@ class PowerSGD(Compressor):
     *min_rate* says which."""
 
     name: ClassVar[str] = "powersgd"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends=(
+            "*rank* times half of rows + columns of each matrix (all of them where "
+            "*sides* is both), in 4 bytes each (2 where it is bfloat16, 8 where it is "
+            "float64)"
+        ),
+        loses=(
+            "what is outside of the *rank* directions of a step, until a later one "
+            "(residuals)"
+        ),
+    )
     linear: ClassVar[bool] = True
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "common"

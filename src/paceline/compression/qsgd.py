@@ -24,7 +24,7 @@ from paceline.compression.alone import Alone
 from paceline.compression.blocks import Blocks, blocks_of, check_block
 from paceline.compression.grains import Grain
 from paceline.errors import UsageError
-from paceline.interfaces import Shape, State, StateKind
+from paceline.interfaces import CompressorSummary, Shape, State, StateKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,6 @@ class QSGD(Alone):
 
     Takes no residuals: what one code leaves out others add, in the mean. So it is right for
     pushes to servers, and for workers that come and go.
-
-    Sends: 1 byte an element and 4 a block, to every other worker. Loses: up to 1/127 of a block's
-    norm, in each element, and nothing in the mean.
     """
 
     levels: int = 127
@@ -50,6 +47,10 @@ class QSGD(Alone):
     """Of the numbers that are drawn; nothing else draws from them."""
 
     name: ClassVar[str] = "qsgd"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends="1 byte an element and 4 a block, to every other worker",
+        loses="up to 1/127 of a block's norm, in each element, and nothing in the mean",
+    )
     unbiased: ClassVar[bool] = True
     state: ClassVar[StateKind] = "own"
     takes_residuals: ClassVar[bool] = False

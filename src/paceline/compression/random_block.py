@@ -48,6 +48,7 @@ from paceline.interfaces import (
     COMMON,
     Coding,
     Compressor,
+    CompressorSummary,
     Leg,
     Place,
     Shape,
@@ -63,9 +64,6 @@ class RandomBlock(Compressor):
     Small tensors, those of 8 bits or fewer, and whole numbers are summed as they are.
 
     A tensor with a number that is not finite is not a number in all of its run.
-
-    Sends: a part *density* of each tensor's elements, in their own type. Loses: the other
-    elements, until a later run comes by (residuals).
     """
 
     density: float = 0.01
@@ -81,6 +79,10 @@ class RandomBlock(Compressor):
     """Tensors of fewer elements, or of one dimension, are sent as they are; 0: none is."""
 
     name: ClassVar[str] = "random-block"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends="a part *density* of each tensor's elements, in their own type",
+        loses="the other elements, until a later run comes by (residuals)",
+    )
     linear: ClassVar[bool] = True
     rounds: ClassVar[int] = 1
     state: ClassVar[StateKind] = "common"

@@ -9,12 +9,7 @@ Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
 so that at every step the sum of all results plus the sum of all residuals is the sum of all
 gradients: what is sent late is not lost.
 
-Differs from the paper in that the learning rate is outside the residual (as in PowerSGD): the
-two are the same while it stays constant. Each worker subtracts what its own code stands for,
-and not the mean: residuals then stay small where workers' data differ. A tensor whose gradient
-is zero in every element sends nothing, and keeps its residual: it was not used in this step,
-or its worker is out of data. Where a result is not finite residuals stay as they were, on all
-workers, since a GradScaler skips that step.
+How this differs from the paper stands in docs/compressors.md (`compression.table`).
 
 With a *decay* below 1 the residual fades, e = decay * (a - decoded C(a)), as where it stands in for
 momentum (local updates with sparse differences): then the sums above no longer agree.

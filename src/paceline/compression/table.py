@@ -1,13 +1,11 @@
-"""The page on all compressors, made from the registry and from their docstrings."""
+"""The page on all compressors, made from the registry."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
 from paceline.compression import COMPRESSORS, shared_keys
-from paceline.compression.residuals import Residuals
 
 _HEAD = """# Compressors
 
@@ -32,6 +30,26 @@ _RESIDUALS = """
 keeps as many elements again as the model has parameters, on every worker. `dense_steps=100` sends gradients as they are in the
 first 100 steps.
 
+Residuals (error feedback): what a lossy code left out is added to the next gradient.
+
+Seide et al., "1-bit stochastic gradient descent" (Interspeech 2014); analysed by
+Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes"
+(ICML 2019), algorithm 2. Per tensor, with g this worker's share of the mean and C its code:
+
+    a = g + e;  send C(a);  e = a - decoded C(a)
+
+so that at every step the sum of all results plus the sum of all residuals is the sum of all
+gradients: what is sent late is not lost.
+
+Differs from the paper in that the learning rate is outside the residual (as in PowerSGD): the
+two are the same while it stays constant. Each worker subtracts what its own code stands for,
+and not the mean: residuals then stay small where workers' data differ. A tensor whose gradient
+is zero in every element sends nothing, and keeps its residual: it was not used in this step,
+or its worker is out of data. Where a result is not finite residuals stay as they were, on all
+workers, since a GradScaler skips that step.
+
+With a *decay* below 1 the residual fades, e = decay * (a - decoded C(a)), as where it stands in for
+momentum (local updates with sparse differences): then the sums above no longer agree.
 """
 
 
@@ -39,7 +57,6 @@ def compression_page() -> str:
     """Markdown: one row per registered compressor."""
     rows = []
     for name, cls in sorted(COMPRESSORS.items()):
-        page = " ".join((inspect.getdoc(cls) or "").split())
         shape: Any = cls
         keys = [
             f"`{f.name}={str(f.default).lower()}`" for f in dataclasses.fields(shape)
@@ -54,20 +71,7 @@ def compression_page() -> str:
             "yes" if one.unbiased else "no",
             str(one.rounds),
             one.state,
-            _sentence(page, "Sends"),
-            _sentence(page, "Loses"),
+            *one.summary,
         ]
         rows.append("| " + " | ".join(cells) + " |")
-    return _HEAD + "\n".join(rows) + "\n" + _RESIDUALS + _theory() + "\n"
-
-
-def _sentence(text: str, label: str) -> str:
-    """The sentence ``Label: ... .`` of a docstring."""
-    start = text.index(f"{label}: ") + len(label) + 2
-    end = text.find(". ", start)
-    return text[start : end if end >= 0 else None].removesuffix(".")
-
-
-def _theory() -> str:
-    """What the wrapper's own page says."""
-    return inspect.getdoc(inspect.getmodule(Residuals)) or ""
+    return _HEAD + "\n".join(rows) + "\n" + _RESIDUALS

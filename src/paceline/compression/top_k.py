@@ -30,7 +30,7 @@ from paceline.compression.sparse import (
     size_of,
 )
 from paceline.errors import UsageError
-from paceline.interfaces import Shape, State, StateKind
+from paceline.interfaces import CompressorSummary, Shape, State, StateKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,6 @@ class TopK(Alone):
 
     Codes are gathered: fewer bytes than a dense ring's go on the network where density is below
     1 over the number of workers, about.
-
-    Sends: the part `density` of the elements in their own type (or in `bits` each), and 1 to 4
-    bytes for the place of each (2 for a tensor or chunk up to 65,536 elements), to every other
-    worker. Loses: all other elements, until residuals have made them large.
     """
 
     density: float = 0.01
@@ -61,6 +57,14 @@ class TopK(Alone):
     none."""
 
     name: ClassVar[str] = "top-k"
+    summary: ClassVar[CompressorSummary] = CompressorSummary(
+        sends=(
+            "the part `density` of the elements in their own type (or in `bits` each),"
+            " and 1 to 4 bytes for the place of each (2 for a tensor or chunk up to "
+            "65,536 elements), to every other worker"
+        ),
+        loses="all other elements, until residuals have made them large",
+    )
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "none"
     residuals_by_default: ClassVar[bool] = True

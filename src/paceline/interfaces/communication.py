@@ -8,7 +8,7 @@ and a `Runner` for what is chained.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -178,10 +178,19 @@ class Comm(Protocol):
         ...
 
 
+class CollectiveSummary(NamedTuple):
+    """A collective's row in the table of collectives, in words."""
+
+    formed_by: str
+    sends: str
+    good_for: str
+
+
 class Collective(Protocol):
     """How an average is formed: a row of the registry, see `paceline.collectives`."""
 
     name: ClassVar[str]
+    summary: ClassVar[CollectiveSummary]
     needs_servers: ClassVar[bool]
 
     def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -75,6 +75,13 @@ those; empty where nothing is. What is equal on all workers is under the key `CO
 depth. Example: ``{"residual": e, "code": {"common": {"steps": 3}}}``."""
 
 COMMON = "common"
+
+
+class CompressorSummary(NamedTuple):
+    """A compressor's row in the table of compressors, in words."""
+
+    sends: str
+    loses: str
 
 
 @runtime_checkable

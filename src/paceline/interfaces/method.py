@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from paceline.interfaces.discipline import Discipline
 from paceline.interfaces.groups import Groups
@@ -31,6 +31,14 @@ HOOKS = (
     *("save_state", "load_state", "redistribute_state", "figures"),
 )
 """What a method may define, beside its hyperparameters; see `Method`."""
+
+
+class MethodSummary(NamedTuple):
+    """A method's row in the table of methods, in words."""
+
+    waits_for: str
+    sends: str
+    guarantees: str
 
 
 @runtime_checkable
@@ -98,7 +106,8 @@ class Method(Protocol):
     `UsageError` that says why they cannot be, and what to use instead. With
     ``default_compression = "SPEC"`` it says what that is where the user says nothing.
 
-    What `paceline plan` needs: ``quality`` is its `Quality` with uncompressed gradients (a method
+    ``summary``, a `MethodSummary`, is its row in the table of methods; a method that is no row
+    needs none. What `paceline plan` needs: ``quality`` is its `Quality` with uncompressed gradients (a method
     that says nothing is taken for asynchronous), ``in_the_long_run`` are keys with which a
     short run shows what a long one comes to: without a warm-up, say; and ``learns_for`` is how many
     steps it takes beyond the planning of buckets until its steps are as they will be.

@@ -4,10 +4,6 @@ Recht et al., "Hogwild!" (NIPS 2011) and Dean et al., "Large scale distributed d
 (NIPS 2012, Downpour SGD): a gradient is applied when it comes, and whoever sent it goes
 on with the parameters of that moment.
 
-Waits for: nobody. Sends: the whole gradient, and receives all parameters. Guarantees: every gradient is applied
-once, at a learning rate of its weight (1/n) times the script's; how stale it is, is not
-bounded.
-
 Momentum lives on the server, which steps n times as often as a worker: its horizon in
 samples is n times shorter than under bsp.
 """
@@ -17,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.interfaces import Discipline, HeldPush, Shard
+from paceline.interfaces import Discipline, HeldPush, MethodSummary, Shard
 from paceline.methods.push_pull import AppliesOnArrival, PushPull
 
 
@@ -26,6 +22,14 @@ class ASP(PushPull):
     """Apply each gradient when it comes; answer at once."""
 
     name: ClassVar[str] = "asp"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="nobody",
+        sends="the whole gradient, and receives all parameters",
+        guarantees=(
+            "every gradient is applied once, at a learning rate of its weight (1/n) "
+            "times the script's; how stale it is, is not bounded"
+        ),
+    )
 
     def server(self, workers: int) -> Discipline:
         return ApplyOnArrival()

@@ -3,10 +3,6 @@
 Chen et al., "Revisiting distributed synchronous SGD" (ICLR workshop 2016): the step ends
 with the fastest m of n workers, and gradients that come later are dropped.
 
-Waits for: the fastest `wait_for` workers, in every step. Sends: the whole gradient, and
-receives all parameters. Guarantees: no gradient is stale; those that came too late for
-their step are dropped, and counted.
-
 ``wait_for=0`` stands for all workers: bsp with its parameters on the server.
 """
 
@@ -17,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import Clips, Discipline, HeldPush, Shard
+from paceline.interfaces import Clips, Discipline, HeldPush, MethodSummary, Shard
 from paceline.methods.push_pull import PushPull, without_gradient
 
 
@@ -26,6 +22,14 @@ class Backup(PushPull):
     """End each step with the mean over the fastest *wait_for* workers."""
 
     name: ClassVar[str] = "backup"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="the fastest `wait_for` workers, in every step",
+        sends="the whole gradient, and receives all parameters",
+        guarantees=(
+            "no gradient is stale; those that came too late for their step are "
+            "dropped, and counted"
+        ),
+    )
 
     wait_for: int = 0
 

@@ -4,9 +4,6 @@ Valiant, "A bridging model for parallel computation" (1990) gave the name; what 
 here is what PyTorch DDP does (Li et al., VLDB 2020, section 3.2): buckets of gradients are
 averaged while backward still runs, and ``.grad`` holds the mean when it ends.
 
-Waits for: every worker, in every step. Sends: the whole gradient. Guarantees: all workers
-hold the same parameters after every step.
-
 Differs from DDP in that a rank's unused parameters and the end of its data are told to
 the others only in the steps where there is something to tell (`Run.mean`).
 """
@@ -20,6 +17,7 @@ from paceline.interfaces import (
     EVERY_STEP,
     Clips,
     GradientSeen,
+    MethodSummary,
     Pending,
     Quality,
     Rhythm,
@@ -42,6 +40,11 @@ class BSP:
     """Average every gradient over all workers in every step."""
 
     name: ClassVar[str] = "bsp"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="every worker, in every step",
+        sends="the whole gradient",
+        guarantees="all workers hold the same parameters after every step",
+    )
     rhythm: ClassVar[Rhythm] = EVERY_STEP
     quality: ClassVar[Quality] = "exact"
     updates_on: ClassVar[UpdatesOn] = "worker"

@@ -4,12 +4,6 @@ Chen, Wang and Li, "Round-robin synchronization: mitigating communication bottle
 parameter servers" (INFOCOM 2019). A gradient is applied when it comes, as under asp; but
 workers go on in a fixed order with even gaps, so that only about one at a time uses the server's link.
 
-Waits for: its turn, the workers in rank order, one each gap. Sends: the whole gradient, and
-receives all parameters. Guarantees: every gradient is applied once, at a learning rate of
-its weight (1/n) times the script's; from when all have done
-equally many steps, between two turns of a worker each other one that takes part has had one
-turn.
-
 After a warm-up, in which nobody waits, and until the last have done as many steps as the
 first, worker j goes on when it is its turn, its step is in, and a gap has passed since the
 turn before:
@@ -45,7 +39,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import Discipline, HeldPush, Shard
+from paceline.interfaces import Discipline, HeldPush, MethodSummary, Shard
 from paceline.methods.push_pull import AppliesOnArrival, PushPull, without_gradient
 
 
@@ -56,6 +50,15 @@ class R2SP(PushPull):
     the second half is measured."""
 
     name: ClassVar[str] = "r2sp"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="its turn, the workers in rank order, one each gap",
+        sends="the whole gradient, and receives all parameters",
+        guarantees=(
+            "every gradient is applied once, at a learning rate of its weight (1/n) "
+            "times the script's; from when all have done equally many steps, between "
+            "two turns of a worker each other one that takes part has had one turn"
+        ),
+    )
     in_the_long_run: ClassVar[Mapping[str, str]] = {"warm_up": "2"}
 
     slack: float = 1.2

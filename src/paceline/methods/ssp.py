@@ -4,10 +4,6 @@ Ho et al., "More effective distributed ML via a stale synchronous parallel param
 (NIPS 2013). A gradient is applied when it comes, as under asp; but a worker that has
 done c steps goes on only when every other has done at least c - s.
 
-Waits for: workers more than `staleness` steps behind. Sends: the whole gradient, and
-receives all parameters. Guarantees: what a worker computes its step c with has in it
-every gradient of the steps before c - s, of all workers.
-
 With ``staleness=0`` a step's gradients, all computed from the same parameters, are applied
 one after the other in rank order, and timing decides nothing. (With plain SGD that is
 bsp's step; momentum takes n steps for it.)
@@ -20,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import Clips, Discipline, HeldPush, Shard
+from paceline.interfaces import Clips, Discipline, HeldPush, MethodSummary, Shard
 from paceline.methods.push_pull import AppliesOnArrival, PushPull, without_gradient
 
 
@@ -29,6 +25,14 @@ class SSP(PushPull):
     """Let no worker be more than *staleness* steps ahead of another."""
 
     name: ClassVar[str] = "ssp"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="workers more than `staleness` steps behind",
+        sends="the whole gradient, and receives all parameters",
+        guarantees=(
+            "what a worker computes its step c with has in it every gradient of the "
+            "steps before c - s, of all workers"
+        ),
+    )
 
     staleness: int = 3
 

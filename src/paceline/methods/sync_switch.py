@@ -5,11 +5,6 @@ learning" (ICDCS 2021). The first steps decide where training ends, and few of t
 first 5 to 6 % synchronous (BSP) and the rest asynchronous (ASP) the authors' runs ended as
 accurate as with BSP alone. The other way round they did not, so there is no way back.
 
-Waits for: every worker in the first `bsp_steps` steps, and nobody after them. Sends: the whole
-gradient, and receives all parameters. Guarantees: the first `bsp_steps` steps are bsp's (with
-``clip_norm``, of each worker's own gradient); after them every gradient is applied once, at a learning rate
-of its weight (1/n) times the script's, and how stale it is, is not bounded.
-
 The learning rate needs no change at the switch. A synchronous step moves by lr times the mean
 gradient; n asynchronous ones by lr/n times a gradient each, as far. (This is the linear rule of the
 authors' settings, lr 0.8 for 8 workers together and 0.1 for each; without it their runs ended in
@@ -37,7 +32,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from paceline.errors import UsageError
-from paceline.interfaces import Clips, Discipline, HeldPush, ServerRun, Shard
+from paceline.interfaces import (
+    Clips,
+    Discipline,
+    HeldPush,
+    MethodSummary,
+    ServerRun,
+    Shard,
+)
 from paceline.methods.push_pull import PushPull, PushPullState
 from paceline.tensors import Bucket
 
@@ -56,6 +58,16 @@ class SyncSwitch(PushPull):
     becomes of it in between."""
 
     name: ClassVar[str] = "sync-switch"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="every worker in the first `bsp_steps` steps, and nobody after them",
+        sends="the whole gradient, and receives all parameters",
+        guarantees=(
+            "the first `bsp_steps` steps are bsp's (with ``clip_norm``, of each "
+            "worker's own gradient); after them every gradient is applied once, at a "
+            "learning rate of its weight (1/n) times the script's, and how stale it "
+            "is, is not bounded"
+        ),
+    )
     in_the_long_run: ClassVar[Mapping[str, str]] = {"bsp_steps": "0"}
 
     bsp_steps: int = 500

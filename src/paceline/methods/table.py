@@ -1,14 +1,12 @@
-"""The page on all methods, made from the registry and from their docstrings."""
+"""The page on all methods, made from the registry."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import sys
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.interfaces import Method
+from paceline.interfaces import Method, MethodSummary
 from paceline.methods import METHODS
 from paceline.spec import parse
 
@@ -32,9 +30,7 @@ def methods_page() -> str:
         keys = ", ".join(
             [*map(_key, dataclasses.fields(shape)), *_own_compression(cls)]
         )
-        words = [
-            sentence_of(cls, word) for word in ("Waits for", "Sends", "Guarantees")
-        ]
+        words = summary_of(cls)
         # A method whose properties depend on a key has a row for each of its forms.
         for form in ({}, *getattr(cls, "forms", ())):
             method: Method = cls(**form)
@@ -67,15 +63,12 @@ def _own_compression(cls: type[Method]) -> list[str]:
     return [f"`{key}={value}`" for key, value in said.items()]
 
 
-def sentence_of(cls: type[Method], label: str) -> str:
-    """The sentence ``Label: ... .`` of the docstring of a method's file."""
-    page = inspect.getdoc(sys.modules.get(cls.__module__)) or ""
-    text = " ".join(page.split())
-    _, label_found, rest = text.partition(f"{label}: ")
-    sentence, stop, _ = rest.partition(".")
-    if not (label_found and stop):
+def summary_of(cls: type[Method]) -> MethodSummary:
+    """A method's row in words. Raises `UsageError` for one that has none."""
+    summary: MethodSummary | None = getattr(cls, "summary", None)
+    if summary is None:
         raise UsageError(
-            f"method {cls.name!r}: the docstring of its file ({cls.__module__}) has no "
-            f'sentence "{label}: ... ."; it stands in the table of methods'
+            f"method {cls.name!r} has no `summary`, which stands in the table of methods: expected "
+            "a `paceline.interfaces.MethodSummary` as an attribute of its class"
         )
-    return sentence
+    return summary

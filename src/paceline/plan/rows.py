@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.chosen import read_spec
-from paceline.errors import UsageError
-from paceline.interfaces import Method, Quality
-from paceline.methods.table import sentence_of
+from paceline.interfaces import Method, MethodSummary, Quality
 from paceline.plan.found import Row
 from paceline.plan.predict import Prediction
 
@@ -56,8 +54,6 @@ class Scale:
 
 
 def _waits_for(method: Method) -> str:
-    """In the words of its file; empty where they are not there, as in a script that registers a method."""
-    try:
-        return sentence_of(type(method), "Waits for")
-    except UsageError:
-        return ""
+    """In the words of its summary; empty where it has none, as in a script that registers a method."""
+    summary: MethodSummary | None = getattr(method, "summary", None)
+    return "" if summary is None else summary.waits_for

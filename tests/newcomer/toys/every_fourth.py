@@ -1,13 +1,16 @@
-"""Local SGD: every worker steps by itself, and parameters are averaged after each fourth step.
-
-Waits for: every worker, in every fourth step. Sends: the parameters. Guarantees: equal
-models after every fourth step, and after the last one.
-"""
+"""Local SGD: every worker steps by itself, and parameters are averaged after each fourth step."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.interfaces import Clips, GradientSeen, Rhythm, Run, UpdatesOn
+from paceline.interfaces import (
+    Clips,
+    GradientSeen,
+    MethodSummary,
+    Rhythm,
+    Run,
+    UpdatesOn,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +18,11 @@ class EveryFourth:
     """Average the parameters after each fourth step."""
 
     name: ClassVar[str] = "every-fourth"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="every worker, in every fourth step",
+        sends="the parameters",
+        guarantees="equal models after every fourth step, and after the last one",
+    )
     rhythm: ClassVar[Rhythm] = Rhythm(every=4)
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"

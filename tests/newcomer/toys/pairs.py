@@ -1,15 +1,18 @@
-"""Gossip: in each step other pairs of workers average their parameters.
-
-Waits for: one other worker, in every step. Sends: the parameters, to that one. Guarantees:
-the mean of all models is kept; after the last step all have it.
-"""
+"""Gossip: in each step other pairs of workers average their parameters."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from paceline.interfaces import Clips, GradientSeen, Rhythm, Run, UpdatesOn
+from paceline.interfaces import (
+    Clips,
+    GradientSeen,
+    MethodSummary,
+    Rhythm,
+    Run,
+    UpdatesOn,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +20,11 @@ class Pairs:
     """Average the parameters of two workers each, drawn anew in each step."""
 
     name: ClassVar[str] = "pairs"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="one other worker, in every step",
+        sends="the parameters, to that one",
+        guarantees="the mean of all models is kept; after the last step all have it",
+    )
     rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"

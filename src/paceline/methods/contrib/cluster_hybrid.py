@@ -3,12 +3,6 @@
 Senyigit and Altilar (PDP 2025): score each worker by how it computes and how it communicates, form
 clusters, wait for all inside a cluster, and exchange between clusters without waiting.
 
-Waits for: all workers of its cluster, in every step. Sends: the whole gradient, and receives all
-parameters, to and from its cluster's server; servers send each other a gradient of all
-parameters after each step of their cluster. Guarantees: inside a cluster no gradient is stale; every
-cluster's mean is applied once on every server, at a learning rate of its weight (its part of all workers)
-times the script's.
-
 Each worker tells how long it computes in a step, and its server measures the whole step from
 when it went on: the rest is communication. Workers are alike if neither differs by more than `ratio`: first they are divided by how
 long they compute, and each part by how long it communicates. Where that gives more than `most_groups` clusters, they
@@ -28,7 +22,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import Discipline, Groups, ServerRun, read_members
+from paceline.interfaces import (
+    Discipline,
+    Groups,
+    MethodSummary,
+    ServerRun,
+    read_members,
+)
 from paceline.methods.gssp.discipline import GroupDiscipline, Passing
 from paceline.methods.gssp.gates import Rounds
 from paceline.methods.gssp.grouping import (
@@ -49,6 +49,19 @@ class ClusterHybrid(InGroups):
     times as long as another, to compute or to communicate."""
 
     name: ClassVar[str] = "cluster-hybrid"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="all workers of its cluster, in every step",
+        sends=(
+            "the whole gradient, and receives all parameters, to and from its "
+            "cluster's server; servers send each other a gradient of all parameters "
+            "after each step of their cluster"
+        ),
+        guarantees=(
+            "inside a cluster no gradient is stale; every cluster's mean is applied "
+            "once on every server, at a learning rate of its weight (its part of all "
+            "workers) times the script's"
+        ),
+    )
     in_the_long_run: ClassVar[Mapping[str, str]] = {"measure_steps": "2"}
 
     most_groups: int = 4

@@ -5,11 +5,6 @@ Zhao et al., "Dynamic stale synchronous parallel distributed training for deep l
 the fastest worker wait, its server works out with how many more steps it would wait least, and
 lets it do these: between s_L and s_L + r_max steps it may be ahead.
 
-Waits for: workers more than `staleness` steps behind; the fastest one, for those more than
-`staleness` + `extra` behind at most. Sends: the whole gradient, and receives all parameters.
-Guarantees: what a worker computes its step c with has in it every gradient of the steps before
-c - `staleness` - `extra`, of all workers.
-
 The rule, when worker p has done its step number t_p, and the slowest t_slow:
 
     r_p > 0                  ->  r_p = r_p - 1, and p goes on
@@ -37,7 +32,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import Discipline, HeldPush, Shard
+from paceline.interfaces import Discipline, HeldPush, MethodSummary, Shard
 from paceline.methods.push_pull import AppliesOnArrival, PushPull, without_gradient
 
 
@@ -47,6 +42,17 @@ class DSSP(PushPull):
     *extra* more where it would wait less by that."""
 
     name: ClassVar[str] = "dssp"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for=(
+            "workers more than `staleness` steps behind; the fastest one, for those "
+            "more than `staleness` + `extra` behind at most"
+        ),
+        sends="the whole gradient, and receives all parameters",
+        guarantees=(
+            "what a worker computes its step c with has in it every gradient of the "
+            "steps before c - `staleness` - `extra`, of all workers"
+        ),
+    )
 
     staleness: int = 3
     extra: int = 12

@@ -4,12 +4,6 @@ Jiang et al. (CCGrid 2019), "GSP" in its code (github CGCL-codes/MXNet-G). Worke
 other in every step, and their mean is one update. Groups come from a file that is written by hand.
 A group's gradient counts for less, the staler it is.
 
-Waits for: all workers of its group, in every step. Sends: the whole gradient, and receives all
-parameters, to and from its group's server; servers send each other a gradient of all
-parameters after each step of their group. Guarantees: inside a group no gradient is stale; every
-group's mean is applied once on every server, at a learning rate of its weight (its part of all workers)
-times the script's, over 1 + its staleness.
-
     server q, all of q in:  w = w - lr (k/n) / (1 + tau) mean;  send that mean, and its weight, to all
     server q on a mean:     w = w - lr weight mean
 
@@ -28,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from paceline.interfaces import Discipline, Groups, read_members
+from paceline.interfaces import Discipline, Groups, MethodSummary, read_members
 from paceline.methods.gssp.discipline import GroupDiscipline, Passing
 from paceline.methods.gssp.gates import Rounds
 from paceline.methods.gssp.worker import InGroups
@@ -40,6 +34,19 @@ class GroupingSGD(InGroups):
     is bsp on a server. *damping*: whether a group's mean counts for less where it is stale."""
 
     name: ClassVar[str] = "grouping-sgd"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="all workers of its group, in every step",
+        sends=(
+            "the whole gradient, and receives all parameters, to and from its group's "
+            "server; servers send each other a gradient of all parameters after each "
+            "step of their group"
+        ),
+        guarantees=(
+            "inside a group no gradient is stale; every group's mean is applied once "
+            "on every server, at a learning rate of its weight (its part of all "
+            "workers) times the script's, over 1 + its staleness"
+        ),
+    )
 
     damping: Literal["none", "staleness"] = "staleness"
 

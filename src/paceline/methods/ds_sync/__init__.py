@@ -6,9 +6,6 @@ and averages its parameters with a small group in each step. Groups are chosen s
 steps avoid the network's bottleneck (divide), and change from step to step in a period over which
 all workers reach each other (shuffle).
 
-Waits for: the workers of its group, in every step. Sends: the parameters, to its group. Guarantees: the
-mean of all models is kept by every averaging; all hold it after the last step.
-
 The first version (four workers, alternating pairs) is known from the authors' code; of the
 second one only the design could be read, and how groups are chosen is our reconstruction
 (`plan`, `divide`, `adjust`). Differs from the code in that buckets travel and not single tensors,
@@ -26,6 +23,7 @@ from paceline.interfaces import (
     Clips,
     Compressor,
     GradientSeen,
+    MethodSummary,
     Quality,
     Rhythm,
     Run,
@@ -41,6 +39,14 @@ class DSSync(DSSyncOptions):
     """Average parameters within small groups in each step, and other groups in the next one."""
 
     name: ClassVar[str] = "ds-sync"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="the workers of its group, in every step",
+        sends="the parameters, to its group",
+        guarantees=(
+            "the mean of all models is kept by every averaging; all hold it after the "
+            "last step"
+        ),
+    )
     rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
     quality: ClassVar[Quality] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"

@@ -6,12 +6,6 @@ slowest one's pace, whatever its bound. Here each group has a server with the wh
 only that group's workers wait for each other; what servers have applied they pass on to each
 other, and apply what comes at once.
 
-Waits for: workers of its own group more than `staleness` steps behind. Sends: the whole gradient, and
-receives all parameters, to and from its group's server; servers send each other a gradient of
-all parameters after `period` pushes. Guarantees: inside a group what ssp guarantees; every
-gradient is applied once on every server, at a learning rate of its weight (1/n) times the
-script's; how stale those of other groups are is not bounded.
-
     worker j of group q:  w from server q;  push g;  goes on at step c when all of q have done c - s
     server q on a push:   w = w - lr w_j g;  acc = acc + w_j g;  after `period` pushes send acc to all
     server q on acc':     w = w - lr acc'
@@ -67,7 +61,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from paceline.errors import UsageError
-from paceline.interfaces import Discipline, Groups, ServerRun, read_members
+from paceline.interfaces import (
+    Discipline,
+    Groups,
+    MethodSummary,
+    ServerRun,
+    read_members,
+)
 from paceline.methods.gssp.discipline import (
     Exchange,
     GroupDiscipline,
@@ -86,6 +86,19 @@ class GSSP(InGroups):
     """Let no worker be more than *staleness* steps ahead of another one of its group."""
 
     name: ClassVar[str] = "gssp"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="workers of its own group more than `staleness` steps behind",
+        sends=(
+            "the whole gradient, and receives all parameters, to and from its group's "
+            "server; servers send each other a gradient of all parameters after "
+            "`period` pushes"
+        ),
+        guarantees=(
+            "inside a group what ssp guarantees; every gradient is applied once on "
+            "every server, at a learning rate of its weight (1/n) times the script's; "
+            "how stale those of other groups are is not bounded"
+        ),
+    )
     in_the_long_run: ClassVar[Mapping[str, str]] = {"measure_steps": "2"}
 
     number_of_groups: int = 0

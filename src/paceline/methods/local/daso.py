@@ -11,11 +11,6 @@ which is picked up B steps later, and given to the other workers of its node:
 P nodes; the weight of 2B for the own parameters is Heat's choice. In the first `warm_up` steps, and
 from step `cool_down` on (0: never), nodes average after each step and wait for it.
 
-Waits for: the workers of its own node, in every step, and nobody else, unless an exchange takes
-longer than `delay` steps. Sends: the gradient inside the node, and one worker's parameters
-between nodes once in `every` steps. Guarantees: equal parameters in a node, and what other nodes
-have trained arrives `delay` steps late; with one node, or with `every=1` and `delay=0` under SGD, that is bsp.
-
 With `judge_every` above 0 S and B follow the loss that the script reports
 (``paceline.log(loss=...)``), in its mean over that many steps and all workers: when it has not improved by 5 % three
 times in a row, S is halved and B one less; at S = 1 both begin again, with S = `most` and
@@ -43,6 +38,7 @@ from paceline.interfaces import (
     Clips,
     Compressor,
     GradientSeen,
+    MethodSummary,
     Pending,
     Quality,
     Rhythm,
@@ -127,6 +123,21 @@ class DASO:
     """Average gradients in each *group*, and parameters between groups every so many steps."""
 
     name: ClassVar[str] = "daso"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for=(
+            "the workers of its own node, in every step, and nobody else, unless an "
+            "exchange takes longer than `delay` steps"
+        ),
+        sends=(
+            "the gradient inside the node, and one worker's parameters between nodes "
+            "once in `every` steps"
+        ),
+        guarantees=(
+            "equal parameters in a node, and what other nodes have trained arrives "
+            "`delay` steps late; with one node, or with `every=1` and `delay=0` under "
+            "SGD, that is bsp"
+        ),
+    )
     quality: ClassVar[Quality] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "mean"

@@ -4,9 +4,6 @@ Douillard et al., "DiLoCo: distributed low-communication training of language mo
 algorithm 1: inner AdamW, whose state stays on each worker, H = 500, outer SGD with learning
 rate 0.7 and Nesterov momentum 0.9.
 
-Waits for: every worker, in every `every`-th step. Sends: what the parameters have moved,
-once in `every` steps. Guarantees: equal models after each round.
-
     D = mean(x - x_i);   u <- b*u + D;   x <- x - eta*(D + b*u)
 
 These are the paper's defaults, and no safe ones: the first round moves the model 1.33 times
@@ -20,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.interfaces import MethodSummary
 from paceline.methods.local.updates import LocalUpdates
 
 
@@ -28,6 +26,11 @@ class DiLoCo(LocalUpdates):
     """After every 500th step, an outer one of SGD with Nesterov momentum."""
 
     name: ClassVar[str] = "diloco"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="every worker, in every `every`-th step",
+        sends="what the parameters have moved, once in `every` steps",
+        guarantees="equal models after each round",
+    )
 
     every: int = 500
     outer_learning_rate: float = 0.7

@@ -4,10 +4,6 @@ Lin, Stich, Patel and Jaggi, "Don't use large mini-batches, use local SGD" (ICLR
 section 5; Castiglia, Das and Patterson, "Multi-level local SGD" (ICLR 2021). It fits racks
 with thin uplinks: most means never leave a rack.
 
-Waits for: the workers of its own group in every `group_every`-th step, all in every
-`every`-th. Sends: the parameters, as often. Guarantees: equal models in a group after its
-means, and everywhere after those of all.
-
 With `group_every=1` and SGD a rack is one worker of local SGD with bsp inside. Groups are
 `rack`, `host`, or a number of workers (the last group may have fewer). Who has trained on
 more samples since the last mean of a kind weighs more in it.
@@ -18,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.interfaces import MethodSummary
 from paceline.methods.local.updates import LocalUpdates
 
 
@@ -26,6 +23,14 @@ class HierarchicalLocalSGD(LocalUpdates):
     """Average the parameters in each rack in each step, and among all every so many."""
 
     name: ClassVar[str] = "hierarchical-local-sgd"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for=(
+            "the workers of its own group in every `group_every`-th step, all in every"
+            " `every`-th"
+        ),
+        sends="the parameters, as often",
+        guarantees="equal models in a group after its means, and everywhere after those of all",
+    )
 
     every: int = 16
     group: str = "rack"

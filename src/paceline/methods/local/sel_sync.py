@@ -9,10 +9,6 @@ It raises its flag where D(t) is `delta` or more, or its window is not full yet.
 all average their parameters in this step; else nobody does. Means (EWMA) are over the last
 `window` steps, with weights (1 - `smoothing`)^age.
 
-Waits for: every worker, in every step: for a flag, and where one is raised for the parameters.
-Sends: a flag in each step, and the parameters where one is raised. Guarantees: equal models after
-each step in which a flag was raised; `delta=0` is `local-sgd` with `every=1`.
-
 It saves bytes, and no latency: each step waits for one small message of all.
 
 Defaults are the authors'. With them D is small: a norm that is itself a mean over 25 steps
@@ -43,6 +39,7 @@ from paceline.interfaces import (
     Clips,
     Compressor,
     GradientSeen,
+    MethodSummary,
     Quality,
     Rhythm,
     Run,
@@ -78,6 +75,17 @@ class SelSync:
     copy of the model."""
 
     name: ClassVar[str] = "sel-sync"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for=(
+            "every worker, in every step: for a flag, and where one is raised for the "
+            "parameters"
+        ),
+        sends="a flag in each step, and the parameters where one is raised",
+        guarantees=(
+            "equal models after each step in which a flag was raised; `delta=0` is "
+            "`local-sgd` with `every=1`"
+        ),
+    )
     quality: ClassVar[Quality] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"

@@ -5,9 +5,6 @@ with slow momentum" (ICLR 2020), algorithm 1 over local SGD. At a constant learn
 heavy ball on what each round has moved, and so is BMUF (Chen and Huo, ICASSP 2016), whose
 momentum is 1-1/n.
 
-Waits for: every worker, in every `every`-th step. Sends: what the parameters have moved,
-once in `every` steps. Guarantees: equal models after each round.
-
     D = mean(x - x_i);   u <- b*u + D/lr;   x <- x - eta*lr*u
 
 The outer momentum u is in units of the learning rate lr of the moment (of each parameter
@@ -21,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.interfaces import MethodSummary
 from paceline.methods.local.updates import LocalUpdates
 
 
@@ -29,6 +27,11 @@ class SlowMo(LocalUpdates):
     """After every 48th step, move by a momentum of the mean changes."""
 
     name: ClassVar[str] = "slowmo"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="every worker, in every `every`-th step",
+        sends="what the parameters have moved, once in `every` steps",
+        guarantees="equal models after each round",
+    )
 
     every: int = 48
     outer_momentum: float = 0.5

@@ -9,9 +9,6 @@ the place of an outer momentum, so there is none:
 
 TopK takes the k largest elements of each chunk of a tensor, and Q rounds them to 2 bits.
 
-Waits for: every worker, in every `every`-th step. Sends: of what the parameters have moved 64 in
-4,096 elements, once in `every` steps. Guarantees: equal models after each round.
-
 It is `diloco` with other options, and the compression that it has unless another is named: top-k
 in chunks of 4,096 elements with k = 64, and residuals with beta = 0.95, each a key of `compression`
 (`compression=none` sends all of what has moved). The paper goes from 1 to 3 % of the elements and from
@@ -27,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.interfaces import MethodSummary
 from paceline.methods.local.updates import LocalUpdates
 
 
@@ -35,6 +33,11 @@ class SparseLoCo(LocalUpdates):
     """After every 30th step, an outer one with sparse differences."""
 
     name: ClassVar[str] = "sparse-loco"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="every worker, in every `every`-th step",
+        sends="of what the parameters have moved 64 in 4,096 elements, once in `every` steps",
+        guarantees="equal models after each round",
+    )
     default_compression: ClassVar[str] = (
         "top-k:chunk=4096,density=0.015625,bits=2,decay=0.95"
     )

@@ -6,10 +6,6 @@ after it was sent, so that nobody waits for it; then a worker keeps a part alpha
 
     x_i <- alpha*x_i + (1 - alpha)*x
 
-Waits for: nobody, unless a mean takes longer than `delay` steps. Sends: what one fragment
-has moved, once in `every`/`fragments` steps. Guarantees: the outer parameters of each
-fragment are equal on all workers after its turn.
-
 The peak of what a link carries is the largest fragment, so they are of about one size.
 What a worker has done in the `delay` steps before a mean comes is lost but for the part that
 it keeps (`mixing`); that part counts in the next round's change once more. Defaults: tau 5,
@@ -25,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from paceline.interfaces import MethodSummary
 from paceline.methods.local.updates import LocalUpdates
 
 
@@ -33,6 +30,11 @@ class StreamingDiLoCo(LocalUpdates):
     """Every 25th step another quarter of the model leaves, and is used five steps later."""
 
     name: ClassVar[str] = "streaming-diloco"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="nobody, unless a mean takes longer than `delay` steps",
+        sends="what one fragment has moved, once in `every`/`fragments` steps",
+        guarantees="the outer parameters of each fragment are equal on all workers after its turn",
+    )
 
     every: int = 100
     outer_learning_rate: float = 0.4

@@ -7,10 +7,6 @@ for, travels while the next step computes. Until its mean arrives a worker compu
 tentative step of its own gradient (LGP, local-gradient-based parameter correction); then the
 exact value takes that one's place, so no gradient is lost or applied twice.
 
-Waits for: every worker, in every step, for what is not deferred. Sends: the whole gradient, the
-deferred part of it while the next step computes. Guarantees: every gradient is applied once, in its order, at
-most one step late; what is late is late only in the others' contributions.
-
 Deferred is what is ready last, and not, as in the paper, what is least important: importance
 (PGP), the sum of abs(parameter x mean gradient), decides among equals. The text of the paper
 could not be read beyond its abstract: ``docs/osp.md`` says where a reconstruction had a choice.
@@ -29,6 +25,7 @@ from paceline.interfaces import (
     Discipline,
     GradientSeen,
     Groups,
+    MethodSummary,
     Quality,
     Rhythm,
     UpdatesOn,
@@ -45,6 +42,14 @@ class OSP(OSPOptions):
     """Average what is ready early before the step ends, and the rest during the next one."""
 
     name: ClassVar[str] = "osp"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="every worker, in every step, for what is not deferred",
+        sends="the whole gradient, the deferred part of it while the next step computes",
+        guarantees=(
+            "every gradient is applied once, in its order, at most one step late; what"
+            " is late is late only in the others' contributions"
+        ),
+    )
     quality: ClassVar[Quality] = "late"
     in_the_long_run: ClassVar[Mapping[str, str]] = {"budget": "constant"}
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"

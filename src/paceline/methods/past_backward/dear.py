@@ -5,11 +5,6 @@ All-Reduce Pipelining" (ICDCS 2023): each all-reduce is cut into its two halves,
 first must follow backward's order. The second halves go in the order in which the next
 forward pass uses the tensors, which waits for them layer by layer.
 
-Waits for: every worker, in every step, bucket by bucket before something uses it. Sends: the
-whole gradient, one half of each sum while backward computes, the other while the next forward
-does. Guarantees: bsp's result, to the bit that of its `collective=ring` (or of the collective that is
-asked for); whoever looks at the model, or at a gradient, sees what bsp would show there.
-
 Differs from the authors' code: every optimizer can be used, with the hyperparameters of
 ``step()``; an evaluation, a checkpoint and the end see the last step; and a module may be called
 twice, not at all, or in another order.
@@ -21,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from paceline.interfaces import Message, Pending, Scattered, UpdatingRun
+from paceline.interfaces import Message, MethodSummary, Pending, Scattered, UpdatingRun
 from paceline.methods.past_backward.priority import Priority
 from paceline.methods.past_backward.worker import LateWorker, part
 from paceline.tensors import Bucket
@@ -33,6 +28,18 @@ class DeAR(Priority):
     is used."""
 
     name: ClassVar[str] = "dear"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="every worker, in every step, bucket by bucket before something uses it",
+        sends=(
+            "the whole gradient, one half of each sum while backward computes, the "
+            "other while the next forward does"
+        ),
+        guarantees=(
+            "bsp's result, to the bit that of its `collective=ring` (or of the "
+            "collective that is asked for); whoever looks at the model, or at a "
+            "gradient, sees what bsp would show there"
+        ),
+    )
     sends_halves: ClassVar[bool] = True
 
     def init(self, run: UpdatingRun) -> LateWorker:

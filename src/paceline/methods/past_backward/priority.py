@@ -6,10 +6,6 @@ forward pass waits layer by layer instead of for all at once. Where both order p
 they run, by a race that all-reduces cannot have, here the order is a plan that all ranks
 share (`paceline.fusion.past_backward`; unequal pieces as in US-Byte, Gao et al., 2023).
 
-Waits for: every worker, in every step, bucket by bucket before something uses it. Sends: the
-whole gradient, while backward and the next forward compute. Guarantees: bsp's result, to the
-bit where sums are added in the same order; whoever looks at the model, or at a gradient,
-sees what bsp would show there.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ from paceline.interfaces import (
     Clips,
     GradientSeen,
     Message,
+    MethodSummary,
     Pending,
     Quality,
     Rhythm,
@@ -38,6 +35,14 @@ class Priority:
     """Average every gradient in every step, and wait for each where it is used."""
 
     name: ClassVar[str] = "priority"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for="every worker, in every step, bucket by bucket before something uses it",
+        sends="the whole gradient, while backward and the next forward compute",
+        guarantees=(
+            "bsp's result, to the bit where sums are added in the same order; whoever "
+            "looks at the model, or at a gradient, sees what bsp would show there"
+        ),
+    )
     rhythm: ClassVar[Rhythm] = EVERY_STEP
     quality: ClassVar[Quality] = "exact"
     updates_on: ClassVar[UpdatesOn] = "method"

@@ -1,0 +1,62 @@
+"""The verbs under ``python -OO``, which drops docstrings: what tables say is data."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.methods import METHODS
+from tests.cli.test_plan import SCRIPT
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+
+
+WAITS = """
+from paceline.methods import METHODS
+from paceline.plan.rows import _waits_for
+print(*(f"{name}: {_waits_for(cls())}" for name, cls in METHODS.items()), sep="\\n")
+"""
+
+
+def printed(*words, **options):
+    ran = subprocess.run(
+        [sys.executable, "-OO", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("verb", "page"),
+    [
+        ("methods", "methods.md"),
+        ("compression", "compressors.md"),
+        ("collectives", "collectives.md"),
+    ],
+)
+def test_a_table_is_the_same(verb, page):
+    assert printed("-m", "paceline", verb) == (DOCS / page).read_text()
+
+
+def test_all_methods_say_what_they_wait_for():
+    waits = dict(line.split(": ", 1) for line in printed("-c", WAITS).splitlines())
+    assert waits.keys() == METHODS.keys()
+    assert all(waits.values()), waits
+
+
+@pytest.mark.slow
+def test_a_plan_says_what_its_methods_wait_for(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ("train.py", "--workers", "2", "--json", "--no-plots", "--quality", "exact")
+    said = json.loads(
+        printed("-m", "paceline", "plan", *words, "--budget", "2", cwd=tmp_path)
+    )
+    waits = {row["spec"]: row["waits_for"] for row in said["rows"]}
+    assert waits
+    assert all(waits.values()), waits
