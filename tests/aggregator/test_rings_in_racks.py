@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from paceline.aggregator import ends, udp
 from paceline.aggregator.ring import ring_of_racks
 from paceline.aggregator.ring_end import RingEnd
 from tests.aggregator.places import TOKEN, InARack, together
@@ -43,8 +44,8 @@ class Exchange:
     ],
 )
 def test_sums_are_exact_whatever_adds_up(rack, bpf, racks, paths, monkeypatch):
-    monkeypatch.setattr("paceline.aggregator.udp.datagrams", one_by_one)
-    monkeypatch.setattr("paceline.aggregator.ends.datagrams", one_by_one)
+    monkeypatch.setattr(udp, "datagrams", one_by_one)
+    monkeypatch.setattr(ends, "datagrams", one_by_one)
     random = np.random.default_rng(0)
     made = [
         random.integers(-(2**31), 2**31, (RANKS, size)).astype(np.int32)

@@ -5,6 +5,7 @@ import pytest
 
 from paceline.aggregator.datagrams import FEWEST_QUEUED, QUEUED_BYTES
 from paceline.aggregator.ring import ring_of_racks
+from paceline.aggregator.timers import RoundTrip
 from paceline.collectives.rina import RingOfRacks
 from paceline.worlds.emulated.plan import JUMBO_MTU
 from tests.aggregator.timed import SLOTS, TimedRing
@@ -62,7 +63,8 @@ def test_a_long_queue_of_ones_own_slows_all_others_down():
 def test_timers_of_the_mean_alone_send_much_again(monkeypatch):
     """The control: whoever sends again too early halves windows."""
     monkeypatch.setattr(
-        "paceline.aggregator.timers.RoundTrip.timeout",
+        RoundTrip,
+        "timeout",
         property(lambda self: 0.1 if self._mean is None else max(0.005, self._mean)),
     )
     ratio, net = took(1, 25, elements=125_000)

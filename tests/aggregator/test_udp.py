@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from paceline.aggregator import datagrams as moving
+from paceline.aggregator import ends as stream_ends
+from paceline.aggregator import udp
 from paceline.aggregator.batched import Batched
 from paceline.aggregator.client import AggregatorClient
 from paceline.aggregator.control import Challenge, Registration, line_of
@@ -36,8 +38,8 @@ from tests.real.helpers import wait_until
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [moving.Single, Batched])
 def test_sums_are_exact_though_one_datagram_in_a_hundred_is_lost(way, monkeypatch):
-    monkeypatch.setattr("paceline.aggregator.udp.datagrams", way)
-    monkeypatch.setattr("paceline.aggregator.ends.datagrams", way)
+    monkeypatch.setattr(udp, "datagrams", way)
+    monkeypatch.setattr(stream_ends, "datagrams", way)
     random_ = np.random.default_rng(0)
     sizes_ = (100_003, 1, 5000)
     made = [
@@ -82,8 +84,8 @@ def test_sums_are_exact_though_the_network_loses_one_packet_in_a_hundred(
     rack, path, bpf, monkeypatch
 ):
     """Workers and the aggregator each on a host of their own, at a switch that drops."""
-    monkeypatch.setattr("paceline.aggregator.udp.datagrams", one_by_one)
-    monkeypatch.setattr("paceline.aggregator.ends.datagrams", one_by_one)
+    monkeypatch.setattr(udp, "datagrams", one_by_one)
+    monkeypatch.setattr(stream_ends, "datagrams", one_by_one)
     place = InARack(rack, path)
     random_ = np.random.default_rng(0)
     made = random_.integers(-(2**31), 2**31, (WORKERS, 200_003)).astype(np.int32)

@@ -9,6 +9,7 @@ import struct
 
 import numpy as np
 
+from paceline.aggregator import ends
 from tests.aggregator import rack as racks
 from tests.aggregator.places import InARack, together
 from tests.aggregator.test_udp import one_by_one
@@ -52,7 +53,7 @@ def test_answers_have_the_right_checksum_where_a_device_completes_it(rack, bpf):
 
 def test_sums_are_exact_where_the_driver_has_no_xdp(rack, bpf, monkeypatch):
     """A bridge has none. Packets come one by one there, as from a wire."""
-    monkeypatch.setattr("paceline.aggregator.ends.datagrams", one_by_one)
+    monkeypatch.setattr(ends, "datagrams", one_by_one)
     place = InARack(rack, "xdp", interface="br0")
     values = np.ones((2, 30_000), np.int32)
     with rack.behind_a_bridge(), place.running() as aggregator:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.checkpoint import own
 from paceline.errors import UsageError
 from paceline.network import uniform_cluster
 from paceline.worlds.seeding import random_states
@@ -107,7 +108,7 @@ def test_what_one_worker_refuses_to_save_all_refuse(refusing, tmp_path, monkeypa
     def states():
         return {"python": object()} if paceline.rank() in broken else random_states()
 
-    monkeypatch.setattr("paceline.checkpoint.own.random_states", states)
+    monkeypatch.setattr(own, "random_states", states)
 
     def body(rank):
         _, optimizer = begin()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.cli import main
+from paceline.report import variants as trained_variants
 from paceline.report.files import claim
 from tests import forked
 from tests.hanging import SECONDS
@@ -81,7 +82,7 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["paceline", *command])
     processes = SimpleNamespace(run=lambda words, **_: forked.run(words[1:]))
-    monkeypatch.setattr("paceline.report.variants.subprocess", processes)
+    monkeypatch.setattr(trained_variants, "subprocess", processes)
     with pytest.raises(SystemExit) as ended:
         main()
     done = capfd.readouterr()

@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
+from paceline.cli import plan as plan_command
 from paceline.cli.plan import _spent
 from paceline.cli.planned import FOR_CANDIDATES
 from paceline.errors import UsageError
@@ -90,7 +91,7 @@ def test_a_method_that_the_script_registers_is_a_candidate(
 ):
     """Also where predictions are made in other processes, which do not know it."""
     (tmp_path / "train.py").write_text(OWN)
-    monkeypatch.setattr("paceline.cli.plan.processes", lambda: 2)
+    monkeypatch.setattr(plan_command, "processes", lambda: 2)
     before = dict(METHODS)
     try:
         ran = CliRunner().invoke(

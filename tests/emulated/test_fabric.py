@@ -10,6 +10,7 @@ from pyroute2 import NetlinkError
 
 from paceline.errors import UsageError
 from paceline.network import parse_cluster, uniform_cluster
+from paceline.worlds.emulated import goodput
 from paceline.worlds.emulated.capabilities import capabilities
 from paceline.worlds.emulated.errors import EmulationError, KernelLacksError
 from paceline.worlds.emulated.fabric import Fabric
@@ -138,7 +139,7 @@ def test_a_repaired_link_that_was_not_cut_stays_as_it_is(fabric):
 
 
 def test_measuring_a_cut_link_names_it(fabric, monkeypatch):
-    monkeypatch.setattr("paceline.worlds.emulated.goodput._CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(goodput, "_CONNECT_SECONDS", 0.1)
     fabric.cut(2)
     try:
         with pytest.raises(

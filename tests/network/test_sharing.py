@@ -211,13 +211,10 @@ def test_a_crowd_is_shared_among_as_few_are(hosts, seed, several) -> None:
     ]
     found = []
     for many in (3, 10**9):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("paceline.network.sharing.MANY", many)
-            patch.setattr("paceline.network.sharing.FEW", many // 2)
-            members = [activity(demand, size) for _, demand, size in flows]
-            starts = [one[0] for one in flows]
-            ends = run(Sharing(capacities), list(zip(starts, members, strict=True)))
-            found.append([ends[member] for member in members])
+        members = [activity(demand, size) for _, demand, size in flows]
+        starts = list(zip([one[0] for one in flows], members, strict=True))
+        ends = run(Sharing(capacities, many=many), starts)
+        found.append([ends[member] for member in members])
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert len(set(found[0])) > 1
 
@@ -237,11 +234,8 @@ def test_rates_of_a_crowd_are_its_members() -> None:
 
 
 @pytest.mark.parametrize("many", [4, 10**9])
-def test_a_change_is_worked_out_for_those_alone_that_it_can_reach(
-    many: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_is_worked_out_for_those_alone_that_it_can_reach(many: int) -> None:
     """Ends are those of all rates worked out anew at each change, and far fewer were looked at."""
-    monkeypatch.setattr("paceline.network.sharing.MANY", many)
     random = Random(7)
     capacities = [random.choice([1.0, 3.0, 7.5]) for _ in range(80)] + [math.inf]
     flows = []
@@ -250,9 +244,8 @@ def test_a_change_is_worked_out_for_those_alone_that_it_can_reach(
         path = (switch + random.randrange(8), switch + 8 + random.randrange(8), 80)
         flows.append((random.uniform(0, 300), path, random.uniform(1, 100)))
     ends, looked_at = [], []
-    for most in (200, 0):  # of all in reach; always of all
+    for near in (200, 0):  # of all in reach; always of all
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("paceline.network.sharing.MOST_NEAR", most)
             seen = []
 
             def counted(*arguments, before=Sharing._set_rate, seen=seen):  # type: ignore[no-untyped-def]
@@ -262,7 +255,8 @@ def test_a_change_is_worked_out_for_those_alone_that_it_can_reach(
             patch.setattr(Sharing, "_set_rate", staticmethod(counted))
             members = [activity(dict.fromkeys(path, 1), n) for _, path, n in flows]
             starts = [one[0] for one in flows]
-            done = run(Sharing(capacities), list(zip(starts, members, strict=True)))
+            sharing = Sharing(capacities, many=many, near=near)
+            done = run(sharing, list(zip(starts, members, strict=True)))
             ends.append([done[member] for member in members])
             looked_at.append(len(seen))
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli import planned
 from paceline.cli.planned import _busy_cores, _with_codes
 from paceline.errors import UsageError
 from paceline.network import Processor
@@ -15,6 +16,7 @@ from paceline.plan.codes import code_of, codes_in_front, revised, seconds_of
 from paceline.plan.predict import Job, Prediction, Refused, predict
 from paceline.plan.price import Budget
 from paceline.profiling import coding_times_of_busy
+from paceline.worlds.virtual import profile
 from paceline.worlds.virtual.profile import measured_codes
 from tests.plan.helpers import cluster, layers
 from tests.plan.test_more import made, row
@@ -88,7 +90,7 @@ def test_nobody_waits_for_a_core_that_has_nothing_to_code(tmp_path):
 def test_only_hosts_that_share_cores_code_on_all_of_them_at_once(
     monkeypatch, shared, workers, busy
 ):
-    monkeypatch.setattr("paceline.cli.planned.processes", lambda: 3)
+    monkeypatch.setattr(planned, "processes", lambda: 3)
     processor = Processor(message=1e-6, cores=shared)
     assert _busy_cores(replace(cluster(workers), processor=processor)) == busy
     assert _busy_cores(cluster(workers)) == 1
@@ -115,7 +117,7 @@ def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
         told = {"step_seconds": 0.1, "compute_seconds": 0.1, "exposed_seconds": 0.0}
         return iter([Prediction(**told, bytes_sent=0.0, buckets=1) for _ in specs])
 
-    monkeypatch.setattr("paceline.worlds.virtual.profile.measured_codes", measure)
+    monkeypatch.setattr(profile, "measured_codes", measure)
     budget = Budget(sum(prices[:2]) + 0.5 * min(prices))
     again, _ = _with_codes(
         plan_, job, Path("train.py"), [], budget, lambda *_: None, predict_

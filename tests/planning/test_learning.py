@@ -14,6 +14,7 @@ import paceline
 from paceline.fusion.trial import ROUNDS
 from paceline.planning import PROFILED_STEPS, TRIAL_STEPS, Planner
 from paceline.planning.sides import Side
+from paceline.training import parts
 from paceline.worlds.virtual import ComputeModel
 from tests.training.cases import assert_gradients, mean_gradients
 from tests.virtual.helpers import cluster, rack
@@ -218,7 +219,7 @@ def test_learning_is_that_of_a_fixed_rule(passes, monkeypatch):
     assert_same_course(planned[0], fixed[0])
     for watched in planned:
         assert watched.groups == planned[0].groups
-    monkeypatch.setattr("paceline.training.parts.Planner", Restless)
+    monkeypatch.setattr(parts, "Planner", Restless)
     restless, _ = on(SLOW, lambda rank: learned(passes, "wfbp"))
     assert len({len(groups) for groups in restless[0].groups[-2:]}) == (
         1 if passes is two_backwards else 2
@@ -246,7 +247,7 @@ def test_brief_dtypes_learn_in_any_pieces(dtype, monkeypatch):
         return courses
 
     fixed, _ = on(2, body)
-    monkeypatch.setattr("paceline.training.parts.Planner", Restless)
+    monkeypatch.setattr(parts, "Planner", Restless)
     restless, _ = on(2, body)
     # Of two workers sums are the same in any pieces: a + b is b + a.
     for ours, theirs in zip(restless[0], fixed[0], strict=True):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import paceline
-from paceline import fusion
+from paceline import fusion, planning
 from paceline.collectives.comm import TorchComm
 from paceline.context import current_world
 from paceline.fusion import past_backward
@@ -272,8 +272,8 @@ def test_a_method_that_does_not_go_past_backward_is_told_of_no_messages(
 
 
 def test_a_change_for_good_is_measured_where_backward_ends(monkeypatch: Any) -> None:
-    monkeypatch.setattr("paceline.planning.WATCH_EVERY", 12)
-    monkeypatch.setattr("paceline.planning.WATCHED_STEPS", 4)
+    monkeypatch.setattr(planning.watch, "every", 12)
+    monkeypatch.setattr(planning.watch, "steps", 4)
     slower = Workload(
         names=UNEVEN.names,
         sizes=UNEVEN.sizes,

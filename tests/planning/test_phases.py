@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline import planning
 from paceline.worlds.virtual import ComputeModel
 from tests.training.cases import assert_gradients, mean_gradients
 from tests.virtual.helpers import cluster, rack
@@ -71,8 +72,8 @@ def uneven(steps: list[int], watch_every: int | None = None) -> Watched:
     ],
 )
 def test_data_may_end_in_any_phase(short, compute, stride, monkeypatch, capsys):
-    monkeypatch.setattr("paceline.planning.WATCH_EVERY", 5)
-    monkeypatch.setattr("paceline.planning.WATCHED_STEPS", 2)
+    monkeypatch.setattr(planning.watch, "every", 5)
+    monkeypatch.setattr(planning.watch, "steps", 2)
     for end in range(2 + short, 46, stride):
         steps = [47, 47]
         steps[short] = end
@@ -159,8 +160,8 @@ def test_ranks_that_differ_in_order_use_ddps_rule_and_say_so(capsys):
 
 
 def test_an_order_that_varies_is_not_measured_again_and_again(monkeypatch, capsys):
-    monkeypatch.setattr("paceline.planning.WATCH_EVERY", 8)
-    monkeypatch.setattr("paceline.planning.WATCHED_STEPS", 4)
+    monkeypatch.setattr(planning.watch, "every", 8)
+    monkeypatch.setattr(planning.watch, "steps", 4)
 
     def body(rank: int) -> Watched:
         model = Crossed()
@@ -180,8 +181,8 @@ def test_an_order_that_varies_is_not_measured_again_and_again(monkeypatch, capsy
 def test_a_tensor_that_is_never_used_is_planned_for_and_no_reason_to_measure(
     monkeypatch, capsys
 ):
-    monkeypatch.setattr("paceline.planning.WATCH_EVERY", 8)
-    monkeypatch.setattr("paceline.planning.WATCHED_STEPS", 4)
+    monkeypatch.setattr(planning.watch, "every", 8)
+    monkeypatch.setattr(planning.watch, "steps", 4)
 
     def body(rank: int) -> Watched:
         model = Crossed()

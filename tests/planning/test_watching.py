@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from paceline import planning
 from paceline.planning import PROFILED_STEPS, TRIAL_STEPS
 from paceline.worlds.virtual import Simulation
 from tests.virtual.helpers import cluster, rack, run_on, simulation
@@ -27,8 +28,8 @@ SLOW = cluster(rack(2, link=1.25e6))
 
 @pytest.fixture(autouse=True)
 def _watch_more_often(monkeypatch):
-    monkeypatch.setattr("paceline.planning.WATCH_EVERY", EVERY)
-    monkeypatch.setattr("paceline.planning.WATCHED_STEPS", WATCHED)
+    monkeypatch.setattr(planning.watch, "every", EVERY)
+    monkeypatch.setattr(planning.watch, "steps", WATCHED)
 
 
 def train(

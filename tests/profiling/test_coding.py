@@ -19,7 +19,14 @@ from paceline.compression import (
 )
 from paceline.errors import UsageError
 from paceline.interfaces import Leg
-from paceline.profiling import KeptGradients, Price, Unsuited, coding_times, price
+from paceline.profiling import (
+    KeptGradients,
+    Price,
+    Unsuited,
+    coding,
+    coding_times,
+    price,
+)
 from paceline.profiling.coding import Coders, measure_coding, repeat
 from paceline.profiling.prices import pays_below, traffic
 from tests.profiling.toys import CLOCK, DECODE, ENCODE, PER_WORKER, SETTLED, Half, Slow
@@ -84,7 +91,7 @@ def test_collectives_that_are_made_up_are_true_ones(workers):
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_codes_are_as_large_as_every_compressor_says(name, monkeypatch):
-    monkeypatch.setattr("paceline.profiling.coding.REPEATS", 1)
+    monkeypatch.setattr(coding, "REPEATS", 1)
     compressor = make(SETTLED.get(name, name)).settled()
     coded = repeat(Coders(compressor, gradient(), 2, CLOCK), tensors(gradient()))
     said = compressor.traffic(SHAPES, torch.float32, 2)

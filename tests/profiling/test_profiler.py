@@ -18,6 +18,7 @@ import paceline
 from paceline.errors import UsageError
 from paceline.network import Workload
 from paceline.profiling import WARM_UP_STEPS, Profiler, times_of, with_times
+from paceline.worlds.virtual import world
 from tests.virtual.helpers import run_on, simulation
 
 UPDATE = 0.25
@@ -37,7 +38,7 @@ class HostClock:
 def clock(monkeypatch):
     clock = HostClock()
     time = SimpleNamespace(perf_counter=lambda: clock.now)
-    monkeypatch.setattr("paceline.worlds.virtual.world.time", time)
+    monkeypatch.setattr(world, "time", time)
     return clock
 
 

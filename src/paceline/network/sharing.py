@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 _SAME_INSTANT = 1e-12
 
 
-MANY, FEW = 64, 32
-"""From so many activities on they are a crowd, whose rates are shared all at once; from so few on
-they are not."""
+MANY = 64
+"""From so many activities on they are a crowd, whose rates are shared all at once."""
 MOST_NEAR = 16
 """Rates are shared anew among those alone that a change can reach, where it reaches so few."""
 
@@ -71,11 +70,19 @@ class Activity:
 
 class Sharing:
     """Activities on links of given capacities, in bytes per second. No connection is faster than
-    *most*, as no thread uses more than one core."""
+    *most*, as no thread uses more than one core. From *many* activities on they are a crowd,
+    until half as many are left; rates are shared anew among *near* of them at most, or all."""
 
-    def __init__(self, capacities: Sequence[float], most: float = math.inf) -> None:
+    def __init__(
+        self,
+        capacities: Sequence[float],
+        most: float = math.inf,
+        many: int = MANY,
+        near: int = MOST_NEAR,
+    ) -> None:
         self.capacities = list(capacities)
         self._most = most
+        self._many, self._near = many, near
         self._active: dict[Activity, None] = {}  # insertion-ordered: deterministic
         self._crowd: Crowd | None = None
         """The same ones, where they are many; what is known of each is there then."""
@@ -152,17 +159,17 @@ class Sharing:
 
     def _count(self) -> None:
         """Make a crowd of many, and of few none."""
-        if self._crowd is None and len(self._active) >= MANY:
+        if self._crowd is None and len(self._active) >= self._many:
             from paceline.network.crowd import Crowd  # numpy, where it pays
 
             self._crowd = Crowd(self._active)
-        elif self._crowd is not None and len(self._active) <= FEW:
+        elif self._crowd is not None and len(self._active) <= self._many // 2:
             self._crowd.dissolve()
             self._crowd = None
 
     def _reached(self) -> list[Activity] | None:
         """Those whose rates may change, in the order in which they started; None where they are many."""
-        if len(self._new) > MOST_NEAR:
+        if len(self._new) > self._near:
             return None
         found = dict.fromkeys(self._new)
         links = self._changed.union(*(activity.demand for activity in self._new))
@@ -175,7 +182,7 @@ class Sharing:
                 if activity in found:
                     continue
                 found[activity] = None
-                if len(found) > MOST_NEAR:
+                if len(found) > self._near:
                     return None
                 following += activity.demand.keys() - links
                 links |= activity.demand.keys()

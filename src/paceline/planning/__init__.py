@@ -16,6 +16,7 @@ they decide by is either the same on all of them or rank 0's.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import statistics
 from collections import Counter
@@ -47,8 +48,17 @@ REPEATED_STEPS, PAST_BACKWARD_STEPS = 2, 3
 """`TRIAL_STEPS` where times repeat exactly; the latter if the next step waits for what is under
 way. One profiled step is enough there."""
 
-WATCH_EVERY = 50
-WATCHED_STEPS = 8
+
+@dataclasses.dataclass
+class Watch:
+    """Plans are looked at anew every so many steps, by the last ones of them."""
+
+    every: int = 50
+    steps: int = 8
+
+
+watch = Watch()
+"""That of all trainings of this process."""
 CHANGED = 1.25
 """A step that takes longer, or is shorter, by this factor..."""
 
@@ -301,12 +311,12 @@ class Planner:
         strange = 0
         while strange < CHANGED_WINDOWS:
             passes.listening = False
-            for _ in range(WATCH_EVERY - WATCHED_STEPS):
+            for _ in range(watch.every - watch.steps):
                 yield False
             passes.listening = True
             times: list[float] = []
             orders: Counter[tuple[int, ...]] = Counter()
-            for _ in range(WATCHED_STEPS):
+            for _ in range(watch.steps):
                 yield False
                 times += passes.duration() if self.sending is None else passes.period()
                 orders[tuple(passes.seen_order())] += 1
@@ -314,7 +324,7 @@ class Planner:
             # A model whose order varies has not changed it for good: most passes must
             # agree on another one.
             order, count = orders.most_common(1)[0]
-            other = count > WATCHED_STEPS / 2 and list(order) not in ([], passes.order)
+            other = count > watch.steps / 2 and list(order) not in ([], passes.order)
             total, disordered, ranks = self._ranks.sums(
                 middle, float(other), float(bool(times))
             )

@@ -10,7 +10,7 @@ from torch import nn
 import paceline
 from paceline import planning
 
-planning.WATCH_EVERY, planning.WATCHED_STEPS = 6, 3
+planning.watch.every, planning.watch.steps = 6, 3
 STEPS = 40
 ENDS = [int(word) for word in sys.argv[1:]]
 
