@@ -1,18 +1,22 @@
 """Snapshots of a server: when they are taken, and what goes on from one."""
 
 import contextlib
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from paceline.errors import UsageError
-from paceline.messages import (
-    Refused,
-)
+from paceline.messages import Leave, Load, Refused
 from paceline.server import snapshot
+from paceline.server.client import RemoteServer
 from paceline.server.process import make_machine
 from paceline.server.snapshot import Snapshots
+from paceline.server.surviving import SurvivingJob
+from tests.hanging import SECONDS
 from tests.server.talk import HOW, METHODS, WORKERS, Talk, ring
 
 
@@ -118,6 +122,133 @@ def test_a_failed_write_leaves_the_snapshot_before(tmp_path):
         snapshot.write(tmp_path / "no-folder" / "file", {"step": 1})
 
 
+class Disk:
+    """Stands for `snapshot.write`: keeps what is written, each only once it *may_write*."""
+
+    def __init__(self):
+        self.written, self.may_write = [], threading.Event()
+        self.begun = threading.Semaphore(0)
+        self.fault = None
+
+    def keep(self, path, saved):
+        self.begun.release()
+        assert self.may_write.wait(SECONDS)
+        if self.fault is not None:
+            raise self.fault
+        self.written.append(saved)
+
+
+def writing(method="backup", clock=lambda: 0.0):
+    """A server that takes a snapshot every 10 s, at the disk with its first one, of step 2; the
+    disk, and the server's own state machine."""
+    disk, machine = Disk(), make_machine(WORKERS, "server")
+    server = Snapshots(machine, Path("file"), 10.0, keep=disk.keep, clock=clock)
+    talk = Talk(server, method)
+    talk.begin()
+    talk.step(0)
+    talk.now = 11.0
+    talk.step(1)
+    ring(talk)
+    assert disk.begun.acquire(timeout=SECONDS)
+    return talk, disk, machine
+
+
+def test_training_goes_on_while_a_snapshot_is_written_and_it_is_of_one_moment():
+    talk, disk, machine = writing()
+    expected = machine.snapshot()
+    assert expected["step"] == 2
+    for step in range(2, 6):
+        talk.step(step)
+    assert not disk.written
+    disk.may_write.set()
+    talk.server.finish()
+    [saved] = disk.written
+    assert_close(saved["store"], expected["store"], rtol=0, atol=0)
+    assert (saved["step"], saved["counts"]) == (2, expected["counts"])
+    with pytest.raises(AssertionError):
+        assert_close(saved["store"], machine.snapshot()["store"])
+
+
+def test_a_snapshot_waits_for_the_one_before_it():
+    talk, disk, _ = writing()
+    for step, now in enumerate((22.0, 33.0, 44.0), start=2):
+        talk.now = now
+        talk.step(step)
+        ring(talk)
+    assert not disk.begun.acquire(blocking=False), "two at a time"
+    disk.may_write.set()
+    talk.server.finish()
+    talk.step(5)
+    ring(talk)  # it is due since long
+    talk.server.finish()
+    assert [saved["step"] for saved in disk.written] == [2, 6]
+
+
+def test_what_goes_wrong_in_the_writer_is_raised_in_the_server():
+    talk, disk, _ = writing()
+    disk.fault = RuntimeError("my fault")
+    disk.may_write.set()
+    talk.server.wait()
+    with pytest.raises(RuntimeError, match="my fault"):
+        talk.step(2)
+    talk.step(3)  # once
+
+
+def test_what_went_wrong_at_last_is_raised_at_the_end():
+    talk, disk, _ = writing()
+    disk.fault = RuntimeError("my fault")
+    disk.may_write.set()
+    with pytest.raises(RuntimeError, match="my fault"):
+        talk.server.finish()
+
+
+def test_the_last_snapshot_follows_the_one_that_is_being_written():
+    talk, disk, _ = writing()
+    talk.step(2)
+    threading.Timer(0.1, disk.may_write.set).start()
+    talk.server.take_last()
+    assert [saved["step"] for saved in disk.written] == [2, 3]
+
+
+def test_copying_takes_at_most_a_hundredth_of_the_time():
+    times = iter([0.0, 0.3])
+    talk, disk, _ = writing(clock=lambda: next(times))
+    assert talk.server.next_deadline() == pytest.approx(11.0 + 30.0 + 10.0)
+    disk.may_write.set()
+    talk.server.finish()
+
+
+def test_a_snapshot_that_is_written_at_the_end_of_a_job_is_removed(
+    tmp_path, monkeypatch
+):
+    """Else the next job would take it for its own."""
+    path, disk = tmp_path / "snapshot", Disk()
+    write = snapshot.write
+
+    def keep(path, saved):
+        disk.keep(path, saved)
+        write(path, saved)
+
+    monkeypatch.setattr(Snapshots.__init__, "__defaults__", (keep, time.monotonic))
+    token = "t" * 32
+    job = SurvivingJob(1, "127.0.0.1", 0, token, snapshot=path, snapshot_seconds=0.001)
+    thread = threading.Thread(target=job.run)
+    thread.start()
+    end = RemoteServer(
+        "server", "127.0.0.1", job.port, worker=0, incarnation=None, token=token
+    )
+    end.request(Talk(None).join).wait()
+    for bucket, size in enumerate((2, 3)):
+        end.request(Load(bucket=bucket), torch.zeros(size)).wait()
+    assert disk.begun.acquire(timeout=SECONDS)
+    end.request(Leave()).wait()
+    end.close()
+    disk.may_write.set()
+    thread.join(SECONDS)
+    job.close()
+    assert not list(tmp_path.iterdir())
+
+
 def keeping(method):
     """A server with snapshots every 10 s, and the steps of those that it has taken."""
     taken = []
@@ -143,6 +274,7 @@ def test_a_snapshot_is_taken_at_the_end_of_a_step(method):
     talk.step(1)
     assert taken == []  # the answers leave first
     ring(talk)
+    talk.server.finish()
     assert taken == [2]
     assert talk.server.next_deadline() == 31.0
 
@@ -158,9 +290,11 @@ def test_without_a_quiet_moment_it_is_taken_as_things_are():
             talk.push(worker, step + 1, 0)
     assert taken == []
     talk.server.on_timer(20.0)
+    talk.server.finish()
     assert taken == [5]
     assert talk.server.next_deadline() == 40.0
     talk.server.on_timer(40.0)
+    talk.server.finish()
     assert taken == [5]  # nothing has happened since
     assert talk.server.next_deadline() == 60.0
 
@@ -179,6 +313,7 @@ def test_no_snapshot_is_taken_in_the_middle_of_a_step(method):
     for worker in range(WORKERS):
         talk.push(worker, 1, 1)
     ring(talk)
+    talk.server.finish()
     assert taken == [2]
 
 
@@ -192,6 +327,7 @@ def test_a_disk_that_is_full_does_not_end_the_training(capsys):
     talk.now = 11.0
     talk.step(0)
     ring(talk)
+    server.finish()
     assert "no snapshot of step 1: no space left" in capsys.readouterr().err
     talk.step(1)
 

@@ -42,6 +42,7 @@ from paceline.integrations.ray_room import (
 from paceline.integrations.versions import require
 from paceline.interfaces import UpdatesOnServer
 from paceline.options import RunOptions
+from paceline.server import snapshot as snapshots
 from paceline.settings import Settings
 
 require("ray", "2.60", "3", "ray")
@@ -76,7 +77,7 @@ def run(
     method: str | None = None,
     config: Any = None,
     snapshot: str | os.PathLike[str] | None = None,
-    snapshot_seconds: float = 10.0,
+    snapshot_seconds: float = snapshots.SECONDS,
     resume: bool = False,
     steps: int | None = None,
     seed: int | None = None,

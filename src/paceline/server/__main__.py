@@ -60,6 +60,7 @@ def main() -> int:
     try:
         _say(Listens(port=supervised.shell.port, step=supervised.step))
         supervised.shell.run(sys.stdin.fileno(), supervised.hear)
+        supervised.finish()
     finally:
         supervised.shell.close()
         supervised.write_counts()
@@ -74,6 +75,7 @@ class Supervised:
         self._arguments = arguments
         self.step = 0
         """The one that it goes on from."""
+        self._snapshots: snapshot.Snapshots | None = None
         workers, name = arguments.workers, arguments.name
         services = tuple(f"server {number}" for number in range(arguments.groups))
         peers = tuple(service for service in services if service != name)
@@ -112,6 +114,7 @@ class Supervised:
         if arguments.snapshot is not None:
             seconds = arguments.snapshot_seconds
             server = snapshot.Snapshots(machine, arguments.snapshot, seconds)
+            self._snapshots = server
         if arguments.evict_silent is not None:
             seconds = arguments.evict_silent
             server = surviving.watched(server, seconds, _report, self._judges)
@@ -129,6 +132,11 @@ class Supervised:
         if isinstance(self.server, GroupServer):
             return self.server.on_done(words.worker)
         return self._machine.on_done(words.worker)
+
+    def finish(self) -> None:
+        """Wait until a snapshot that is being written is there."""
+        if self._snapshots is not None:
+            self._snapshots.finish()
 
     def write_counts(self) -> None:
         """Where the environment says so; one that nobody came to says nothing."""

@@ -77,8 +77,8 @@ class SilenceWatch:
     waiting, and may be silent.
 
     The watch asks to be called every now and then (`LOOKS`). If it was not for twice as long,
-    the time in between is nobody's silence: a disk has stalled a snapshot, say, or the process
-    was stopped. Then nobody is lost before there was time to read what has come meanwhile.
+    the time in between is nobody's silence: the process was stopped, say, or copied a large
+    model. Then nobody is lost before there was time to read what has come meanwhile.
 
     *judges* is False of a worker that another server judges: it may wait there, and be silent
     here. Example: a worker waits at its group's server for the others of its group; servers of

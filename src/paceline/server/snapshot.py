@@ -18,6 +18,7 @@ import io
 import os
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,10 +33,10 @@ from paceline.server.protocol import ParameterServer
 
 _MAGIC = b"paceline snapshot 2\n"
 _DIGEST_BYTES = 32
-SECONDS = 10.0
+SECONDS = 30.0
 """Between two snapshots, where nobody says otherwise."""
-SHARE = 10
-"""Writing takes at most one part in so many of the server's time."""
+SHARE = 100
+"""Copying takes at most one part in so many of the server's time."""
 
 
 def unfinished(path: Path) -> Path:
@@ -180,9 +181,11 @@ class Snapshots:
     are in the parameters. A step that has ended for some buckets only is waited for.
 
     It is the timer that takes one, not the message that ends a step: so the answers to that
-    step have left before, and workers compute while the server writes and does nothing else.
-    It writes no more often than that this takes a tenth of the time. A snapshot that cannot be
-    written is reported, and training goes on with the one before.
+    step have left before, and workers compute while the server copies what it holds. It copies no
+    more often than that this takes a hundredth of the time. A thread writes the copy, while the
+    server goes on: until then its parameters and optimizer state are in memory twice. The next one
+    waits for the one before. A snapshot that cannot be written is reported, and training goes on
+    with the one before; anything else that goes wrong is raised where the server is called next.
     """
 
     def __init__(
@@ -193,11 +196,11 @@ class Snapshots:
         keep: Callable[[Path, dict[str, Any]], None] = write,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """*keep* writes; *clock* is what its time is measured with."""
+        """*keep* writes, on a thread; *clock* is what copying is measured with."""
         if not seconds > 0:
             raise UsageError(f"--snapshot-seconds: expected more than 0, got {seconds}")
         self._server = server
-        self._path = path
+        self.path = path
         self._seconds = seconds
         self._keep = keep
         self._clock = clock
@@ -207,10 +210,15 @@ class Snapshots:
             None  # a quiet moment, as soon as its answers have left
         )
         self._versions: list[int] = []
+        """Of the one that was written last."""
+        self._writer: threading.Thread | None = None
+        self._fault: BaseException | None = None
+        """What went wrong in the writer, if that was not the disk."""
 
     def on_message(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
     ) -> list[Answer]:
+        self._raise_fault()
         answers = self._server.on_message(sender, message, payload, now)
         if self._due is None:
             self._wait_until(now + self._seconds)
@@ -227,6 +235,7 @@ class Snapshots:
         return min((d for d in deadlines if d is not None), default=None)
 
     def on_timer(self, now: float) -> list[Answer]:
+        self._raise_fault()
         deadline = self._server.next_deadline()
         if deadline is not None and now >= deadline:
             return self._server.on_timer(now)  # a snapshot is next: these answers leave
@@ -241,29 +250,57 @@ class Snapshots:
     def take_work(self) -> Work:
         return self._server.take_work()
 
+    def wait(self) -> None:
+        """Until nothing is being written any more."""
+        if self._writer is not None:
+            self._writer.join()
+
+    def finish(self) -> None:
+        """`wait`, and raise what went wrong in writing, if that was not the disk."""
+        self.wait()
+        self._raise_fault()
+
     def take_last(self) -> None:
         """The server ends before its training: keep what it holds now, if that is whole."""
+        self.finish()
         self._take(0.0)
+        self.finish()
 
     def _wait_until(self, due: float) -> None:
         self._due, self._latest = due, due + self._seconds
 
+    def _raise_fault(self) -> None:
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+
     def _take(self, now: float) -> None:
+        if self._writer is not None and self._writer.is_alive():
+            return  # at the first quiet moment after it
         start = self._clock()
         saved = self._server.snapshot()
         if not saved:
             return  # at the next quiet moment
-        versions = [saved["load"], *saved["store"]["versions"]]
-        if versions != self._versions:
-            try:
-                self._keep(self._path, saved)
-                self._versions = versions
-            except OSError as error:
-                print(
-                    f"paceline: no snapshot of step {saved['step']}: {error}; the one "
-                    "before is kept",
-                    file=sys.stderr,
-                    flush=True,
-                )
         took = self._clock() - start
         self._wait_until(now + took + max(self._seconds, (SHARE - 1) * took))
+        versions = [saved["load"], *saved["store"]["versions"]]
+        if versions != self._versions:
+            self._writer = threading.Thread(
+                target=self._write, args=(saved, versions), name="paceline snapshot"
+            )
+            self._writer.start()
+
+    def _write(self, saved: dict[str, Any], versions: list[int]) -> None:
+        """On a thread of its own."""
+        try:
+            self._keep(self.path, saved)
+            self._versions = versions
+        except OSError as error:
+            print(
+                f"paceline: no snapshot of step {saved['step']}: {error}; the one "
+                "before is kept",
+                file=sys.stderr,
+                flush=True,
+            )
+        except BaseException as error:
+            self._fault = error

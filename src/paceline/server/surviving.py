@@ -198,18 +198,20 @@ class SurvivingJob:
         snapshot is gone, else it holds what is known to the end."""
         self.shell.run(stop, self._hear)
         well = self.shell.all_have_ended_well
-        if well and self._path is not None:
-            self._path.unlink(missing_ok=True)
-        elif self.snapshots is not None:
+        if self.snapshots is not None and not well:
             self.snapshots.take_last()
+        elif self.snapshots is not None:
+            self.snapshots.finish()  # else it would be there again
+            self.snapshots.path.unlink(missing_ok=True)
         return well
 
     def close(self) -> None:
         """Let go of all sockets, and of what is half written."""
         self.shell.close()
         write_counts(self.machine.counts)
-        if self._path is not None:
-            snapshots.unfinished(self._path).unlink(missing_ok=True)
+        if self.snapshots is not None:
+            self.snapshots.wait()
+            snapshots.unfinished(self.snapshots.path).unlink(missing_ok=True)
 
     def figures(self) -> Figures:
         """What is to be said of it; from any thread."""
