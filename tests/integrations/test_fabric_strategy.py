@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from paceline.errors import UsageError
 from paceline.integrations import versions
 
 
@@ -61,3 +62,51 @@ def test_what_the_script_drops_is_not_held(fabric):
     gc.collect()
     assert [one() for one in died] == [None, None]
     assert strategy.optimizers_of(models[0]) == optimizers
+
+
+class Counted(torch.nn.Module):
+    """Counts how often somebody goes over its parameters."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(layers))
+        self.seen = 0
+
+    def parameters(self, recurse=True):
+        for parameter in super().parameters(recurse):
+            self.seen += 1
+            yield parameter
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_the_guard_looks_at_one_parameter_a_gradient(fabric):
+    """At 600 tensors going over all of them took 196 ms a backward pass."""
+    strategy, model = fabric.FabricStrategy("bsp"), Counted(20)
+    assert strategy.setup_module(model) is model
+    optimizer = torch.optim.SGD(model.parameters())
+    strategy.setup_module_and_optimizers(model, [optimizer])
+    model.seen = 0
+    model(torch.ones(1, 2)).backward()
+    assert model.layers[0].weight.grad is not None
+    assert model.seen == 0
+
+
+def test_the_guard_refuses_what_nobody_averages(fabric):
+    strategy, model = fabric.FabricStrategy("bsp"), Counted(2)
+    strategy.setup_module(model)
+    with pytest.raises(UsageError, match=r"'layers\.1\..*' has a gradient"):
+        model(torch.ones(1, 2)).backward()
+    optimizer = torch.optim.SGD(model.parameters())
+    strategy.setup_module_and_optimizers(model, [optimizer])
+    model(torch.ones(1, 2)).backward()
+    other = torch.nn.Linear(2, 2)
+    strategy.setup_module_and_optimizers(other, [torch.optim.SGD(other.parameters())])
+    model(torch.ones(1, 2)).backward()
+    del optimizer
+    gc.collect()
+    with pytest.raises(UsageError, match=r"'layers\.1\..*' has a gradient"):
+        model(torch.ones(1, 2)).backward()

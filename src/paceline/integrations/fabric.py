@@ -6,6 +6,7 @@ It is Fabric's DDP strategy, without DDP; ``fabric.setup(model, optimizer)`` cal
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -35,6 +36,9 @@ from paceline.integrations.chosen import (
 )
 from paceline.optimizer import DistributedOptimizer
 
+_Averaged = tuple[weakref.ref[torch.nn.Parameter], weakref.ref[DistributedOptimizer]]
+"""A parameter, and the optimizer that averages its gradient."""
+
 
 class FabricStrategy(OfLaunched, DDPStrategy):
     """Trains under a method of paceline; *method* and *settings* are what `distribute` takes, or Fabric's
@@ -52,6 +56,8 @@ class FabricStrategy(OfLaunched, DDPStrategy):
         self._trained: list[
             tuple[weakref.ref[torch.nn.Module], weakref.ref[DistributedOptimizer]]
         ] = []
+        self._averaged: dict[int, list[_Averaged]] = {}
+        """By the parameter's id: a guard runs at each gradient, and looks up just one."""
         self._sampler_is_asked_for = False
 
     @property
@@ -85,8 +91,8 @@ class FabricStrategy(OfLaunched, DDPStrategy):
         return module
 
     def _require_averaged(self, name: str, parameter: torch.Tensor) -> None:
-        trained = (p for module, _ in self._there() for p in module.parameters())
-        if all(parameter is not one for one in trained):
+        found = self._averaged.get(id(parameter), ())
+        if not any(p() is parameter and by() is not None for p, by in found):
             raise UsageError(
                 f"{name!r} has a gradient, and nobody averages it: its model was set up without an "
                 "optimizer. model, optimizer = fabric.setup(model, optimizer); or, where it is "
@@ -116,6 +122,12 @@ class FabricStrategy(OfLaunched, DDPStrategy):
                 *((module, one) for one in wrapped),
             ]
         ]
+        averaged: dict[int, list[_Averaged]] = defaultdict(list)
+        for model, optimizer in self._there():
+            for parameter in model.parameters():
+                pair = weakref.ref(parameter), weakref.ref(optimizer)
+                averaged[id(parameter)].append(pair)
+        self._averaged = dict(averaged)
         return (module, wrapped, *others)
 
     def setup_optimizer(
