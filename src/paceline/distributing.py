@@ -13,7 +13,7 @@ from paceline.auto.wish import CHOSEN_BY_AUTO, FIRST, check_wish, say_alone, wis
 from paceline.auto.wish import Auto as Wish
 from paceline.beginning import Subject, train
 from paceline.chosen import fitted, read_spec
-from paceline.compression import make
+from paceline.compression import Exactly, as_by_default, make
 from paceline.errors import UsageError
 from paceline.guards import check_trained_by_nobody_else
 from paceline.interfaces import Compressor, Method, World
@@ -39,7 +39,7 @@ def distribute(
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
     collective: str = "native",
-    compression: str | Compressor | None = None,
+    compression: str | Compressor | Exactly | None = None,
     servers: str = "auto",
     sums: Sums = "rank",
     sampler: Sampler | None = None,
@@ -63,7 +63,9 @@ def distribute(
     ``"parameter-server"``, ``"hierarchical"`` ... (see docs/collectives.md). *compression*: what is sent of gradients where workers form means
     of them, or of what parameters have moved where workers average these, or of what is
     pushed to servers that update: a name (``"bf16"``), a spec
-    (``"int8:residuals=true"``, see docs/compressors.md) or a compressor object. Unsaid, it is
+    (``"int8:residuals=true"``, see docs/compressors.md) or a compressor object, which has the
+    error feedback that its name has by default: ``Exactly(TopK())`` has none, and
+    ``Residuals(Int8())`` has it. Unsaid, it is
     ``"none"``, but for a method with a code of its own. A worker alone sends nothing, and loses
     nothing. *servers*: where servers are, ``"embedded"`` (one beside rank 0),
     ``"per-node"``, ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where
@@ -182,7 +184,9 @@ def _resolve(
     return read_spec(text, settings)
 
 
-def _made(compression: str | Compressor | None) -> Compressor:
+def _made(compression: str | Compressor | Exactly | None) -> Compressor:
     if compression is None:
         return UNSAID
-    return make(compression) if isinstance(compression, str) else compression
+    if isinstance(compression, str):
+        return make(compression)
+    return as_by_default(compression)

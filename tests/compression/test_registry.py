@@ -1,21 +1,32 @@
 """Compressors by name."""
 
 import pytest
+import torch
 
+import paceline
 from paceline.compression import (
     BF16,
     COMPRESSORS,
     EFSign,
+    Exactly,
     Identity,
     Int4,
     Int8,
     Later,
+    PowerSGD,
+    RandomBlock,
     Residuals,
+    TopK,
+    as_by_default,
     keys_of,
     make,
 )
 from paceline.errors import UsageError
+from paceline.methods.bsp import BSP
+from paceline.methods.local.sparse_loco import SparseLoCo
 from paceline.spec import Spec, nested
+from paceline.worlds.join import join_world
+from tests.virtual.helpers import run
 
 
 @pytest.mark.parametrize(
@@ -94,3 +105,56 @@ def test_nested_keys():
     assert str(caught.value) == (
         "key 'compression.seed' without 'compression': expected compression=NAME beside it"
     )
+
+
+@pytest.mark.parametrize("name", sorted(COMPRESSORS))
+def test_an_object_has_what_its_name_has_by_default(name):
+    assert as_by_default(COMPRESSORS[name]()) == make(name)
+
+
+def test_wrappers_of_an_object_say_what_it_has():
+    assert as_by_default(TopK(density=0.1)) == Residuals(TopK(density=0.1))
+    assert as_by_default(Exactly(TopK())) == make("top-k:residuals=false")
+    fading = Residuals(TopK(), 0.5)
+    assert as_by_default(fading) is fading
+    late = Later(PowerSGD(), 3)
+    assert as_by_default(late) is late
+    assert as_by_default(Exactly(PowerSGD())) == PowerSGD()
+    # What takes none has none.
+    unbiased = RandomBlock(scaled=True)
+    assert as_by_default(unbiased) is unbiased
+
+
+@pytest.mark.parametrize("given", [TopK, 3])
+def test_what_is_no_object_is_refused(given):
+    with pytest.raises(UsageError, match="compression") as caught:
+        as_by_default(given)
+    assert repr(given) in str(caught.value)
+
+
+def test_distribute_takes_objects_as_names():
+    """By every way in which one can be given: the training says what it has."""
+
+    def method_of(rank, **given):
+        model = torch.nn.Linear(40, 40)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(model, inner, fusion="single", **given)
+        optimizer.finish()
+        return join_world().journal.method
+
+    def told(**given):
+        first, second = run(2, lambda rank: method_of(rank, **given))
+        assert first == second
+        return first
+
+    for name, code in (
+        ("top-k", TopK()),
+        ("powersgd", PowerSGD()),
+        ("top-k:residuals=false", Exactly(TopK())),
+        ("int8:residuals=true,decay=0.5", Residuals(Int8(), 0.5)),
+    ):
+        expected = told(compression=name)
+        assert told(compression=code) == expected
+        assert told(method=BSP(), compression=code) == expected
+        assert told(method="bsp", compression=code) == expected
+    assert "compression.decay=0.95" in told(method=SparseLoCo())

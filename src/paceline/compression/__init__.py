@@ -7,6 +7,7 @@ have residuals (`Residuals`): the practical wraps the pure.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.compression.casts import BF16, FP16
@@ -22,7 +23,7 @@ from paceline.compression.qsgd import QSGD
 from paceline.compression.random_block import RandomBlock
 from paceline.compression.residuals import Residuals
 from paceline.compression.top_k import TopK
-from paceline.compression.wrapper import pure
+from paceline.compression.wrapper import Wrapper, pure
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Compressor
 from paceline.spec import (
@@ -38,7 +39,15 @@ from paceline.spec import (
 __all__ = ["BF16", "COMPRESSORS", "DGC", "EF21", "FP16", "QSGD", "EFSign", "GDTopK"]
 __all__ += ["Identity", "Int4", "Int8", "Later", "PowerSGD", "RandomBlock", "Residuals"]
 __all__ += ["TopK"]
-__all__ += ["full_spec", "keys_of", "make", "pure", "shared_keys"]
+__all__ += [
+    "Exactly",
+    "as_by_default",
+    "full_spec",
+    "keys_of",
+    "make",
+    "pure",
+    "shared_keys",
+]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     BF16.name: BF16,
@@ -101,6 +110,35 @@ def make(spec: str | Spec) -> Compressor:
             raise UsageError(f"{DENSE_STEPS}: expected 0 or more, got {steps}")
     except UsageError as error:
         raise UsageError(f"{owner}: {error}") from None
+    return Later(code, steps) if steps else code
+
+
+@dataclass(frozen=True)
+class Exactly:
+    """A compressor object as it is, for ``distribute(compression=Exactly(TopK()))``: without
+    the error feedback, and the first steps without compression, that it has by default."""
+
+    code: Compressor
+
+
+def as_by_default(given: Compressor | Exactly) -> Compressor:
+    """The compressor that a user's object stands for.
+
+    Error feedback and first dense steps go with its class by default, as for a name: see
+    `make`. An object in a wrapper of one's own (`Residuals`, `Later`) says itself what it has.
+    """
+    if isinstance(given, Exactly):
+        return given.code
+    if isinstance(given, type) or not isinstance(given, Compressor):
+        raise UsageError(
+            "compression: expected a name, a spec or a compressor object, got "
+            f"{given!r}; an object is made as in TopK(density=0.01)"
+        )
+    if isinstance(given, Wrapper):
+        return given
+    feedback = given.residuals_by_default and given.takes_residuals
+    code = Residuals(given) if feedback else given
+    steps = given.dense_steps_by_default
     return Later(code, steps) if steps else code
 
 

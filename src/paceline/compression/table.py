@@ -30,6 +30,18 @@ _RESIDUALS = """
 keeps as many elements again as the model has parameters, on every worker. `dense_steps=100` sends gradients as they are in the
 first 100 steps.
 
+An object of `paceline.compression` has the same defaults as its name. Wrappers say otherwise:
+
+| `distribute(compression=...)` | error feedback (residuals) |
+|---|---|
+| `TopK(density=0.01)` | yes, as `"top-k:density=0.01"` |
+| `Exactly(TopK(density=0.01))` | no, as `"top-k:density=0.01,residuals=false"` |
+| `Int4()` | no, as `"int4"` |
+| `Residuals(Int4(), decay=0.9)` | yes, as `"int4:residuals=true,decay=0.9"` |
+
+An object that is wrapped in `Residuals` or `Later(code, steps)` is taken as it is. A class of your own says by
+`residuals_by_default` and `dense_steps_by_default` what it has without a wrapper.
+
 Residuals (error feedback): what a lossy code left out is added to the next gradient.
 
 Seide et al., "1-bit stochastic gradient descent" (Interspeech 2014); analysed by
