@@ -76,6 +76,11 @@ class Settings:
                 f"{self.servers!r}"
             )
 
+    @property
+    def use_gradients(self) -> bool:
+        """Whether all means are waited for where backward ends, as they are looked at there."""
+        return self.check_finite or self.clip_norm < math.inf
+
     def changed_by(self, keys: Mapping[str, str]) -> Settings:
         """These settings, but those that a spec's *keys* name. Raises `UsageError` that says
         what is unknown and what there is."""

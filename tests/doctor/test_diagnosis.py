@@ -114,6 +114,16 @@ def test_what_is_gained_is_the_step_without_it():
     assert found.faults[0].gains_seconds == pytest.approx(gains)
 
 
+def test_where_a_script_uses_gradients_a_late_method_gains_nothing():
+    steps = [
+        patient_of(Picture(site(workload=work, spec="dear").evidence())).step_seconds()
+        for work in (WORK, replace(WORK, uses_gradients=True))
+    ]
+    bsp = patient_of(Picture(site(spec="bsp").evidence())).step_seconds()
+    assert steps[0] < 0.97 * bsp
+    assert steps[1] == pytest.approx(bsp, rel=0.02)
+
+
 def test_one_direction_of_a_link_is_that_fast_in_virtual_time():
     both, out, less = site(), site(), site()
     both.slow = {(1, "out"): 0.2, (1, "in"): 0.2}

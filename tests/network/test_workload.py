@@ -72,6 +72,8 @@ def workloads(draw: st.DrawFn) -> Workload:
         source=draw(st.text()),
         shapes=tuple(tuple(shape) for shape in shapes) if known else (),
         coding=draw(st.dictionaries(st.text(), times, max_size=3)),
+        passes=draw(st.none() | st.integers(1, 64)),
+        uses_gradients=draw(st.none() | st.booleans()),
     )
 
 
@@ -166,6 +168,18 @@ def test_batch_is_more_than_zero(batch: float) -> None:
     assert f"batch: expected more than zero samples, got {batch}" == refusal(
         batch=batch
     )
+
+
+@pytest.mark.parametrize("passes", [0, -1])
+def test_passes_are_one_or_more(passes: int) -> None:
+    assert f"passes: expected one or more an update, got {passes}" == refusal(
+        passes=passes
+    )
+
+
+def test_a_step_has_all_of_its_passes_and_one_update() -> None:
+    assert make().compute_seconds == 66.5
+    assert make(passes=3).compute_seconds == 3 * 66 + 0.5
 
 
 @pytest.mark.parametrize("shapes", [((1,),), ((1,),) * 4])

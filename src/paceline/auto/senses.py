@@ -207,6 +207,8 @@ class TrainingSenses:
         if self._world.name == "virtual":
             workload = as_one_pass(workload)
         workload = with_all(workload, compute if self._on_host else 0.0, speed)
+        if self._settings.use_gradients:
+            workload = replace(workload, uses_gradients=True)
         optimizer = self._subject.optimizer
         cls: Any = type(optimizer)
         known = inspect.signature(cls).parameters

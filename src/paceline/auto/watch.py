@@ -35,7 +35,10 @@ class Watch:
         self._handle = model.register_forward_pre_hook(
             before, with_kwargs=True, prepend=True
         )
+        self.step_begins = profiler.step_begins
         self.gradient = profiler.gradient
+        self.gradient_ready = profiler.gradient_ready
+        self.step_is_called = profiler.step_is_called
         self.gradient_taken = profiler.gradient_taken
         self.update_begins = profiler.update_begins
         self.step_ended = profiler.step_ended
@@ -49,10 +52,18 @@ class Watch:
         self._handle.remove()
         self._profiler.detach()
 
+    def means_are_there(self) -> None:
+        if not self._is_enough:
+            self._profiler.means_are_there()
+
+    @property
+    def _is_enough(self) -> bool:
+        return len(self._profiler.forwards) >= ENOUGH
+
     def _forward_begins(
         self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> None:
-        if torch.is_grad_enabled() and len(self._profiler.forwards) < ENOUGH:
+        if torch.is_grad_enabled() and not self._is_enough:
             given = (*args, *kwargs.values())
             sizes = [
                 value.shape[0]
@@ -64,9 +75,9 @@ class Watch:
 
 def with_all(workload: Workload, compute: float, scale: float) -> Workload:
     """*workload* with all of a step's *compute* seconds, and *scale* times as long: what passes and
-    updates do not take (batches that are loaded, earlier passes of a step) comes before them."""
-    passes = workload.forward_seconds + workload.backward_seconds + workload.update
-    more = max(0.0, compute - passes) / len(workload.names)
+    updates do not take (batches that are loaded) comes before each pass."""
+    more = max(0.0, compute - workload.compute_seconds)
+    more /= len(workload.names) * (workload.passes or 1)
     return replace(
         workload,
         forward=tuple(scale * (one + more) for one in workload.forward),

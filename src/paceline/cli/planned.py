@@ -87,6 +87,7 @@ def plan_script(
         times, compute = _workload(script, arguments, cluster, compute, facts)
     else:
         times = _said(script, compute, facts)
+    times = facts.of_script(times)
     made = plan(
         cluster,
         times,

@@ -212,7 +212,8 @@ def patient_of(picture: Picture) -> Patient:
         hosts=tuple(one.host for one in workers),
         speeds=_speeds(picture),
         inputs=tuple(picture.inputs.get(rank, 0.0) for rank in range(len(workers))),
-        workload=evidence.workload
+        # A workload that was named may be of another script.
+        workload=replace(evidence.workload, passes=picture.passes_a_step)
         if evidence.workload and picture.trains
         else NO_SCRIPT,
         spec=evidence.spec,

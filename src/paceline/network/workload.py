@@ -56,7 +56,9 @@ class Workload:
     *update* is the seconds of the optimizer's step, *batch* the samples that a pass is
     given for (None: not known), *source* a line for people: where the figures are from.
     *shapes* are the tensors' (none at all: not known). *coding*: what compressors take for
-    one gradient, by their full specs; where one is missing, a guess from bytes is charged.
+    one gradient, by their full specs; where one is missing, a guess from bytes is charged. *passes*: how
+    many accumulate into one update. *uses_gradients*: whether the script reads or changes gradients
+    between backward and the update, as one that clips does. None: not known.
     """
 
     names: tuple[str, ...]
@@ -69,6 +71,8 @@ class Workload:
     source: str = ""
     shapes: tuple[tuple[int, ...], ...] = ()
     coding: Mapping[str, CodingTimes] = field(default_factory=dict, hash=False)
+    passes: int | None = None
+    uses_gradients: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -104,6 +108,10 @@ class Workload:
             raise UsageError(
                 f"batch: expected more than zero samples, got {self.batch}"
             )
+        if self.passes is not None and self.passes < 1:
+            raise UsageError(
+                f"passes: expected one or more an update, got {self.passes}"
+            )
         self._check_shapes()
 
     def _check_shapes(self) -> None:
@@ -131,6 +139,12 @@ class Workload:
     def backward_seconds(self) -> float:
         """Seconds of the whole backward pass."""
         return math.fsum(self.backward)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of a step's passes, and of its update."""
+        passes = self.forward_seconds + self.backward_seconds
+        return (self.passes or 1) * passes + self.update
 
     @property
     def gradient_bytes(self) -> list[int]:
@@ -206,7 +220,13 @@ class Workload:
         `made_with`. Raises `UsageError` where that is impossible."""
         known = {f.name: getattr(self, f.name) for f in fields(self)}
         # What is not known is left out, so that files stay as they were.
-        known = {k: v for k, v in known.items() if v or k not in ("shapes", "coding")}
+        known = {
+            key: value
+            for key, value in known.items()
+            if value or key not in ("shapes", "coding", "passes", "uses_gradients")
+        }
+        if self.uses_gradients is not None:
+            known["uses_gradients"] = self.uses_gradients
         content: dict[str, Any] = {"format": FORMAT, "workload": known}
         if made is not None:
             content["made"] = made

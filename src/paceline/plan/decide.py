@@ -280,6 +280,8 @@ def _plan(search: _Search) -> Plan:
     single = alone(job)
     limit = limit_seconds(job.cluster, job.workload)
     cluster, batch = job.cluster, job.workload.batch
+    if batch is not None:
+        batch *= job.passes
     scale = Scale(cluster.workers, batch, single.step_seconds, limit)
     rows = [
         scale.row(

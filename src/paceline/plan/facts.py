@@ -6,7 +6,7 @@ import inspect
 import io
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from paceline.methods import METHODS
 from paceline.network import Workload, uniform_cluster
 from paceline.options import RunOptions
 from paceline.plan.predict import MakeOptimizer, plain_sgd
+from paceline.profiling import StepHabits
+from paceline.spec import parse
 from paceline.tensors import wire_bytes
 from paceline.worlds.virtual import ComputeModel, Simulation
 from paceline.worlds.virtual.checkpoints import redirect_checkpoints
@@ -41,6 +43,23 @@ class Facts:
     sizes: tuple[int, ...] = ()
     paced: bool = False
     """Whether the script says itself what it computes."""
+    passes: int | None = None
+    uses_gradients: bool | None = None
+    """As `Workload` has them; None: no step has shown it."""
+
+    def of_script(self, workload: Workload) -> Workload:
+        """*workload* with what this script does in a step, whatever script it was measured in."""
+        passes = workload.passes if self.passes is None else self.passes
+        uses = self.uses_gradients
+        uses = workload.uses_gradients if uses is None else uses
+        said = [workload.source] if workload.source else []
+        if passes is not None and passes > 1:
+            said.append(f"{passes} passes an update (no_sync)")
+        if uses:
+            said.append("the script reads or changes gradients before step()")
+        return replace(
+            workload, passes=passes, uses_gradients=uses, source="; ".join(said)
+        )
 
     def check(self, workload: Workload, what: str) -> None:
         """Raise `UsageError` for a workload of another model."""
@@ -54,7 +73,8 @@ def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
 
     Raises what the script raises under bsp.
     """
-    simulation = _run(script, arguments, "bsp", scratch)
+    habits: list[StepHabits] = []
+    simulation = _run(script, arguments, "bsp", scratch, habits)
     trainings = simulation.job_of(0).trainings
     if not trainings:
         raise UsageError(
@@ -70,6 +90,8 @@ def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
         except PacelineError as error:
             cause = error.__cause__ if isinstance(error, WorkerFailedError) else None
             refused |= dict.fromkeys(kind, str(cause or error))
+    said = parse(simulation.result.journals[0].method).values
+    waits_for_means = not {"clip_norm", "check_finite"}.isdisjoint(said)
     trained = [
         (name, wire_bytes(parameter))
         for name, parameter in trainings[0].model.named_parameters()
@@ -82,6 +104,8 @@ def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
         tuple(name for name, _ in trained),
         tuple(size for _, size in trained),
         simulation.result.paced_by_script,
+        habits[0].passes,
+        waits_for_means or habits[0].uses_gradients,
     )
 
 
@@ -98,14 +122,29 @@ def _kinds() -> list[list[str]]:
 
 
 def _run(
-    script: str, arguments: Sequence[str], method: str, scratch: Path
+    script: str,
+    arguments: Sequence[str],
+    method: str,
+    scratch: Path,
+    habits: list[StepHabits] | None = None,
 ) -> Simulation:
+    """*habits*: gets those of worker 0, by training."""
     simulation = Simulation(
         uniform_cluster(2, "10gbit", "50us"),
         options=RunOptions(method=method, steps=TRIED_STEPS, tells=False),
         compute=ComputeModel(),
         output="first",
     )
+    if habits is not None:
+
+        def watch(
+            model: torch.nn.Module,
+            parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        ) -> list[StepHabits]:
+            habits.append(StepHabits([parameter for _, parameter in parameters]))
+            return habits[-1:]
+
+        simulation.job_of(0).watchers.append(watch)
     quiet = io.StringIO()
     with (
         redirect_stdout(quiet),

@@ -61,7 +61,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Every candidate on one cluster with one workload: *rows* from the fastest to the
     slowest.
 
-    *one_machine* is a worker alone, with its own part of the batch. *limit_seconds*: no exact mean of
+    *batch*: samples of a worker's step, of all its passes (None: nobody knows it). *one_machine* is a worker
+    alone, with its own part of the batch. *limit_seconds*: no exact mean of
     all gradients makes a step shorter. *unlooked*: how many candidates the budget left no
     time for; *spent_seconds* of it, of a core, is what predictions were counted as.
     """

@@ -75,7 +75,8 @@ def helps(
         if isinstance(answer, Refused):
             continue
         seconds, workers = answer.step_seconds, more.cluster.workers
-        speed_up = more.accumulate * more.batches * workers * one / seconds
+        passes = more.passes / job.passes
+        speed_up = passes * more.batches * workers * one / seconds
         found.append(
             Help(what=what, spec=spec, step_seconds=seconds, speed_up=speed_up)
         )
@@ -90,7 +91,9 @@ def helps(
 def _larger(job: Job) -> Iterator[tuple[str, Job]]:
     """More samples an update."""
     for count in PASSES:
-        yield f"accumulate {count} batches an update", replace(job, accumulate=count)
+        if count > job.passes:
+            more = replace(job, accumulate=count)
+            yield f"accumulate {count} batches an update", more
         yield f"batches {count} times as large", replace(job, batches=count)
 
 

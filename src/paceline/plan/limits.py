@@ -17,8 +17,7 @@ def limit_seconds(cluster: Cluster, workload: Workload) -> float:
     - every link that parts some workers from the others passes the sum of either side, S bytes;
     - where nobody but workers adds up, they send 2 (n - 1) S in all, over all their links.
     """
-    compute = workload.forward_seconds + workload.backward_seconds + workload.update
-    slowest = compute / min(cluster.speeds)
+    slowest = workload.compute_seconds / min(cluster.speeds)
     return max(slowest, _network_seconds(cluster, sum(workload.sizes)))
 
 
@@ -56,5 +55,7 @@ def alone(job: Job) -> Row:
         waits_for="nobody",
         to_limit=1.0,
         speed_up=1.0,
-        samples_per_second=None if batch is None else batch / found.step_seconds,
+        samples_per_second=None
+        if batch is None
+        else job.passes * batch / found.step_seconds,
     )

@@ -64,7 +64,8 @@ def plain_sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained, and where. *accumulate*: passes that an update takes, *batches*: how
+    """What is to be trained, and where. *accumulate*: passes that an update takes (None: as many as the
+    workload's script has, or one where nobody knows), *batches*: how
     many times the workload's batch a pass has. *settled*: steps that count, at least. *inputs*: by
     worker, seconds that it waits for its batch before each pass (none: nobody waits). *trace*: runs
     keep their records and spans. *brief*: what repeats exactly is run, and measured, as seldom as
@@ -73,7 +74,7 @@ class Job:
     cluster: Cluster
     workload: Workload
     optimizer: MakeOptimizer = plain_sgd
-    accumulate: int = 1
+    accumulate: int | None = None
     batches: int = 1
     jitter: float = 0.0
     seed: int = 0
@@ -81,6 +82,11 @@ class Job:
     inputs: tuple[float, ...] = ()
     trace: bool = False
     brief: bool = True
+
+    @property
+    def passes(self) -> int:
+        """How many an update takes."""
+        return self.accumulate or self.workload.passes or 1
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,12 +216,14 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
         batch = torch.full((int(job.workload.batch or 1) * job.batches,), 1.0 + rank)
         while not _is_enough(world.journal, run, job):
             optimizer.zero_grad()
-            for _ in range(job.accumulate - 1):
+            for _ in range(job.passes - 1):
                 with optimizer.no_sync():
                     _wait_for_batch(world, job)
                     model(batch).backward()
             _wait_for_batch(world, job)
             model(batch).backward()
+            if job.workload.uses_gradients or run.settings.use_gradients:
+                _use_gradients(model)
             optimizer.step()
         optimizer.finish()
 
@@ -226,6 +234,13 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
         if simulation.drawn:  # a method of the user's own
             outcome = _simulation(job, draws=True).run(body)
     return outcome
+
+
+def _use_gradients(model: torch.nn.Module) -> None:
+    """As a script does that clips: it waits for all of them where backward ends."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.norm()
 
 
 def _simulation(job: Job, *, draws: bool) -> Simulation:

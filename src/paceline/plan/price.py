@@ -81,7 +81,7 @@ def _cost(job: Job, spec: str, short: bool) -> float:
     workers, tensors = cluster.workers, len(workload.names)
     steps, rounds = _steps(method, settings, workers, short)
     updates = 2 if method.updates_on == "method" else 1
-    each = STEP + (TENSOR * updates + PASS * (job.accumulate - 1)) * tensors
+    each = STEP + (TENSOR * updates + PASS * (job.passes - 1)) * tensors
     seconds = START + workers * (ENTERING + steps * each)
     total = sum(workload.sizes)
     buckets = min(float(tensors), 2 + total / BUCKET)

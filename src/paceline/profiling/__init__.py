@@ -4,6 +4,7 @@
 from paceline.profiling.busy import coding_times_of_busy
 from paceline.profiling.coding import coding_times, measure_coding
 from paceline.profiling.gradients import KeptGradients
+from paceline.profiling.habits import StepHabits
 from paceline.profiling.prices import Price, Unsuited, check_workers, price
 from paceline.profiling.steps import WARM_UP_STEPS, Profiler, times_of, with_times
 
@@ -12,6 +13,7 @@ __all__ = [
     "KeptGradients",
     "Price",
     "Profiler",
+    "StepHabits",
     "Unsuited",
     "check_workers",
     "coding_times",

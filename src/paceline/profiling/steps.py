@@ -15,6 +15,7 @@ from paceline.hooks import Uncopied
 from paceline.interfaces import CodingStage, Compressor, Stopwatch
 from paceline.network.workload import Workload
 from paceline.profiling.gradients import KeptGradients
+from paceline.profiling.habits import StepHabits
 from paceline.tensors import stands_in, wire_bytes
 
 WARM_UP_STEPS = 1
@@ -27,7 +28,7 @@ class Profiler:
     module with parameters, spread over its tensors by bytes. A tensor's part of the
     backward pass is the time from the hook before its own (first: from the end of the
     forward pass, the loss included), without what paceline itself does in hooks. Of several
-    passes in one step the last counts. *keep* is given the gradients of the first steps after
+    passes in one step the last counts, and how many there are is told, too. *keep* is given the gradients of the first steps after
     the warm-up, as many as it wants.
     """
 
@@ -43,6 +44,11 @@ class Profiler:
         self._stopwatch = stopwatch
         self._parameters = [parameter for _, parameter in parameters]
         self._keep = keep
+        self._habits = habits = StepHabits(self._parameters)
+        self.step_begins = habits.step_begins
+        self.gradient_ready = habits.gradient_ready
+        self.means_are_there = habits.means_are_there
+        self.step_is_called = habits.step_is_called
         self.compressors: list[Compressor] = []
         """Those that training is going to code with."""
         index = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
@@ -71,6 +77,7 @@ class Profiler:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._habits.end()
 
     # ---- what training tells ----
 
@@ -90,6 +97,7 @@ class Profiler:
         """Profiles are of one worker, which waits for nobody."""
 
     def gradient(self, index: int) -> None:
+        self._habits.gradient(index)
         if self._start is not None:
             self._gradients.append((index, self._stopwatch.mark()))
             if self._keeps:
@@ -116,6 +124,7 @@ class Profiler:
 
     def step_ended(self) -> None:
         self._steps += 1
+        self._habits.step_ended()
         if self._steps <= WARM_UP_STEPS:
             self._batches.clear()
         elif self._start is not None and self._end is not None and self._gradients:
@@ -210,6 +219,8 @@ class Profiler:
             batch=statistics.median(self._batches) if self._batches else None,
             source=source,
             shapes=self._shapes(),
+            passes=self._habits.passes,
+            uses_gradients=self._habits.uses_gradients,
         )
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:

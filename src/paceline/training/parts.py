@@ -235,9 +235,7 @@ class Parts:
 
     def _goes_past(self, waits_late: bool) -> GoesPast:
         """Who looks at all means where backward ends waits for them there."""
-        settings = self._settings
-        looks = settings.check_finite or settings.clip_norm < math.inf
-        if looks or not waits_late:
+        if self._settings.use_gradients or not waits_late:
             return "no"
         return "halves" if getattr(self._method, "sends_halves", False) else "whole"
 

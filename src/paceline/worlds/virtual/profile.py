@@ -100,10 +100,10 @@ def paced_workload(script: str, arguments: Sequence[str]) -> Workload | None:
         return None
     workload = profilers[0].workload(f"as paced by {Path(script).name}")
     steps = outcome.journals[0].settled_steps()
-    passes = workload.forward_seconds + workload.backward_seconds + workload.update
     # What is paced outside of the passes, before them as a loader's time is.
-    more = max(0.0, median(step.compute_seconds for step in steps) - passes)
-    share = more / len(workload.names)
+    step = median(step.compute_seconds for step in steps)
+    more = max(0.0, step - workload.compute_seconds)
+    share = more / len(workload.names) / (workload.passes or 1)
     return replace(workload, forward=tuple(one + share for one in workload.forward))
 
 
