@@ -1,5 +1,6 @@
 """The planner's process: what it is asked, and what it answers."""
 
+import os
 import re
 
 import msgspec
@@ -157,6 +158,41 @@ def test_a_process_that_cannot_be_started(monkeypatch):
     process = PlannerProcess(question())
     assert process.is_over
     assert "cannot be started" in process.answer().fault
+
+
+DEAF = """
+import os, signal
+os.close(0)  # a writer would learn of it, instead of waiting for ever
+signal.pause()
+"""
+
+
+def test_asking_does_not_wait_for_who_never_reads(monkeypatch, tmp_path):
+    """Worker 0 asks between two steps: more than a pipe holds must not wait for torch's import."""
+    (tmp_path / "deaf.py").write_text(DEAF)
+    monkeypatch.setattr(planner, "MODULE", "deaf")
+    work = msgspec.to_builtins(layers(2000, megabytes=100.0))
+    asked = question(workload=work)
+    assert len(msgspec.json.encode(asked)) > 2**17
+    process = PlannerProcess(asked, {**os.environ, "PYTHONPATH": str(tmp_path)})
+    try:
+        assert not process.is_over
+    finally:
+        process.end()
+
+
+@pytest.mark.slow
+def test_a_large_question_is_answered_however_long_it_takes(monkeypatch):
+    """In virtual time, where `wait` is: what runs later must not depend on this machine's load."""
+    monkeypatch.setattr(planner, "LEAST_PATIENCE", 0.0)
+    monkeypatch.setattr(planner, "PATIENCE", 0.0)
+    work = msgspec.to_builtins(layers(1000, megabytes=4.0))
+    process = PlannerProcess(question(workload=work, budget_seconds=0.8))
+    process.wait()
+    assert process.is_over
+    found = process.answer()
+    assert not found.fault
+    assert found.candidates
 
 
 @pytest.mark.slow

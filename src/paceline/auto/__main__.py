@@ -1,7 +1,7 @@
 """The process that predicts beside a training: ``python -m paceline.auto``.
 
-It reads one line, a `Question`, and prints an `Answer` (`paceline.auto.found`). It ends when its
-standard input does, which is when the worker that asks has ended.
+It reads a `Question` from the file that it was given open, by its number, and prints an `Answer`
+(`paceline.auto.found`). It ends when its standard input does, which is when the worker that asks has ended.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(NICE)
     torch.set_num_threads(1)
-    question = msgspec.json.decode(sys.stdin.buffer.readline(), type=Question)
+    with open(int(sys.argv[1]), "rb") as asked:
+        question = msgspec.json.decode(asked.read(), type=Question)
     threading.Thread(target=_end_with_worker, daemon=True).start()
     output = os.dup(1)
     os.dup2(2, 1)  # what is printed on the way is no answer

@@ -1,8 +1,8 @@
 """The planner's process: predictions beside the training, at low priority.
 
 A simulation takes its process for itself, so predictions cannot be made in a worker. The process
-reads a `Question`, prints an `Answer`, and ends with the worker in any case: it watches its
-standard input, which the worker's end closes. Whatever goes wrong with it is an `Answer`, too.
+reads a `Question` from a file, prints an `Answer`, and ends with the worker in any case: it watches its
+standard input, a pipe that carries nothing and that the worker's end closes. Whatever goes wrong with it is an `Answer`, too.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class PlannerProcess:
     ) -> None:
         patience = max(LEAST_PATIENCE, PATIENCE * question.budget_seconds)
         self._deadline = time.monotonic() + patience
-        # Files, and not pipes: whoever trains does not read.
-        self._errors, self._output = _file(), _file()
+        # Files, and not pipes: whoever trains neither reads, nor waits until somebody reads.
+        self._errors, self._output, asked = _file(), _file(), _file()
         self._fault = ""
         self._process: subprocess.Popen[bytes] | None = None
         kept = {
@@ -49,18 +49,20 @@ class PlannerProcess:
         }
         kept["OMP_NUM_THREADS"] = "1"
         try:
+            asked.write(msgspec.json.encode(question))
+            asked.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE],
+                [sys.executable, "-m", MODULE, str(asked.fileno())],
+                pass_fds=[asked.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=self._output,
                 stderr=self._errors,
                 env=kept,
             )
-            assert self._process.stdin is not None
-            self._process.stdin.write(msgspec.json.encode(question) + b"\n")
-            self._process.stdin.flush()
         except OSError as error:
             self._fault = f"it cannot be started: {error}"
+        finally:
+            asked.close()
 
     @property
     def is_over(self) -> bool:
@@ -76,11 +78,10 @@ class PlannerProcess:
         return False
 
     def wait(self) -> None:
-        """Until there is an answer."""
-        while not self.is_over:
-            assert self._process is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.2)
+        """Until there is an answer, however long it takes: where time is virtual, what is predicted must
+        not depend on how fast this machine is."""
+        if self._process is not None:
+            self._process.wait()
 
     def answer(self) -> Answer:
         """What it has said, once it is over."""
