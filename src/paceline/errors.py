@@ -19,6 +19,10 @@ class UsageError(PacelineError, ValueError):
     """The caller asked for something that does not exist or cannot work."""
 
 
+class UnknownNameError(UsageError):
+    """A registry has no row of that name: a script may add one, once it runs."""
+
+
 class ClusterError(UsageError):
     """A cluster description that cannot be."""
 

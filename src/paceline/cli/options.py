@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from paceline.errors import ClusterError, UsageError
+from paceline.cli.registering import may_register
+from paceline.errors import ClusterError, UnknownNameError, UsageError
 from paceline.network import Cluster, Workload, load_cluster, uniform_cluster
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def check_lone_worker(
 
 def check_job(script: Path, *specs: str | None) -> None:
     """Raise `UsageError` here, once, for what every worker would stumble over: a script
-    that is not there, a spec that names nothing."""
+    that is not there, a spec that names nothing. What the script may register is its own matter."""
     if not script.is_file():
         raise UsageError(f"there is no script {script}")
     if not any(specs):
@@ -196,7 +197,11 @@ def check_job(script: Path, *specs: str | None) -> None:
 
     for spec in specs:
         if spec is not None and wish_of(spec) is None:
-            read_spec(spec)
+            try:
+                read_spec(spec)
+            except UnknownNameError:
+                if not may_register(script):
+                    raise
 
 
 def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) -> None:
@@ -213,7 +218,10 @@ def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) ->
     if wish is not None:
         wish.load_cluster(workers)  # which says it, if it is of others
         return
-    method = methods.grouped(read_spec(spec)[0], groups)
+    try:
+        method = methods.grouped(read_spec(spec)[0], groups)
+    except UnknownNameError:
+        return  # the script may register it: `check_job`
     if method.updates_on == "server":
         cast(UpdatesOnServer, method).server(workers)
 

@@ -78,9 +78,9 @@ def probe(
                     raise UsageError(f"{name} describes a network; this measures one")
             words = torchrun_words(context)
             os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
+            workers = o.real_workers(workers, words)
             with live_line(json, "measuring the network"):
-                workers = o.real_workers(workers, words)
-            status = launch(workers, words, SCRIPT, arguments, RunOptions())
+                status = launch(workers, words, SCRIPT, arguments, RunOptions())
         elif torchrun_words(context):
             raise UsageError(
                 f"{torchrun_words(context)[0]} means nothing in the {world} world"

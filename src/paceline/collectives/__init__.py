@@ -24,7 +24,7 @@ from paceline.collectives.rows import (
     Tree,
 )
 from paceline.collectives.switchml import SwitchML
-from paceline.errors import UsageError, unknown
+from paceline.errors import UnknownNameError, unknown
 from paceline.interfaces import Collective, Endpoint, World
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ COLLECTIVES: dict[str, type[Collective]] = {
 def make(name: str) -> Collective:
     """The collective of that name; raises `UsageError` for one that there is not."""
     if name not in COLLECTIVES:
-        raise UsageError(unknown("value for collective", name, COLLECTIVES))
+        raise UnknownNameError(unknown("value for collective", name, COLLECTIVES))
     return COLLECTIVES[name]()
 
 

@@ -24,7 +24,7 @@ from paceline.compression.random_block import RandomBlock
 from paceline.compression.residuals import Residuals
 from paceline.compression.top_k import TopK
 from paceline.compression.wrapper import Wrapper, pure
-from paceline.errors import UsageError, unknown
+from paceline.errors import UnknownNameError, UsageError, unknown
 from paceline.interfaces import Compressor
 from paceline.spec import (
     Spec,
@@ -86,7 +86,7 @@ def make(spec: str | Spec) -> Compressor:
     """
     spec = parse(spec) if isinstance(spec, str) else spec
     if spec.name not in COMPRESSORS:
-        raise UsageError(unknown("compression", spec.name, COMPRESSORS))
+        raise UnknownNameError(unknown("compression", spec.name, COMPRESSORS))
     cls: Any = COMPRESSORS[spec.name]
     owner = f"compression {spec.name!r}"
     shared = shared_keys(cls)

@@ -89,11 +89,13 @@ def slow_method(picture: Picture, patient: Patient) -> Found | None:
     """A method whose step takes far longer than one of another that promises as much, or more."""
     if not picture.trains:
         return None
+    now = patient.step_seconds()
+    if now is None:  # such as a script's own method, which is registered there alone
+        return None
     method, settings = read_spec(patient.spec)
     name, own = brief_spec(method, settings), quality_of(method, settings)
     bound = patient.limit_seconds if own == "exact" else patient.least_seconds
-    now = patient.step_seconds()
-    if now is None or now <= SLOW_METHOD * bound:
+    if now <= SLOW_METHOD * bound:
         return None
     among, _ = first(patient.cluster)
     about: dict[Quality, tuple[float, str]] = {}
@@ -149,11 +151,11 @@ def _on_one_server(patient: Patient) -> bool:
 
 def too_slow(picture: Picture, patient: Patient) -> Found | None:
     """A network on which the shortest step of any exact mean is far longer than computing."""
-    if not picture.trains or quality_of(*read_spec(patient.spec)) != "exact":
-        return None
     limit, compute = patient.limit_seconds, patient.compute_seconds
     now = patient.step_seconds()
-    if now is None or limit <= TOO_SLOW * compute:
+    if not picture.trains or now is None:
+        return None
+    if quality_of(*read_spec(patient.spec)) != "exact" or limit <= TOO_SLOW * compute:
         return None
     quality, spec = _advised(patient)
     enough = picture.usual_link * limit / (TOO_SLOW * compute)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.errors import UsageError, unknown
+from paceline.errors import UnknownNameError, UsageError, unknown
 from paceline.interfaces import Method, members_text
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
@@ -73,7 +73,7 @@ def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
     unknown key, or a value of the wrong type.
     """
     if spec.name not in METHODS:
-        raise UsageError(unknown("method", spec.name, METHODS))
+        raise UnknownNameError(unknown("method", spec.name, METHODS))
     cls, owner = METHODS[spec.name], f"method {spec.name!r}"
     own_keys = set(field_types(cls))
     for key in spec.values:
