@@ -15,6 +15,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import World
 from paceline.tensors import match_strides
+from paceline.torch_private import note_step
 from paceline.training import Present, Training
 
 
@@ -204,7 +205,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is None:
             is_left_out = self._is_left_out()
             self._training.before_update()
-            if is_left_out or not self._training.optimizer_steps:
+            if is_left_out:
+                return None
+            if not self._training.optimizer_steps:
+                note_step(self._inner)
                 return None
             return self._inner.step()
         evaluations = 0
@@ -220,6 +224,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return loss
 
         if not self._training.optimizer_steps:
+            note_step(self._inner)
             return evaluate()
         result: float | None = self._inner.step(evaluate)
         if not evaluations:

@@ -71,6 +71,17 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers that were made over *optimizer* that a step was done, where its own
+    ``step`` was not called: else they warn of a wrong order."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def step_was_noted(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether schedulers that were made over *optimizer* know of a step."""
+    return bool(getattr(optimizer, "_opt_called", False))
+
+
 def accumulator_of(parameter: torch.nn.Parameter) -> Any:
     """The autograd node that adds into ``parameter.grad``."""
     with torch.enable_grad():

@@ -10,6 +10,7 @@ import torch
 from paceline.errors import CollectiveMismatchError, WorkerFailedError
 from paceline.interfaces import EVERY_STEP, Rhythm
 from paceline.methods.bsp import BSP
+from paceline.methods.osp import OSP
 from paceline.testing import CASES, CHECKS, Case, CheckFailedError, check_method
 from paceline.testing.checks import checks_of
 
@@ -135,9 +136,23 @@ class ForgetsStrides(BSP):
                 parameter.grad = view.contiguous()
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeepsTheFirstRate(OSP):
+    """Steps as its first step was to be done."""
+
+    collective: str = "native"
+
+    def init(self, run):
+        state = super().init(run)
+        first = state.updater.hyperparameters()
+        state.updater.hyperparameters = lambda: first
+        return state
+
+
 @pytest.mark.parametrize(
     ("method", "law"),
     [
+        (KeepsTheFirstRate(), "the learning rates of 6 steps add up to 4.5"),
         (ForgetsStrides(), "strides change the result"),
         (NeverAgrees(), "from the optimum"),
         (SumsInsteadOfMean(), "from the optimum"),

@@ -41,6 +41,7 @@ from paceline.testing.trial import (
     sgd,
     step,
 )
+from paceline.torch_private import step_was_noted
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation
 
@@ -139,6 +140,32 @@ def strides_change_nothing(case: Case, rule: str) -> None:
         ends.append(model)
     # Sums may add up in another order.
     require_equal(ends[0], ends[1], "strides change the result", 1e-5)
+
+
+def schedules_are_followed(case: Case, rule: str) -> None:
+    """A step is done with the learning rate that a scheduler of torch's has set for it; and
+    the scheduler sees that steps are done, or it would warn. It is made before `distribute`."""
+    model, steps, whole = Counting(), 6, 3
+    inner = sgd(model, case.learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        inner, lambda done: 1.0 if done < whole else 0.5
+    )
+    optimizer = distribute_as(case, rule, model, inner)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+        require(step_was_noted(inner), "torch's schedulers were not told of a step")
+        schedule.step()
+    optimizer.finish()
+    moved = -flat_parameters(model) / case.learning_rate
+    expected = whole + (steps - whole) / 2
+    off = (moved - expected).abs().max().item()
+    require(
+        off <= 1e-3 + case.lossy * steps,
+        f"the learning rates of {steps} steps add up to {expected} of the first one's, and "
+        f"parameters have moved {off:.3g} more or less",
+    )
 
 
 def gradients_are_clipped_once(case: Case, rule: str) -> None:
@@ -273,6 +300,7 @@ CHECKS: dict[str, Check] = {
         Check(a_checkpoint_is_a_restart, repeats),
         Check(a_checkpoint_loses_nothing, _counts),
         Check(gradients_are_clipped_once, _counts),
+        Check(schedules_are_followed, _counts),
     )
 }
 
