@@ -108,7 +108,7 @@ def test_a_method_that_the_script_registers_is_a_candidate(
     said = json.loads(capfd.readouterr().out)
     assert "own" in [one["spec"] for one in said["rows"]]
     assert 0 < said["spent_seconds"] <= FOR_CANDIDATES * 8
-    assert "of 8 (--budget)" in ran.output
+    assert "of 8 (--budget" in ran.output
 
 
 def test_the_last_line_says_what_is_not_of_the_budget():
@@ -116,5 +116,7 @@ def test_the_last_line_says_what_is_not_of_the_budget():
     plain, more = (
         _spent(0.0, 60.0, Budget(20.0), helps, what_if) for what_if in (False, True)
     )
-    assert plain.endswith("counted as 40 s of a core, of 60 (--budget)")
+    assert plain.endswith(
+        "counted as 40.0 s of a core, of 60 (--budget, three quarters of it for candidates)"
+    )
     assert more.endswith(", without those of --what-if")

@@ -1,6 +1,7 @@
 """What would help: found by running it, and right where a formula tells."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from paceline.plan.predict import Job, predict
 from paceline.plan.price import Budget, cost
 from paceline.plan.together import in_this_process
 from tests.plan.helpers import cluster, layers
+from tests.plan.test_more import made, row
 
 
 def test_the_break_even_link_is_where_one_bucket_takes_as_long():
@@ -84,8 +86,8 @@ def test_a_break_even_is_found_in_few_looks(name, seconds, rate):
 @pytest.mark.slow
 def test_what_would_help_is_what_it_gives_when_it_runs():
     job = Job(cluster=cluster(4), workload=layers(2))
-    made = plan(job.cluster, job.workload, allowed=("exact",))
-    found = helps(made, job)
+    whole = plan(job.cluster, job.workload, allowed=("exact",))
+    found = helps(whole, job)
     by_name = {one.what: one for one in found.helps}
     sixteen = by_name["accumulate 16 batches an update"]
     said = predict(
@@ -93,9 +95,32 @@ def test_what_would_help_is_what_it_gives_when_it_runs():
     )
     assert sixteen.speed_up == pytest.approx(4 * 16 * 0.09 / said.step_seconds)
     assert sixteen.speed_up > by_name["accumulate 4 batches an update"].speed_up
-    assert "2 workers instead of 4" in by_name
+    assert "2 workers instead of 4" not in by_name  # less than four give
+    assert found.tried > len(found.helps)
+    now = whole.best["exact"].speed_up
+    assert all(one.speed_up > now for one in found.helps)
     gains = [one.speed_up for one in found.helps]
     assert gains == sorted(gains, reverse=True)
+
+
+def test_what_would_help_is_told_of_the_strongest_class_that_is_allowed():
+    job = Job(cluster=cluster(2), workload=layers(1))
+    spec = "bsp:compression=int8"
+    plan_ = made(row(spec, "lossy", 0.2, speed_up=0.9))
+    found = helps(plan_, job)
+    assert [one.spec for one in found.break_even] == [spec]
+    assert {one.spec for one in found.helps} == {spec}
+    assert "batches 16 times as large" in [one.what for one in found.helps]
+
+
+def test_a_script_that_accumulates_is_not_told_to_accumulate_as_much():
+    work = replace(layers(1), passes=4)
+    found = helps(
+        made(row("bsp", speed_up=0.1)), Job(cluster=cluster(2), workload=work)
+    )
+    said = [one.what for one in found.helps]
+    assert "accumulate 16 batches an update" in said
+    assert "accumulate 4 batches an update" not in said
 
 
 def test_the_slowest_host_is_left_out_first():

@@ -3,7 +3,8 @@
 import msgspec
 
 from paceline.plan.help import DDP, BreakEven, Help, Helps
-from paceline.plan.tables import print_plan
+from paceline.plan.page import plan_page
+from paceline.plan.tables import print_plan, to_json
 from paceline.plan.verdict import command, commands, reasons, summary, verdict
 from paceline.report.gains import Gain, gains, print_gains
 from paceline.report.goal import Goal
@@ -32,6 +33,66 @@ def test_the_verdict_says_what_exact_means_give_and_what_less_would():
     assert "1.50 x as fast as with DDP's rule" in said
     assert "3.79 x with bsp:compression=int8 (lossy)" in said
     assert "diloco" not in said  # promises less, and is hardly faster
+
+
+def test_what_is_hardly_faster_than_ddps_rule_is_no_reason_to_change():
+    """Neither in the sentence nor in the commands; what is clearly faster is still named."""
+    rows = [
+        sped("dear", seconds=0.178),
+        sped(DDP, seconds=0.18),
+        sped("osp", "late", 0.179),
+        sped("bsp:compression=int8", "lossy", 0.09),
+    ]
+    plan = made(*rows)
+    said = verdict(plan, NOTHING)
+    assert said.startswith("4 workers train 2.00 x as fast as one machine with DDP's")
+    assert "stay with DDP (dear, the best exact method, is 1 % faster)" in said
+    assert "4.00 x with bsp:compression=int8 (lossy)" in said
+    assert "osp" not in said
+    assert commands(plan, "x.py") == {
+        "exact": "paceline run x.py --method bsp:fusion=ddp",
+        "lossy": "paceline run x.py --method bsp:compression=int8",
+    }
+    assert [spec for _, spec in to_json_advised(plan)] == [DDP, "bsp:compression=int8"]
+    assert plan.best["exact"].spec == "dear"  # the table still shows it
+    clearly = made(sped("dear", seconds=0.17), *rows[1:])
+    assert "1.06 x as fast as with DDP's rule" in verdict(clearly, NOTHING)
+    assert commands(clearly, "x.py")["exact"].endswith("--method dear")
+    assert commands(clearly, "x.py")["late"].endswith("--method osp")
+    assert "no exact method is faster" in verdict(made(rows[1]), NOTHING)
+    # Where DDP's rule is not allowed there is nothing to stay with.
+    assert commands(made(rows[2]), "x.py") == {"late": "paceline run x.py --method osp"}
+
+
+def to_json_advised(plan):
+    content = msgspec.json.decode(to_json(plan, NOTHING, [], []))
+    return content["advised"].items()
+
+
+def test_a_method_that_learns_long_says_from_when_on_it_is_that_fast(capsys):
+    plan = made(
+        sped("bsp", steady_after=6),
+        sped("osp:collective=native", "late", 0.08, steady_after=153),
+        sped("post-local-sgd", "local", 0.09, steady_after=1000),
+    )
+    print_plan(plan, NOTHING, cluster(4), "train.py")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "osp:collective=native (from step 154 on)" in text
+    assert "post-local-sgd (from step 1001 on)" in text
+    assert "bsp (from" not in text
+    page = plan_page(
+        plan, NOTHING, [], [], [], cluster=cluster(4), script="x", command=""
+    )
+    assert "from step 154 on" in repr(page)
+
+
+def test_changes_that_do_not_help_are_counted_and_not_listed():
+    plan = made(sped("bsp", seconds=0.15))
+    tried = Helps(break_even=(), helps=(), tried=5)
+    text = "\n".join(words for _, words in summary(plan, cluster(4), tried))
+    assert "none of 5 changes that were tried" in text
+    text = "\n".join(words for _, words in summary(plan, cluster(4), NOTHING))
+    assert "tried" not in text
 
 
 def test_the_verdict_says_that_one_machine_is_faster():
@@ -112,7 +173,7 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
         "run",
         "train.py",
         "--method",
-        "bsp",
+        "bsp:fusion=ddp",
     ]
     assert len(lines) < 40
     text = "\n".join(lines)
@@ -123,7 +184,7 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
     text = capsys.readouterr().out
     assert "it clips" in text
     assert text.rstrip().endswith(
-        "paceline emulate train.py --workers=4 --link=100mbit --method bsp"
+        "paceline emulate train.py --workers=4 --link=100mbit --method bsp:fusion=ddp"
     )
     assert text.count("4 workers train") == 2  # also below the tables
 
@@ -140,8 +201,9 @@ def test_each_reason_for_a_brief_look_has_its_own_line(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "4 candidates ran: --all lists each, and why" in lines
     assert "2 of them ran briefly (~): too slow in their class" in lines
-    assert "1 of them ran briefly (~): --budget had no time for more" in lines
-    assert "5 more were not looked at: --budget is spent" in lines
+    assert "5 more were not looked at: candidates' part of --budget is spent" in lines
+    hopeful = "1 of them ran briefly (~): candidates' part of --budget had no time"
+    assert f"{hopeful} for more" in lines
 
 
 def test_what_was_gained_is_over_one_machine_and_over_ddp(capsys):

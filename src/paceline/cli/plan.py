@@ -285,7 +285,7 @@ def _spent(began: float, most: float, left: Budget, more: Helps, what_if: bool) 
     """What it took by the clock, and of the budget, which is *most* seconds."""
     text = (
         f"took {show_seconds(time.perf_counter() - began)}; predictions are counted as "
-        f"{most - left.left:.0f} s of a core, of {most:g} (--budget)"
+        f"{most - left.left:.1f} s of a core, of {most:g} (--budget, three quarters of it for candidates)"
     )
     if what_if:
         text += ", without those of --what-if"

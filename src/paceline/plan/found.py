@@ -24,7 +24,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     method's page. *to_limit*: the step over the physical limit of an exact mean (below 1 where
     less is sent). *speed_up* and *samples_per_second* (None: nobody knows a batch) are over, and as, those of one machine.
     *cut*: predicted in a short run alone, as hopeless in its class; or, where it is *hopeful*, as the
-    budget had no time for a full one. *guessed*: what its code takes is a guess from bytes. *notes* are what the training said.
+    budget had no time for a full one. *guessed*: what its code takes is a guess from bytes. *steady_after*: steps of a training before those that
+    it tells of (0: not known). *notes* are what the training said.
     """
 
     spec: str
@@ -41,6 +42,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     cut: bool = False
     hopeful: bool = False
     guessed: bool = False
+    steady_after: int = 0
     notes: tuple[str, ...] = ()
 
     @property

@@ -1,7 +1,7 @@
 """What would help beside another method: each answer is a run in virtual time.
 
-With the best exact method: gradients of several passes sent as one, larger batches, fewer workers. All is
-compared in samples a second; whether a larger batch trains as well is for people to judge.
+With what is advised of the strongest class: gradients of several passes sent as one, larger batches, fewer
+workers. All is compared in samples a second, and only what gives more is told; whether a larger batch trains as well is for people to judge.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ PASSES = (4, 16)
 """Passes that an update takes, or times the batch."""
 
 
+HELPS = 1.02
+"""Times as many samples a second: less is no help."""
 MANY = 16
 """Workers; of more a run with all tensors takes too long."""
 
@@ -39,11 +41,12 @@ class Help(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Helps(msgspec.Struct, frozen=True, kw_only=True):
-    """What would help, from the most to the least. *untried*: how many the budget left no time
-    for."""
+    """What would help, from the most to the least. *tried*: how many changes were run; *untried*: how many the
+    budget left no time for."""
 
     break_even: tuple[BreakEven, ...]
     helps: tuple[Help, ...]
+    tried: int = 0
     untried: int = 0
 
 
@@ -54,14 +57,15 @@ def helps(
     budget: Budget = UNBOUNDED,
 ) -> Helps:
     """For *plan*, which was made of *job*'s cluster and workload, as far as *budget* goes. Nothing where one
-    worker is all, or no exact candidate could run. Of many workers with fewer tensors."""
-    exact = plan.best.get("exact")
-    if exact is None:
+    worker is all. Of many workers with fewer tensors."""
+    if not plan.advised:
         return Helps(break_even=(), helps=())
-    one, spec = plan.one_machine.step_seconds, exact.spec
+    row = next(iter(plan.advised.values()))
+    one, spec = plan.one_machine.step_seconds, row.spec
     if job.cluster.workers > MANY:
         job = replace(job, workload=coarse(job.workload))
-    links = list(dict.fromkeys((DDP, spec)))
+    usual = [DDP] if plan.row(DDP) is not None else []
+    links = list(dict.fromkeys((*usual, spec)))
     even = break_evens(job, links, one, predict, budget)
     wanted = [*_larger(job), *_fewer(job)]
     asked = [
@@ -77,13 +81,15 @@ def helps(
         seconds, workers = answer.step_seconds, more.cluster.workers
         passes = more.passes / job.passes
         speed_up = passes * more.batches * workers * one / seconds
-        found.append(
-            Help(what=what, spec=spec, step_seconds=seconds, speed_up=speed_up)
-        )
+        if speed_up >= HELPS * row.speed_up:
+            found.append(
+                Help(what=what, spec=spec, step_seconds=seconds, speed_up=speed_up)
+            )
     found.sort(key=lambda one: -one.speed_up)
     return Helps(
         break_even=tuple(even),
         helps=tuple(found),
+        tried=len(asked),
         untried=len(wanted) - len(asked) + (len(even) < len(links)),
     )
 

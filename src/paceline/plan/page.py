@@ -11,7 +11,14 @@ from paceline.plan.help import Helps
 from paceline.plan.pictures import bars_of
 from paceline.plan.tables import MEANS
 from paceline.plan.until import Reached
-from paceline.plan.verdict import commands, passed_over, reasons, summary, verdict
+from paceline.plan.verdict import (
+    commands,
+    passed_over,
+    reasons,
+    slow_starts,
+    summary,
+    verdict,
+)
 from paceline.plan.what_if import Point
 from paceline.report.colours import COLOURS
 from paceline.report.sections import (
@@ -97,8 +104,7 @@ def _details(plan: Plan, found: Helps, cluster: Cluster) -> list[str]:
             lines.append(f"{name}: {text}")
         else:
             lines[-1] += f"; {text}"
-    more = passed_over(plan)
-    return [*lines, more] if more else lines
+    return [*lines, *filter(None, (passed_over(plan), slow_starts(plan)))]
 
 
 def _best(plan: Plan) -> Bars:

@@ -90,7 +90,8 @@ class Job:
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one step; see `Row`. *guessed*: what its code takes nobody has measured."""
+    """Figures of one step; see `Row`. *guessed*: what its code takes nobody has measured. *steady_after*: steps
+    of a training until its steps are such (0: a short run does not tell)."""
 
     step_seconds: float
     compute_seconds: float
@@ -99,6 +100,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     buckets: int
     notes: tuple[str, ...] = ()
     guessed: bool = False
+    steady_after: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -109,13 +111,14 @@ class Refused(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Run:
-    """A method as it is run, by how many steps its rounds are shorter, and whether few steps are
-    enough."""
+    """A method as it is run, by how many steps its rounds are shorter, whether few steps are
+    enough, and how many more than here it takes in a training to learn what it will do."""
 
     method: Method
     missing: int
     settings: Settings
     short: bool
+    learns_longer: int = 0
 
     @property
     def drifts(self) -> bool:
@@ -161,13 +164,21 @@ def in_the_long_run(method: Method) -> Method:
 
 
 def _as_run(spec: str, short: bool, brief: bool) -> _Run:
-    method, settings = read_spec(spec)
-    method = in_the_long_run(method)
+    read, settings = read_spec(spec)
+    method = in_the_long_run(read)
+    longer = max(0, _learns_for(read) - _learns_for(method))
     if short and settings.fusion in MEASURED:
         settings = replace(settings, fusion="ddp")
+    longer += settings.compression.first_steps
     settings = replace(settings, compression=settings.compression.settled())
+    longer -= settings.compression.first_steps
     run_as = shorter(method, SHORTENED_IN_SHORT if short else SHORTENED)
-    return _Run(*(run_as if brief else (method, 0)), settings, short)
+    return _Run(*(run_as if brief else (method, 0)), settings, short, longer)
+
+
+def _learns_for(method: Any) -> int:
+    steps: int = getattr(method, "learns_for", 0)
+    return steps
 
 
 def says_more_in_full(spec: str) -> bool:
@@ -177,7 +188,7 @@ def says_more_in_full(spec: str) -> bool:
     return (
         method.updates_on == "server"
         or full.drifts
-        or getattr(method, "learns_for", 0) > 0
+        or _learns_for(method) > 0
         or (quick.method, quick.settings) != (method, full.settings)
     )
 
@@ -300,6 +311,7 @@ def drifting_steps(short: bool, workers: int) -> int:
 def _figures(journals: Sequence[Journal], run: _Run, *, guessed: bool) -> Prediction:
     notes = tuple(journals[0].notes)
     buckets = journals[0].buckets
+    steady = 0 if run.short else journals[0].method_settled_after
     if run.drifts:
         step, compute, exposed, sent = _drifting(journals)
     else:
@@ -320,6 +332,7 @@ def _figures(journals: Sequence[Journal], run: _Run, *, guessed: bool) -> Predic
         buckets=buckets,
         notes=notes,
         guessed=guessed,
+        steady_after=steady + run.learns_longer if steady else 0,
     )
 
 

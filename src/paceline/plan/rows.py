@@ -49,6 +49,7 @@ class Scale:
             cut=cut,
             hopeful=hopeful,
             guessed=found.guessed,
+            steady_after=found.steady_after,
             notes=found.notes,
         )
 

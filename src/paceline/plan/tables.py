@@ -19,8 +19,9 @@ from paceline.plan.verdict import (
     commands,
     passed_over,
     reasons,
-    strongest,
+    slow_starts,
     summary,
+    to_take,
     verdict,
 )
 from paceline.plan.what_if import Point
@@ -69,7 +70,7 @@ def print_plan(
     for quality, line in lines:
         console.print(Text(f"  {quality:{width}}  {line}"), soft_wrap=True)
     if lines and network is not None:
-        _, row = strongest(plan)
+        row = next(iter(to_take(plan).values()))
         trial = command(row.spec, script, arguments, verb="emulate", options=network)
         console.print(Text(f"try one first, on this machine: {trial}"), soft_wrap=True)
 
@@ -113,11 +114,18 @@ def _small_print(plan: Plan, everything: bool) -> list[str]:
         said.append(f"{slow} of them ran briefly (~): too slow in their class")
     hopeful = sum(row.hopeful for row in plan.rows)
     if hopeful:
-        said.append(f"{hopeful} of them ran briefly (~): --budget had no time for more")
+        said.append(
+            f"{hopeful} of them ran briefly (~): candidates' part of --budget had no time "
+            "for more"
+        )
     if plan.unlooked:
-        said.append(f"{plan.unlooked} more were not looked at: --budget is spent")
+        said.append(
+            f"{plan.unlooked} more were not looked at: candidates' part of --budget is spent"
+        )
     if passed_over(plan):
         said.append(passed_over(plan))
+    if slow_starts(plan):
+        said.append(slow_starts(plan))
     if any(row.guessed for row in plan.rows):
         said.append(
             "what codes take is a guess from bytes where the workload does not say it: "
@@ -250,7 +258,7 @@ def to_json(
     content = msgspec.to_builtins(plan)
     content["verdict"] = verdict(plan, found)
     content["best"] = {quality: row.spec for quality, row in plan.best.items()}
-    content["advised"] = {quality: row.spec for quality, row in plan.advised.items()}
+    content["advised"] = {quality: row.spec for quality, row in to_take(plan).items()}
     content["commands"] = commands(plan, script, arguments)
     content |= msgspec.to_builtins(found)
     content["what_if"] = msgspec.to_builtins(points)

@@ -15,6 +15,8 @@ ALIKE = 1.02
 """Times as fast: less is as fast."""
 WORTH = 1.1
 """Times as fast as all that promise more: else a weaker promise is not worth a word."""
+MANY_STEPS = 50
+"""Before a method is as fast as planned: fewer are nothing in a training."""
 SHOWN = 0.01
 """Of a step: less is nothing."""
 
@@ -24,7 +26,13 @@ def verdict(plan: Plan, found: Helps | None = None) -> str:
     if plan.workers == 1:
         return "One worker is one machine: it waits for nobody, whatever the method."
     quality, row = strongest(plan)
-    if row.speed_up >= ALIKE:
+    ddp = _as_good_ddp(plan, row)
+    if row.speed_up >= ALIKE and ddp is not None:
+        text = (
+            f"{plan.workers} workers train {times(ddp.speed_up)} as fast as one machine "
+            f"with DDP's rule: stay with DDP{_hardly_faster(ddp, quality, row)}"
+        )
+    elif row.speed_up >= ALIKE:
         text = (
             f"{plan.workers} workers train {times(row.speed_up)} as fast as one machine "
             f"with {row.spec} ({quality}){_against_ddp(plan, row)}"
@@ -58,12 +66,39 @@ def times(factor: float) -> str:
 
 def _against_ddp(plan: Plan, row: Row) -> str:
     ddp = plan.row(DDP)
-    if ddp is None or ddp is row:
+    if ddp is None:
         return ""
     factor = ddp.step_seconds / row.step_seconds
-    if factor < ALIKE:
-        return ", as with DDP's rule"
     return f", {times(factor)} as fast as with DDP's rule"
+
+
+def to_take(plan: Plan) -> dict[Quality, Row]:
+    """What is advised of each class. Where the strongest one's best is hardly faster than DDP's rule, that
+    rule stands for it, and the others are those that are faster: a change is to be worth it."""
+    found = plan.advised
+    if not found:
+        return found
+    quality, row = strongest(plan)
+    ddp = _as_good_ddp(plan, row)
+    if ddp is None:
+        return found
+    kept = {q: one for q, one in found.items() if _as_good_ddp(plan, one) is None}
+    return {quality: ddp} | kept
+
+
+def _as_good_ddp(plan: Plan, row: Row) -> Row | None:
+    """The row of DDP's rule, if *row* is not `ALIKE` times as fast."""
+    ddp = plan.row(DDP)
+    if ddp is None or ddp.step_seconds >= ALIKE * row.step_seconds:
+        return None
+    return ddp
+
+
+def _hardly_faster(ddp: Row, quality: Quality, row: Row) -> str:
+    if row is ddp:
+        return f" (no {quality} method is faster)"
+    gain = ddp.step_seconds / row.step_seconds - 1
+    return f" ({row.spec}, the best {quality} method, is {100 * gain:.1g} % faster)"
 
 
 def _rate(found: Helps | None, row: Row) -> str:
@@ -90,7 +125,7 @@ def summary(plan: Plan, cluster: Cluster, found: Helps) -> list[tuple[str, str]]
     alone = f"{show_seconds(one)} a batch of its own"
     if workers == 1:
         return [("one machine", alone)]
-    _, row = strongest(plan)
+    row = next(iter(to_take(plan).values()))
     together = (
         f"{show_seconds(row.step_seconds)} a step = {show_seconds(row.compute_seconds)} "
         f"computing + {show_seconds(row.exposed_seconds)} waiting, with {row.spec}: "
@@ -118,6 +153,8 @@ def summary(plan: Plan, cluster: Cluster, found: Helps) -> list[tuple[str, str]]
         ("would help", f"{each.what}: {times(each.speed_up)} one machine")
         for each in found.helps
     ]
+    if found.tried and not found.helps:
+        lines.append(("would help", f"none of {found.tried} changes that were tried"))
     return _named_once(lines)
 
 
@@ -159,6 +196,17 @@ def passed_over(plan: Plan) -> str:
     )
 
 
+def slow_starts(plan: Plan) -> str:
+    """Which of those that are to be taken need many steps before they are as fast as the plan says; empty
+    where none does."""
+    late = [
+        f"{row.spec} (from step {row.steady_after + 1} on)"
+        for row in to_take(plan).values()
+        if row.steady_after >= MANY_STEPS
+    ]
+    return f"not as fast from the start: {', '.join(late)}" if late else ""
+
+
 def reasons(plan: Plan) -> dict[str, list[str]]:
     """Why candidates were left out, each reason with their specs; what most share first."""
     found: dict[str, list[str]] = {}
@@ -170,10 +218,10 @@ def reasons(plan: Plan) -> dict[str, list[str]]:
 def commands(
     plan: Plan, script: str, arguments: Sequence[str] = ()
 ) -> dict[Quality, str]:
-    """What trains by the best of each class, as advised."""
+    """What trains by the best of each class, as advised, or by DDP's rule (`to_take`)."""
     return {
         quality: command(row.spec, script, arguments)
-        for quality, row in plan.advised.items()
+        for quality, row in to_take(plan).items()
     }
 
 
