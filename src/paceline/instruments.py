@@ -5,13 +5,14 @@ Mechanisms count here; methods contain no logging.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from paceline.errors import UsageError
+from paceline.errors import PeerLostError, UsageError
 
 _Step = TypeVar("_Step")
 
@@ -131,6 +132,10 @@ class Journal:
         self.observers: list[Callable[[int], None]] = []
         self.messages = 0
         """Collectives and requests so far."""
+        self.blocked: dict[int, str] = {}
+        """Which threads wait for other workers or servers now, and for what."""
+        self.lost = ""
+        """The sentence that names a worker which has ended badly, once one has."""
         self.wants_figures = False
         """Whether somebody has asked for `StepRecord.figures`, which take time."""
         self._now = now
@@ -225,6 +230,19 @@ class Journal:
     def bytes_sent(self) -> int:
         """Bytes since the last step ended."""
         return self._bytes_sent
+
+    def block(self, name: str, wait: Callable[[], object]) -> None:
+        """Call *wait*, which returns when others have done their part. Meanwhile the thread
+        is in `blocked`: Python cannot interrupt it. Raises `PeerLostError` where one of them
+        is known to be lost."""
+        if self.lost:
+            raise PeerLostError(self.lost)
+        thread = threading.get_ident()
+        self.blocked[thread] = name
+        try:
+            wait()
+        finally:
+            self.blocked.pop(thread, None)
 
     def waited(self, name: str, start: float, end: float) -> None:
         """Count a wait for the network."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import multiprocessing.util
 import os
+import sys
+import threading
 import weakref
 
 Environ = os._Environ
@@ -22,6 +24,17 @@ def end_children() -> None:
 def call_finalizers() -> None:
     """Call what `weakref.finalize` keeps for exit: it removes temporary folders, too."""
     weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+
+
+def main_thread_is_in(module: str) -> bool:
+    """Whether the main thread executes a function of the *module*, or one that it has
+    called."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, int]:

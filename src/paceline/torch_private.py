@@ -26,6 +26,10 @@ WorkBase: Any = torch._C._distributed_c10d.Work
 """Their C++ signatures cannot be overridden in a way that a type checker accepts."""
 
 
+COLLECTIVES = c10d.__name__
+"""The module of torch's collectives."""
+
+
 def default_store() -> PatientStore:
     """The store by which the default process group was set up."""
     return PatientStore(c10d._get_default_store())

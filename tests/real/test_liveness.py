@@ -183,6 +183,53 @@ def test_survivors_of_real_processes_know_who(case, dead, words):
             assert words in end.stderr
 
 
+SAVES = SCRIPT.with_name("saves_when_lost.py")
+
+
+@pytest.fixture
+def saving(tmp_path, monkeypatch):
+    """Starts ranks of `SAVES` in an empty folder, with that many seconds of grace."""
+    started = []
+
+    def start(ranks, case, grace):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PACELINE_EXIT_GRACE_SECONDS", grace)
+        started.extend(forked.together(ranks, [SAVES, case]))
+        return started
+
+    yield start
+    for rank in started:
+        rank.kill()
+
+
+def test_a_survivor_that_catches_the_error_writes_its_whole_checkpoint(
+    saving, tmp_path
+):
+    ranks = saving(3, "save", "120")
+    assert ranks[2].done().returncode == -signal.SIGKILL
+    survivor = ranks[0].done()
+    assert survivor.returncode == 0, survivor.stderr
+    assert "rank 2 (host" in survivor.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["emergency.pt"]
+
+
+def test_who_hangs_in_a_collective_ends_promptly_and_others_when_their_grace_is_over(
+    saving,
+):
+    ranks = saving(3, "hang", "15")
+    for rank in (0, 1):
+        assert ranks[1].poll() is None, "it was to end after rank 0"
+        end = ranks[rank].done()
+        assert end.returncode == 1
+        assert "rank 2 (host" in end.stderr
+
+
+def test_a_grace_that_is_no_time_is_refused(saving):
+    end = saving(1, "save", "soon")[0].done()
+    assert end.returncode == 1
+    assert "PACELINE_EXIT_GRACE_SECONDS" in end.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dead", "words"), [(0, "rank 0 died"), (1, "rank 1 (host")], ids=["0", "1"]

@@ -178,7 +178,7 @@ class Chained:
         check_may_wait()
         world = self._chain.world
         start = world.now()
-        self.settle()
+        world.journal.block("chained", self.settle)
         world.journal.waited("chained", start, world.now())
 
     def settle(self) -> None:

@@ -70,7 +70,7 @@ class Messages:
     def wait_for(self, work: Any, name: str) -> None:
         """Wait, and count it."""
         start = self._world.now()
-        work.wait()
+        self._world.journal.block(name, work.wait)
         self._world.journal.waited(name, start, self._world.now())
 
     def send(self, buffer: torch.Tensor, to: int) -> Pending:

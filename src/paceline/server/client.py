@@ -28,6 +28,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -326,8 +327,11 @@ class RemoteServer:
 
     def wait_for(self, reception: Reception) -> None:
         start = time.perf_counter()
-        self._poll_until(lambda: reception.reply is not None, None)
-        if self._journal is not None:
+        poll = partial(self._poll_until, lambda: reception.reply is not None, None)
+        if self._journal is None:
+            poll()
+        else:
+            self._journal.block("server", poll)
             self._journal.waited("server", start, time.perf_counter())
         if reception.reply is None:
             self._check()

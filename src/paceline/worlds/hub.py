@@ -17,7 +17,7 @@ from paceline.worlds import addresses
 from paceline.worlds.handover import Address, Board
 
 GRACE_SECONDS = 3.0
-"""How long a survivor may take to end by itself."""
+"""How long a survivor that waits for others may take to end by itself."""
 LINE_BYTES = 4096
 STRANGERS = 16
 """Connections that have not said hello, beyond one for each rank."""

@@ -8,8 +8,9 @@ for an hour with the interpreter's lock held is not taken for dead. A rank that 
 goodbye first; one that ends with an error says which. The hub tells everybody; when the hub
 itself is lost, everybody knows that it was rank 0.
 
-A survivor may be blocked in a collective for ever, where Python cannot interrupt it. So
-after the news it gets a few seconds to end by itself, and is then ended.
+A survivor may be blocked in a collective for ever, where Python cannot interrupt it. So it is
+ended when it has been in one for a few seconds after the news. A survivor that does something
+else may write an emergency checkpoint: it has PACELINE_EXIT_GRACE_SECONDS to end by itself.
 
 Lines of JSON, each bounded; a connection that does not begin with the hub's token is closed.
 Nothing is unpickled. Threat model: ranks learn the token as `handover` says, so other users of
@@ -25,17 +26,22 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
 
 from paceline import lifelines
 from paceline.errors import UsageError
+from paceline.options import seconds_from
 from paceline.worlds import addresses
 from paceline.worlds.handover import Board, Store
 from paceline.worlds.hub import GRACE_SECONDS, KEY, Hello, Hub, News, line_of, make_hub
 
 CONNECT_SECONDS = 30.0
+EXIT_GRACE_VARIABLE = "PACELINE_EXIT_GRACE_SECONDS"
+EXIT_GRACE_SECONDS = 30.0
+_LOOK_EVERY = 0.2
 FAULT_CHARACTERS = 500
 
 
@@ -159,9 +165,29 @@ class Liveness:
             self._lost(sentence)
 
 
-def end_after_grace(rank: int, sentence: str, said: threading.Event) -> None:
-    """What a real worker does with bad news: say it, wait a little, and end."""
+def exit_grace() -> float:
+    """Seconds that a worker which has lost a peer may take to end by itself."""
+    return seconds_from(os.environ, EXIT_GRACE_VARIABLE, EXIT_GRACE_SECONDS)
+
+
+def end_after_grace(
+    rank: int,
+    sentence: str,
+    said: threading.Event,
+    is_blocked: Callable[[], bool],
+    grace: float,
+) -> None:
+    """What a real worker does with bad news: say it, and end in time.
+
+    *is_blocked*: whether the training waits for others. When it has done so for
+    `GRACE_SECONDS`, or *grace* seconds have passed, the process ends."""
     print(f"paceline: {sentence}; rank {rank} ends too", file=sys.stderr, flush=True)
     said.set()
-    threading.Event().wait(GRACE_SECONDS)
+    blocked_since = now = time.monotonic()
+    end = now + grace
+    while now < end and now - blocked_since < GRACE_SECONDS:
+        time.sleep(_LOOK_EVERY)
+        now = time.monotonic()
+        if not is_blocked():
+            blocked_since = now
     os._exit(1)

@@ -25,15 +25,16 @@ from paceline.launchers import Place
 from paceline.network import Cluster, Workload
 from paceline.options import RunOptions
 from paceline.profiling import KeptGradients, Profiler, times_of, with_times
+from paceline.python_private import main_thread_is_in
 from paceline.report.files import WorkerRecords
 from paceline.report.result import Result, Summary, exchange_summaries
 from paceline.stopwatch import stopwatch_for
-from paceline.torch_private import default_store, local_store
+from paceline.torch_private import COLLECTIVES, default_store, local_store
 from paceline.worlds import alone, progress
 from paceline.worlds.described import find_cluster, load_of
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
 from paceline.worlds.hub import GRACE_SECONDS
-from paceline.worlds.liveness import Liveness, end_after_grace
+from paceline.worlds.liveness import Liveness, end_after_grace, exit_grace
 from paceline.worlds.pacing import PacedCompute
 from paceline.worlds.servers import SURVIVE_VARIABLE
 from paceline.worlds.services import RealServices
@@ -73,8 +74,10 @@ class RealWorld:
         progress.write_there(
             self.journal, lambda: self.job.first_step, alone=self.alone
         )
+        self._exit_grace = exit_grace()
         self._bad_news = threading.Event()
         self._ends_badly = threading.Event()
+        self._leaving = False
         self._weighed = threading.Event()
         self._weighed.set()
         self._broke = False
@@ -221,13 +224,27 @@ class RealWorld:
         self._weighed.set()
 
     def _lost_a_peer(self, sentence: str) -> None:
+        self.journal.lost = sentence
         report_to_launcher(PeerLostError(sentence))
-        end_after_grace(self.rank, sentence, self._bad_news)
+        end_after_grace(
+            *(self.rank, sentence, self._bad_news),
+            *(self._waits_for_others, self._exit_grace),
+        )
+
+    def _waits_for_others(self) -> bool:
+        """Whether the training is in a collective, its own or the script's, or waits for a
+        server; or the script is over."""
+        return (
+            bool(self.journal.blocked)
+            or self._leaving
+            or main_thread_is_in(COLLECTIVES)
+        )
 
     def _leave(self, fault: str | None) -> None:
         if self._liveness is None:
             return
         if fault is None:
+            self._leaving = True
             self._weighed.wait()  # whether this is a good end, after all
         elif _is_consequence(fault):
             # gloo or NCCL was faster: this rank's end is a consequence, and who died is

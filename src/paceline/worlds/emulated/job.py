@@ -33,6 +33,7 @@ from paceline.worlds.emulated.world import (
     EmulatedWorld,
 )
 from paceline.worlds.failures import Failure, summary
+from paceline.worlds.liveness import exit_grace
 from paceline.worlds.processes import TERMINATE_SECONDS, end_all, wait_for_all
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
 from paceline.worlds.servers import ADDRESSES_VARIABLE
@@ -43,7 +44,7 @@ PORT = 29500
 SERVER_PORT = 29600
 
 GRACE_SECONDS = 12.0
-"""What the others have to end by themselves after one has failed."""
+"""What the others have, beyond their own grace, to end by themselves after one has failed."""
 
 
 class EmulatedJob:
@@ -181,6 +182,7 @@ class EmulatedJob:
         """Wait for all; when one fails, give the others time to say why, then end them."""
         running = dict(enumerate(self._processes))
         failures: list[Failure] = []
+        grace = GRACE_SECONDS + exit_grace()
         deadline: float | None = None
         while running:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -188,7 +190,7 @@ class EmulatedJob:
                 process = running.pop(worker)
                 if process.poll():
                     failures.append(self._failure(scratch, worker, process))
-                    deadline = deadline or time.monotonic() + GRACE_SECONDS
+                    deadline = deadline or time.monotonic() + grace
             if deadline is not None and time.monotonic() >= deadline:
                 for process in running.values():
                     process.terminate()
