@@ -6,12 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import paceline
 from paceline.auto.change import Auto
+from paceline.checkpoint.folder import part
 from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.methods.bsp import BSP
@@ -228,6 +230,33 @@ def a_checkpoint_says_which_method_it_had():
     world.job.trainings.clear()
 
 
+def a_load_that_is_refused_leaves_the_method_that_it_found():
+    """Also where the method had to be changed to see that the checkpoint is not whole."""
+    code = "bsp:compression=top-k,compression.density=0.25,compression.small=0"
+    folder = Path(os.environ["PACELINE_TEST_FOLDER"]) / "not-whole"
+    world = join_world()
+    net, wrapped = begun(changing({1: code, 4: "bsp"}))
+    for step in range(3):
+        one_step(net, wrapped, step)
+    paceline.save(folder)
+    for step in range(3, 6):
+        one_step(net, wrapped, step)
+    changes = present_of(wrapped).changes
+    before, values = changes.spec, flat(net)
+    dist.barrier()
+    if world.rank == 0:
+        part(folder, world.size - 1).rename(folder / "elsewhere")
+    dist.barrier()
+    with pytest.raises(UsageError, match=f"worker {world.size - 1}"):
+        paceline.load(folder)
+    assert changes.spec == before, changes.spec
+    assert torch.equal(flat(net), values)
+    one_step(net, wrapped, 6)
+    wrapped.finish()
+    assert_equal_everywhere(flat(net))
+    world.job.trainings.clear()
+
+
 def buckets_that_were_planned_are_known_when_a_method_comes_back():
     net, wrapped = begun(changing({60: "dear", 62: "bsp:fusion=optimal", 66: "bsp"}))
     changes, journal = present_of(wrapped).changes, join_world().journal
@@ -323,6 +352,7 @@ CASES = {
         no_gradient_is_lost_or_applied_twice,
         what_a_code_keeps_waits_until_it_is_used_again,
         a_checkpoint_says_which_method_it_had,
+        a_load_that_is_refused_leaves_the_method_that_it_found,
         buckets_that_were_planned_are_known_when_a_method_comes_back,
     )
 }
