@@ -14,15 +14,15 @@ def write(folder, text):
     partial = folders.partial(folder)
     partial.mkdir()
     (partial / "data").write_text(text)
-    (partial / ".metadata.tmp").write_text(text)
-    (partial / ".metadata.tmp").rename(partial / ".metadata")
+    (partial / "index.pt.tmp").write_text(text)
+    (partial / "index.pt.tmp").rename(partial / "index.pt")
     folders.replace(folder)
 
 
 def read(folder):
     found = folders.find(folder)
     text = (found / "data").read_text()
-    assert (found / ".metadata").read_text() == text
+    assert (found / "index.pt").read_text() == text
     return text
 
 
@@ -74,7 +74,7 @@ def test_the_first_checkpoint_is_there_once_it_is_complete(tmp_path):
     while True:
         folder = tmp_path / str(steps)
         killed = killed_after(steps, tmp_path, lambda f=folder: write(f, "x"))
-        if any(place.exists() for place in tmp_path.glob(f"{steps}*/.metadata")):
+        if any(place.exists() for place in tmp_path.glob(f"{steps}*/index.pt")):
             found.append(read(folder))
         else:
             with pytest.raises(UsageError, match="there is no checkpoint"):

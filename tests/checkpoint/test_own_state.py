@@ -1,17 +1,19 @@
 """What each worker has of its own: saved per worker, and what becomes of it elsewhere."""
 
+import os
+import pickle
+
 import pytest
 import torch
 
 import paceline
 from paceline.checkpoint import files
 from paceline.checkpoint import folder as folders
-from paceline.checkpoint.structure import name_of, pack, unpack
 from paceline.errors import UsageError
 from paceline.interfaces.state import refused, shares_of
 from paceline.optimizer import training_of
 
-from .test_save_load import Counter, begin, on
+from .test_save_load import begin, on
 
 
 class Residuals:
@@ -109,15 +111,13 @@ def test_each_worker_has_its_own_back_bit_for_bit(tmp_path):
 
 def test_each_worker_writes_its_own_and_rank_0_what_all_share(tmp_path):
     save(2, tmp_path / "x", lambda rank: [Residuals(float(rank))])
-    names = {
-        place.name: {name_of(key) for key in files.keys(place)}
-        for place in (tmp_path / "x", *(tmp_path / "x").glob("worker-*"))
-    }
+    names = {file.name: set(files.read(file)) for file in (tmp_path / "x").iterdir()}
     own = {"worker", "training0.compression.toy"}
     assert names == {
-        "x": {"model0", "optimizer0", "paceline"},
-        "worker-0": own,
-        "worker-1": own,
+        "index.pt": {"index"},
+        "shared.pt": {"model0", "optimizer0"},
+        "worker-0.pt": own,
+        "worker-1.pt": own,
     }
 
 
@@ -171,14 +171,17 @@ def test_what_is_empty_is_never_refused(tmp_path):
     assert load(3, tmp_path / "x", lambda rank: [Only()]) == [[{}]] * 3
 
 
+def say(folder, **what):
+    """The checkpoint in *folder* says something else of itself."""
+    index = folders.index(folder)
+    about = files.read(index)["index"]
+    files.write({"index": about | what}, index)
+
+
 def test_who_has_died_before_a_save_has_no_part_and_all_know(tmp_path):
     """The checkpoint of three workers, of which two were left."""
     save(3, tmp_path / "x", lambda rank: [Residuals(3.0 + rank)])
-    tensors = files.read(tmp_path / "x", lambda key: True)
-    pack("paceline", unpack("paceline", tensors) | {"parts": [1, 2]}, tensors)
-    for place in (".metadata", "__0_0.distcp"):
-        (tmp_path / "x" / place).unlink()
-    files.write(tensors, tmp_path / "x")
+    say(tmp_path / "x", parts=[1, 2])
     found = load(3, tmp_path / "x", lambda rank: [Residuals()])
     assert values(found) == [[3.0] * 3] * 3
     found = load(2, tmp_path / "x", lambda rank: [Residuals()])
@@ -248,20 +251,22 @@ def test_parts_on_other_disks_are_asked_for_by_name(tmp_path, capfd):
     make = lambda rank: [Residuals(3.0 + rank)]  # noqa: E731
     for _ in range(2):  # the second time over what the first one left
         save(2, tmp_path, make, place=on_its_own_disk)
-    left = tmp_path / "1.partial" / "worker-1"
-    assert left.is_dir()
-    assert not (tmp_path / "0" / "worker-1").exists()
+    left = tmp_path / "1.partial" / "worker-1.pt"
+    assert left.is_file()
+    assert not (tmp_path / "0" / "worker-1.pt").exists()
     for words, unchanged in load(2, tmp_path, make, place=on_its_own_disk):
         assert "there is no checkpoint in" in words
         assert unchanged
     for words, unchanged in load(2, tmp_path / "0", make):
-        assert "0/worker-1 is not there, the part" in words
-        assert "it has stayed in worker-1 of 0.partial, where that worker was" in words
+        assert "0/worker-1.pt is not there, the part" in words
+        assert (
+            "it has stayed in worker-1.pt of 0.partial, where that worker was" in words
+        )
         assert unchanged
     capfd.readouterr()
     assert load(2, tmp_path / "0", lambda rank: []) == [[], []]
-    assert "worker-1 is not there: worker 1 has random" in capfd.readouterr().err
-    left.rename(tmp_path / "0" / "worker-1")
+    assert "worker-1.pt is not there: worker 1 has random" in capfd.readouterr().err
+    left.rename(tmp_path / "0" / "worker-1.pt")
     found = load(2, tmp_path / "0", lambda rank: [Residuals()])
     assert values(found) == [[3.0] * 3, [4.0] * 3]
 
@@ -269,60 +274,75 @@ def test_parts_on_other_disks_are_asked_for_by_name(tmp_path, capfd):
 # ---- versions ----
 
 
-def write_version_1(folder, workers):
-    """As paceline 0.1.0 wrote it, if in one file."""
-    tensors = {}
-
-    def body(rank):
-        model, optimizer = begin()
-        with torch.no_grad():
-            model.weight.fill_(4.0)
-        if rank == 0:
-            pack("model0", model.state_dict(), tensors)
-            pack("optimizer0", optimizer.state_dict(), tensors)
-            pack("other.counter", {"value": 9}, tensors)
-        torch.manual_seed(100 + rank)
-        from paceline.worlds.seeding import random_states
-
-        own = {"random": random_states(), "buffers": [{}]}
-        pack(f"worker{rank}", own, tensors)
-        optimizer.finish()
-
-    on(workers, body)
-    files.write(tensors, folder)
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_the_first_version_is_read(workers, tmp_path, capfd):
-    write_version_1(tmp_path / "x", 2)
-
-    def body(rank):
-        model, optimizer = begin()
-        training_of(optimizer).own_states = [Only()]
-        counter = Counter(None)
-        torch.manual_seed(55)
-        paceline.load(tmp_path / "x", counter=counter)
-        optimizer.finish()
-        return model.weight.tolist(), counter.value, torch.initial_seed()
-
-    found = on(workers, body)
-    seeds = [100 + rank if rank < 2 else 55 for rank in range(workers)]
-    assert found == [([[4.0] * 3], 9, seed) for seed in seeds]
-    assert capfd.readouterr().err == (
-        f"paceline: {tmp_path / 'x'} was saved by an older paceline, and holds no "
-        "training0.method.toy: it begins anew\n"
-    )
-
-
 def test_a_later_version_is_refused_by_its_number(tmp_path):
     save(1, tmp_path / "x", lambda rank: [])
-    tensors = files.read(tmp_path / "x", lambda key: True)
-    pack("paceline", {"version": 3}, tensors)
-    folders.settle(tmp_path / "y")
-    files.write(tensors, tmp_path / "y")
-    ((words, unchanged),) = load(1, tmp_path / "y", lambda rank: [])
-    assert words.startswith(
-        f"the checkpoint in {tmp_path / 'y'} has version 3, and this paceline reads "
-        "versions 1 to 2: load it with"
-    )
+    say(tmp_path / "x", version=4)
+    ((words, unchanged),) = load(1, tmp_path / "x", lambda rank: [])
+    assert f"{tmp_path / 'x'} has version 4, and this paceline reads version 3" in words
+    assert unchanged
+
+
+@pytest.mark.parametrize("place", ["x", "x.partial", "x.old"])
+def test_an_older_format_is_refused_and_not_read(place, tmp_path):
+    (tmp_path / place).mkdir()
+    (tmp_path / place / ".metadata").write_bytes(b"not looked at")
+    ((words, unchanged),) = load(1, tmp_path / "x", lambda rank: [])
+    assert f"{tmp_path / place} has format 1 or 2" in words
+    assert "expected format 3" in words
+    assert unchanged
+
+
+# ---- forged ----
+
+
+class Forged:
+    """When it is unpickled a folder is made."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("how", ["torch.save", "pickle"])
+@pytest.mark.parametrize("name", ["index.pt", "shared.pt", "worker-0.pt"])
+def test_a_forged_file_runs_nothing_and_is_refused(name, how, workers, tmp_path):
+    save(workers, tmp_path / "x", lambda rank: [Residuals(1.0)])
+    forged = {"model0": Forged(tmp_path / "pwned"), "index": Forged(tmp_path / "pwned")}
+    if how == "pickle":
+        (tmp_path / "x" / name).write_bytes(pickle.dumps(forged))
+    else:
+        torch.save(forged, tmp_path / "x" / name)
+    for words, unchanged in load(workers, tmp_path / "x", lambda rank: [Residuals()]):
+        assert name in words
+        assert "Nothing in it was run" in words
+        assert how == "pickle" or "holds code" in words
+        assert unchanged
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("name", ["index.pt", "shared.pt", "worker-0.pt"])
+def test_a_damaged_file_is_refused(name, tmp_path):
+    save(1, tmp_path / "x", lambda rank: [Residuals(1.0)])
+    file = tmp_path / "x" / name
+    file.write_bytes(file.read_bytes()[:-100])
+    ((words, unchanged),) = load(1, tmp_path / "x", lambda rank: [Residuals()])
+    assert name in words
+    assert unchanged
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [({"workers": "two"}, "workers"), ({"parts": None}, "parts"), ({}, "no index")],
+)
+def test_an_index_of_another_form_is_refused(what, words, tmp_path):
+    save(1, tmp_path / "x", lambda rank: [])
+    if what:
+        say(tmp_path / "x", **what)
+    else:
+        files.write({"other": 1}, folders.index(tmp_path / "x"))
+    ((found, unchanged),) = load(1, tmp_path / "x", lambda rank: [])
+    assert words in found
     assert unchanged

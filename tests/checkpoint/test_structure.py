@@ -1,6 +1,8 @@
-"""Nested states as tensors, and back: nothing is mixed up, nothing changes its type."""
+"""Nested states as data, and back: nothing is mixed up, nothing changes its type."""
 
 import enum
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,16 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.checkpoint.structure import is_packed, name_of, pack, unpack
+from paceline.checkpoint import files
+from paceline.checkpoint.structure import as_data
 from paceline.errors import UsageError
 from tests.profiles import examples
 
 
 def there_and_back(state):
-    tensors = {}
-    pack("x", state, tensors)
-    assert {name_of(key) for key in tensors} == {"x"}
-    return unpack("x", tensors)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "x.pt")
+        files.write({"x": as_data(state, "x")}, file)
+        return files.read(file)["x"]
 
 
 def one(value):
@@ -142,14 +145,34 @@ def test_a_reduce_on_plateau_fed_with_numpy_goes_on():
 )
 def test_what_is_no_data_is_refused_by_its_place(state, message):
     with pytest.raises(UsageError, match=message):
-        pack("x", state, {})
+        as_data(state, "x")
 
 
-def test_several_states_share_one_place():
-    tensors = {}
-    pack("model1", {"w": one(1)}, tensors)
-    pack("model10", {"w": one(2)}, tensors)
-    assert unpack("model1", tensors)["w"].item() == 1
-    assert unpack("model10", tensors)["w"].item() == 2
-    assert is_packed("model10", tensors)
-    assert not is_packed("model", tensors)
+def test_a_part_of_a_large_tensor_is_written_alone(tmp_path):
+    large = torch.arange(1_000_000.0)
+    files.write({"x": as_data({"part": large[3:5]}, "x")}, tmp_path / "x.pt")
+    assert (tmp_path / "x.pt").stat().st_size < 10_000
+    assert files.read(tmp_path / "x.pt")["x"]["part"].tolist() == [3.0, 4.0]
+
+
+def test_data_of_one_state_is_not_copied():
+    """A model that fits once can be saved."""
+    state = {"w": torch.ones(3), "more": [torch.nn.Parameter(torch.ones(2))]}
+    data = as_data(state, "x")
+    assert data["w"].data_ptr() == state["w"].data_ptr()
+    assert data["more"][0].data_ptr() == state["more"][0].data_ptr()
+    assert type(data["more"][0]) is torch.Tensor
+
+
+def test_what_was_read_outlives_its_file(tmp_path):
+    files.write({"x": as_data(torch.arange(4.0), "x")}, tmp_path / "x.pt")
+    found = files.read(tmp_path / "x.pt")["x"]
+    (tmp_path / "x.pt").write_bytes(b"")
+    assert found.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_only_what_is_wanted_is_read_and_what_is_missing_is_named(tmp_path):
+    files.write({"a": as_data(1, "a"), "b": as_data([2], "b")}, tmp_path / "x.pt")
+    assert files.read(tmp_path / "x.pt", ["b"]) == {"b": [2]}
+    with pytest.raises(UsageError, match="holds no c"):
+        files.read(tmp_path / "x.pt", ["c"])

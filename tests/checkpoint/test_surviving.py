@@ -5,7 +5,6 @@ import torch
 
 import paceline
 from paceline.checkpoint import files
-from paceline.checkpoint.structure import name_of, unpack
 from paceline.testing.task import Counting
 from tests.hanging import SECONDS
 from tests.real.helpers import run
@@ -51,11 +50,8 @@ def read(folder):
     optimizer.finish()
     values = torch.cat([-p.detach().reshape(-1) / RATE for p in model.parameters()])
     assert values.min() == pytest.approx(values.max().item(), abs=1e-3)
-    own = {
-        place.name: files.read(place, lambda key: name_of(key) == KEPT)
-        for place in folder.glob("worker-*")
-    }
-    kept = {name: unpack(KEPT, part) for name, part in own.items() if part}
+    own = {place.stem: files.read(place) for place in folder.glob("worker-*")}
+    kept = {name: part[KEPT] for name, part in own.items() if KEPT in part}
     return values.mean().item(), script.value, kept
 
 

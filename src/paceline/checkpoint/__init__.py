@@ -1,39 +1,26 @@
-"""`save` and `load`: a job's whole state, by torch.distributed.checkpoint.
+"""`save` and `load`: a job's whole state, as plain data in files of `torch.save`.
 
-A checkpoint is a folder in torch's own distributed format, with one more such folder in it
-for each worker's own part (`own`). They hold tensors only: those of every state, and per
-state one byte tensor with its structure (`structure`). (torch writes the folders' indices
-with pickle: load checkpoints from people you trust.) `folder` says how a checkpoint replaces
-the one before.
-
-The format has a version. Version 1 had no folders for workers: random states and buffers of
-worker R stood beside what all share, as ``workerR``, and there were no own states.
+A checkpoint is a folder: one file with what all workers share, one for each worker's own part
+(`own`), and an index. They hold data alone (`structure`), and are read as data alone: no
+checkpoint can run code (`files`). `folder` says how a checkpoint replaces the one before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import msgspec
-import torch
 
 from paceline.checkpoint import files
 from paceline.checkpoint import folder as folders
 from paceline.checkpoint.changing import trained_by
-from paceline.checkpoint.own import (
-    OwnPart,
-    Saved,
-    give_back_worker,
-    pack_own,
-    states_of,
-)
-from paceline.checkpoint.structure import name_of, pack, unpack
+from paceline.checkpoint.own import VERSION, OwnPart, Saved, pack_own
+from paceline.checkpoint.structure import as_data
 from paceline.checkpoint.together import together
 from paceline.context import current_world
 from paceline.errors import UsageError
@@ -41,11 +28,8 @@ from paceline.interfaces import World
 from paceline.optimizer import DistributedOptimizer, training_of
 from paceline.training import Training
 
-VERSION = 2
-"""Of the format that `save` writes; `load` reads this and version 1."""
-
-_FORMAT = "paceline"
-"""The state that says what a checkpoint is."""
+_INDEX = "index"
+"""The one state in a checkpoint's index."""
 
 
 class Stateful(Protocol):
@@ -92,16 +76,19 @@ def save(path: str | Path, **others: Stateful) -> None:
     writes = world.rank == 0
     folder = together(world, "save", lambda: _prepare_all(world, path, others))
     together(world, "save", lambda: folders.settle(folder) if writes else None)
-    shared, own = together(
-        world,
-        "save",
-        lambda: (_pack_shared(world, others, writes), pack_own(world)),
-    )
-    together(world, "save", lambda: _write_own(world, own, folder))
-    everyone = list(range(world.size))
-    if writes:
-        _pack_format(world, everyone, shared)
-    together(world, "save", lambda: _write(shared, folder) if writes else None)
+    try:
+        shared, own = together(
+            world,
+            "save",
+            lambda: (_write_shared(world, others, writes, folder), pack_own(world)),
+        )
+        together(world, "save", lambda: _write_own(world, own, folder))
+        saved = Saved.now(world, shared, list(range(world.size)))
+        together(world, "save", lambda: _complete(saved, folder) if writes else None)
+    except Exception:
+        if writes:
+            folders.discard(folder)
+        raise
 
 
 def load(path: str | Path, **others: Stateful) -> None:
@@ -131,9 +118,9 @@ def load(path: str | Path, **others: Stateful) -> None:
         if training.updates_on_server and not world.alone:
             training.meet()
     found = together(world, "load", lambda: _find(world, path, set(states)))
-    with trained_by(world, found.specs):
-        checkpoint = together(world, "load", lambda: _read(world, found))
-        together(world, "load", lambda: _unpack_shared(states, checkpoint.shared))
+    with trained_by(world, found.saved.specs):
+        checkpoint = together(world, "load", lambda: _read(world, found, set(states)))
+        together(world, "load", lambda: _load_shared(states, checkpoint.shared))
         used = [training.load_is_complete() for training in _trainings(world)]
         together(world, "load", lambda: checkpoint.give_back() if all(used) else None)
 
@@ -163,7 +150,7 @@ def _save_alone(world: World, folder: Path, others: dict[str, Stateful]) -> None
     met = [training for training in trainings if training.meet()]
     here = len(met) == len(trainings)
     leads = here and (met[0].leads if met else world.rank == 0)
-    shared: dict[str, torch.Tensor] = {}
+    shared: list[str] = []
     errors: list[Exception] = []
 
     def attempt(action: Callable[[], None]) -> None:
@@ -178,9 +165,8 @@ def _save_alone(world: World, folder: Path, others: dict[str, Stateful]) -> None
     def begin() -> None:
         if leads:
             folders.settle(folder)
-        shared.update(_pack_shared(world, others, leads))
-        if leads:
             folders.begin(folder)
+        shared.extend(_write_shared(world, others, leads, folder))
 
     def write_own() -> None:
         if (leads or met) and folders.is_begun(folder):
@@ -188,12 +174,14 @@ def _save_alone(world: World, folder: Path, others: dict[str, Stateful]) -> None
 
     def complete() -> None:
         if leads:
-            _pack_format(world, folders.parts(folders.partial(folder)), shared)
-            _write(shared, folder)
+            parts = folders.parts(folders.partial(folder))
+            _complete(Saved.now(world, shared, parts), folder)
 
     for action in (begin, write_own, complete):
         attempt(action)
     if errors:
+        if leads:
+            folders.discard(folder)
         raise errors[0]
 
 
@@ -230,12 +218,12 @@ def _shared_states(
         yield f"other.{name}", state
 
 
-def _pack_shared(
-    world: World, others: dict[str, Stateful], writes: bool
-) -> dict[str, torch.Tensor]:
-    """What is equal on all, for the one that *writes* it. The others enter `consolidated`
-    too where the method's result takes all of them."""
-    tensors: dict[str, torch.Tensor] = {}
+def _write_shared(
+    world: World, others: dict[str, Stateful], writes: bool, folder: Path
+) -> list[str]:
+    """Write what is equal on all, for the one that *writes* it; returns the names. The others
+    enter `consolidated` too where the method's result takes all of them. Nothing is copied:
+    what models hold within is written there."""
     for training in _trainings(world):
         training.settle_buffers()
     with contextlib.ExitStack() as stack:
@@ -244,27 +232,24 @@ def _pack_shared(
             if writes or training_of(begun.optimizer).consolidates_together:
                 entered = cast(DistributedOptimizer, begun.optimizer).consolidated()
                 stack.enter_context(entered)
-        if writes:
-            for name, state in _shared_states(world, others):
-                # A copy: what a model holds now is taken out again below.
-                pack(name, copy.deepcopy(state.state_dict()), tensors)
-    return tensors
+        if not writes:
+            return []
+        data = {
+            name: as_data(state.state_dict(), name)
+            for name, state in _shared_states(world, others)
+        }
+        files.write(data, folders.shared(folders.partial(folder)))
+        return list(data)
 
 
-def _pack_format(
-    world: World, parts: list[int], tensors: dict[str, torch.Tensor]
-) -> None:
-    about = {"version": VERSION, **msgspec.to_builtins(Saved.now(world, parts))}
-    pack(_FORMAT, about, tensors)
+def _write_own(world: World, own: dict[str, Any], folder: Path) -> None:
+    files.write(own, folders.part(folders.partial(folder), world.rank))
 
 
-def _write_own(world: World, own: dict[str, torch.Tensor], folder: Path) -> None:
-    files.write(own, folders.empty_part(folders.partial(folder), world.rank))
-
-
-def _write(shared: dict[str, torch.Tensor], folder: Path) -> None:
+def _complete(saved: Saved, folder: Path) -> None:
     """All parts are there: with this the checkpoint is complete."""
-    files.write(shared, folders.partial(folder))
+    about = as_data(msgspec.to_builtins(saved), _INDEX)
+    files.write({_INDEX: about}, folders.index(folders.partial(folder)))
     folders.replace(folder)
 
 
@@ -273,25 +258,17 @@ def _write(shared: dict[str, torch.Tensor], folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """A checkpoint of the states that are *wanted*, *at* a folder that has these *names*; *saved*
-    is what it says of itself, from version 2 on."""
+    """A checkpoint *at* a folder, and what it says of itself."""
 
     at: Path
-    names: set[str]
-    wanted: set[str]
-    saved: Saved | None
-
-    @property
-    def specs(self) -> list[str]:
-        """See `Saved`."""
-        return [] if self.saved is None else self.saved.specs
+    saved: Saved
 
 
 @dataclass(frozen=True)
 class _Checkpoint:
     """What one worker has read: what is *shared*, and its own, which `give_back` restores."""
 
-    shared: dict[str, torch.Tensor]
+    shared: dict[str, Any]
     give_back: Callable[[], None]
 
 
@@ -305,62 +282,45 @@ def _find(world: World, path: str | Path, wanted: set[str]) -> _Found:
             f"paceline: a save into {folder} was interrupted: loading {found}",
             file=sys.stderr,
         )
-    names = {name_of(key) for key in files.keys(found)}
-    saved = _saved(found) if _FORMAT in names else None
-    shared = {name for name in names - {_FORMAT} if not name.startswith("worker")}
+    saved = _read_index(found)
     gone = {
         f"{kind}{number}"
         for number, begun in enumerate(world.job.trainings)
         for kind in ("model", "optimizer", "sampler")
         if begun.gone
     }
-    if shared - gone != wanted:
+    if set(saved.shared) - gone != wanted:
         raise UsageError(
-            f"the checkpoint in {folder} holds {', '.join(sorted(shared))}; this job wants "
+            f"the checkpoint in {folder} holds {', '.join(saved.shared)}; this job wants "
             f"{', '.join(sorted(wanted))}: call distribute as often, and name the same "
             "others, as when it was saved"
         )
-    return _Found(found, names, wanted, saved)
+    return _Found(found, saved)
 
 
-def _read(world: World, found: _Found) -> _Checkpoint:
-    """Changes nothing. Raises `UsageError` where an own state's owner refuses what it is to have."""
-    tensors = files.read(found.at, lambda key: name_of(key) in found.wanted)
-    if found.saved is not None:
-        return _Checkpoint(tensors, OwnPart(world, found.at, found.saved).give_back)
-    return _Checkpoint(tensors, _first_version(world, found.at, found.names))
-
-
-def _saved(found: Path) -> Saved:
+def _read_index(found: Path) -> Saved:
     """Raises `UsageError` for a version that is not known here."""
-    about = unpack(_FORMAT, files.read(found, lambda key: name_of(key) == _FORMAT))
-    version = about.get("version")
+    about = files.read(folders.index(found), [_INDEX])[_INDEX]
+    version = about.get("version") if isinstance(about, dict) else None
     if version != VERSION:
         raise UsageError(
             f"the checkpoint in {found} has version {version}, and this paceline reads "
-            f"versions 1 to {VERSION}: load it with the paceline that saved it, or a later one"
+            f"version {VERSION}: load it with the paceline that saved it"
         )
-    return msgspec.convert(about, Saved)
+    try:
+        return msgspec.convert(about, Saved)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"the index of the checkpoint in {found} is wrong: {error}"
+        ) from (None)
 
 
-def _first_version(world: World, found: Path, names: set[str]) -> Callable[[], None]:
-    """What restores the own part of a checkpoint that has no folders for workers."""
-    if world.rank == 0:
-        for name in states_of(world):
-            print(
-                f"paceline: {found} was saved by an older paceline, and holds no {name}: "
-                "it begins anew",
-                file=sys.stderr,
-            )
-    own = f"worker{world.rank}"
-    if own not in names:
-        return lambda: None
-    tensors = files.read(found, lambda key: name_of(key) == own)
-    return lambda: give_back_worker(world, unpack(own, tensors))
+def _read(world: World, found: _Found, wanted: Collection[str]) -> _Checkpoint:
+    """Changes nothing. Raises `UsageError` where an own state's owner refuses what it is to have."""
+    shared = files.read(folders.shared(found.at), wanted)
+    return _Checkpoint(shared, OwnPart(world, found.at, found.saved).give_back)
 
 
-def _unpack_shared(
-    states: dict[str, Stateful], tensors: dict[str, torch.Tensor]
-) -> None:
+def _load_shared(states: dict[str, Stateful], shared: dict[str, Any]) -> None:
     for name, state in states.items():
-        state.load_state_dict(unpack(name, tensors))
+        state.load_state_dict(shared[name])

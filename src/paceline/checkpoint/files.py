@@ -1,63 +1,67 @@
-"""Tensors in a folder, in torch's distributed format, written and read by one process.
+"""Data in a file: written by `torch.save`, whole or not at all, and read as data alone.
 
-Each worker writes a folder of its own and reads what it needs, so nothing goes through
-another worker's memory or over the network. torch writes the folder's index, ``.metadata``,
-last, and with pickle.
-
-torch.distributed.checkpoint is imported when it is used: it takes half a second.
+A file is written under another name and renamed when it is on disk. It is read with
+``weights_only``: torch's reader then knows tensors, numbers, texts, lists, tuples and dicts,
+and refuses everything else before it runs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator
+import os
+import pickle
+import re
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 
-_ALONE = "torch.distributed is disabled, unavailable or uninitialized"
-"""How torch's warning begins: that one process saves is meant."""
+from paceline.checkpoint.structure import from_data
+from paceline.errors import UsageError
 
 
-def write(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write *tensors* into *folder*, which is not there yet or holds no tensors."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    with _unwarned():
-        save(tensors, storage_writer=FileSystemWriter(folder), no_dist=True)
-
-
-def keys(folder: Path) -> list[str]:
-    """The names of what is in *folder*."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+def write(data: dict[str, Any], file: Path) -> None:
+    """Write what `structure.as_data` has made of some states, by name."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.tmp")
+    with unfinished.open("wb") as stream:
+        torch.save(data, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    unfinished.replace(file)
 
 
-def read(folder: Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """The tensors in *folder* whose names are *wanted*."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
+def read(file: Path, wanted: Collection[str] | None = None) -> dict[str, Any]:
+    """The states in *file*, by name: those that are *wanted*, or all. Others' tensors are not
+    read from disk.
 
-    reader = FileSystemReader(folder)
-    entries = reader.read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata) and wanted(key)
+    Raises `UsageError`, with nothing run, for a file that holds anything but data.
+    """
+    try:
+        # Mapped, and copied below: a mapping must not outlive the file.
+        data = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"[Gg][Ll][Oo][Bb][Aa][Ll] ([\w.]+)", str(error))
+        name = f" ({found[1]})" if found else ""
+        raise _refused(file, f"it holds code{name} where data is expected") from None
+    except FileNotFoundError:
+        raise UsageError(f"{file}, a part of the checkpoint, is not there") from None
+    except (RuntimeError, ValueError, EOFError, OSError) as error:
+        raise _refused(
+            file, f"it is no file of torch.save's, or damaged: {error}"
+        ) from (None)
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        raise _refused(file, "it holds no states by name")
+    missing = [name for name in wanted or () if name not in data]
+    if missing:
+        raise _refused(file, f"it holds no {missing[0]}")
+    return {
+        name: from_data(data[name]) for name in (data if wanted is None else wanted)
     }
-    with _unwarned():
-        load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
 
 
-@contextlib.contextmanager
-def _unwarned() -> Iterator[None]:
-    """Without torch's warning. Filters are the whole process's, and virtual workers share
-    it: nothing within waits for another worker."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _ALONE)
-        yield
+def _refused(file: Path, why: str) -> UsageError:
+    return UsageError(
+        f"{file} is no part of a checkpoint that paceline.save has written: {why}. Nothing in "
+        "it was run. Load another checkpoint"
+    )

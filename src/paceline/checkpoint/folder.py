@@ -1,7 +1,8 @@
 """Where a checkpoint is, whenever the process that wrote it was killed.
 
-A checkpoint in the folder ``NAME`` is written into ``NAME.partial``. Torch writes its index,
-``.metadata``, last, and by renaming: with it a folder is complete. Then ``NAME`` becomes
+A checkpoint in the folder ``NAME`` is written into ``NAME.partial``: what all workers share is
+in ``shared.pt``, and what is worker R's own in ``worker-R.pt``. The index, ``index.pt``, is
+written last, and by renaming: with it a folder is complete. Then ``NAME`` becomes
 ``NAME.old``, ``NAME.partial`` becomes ``NAME``, and ``NAME.old`` goes. So at each instant
 after the first complete checkpoint one of the three is complete, and the order in which
 `find` looks is the order in which they may be trusted:
@@ -16,9 +17,6 @@ removing                **now**      -               no longer
 ======================= ============ =============== ==============
 
 What is removed loses its index first, so that nothing half removed is taken for complete.
-
-In each of the three, the folder ``worker-R`` holds what is worker R's own, with an index of
-its own. All of them are complete before the folder itself is.
 """
 
 from __future__ import annotations
@@ -29,8 +27,10 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-_INDEX = ".metadata"
+_INDEX = "index.pt"
 _PART = "worker-"
+_OLD_INDEX = ".metadata"
+"""Of formats 1 and 2, which torch.distributed.checkpoint wrote."""
 
 
 def find(folder: Path) -> Path:
@@ -39,6 +39,12 @@ def find(folder: Path) -> Path:
     for place in (folder, partial(folder), _old(folder)):
         if is_complete(place):
             return place
+    for place in (folder, partial(folder), _old(folder)):
+        if (place / _OLD_INDEX).exists():
+            raise UsageError(
+                f"the checkpoint in {place} has format 1 or 2, whose index can run code when "
+                "it is read: expected format 3. Save it anew with this paceline"
+            )
     raise UsageError(f"there is no checkpoint in {folder}")
 
 
@@ -74,28 +80,35 @@ def replace(folder: Path) -> None:
     _remove(_old(folder))
 
 
+def discard(folder: Path) -> None:
+    """A checkpoint for *folder* that was begun is given up."""
+    _remove(partial(folder))
+
+
+def index(folder: Path) -> Path:
+    """The file in *folder* that says what else is in it, and that all of it is there."""
+    return folder / _INDEX
+
+
+def shared(folder: Path) -> Path:
+    """The file in *folder* with what is equal on all workers."""
+    return folder / "shared.pt"
+
+
 def partial(folder: Path) -> Path:
     """Where a new checkpoint for *folder* is written."""
     return folder.with_name(folder.name + ".partial")
 
 
 def part(folder: Path, rank: int) -> Path:
-    """Where in *folder* the part of worker *rank* is."""
-    return folder / f"{_PART}{rank}"
+    """The file in *folder* with the part of worker *rank*."""
+    return folder / f"{_PART}{rank}.pt"
 
 
 def parts(folder: Path) -> list[int]:
     """The ranks of those whose parts in *folder* are complete."""
-    found = folder.glob(f"{_PART}*/{_INDEX}")
-    return sorted(int(index.parent.name.removeprefix(_PART)) for index in found)
-
-
-def empty_part(folder: Path, rank: int) -> Path:
-    """`part`, with nothing in it: where *folder* is on another disk than rank 0's, an
-    earlier one has stayed there."""
-    place = part(folder, rank)
-    _remove(place)
-    return place
+    found = folder.glob(f"{_PART}*.pt")
+    return sorted(int(file.stem.removeprefix(_PART)) for file in found)
 
 
 def is_begun(folder: Path) -> bool:

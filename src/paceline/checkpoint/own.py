@@ -20,21 +20,27 @@ import torch
 from paceline.checkpoint import files
 from paceline.checkpoint import folder as folders
 from paceline.checkpoint.changing import specs_of
-from paceline.checkpoint.structure import is_packed, name_of, pack, unpack
+from paceline.checkpoint.structure import as_data
 from paceline.errors import UsageError
 from paceline.interfaces import OwnState, World
 from paceline.optimizer import training_of
 from paceline.worlds.seeding import random_states, set_random_states
 
+VERSION = 3
+"""Of the format that `save` writes and `load` reads."""
+
 _WORKER = "worker"
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """Of how many *workers* the job was that has saved, which ones' *parts* there are, the
+    """What a checkpoint's index says: its *version*; the names of what is *shared*; of how many
+    *workers* the job was that has saved, which ones' *parts* there are, the
     names of the *states* that each of them holds, and each training's *progress*, nothing of those that
     are gone; *specs*: by which
     each was trained then, of those that change their method; nothing of others."""
 
+    version: int
+    shared: list[str]
     workers: int
     parts: list[int]
     states: list[str]
@@ -42,36 +48,33 @@ class Saved(msgspec.Struct, frozen=True):
     specs: list[str] = []
 
     @classmethod
-    def now(cls, world: World, parts: list[int]) -> Saved:
+    def now(cls, world: World, shared: list[str], parts: list[int]) -> Saved:
         """What is saved now."""
         progress = [
             {} if begun.gone else training_of(begun.optimizer).progress
             for begun in world.job.trainings
         ]
-        return cls(world.size, parts, sorted(_owners(world)), progress, specs_of(world))
+        states = sorted(_owners(world))
+        return cls(
+            *(VERSION, sorted(shared), world.size, parts, states),
+            *(progress, specs_of(world)),
+        )
 
     def is_of(self, workers: int) -> bool:
         """Whether a job of so many has a part for each."""
         return self.workers == workers and self.parts == list(range(workers))
 
 
-def states_of(world: World) -> list[str]:
-    """The names of the own states, equal on all workers."""
-    return sorted(_owners(world))
-
-
-def pack_own(world: World) -> dict[str, torch.Tensor]:
+def pack_own(world: World) -> dict[str, Any]:
     """This worker's part."""
-    tensors: dict[str, torch.Tensor] = {}
     own = {
         "random": random_states(),
         "buffers": _buffers(world),
         "metrics": dict(world.journal.metrics),
     }
-    pack(_WORKER, own, tensors)
-    for name, owner in _owners(world).items():
-        pack(name, owner.save(), tensors)
-    return tensors
+    states = {_WORKER: own}
+    states |= {name: owner.save() for name, owner in _owners(world).items()}
+    return {name: as_data(state, name) for name, state in states.items()}
 
 
 class OwnPart:
@@ -111,7 +114,7 @@ class OwnPart:
         if rank not in self._saved.parts:
             return None
         place = folders.part(self._found, rank)
-        if not folders.is_complete(place):
+        if not place.exists():
             _say(f"{place} is not there: worker {rank} has random states of its own")
             return None
         return _read(place, _WORKER)
@@ -127,7 +130,7 @@ class OwnPart:
 
     def _place(self, rank: int) -> Path:
         place = folders.part(self._found, rank)
-        if not folders.is_complete(place):
+        if not place.exists():
             raise UsageError(
                 f"{place} is not there, the part of the checkpoint that worker {rank} has "
                 "saved. Where machines have disks of their own it has stayed in "
@@ -148,7 +151,7 @@ def give_back_worker(world: World, saved: dict[str, Any]) -> None:
     """Random states, buffers, and what the script last reported: a method may go by its
     loss (`Run.loss`)."""
     set_random_states(saved["random"])
-    world.journal.metrics.update(saved.get("metrics", {}))  # older ones have none
+    world.journal.metrics.update(saved["metrics"])
     with torch.no_grad():
         for here, buffers in zip(_buffers(world), saved["buffers"], strict=True):
             for name, buffer in here.items():
@@ -174,9 +177,7 @@ def _buffers(world: World) -> list[dict[str, torch.Tensor]]:
 
 
 def _read(place: Path, name: str) -> dict[str, Any]:
-    tensors = files.read(place, lambda key: name_of(key) == name)
-    assert is_packed(name, tensors), f"{place} holds no {name}"
-    state: dict[str, Any] = unpack(name, tensors)
+    state: dict[str, Any] = files.read(place, [name])[name]
     return state
 
 

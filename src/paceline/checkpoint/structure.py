@@ -1,87 +1,65 @@
-"""A nested state as tensors: those in it, and a byte tensor that says how they are nested.
+"""A nested state as plain data, which `torch.save` writes and reads back without code.
 
-The structure is MessagePack: what is not a tensor is data and not code. It names each
-tensor of the state, so nothing is inferred from names; these are paths for people to read,
-with a number where two entries have the same one (``{1: x, "1": y}``).
+Tensors stay tensors, without what is around them: autograd, and a larger storage that they
+are a part of. Numbers and texts of other types become Python's. A numpy array becomes a dict
+with one key that no state has, since keys are plain, too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
 from paceline.errors import UsageError
 
-_TENSOR, _TUPLE, _ARRAY = 1, 2, 3  # MessagePack extension codes
-_STRUCTURE = "//structure"
-_SMALLEST, _LARGEST = -(2**63), 2**64 - 1  # of MessagePack's whole numbers
+_ARRAY = b"ndarray"
+_SMALLEST, _LARGEST = -(2**63), 2**64 - 1  # of whole numbers that every reader has
 
 
-def pack(name: str, state: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Put a nested *state* into *tensors*, whose new names all begin with *name* and a
-    slash. Raises `UsageError` for what is not data."""
-    key = name + _STRUCTURE
-    tensors[key] = torch.empty(0, dtype=torch.uint8)  # so that no path takes its name
-    structure = msgspec.msgpack.encode(_strip(state, name, tensors))
-    tensors[key] = torch.frombuffer(bytearray(structure), dtype=torch.uint8)
-
-
-def unpack(name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state that `pack` took; a numpy number comes back as Python's."""
-
-    def restore(code: int, data: memoryview) -> Any:
-        if code == _TENSOR:
-            return tensors[bytes(data).decode()]
-        if code == _ARRAY:
-            return tensors[bytes(data).decode()].numpy()
-        return tuple(decoder.decode(data))
-
-    decoder = msgspec.msgpack.Decoder(ext_hook=restore)
-    structure = tensors[name + _STRUCTURE]
-    return decoder.decode(structure.numpy().tobytes())
-
-
-def is_packed(name: str, tensors: dict[str, torch.Tensor]) -> bool:
-    """Whether `pack` was called with *name*."""
-    return name + _STRUCTURE in tensors
-
-
-def name_of(key: str) -> str:
-    """The name with which `pack` was called that made the tensor *key*."""
-    return key.partition("/")[0]
-
-
-def _strip(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """*value* with each tensor in it put into *tensors*, and its name in its place."""
+def as_data(value: Any, path: str) -> Any:
+    """A nested state as data; tensors share their memory with it. Raises `UsageError` that
+    names the place below *path* of what is not data."""
     if isinstance(value, torch.Tensor):
-        return _named(_TENSOR, value.detach(), path, tensors)
+        return _tensor(value)
     if isinstance(value, np.ndarray):
-        return _named(_ARRAY, _as_tensor(value, path), path, tensors)
+        return {_ARRAY: _as_tensor(value, path)}
     if isinstance(value, dict):
         return {
-            _plain_key(key, path): _strip(one, f"{path}/{key}", tensors)
+            _plain_key(key, path): as_data(one, f"{path}/{key}")
             for key, one in value.items()
         }
     if isinstance(value, tuple | list):
-        items = [_strip(one, f"{path}/{i}", tensors) for i, one in enumerate(value)]
-        if isinstance(value, list):
-            return items
-        return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode(items))
+        items = [as_data(one, f"{path}/{i}") for i, one in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
     return _plain(value, path)
 
 
-def _named(
-    code: int, tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]
-) -> msgspec.msgpack.Ext:
-    key, number = path, 1
-    while key in tensors:
-        number += 1
-        key = f"{path}~{number}"
-    tensors[key] = tensor
-    return msgspec.msgpack.Ext(code, key.encode())
+def from_data(data: Any) -> Any:
+    """The state that `as_data` took, with tensors of its own; a numpy number comes back as
+    Python's."""
+    if isinstance(data, torch.Tensor):
+        return data.clone()
+    if isinstance(data, dict):
+        if data.keys() == {_ARRAY} and isinstance(data[_ARRAY], torch.Tensor):
+            return data[_ARRAY].clone().numpy()
+        return {key: from_data(one) for key, one in data.items()}
+    if isinstance(data, list):
+        return [from_data(one) for one in data]
+    return tuple(map(from_data, data)) if isinstance(data, tuple) else data
+
+
+def _tensor(value: torch.Tensor) -> torch.Tensor:
+    tensor = value.detach()
+    if type(tensor) is not torch.Tensor:
+        tensor = tensor.as_subclass(torch.Tensor)
+    if tensor.layout is torch.strided:
+        size = tensor.numel() * tensor.element_size()
+        if tensor.untyped_storage().nbytes() > size:
+            # torch.save would write the whole storage.
+            return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
+    return tensor
 
 
 def _plain(value: Any, path: str) -> Any:
