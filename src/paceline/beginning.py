@@ -21,11 +21,12 @@ from paceline.chosen import brief_spec, compressed, own_compression
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.collectives.halves import check_halves
-from paceline.compression import Identity
+from paceline.compression import Identity, warm_up_of
 from paceline.errors import UsageError
 from paceline.exchange import broadcast_tensors
 from paceline.interfaces import (
     Collective,
+    Compressor,
     Endpoint,
     Method,
     ServerJob,
@@ -41,7 +42,7 @@ from paceline.server.code_checks import check_answers, check_pushed, spec_of_cod
 from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
 from paceline.startup import check_same_everywhere, describe
-from paceline.tensors import wire_bytes
+from paceline.tensors import wire_bytes, wire_shape
 from paceline.torch_private import is_compiled_whole
 from paceline.training import MakeRemote, Present, Training
 from paceline.training.method_hooks import check_declared, check_hooks
@@ -120,7 +121,9 @@ def train(subject: Subject, method: Method, settings: Settings) -> DistributedOp
 def prepare(subject: Subject, method: Method, settings: Settings) -> Prepared:
     """Check what is known before anything is sent. Raises `UsageError`."""
     world, optimizer = subject.world, subject.optimizer
-    named = method
+    named, asked = method, settings.compression
+    if subject.sampler is not None:
+        settings = replace(settings, compression=asked.in_epochs(len(subject.sampler)))
     if world.cluster is not None:
         named = methods.grouped(named, world.cluster.groups)
     chosen = compressed(named, settings)
@@ -138,7 +141,8 @@ def prepare(subject: Subject, method: Method, settings: Settings) -> Prepared:
         _check_servers_update_all(chosen, optimizer, parameters)
     own = own_compression(named)
     full = spec.spec_of(named.name, named, **settings.as_keys(own))
-    return Prepared(chosen, settings, forming, str(full), brief_spec(named, settings))
+    brief = brief_spec(named, replace(settings, compression=asked))
+    return Prepared(chosen, settings, forming, str(full), brief)
 
 
 def begin(subject: Subject, prepared: Prepared, *, anew: bool = True) -> Made:
@@ -183,7 +187,28 @@ def begin(subject: Subject, prepared: Prepared, *, anew: bool = True) -> Made:
         *(world, model, parameters, method, settings, comm),
         *(subject.sampler, remote, optimizer, subject.number),
     )
+    _say_warm_up(subject, settings.compression)
     return Made(training, endpoints, comm.close)
+
+
+def _say_warm_up(subject: Subject, compressor: Compressor) -> None:
+    """Tell people of first steps in which more is sent."""
+    world = subject.world
+    if world.size == 1:
+        return
+    shapes = [wire_shape(parameter) for _, parameter in subject.parameters]
+    sentence = warm_up_of(compressor, shapes, torch.float32, world.size)
+    if not sentence:
+        return
+    if compressor != compressor.in_epochs(1):
+        sentence += (
+            "; distribute was given no sampler, so how many steps an epoch has is a guess: "
+            "say it as compression.epoch_steps"
+        )
+    known = sentence in world.journal.notes
+    world.journal.note(sentence)
+    if world.rank == 0 and not known:
+        print(f"paceline: {sentence}", file=sys.stderr)
 
 
 def _without_averages(world: World, method: Method, settings: Settings) -> Settings:

@@ -131,7 +131,7 @@ def test_whose_momentum_it_is():
         ("dgc:momentum=1", "momentum: expected 0 or more and below 1, got 1.0"),
         ("dgc:clip=-1", "clip: expected a norm, 0 or more, got -1.0"),
         ("dgc:warm_up_steps=-1", "warm_up_steps: expected 0 or more, got -1"),
-        ("gd-top-k:epoch_steps=0", "epoch_steps: expected 1 or more, got 0"),
+        ("gd-top-k:epoch_steps=-1", "epoch_steps: expected 0 or more, got -1"),
         ("gd-top-k:speed=quick", "unknown value for speed 'quick'"),
         ("dgc:residuals=true", "it takes no residuals: it has a memory of its own"),
         ("ef21:residuals=true", "it takes no residuals"),

@@ -48,8 +48,14 @@ def answer(question: Question) -> Answer:
         budget_seconds=question.budget_seconds,
         optimizer=optimizer,
         refused=question.refused,
+        epoch_steps=question.epoch_steps,
     )
-    job = Job(cluster=cluster, workload=workload, optimizer=optimizer)
+    job = Job(
+        cluster=cluster,
+        workload=workload,
+        optimizer=optimizer,
+        epoch_steps=question.epoch_steps,
+    )
     present = present_of(made, question.present, job)
     advised = made.advised
     return Answer(

@@ -38,7 +38,7 @@ class Found(msgspec.Struct, kw_only=True):
 class Question(msgspec.Struct, kw_only=True, frozen=True):
     """What the planner's process is asked. *cluster*: TOML; *workload*: its fields; *optimizer*: the
     class, as ``MODULE:NAME``, and its hyperparameters. *refused*: methods that this training cannot be
-    trained with, and why."""
+    trained with, and why. *epoch_steps*: of its sampler; 0: it has none."""
 
     cluster: str
     workload: dict[str, object]
@@ -48,6 +48,7 @@ class Question(msgspec.Struct, kw_only=True, frozen=True):
     optimizer: str = ""
     hyperparameters: dict[str, object] = {}
     refused: dict[str, str] = {}
+    epoch_steps: int = 0
 
 
 class Predicted(msgspec.Struct, kw_only=True, frozen=True):

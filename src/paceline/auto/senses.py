@@ -216,6 +216,7 @@ class TrainingSenses:
             key: value for key, value in optimizer.defaults.items() if key in known
         }
         own = getattr(torch.optim, cls.__name__, None) is cls
+        sampler = self._subject.sampler
         return Question(
             cluster=cluster_toml(cluster, exact=True),
             workload=msgspec.to_builtins(workload),
@@ -224,6 +225,7 @@ class TrainingSenses:
             optimizer=cls.__name__ if own else "",
             hyperparameters={k: v for k, v in values.items() if _is_plain(v)},
             refused=self._refused_methods(),
+            epoch_steps=0 if sampler is None else len(sampler),
             budget_seconds=self._wish.budget_for(cluster),
         )
 

@@ -95,11 +95,17 @@ def plan_script(
         budget_seconds=FOR_CANDIDATES * budget.left,
         optimizer=facts.optimizer,
         refused=facts.refused,
+        epoch_steps=facts.epoch_steps,
         processes=processes(),
         predict=predict,
         told=told,
     )
-    job = Job(cluster=cluster, workload=times, optimizer=facts.optimizer)
+    job = Job(
+        cluster=cluster,
+        workload=times,
+        optimizer=facts.optimizer,
+        epoch_steps=facts.epoch_steps,
+    )
     budget.left -= made.spent_seconds
     named = workload is not None or forward is not None or backward is not None
     if not named and facts.workload is None and compute.workload is not None:

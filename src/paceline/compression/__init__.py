@@ -7,8 +7,12 @@ have residuals (`Residuals`): the practical wraps the pure.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from paceline.compression.casts import BF16, FP16
 from paceline.compression.dgc import DGC
@@ -25,7 +29,7 @@ from paceline.compression.residuals import Residuals
 from paceline.compression.top_k import TopK
 from paceline.compression.wrapper import Wrapper, pure
 from paceline.errors import UnknownNameError, UsageError, unknown
-from paceline.interfaces import Compressor
+from paceline.interfaces import Compressor, Shape
 from paceline.spec import (
     Spec,
     changed,
@@ -47,6 +51,7 @@ __all__ += [
     "make",
     "pure",
     "shared_keys",
+    "warm_up_of",
 ]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
@@ -155,13 +160,32 @@ def _with_residuals(code: Compressor, values: dict[str, str]) -> Compressor:
 
 def full_spec(compressor: Compressor) -> str:
     """What `make` makes the same of, with every key: also those that are as by default. How
-    many steps come first is no part of it, as what it is long after its start."""
-    settled = compressor.settled()
+    many steps come first is no part of it, and how many an epoch has neither: it is what it is long
+    after its start, in the middle of an epoch."""
+    settled = compressor.settled().in_epochs(None)
     code, said = pure(settled), _said(settled)
     del said[DENSE_STEPS]
     if said.get(RESIDUALS) == "false":
         del said[DECAY]
     return str(Spec(code.name, spec_of(code.name, code).values | said))
+
+
+def warm_up_of(
+    compressor: Compressor, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+) -> str:
+    """A sentence on how much more *compressor* sends in its first steps, of gradients of these
+    *shapes*; empty where it does not."""
+    stages = compressor.warm_up_traffic(shapes, dtype, workers)
+    steps = sum(count for count, _ in stages)
+    whole = sum(map(math.prod, shapes)) * dtype.itemsize
+    if not steps or not whole:
+        return ""
+    later = sum(leg.size for leg in compressor.traffic(shapes, dtype, workers))
+    early = sum(count * leg.size for count, legs in stages for leg in legs) / steps
+    return (
+        f"compression {pure(compressor).name} sends more in its first {steps} steps: "
+        f"{early / whole:.1%} of a gradient's bytes, and {later / whole:.1%} later"
+    )
 
 
 def keys_of(compressor: Compressor) -> dict[str, str]:

@@ -24,6 +24,7 @@ Differs from the paper and its published code in that:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -133,6 +134,17 @@ class DGC(Compressor):
 
     def settled(self) -> DGC:
         return replace(self, warm_up_steps=0)
+
+    def warm_up_traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[tuple[int, Sequence[Leg]]]:
+        if workers == 1:
+            return ()
+        densities = Counter(map(self._density, range(self.warm_up_steps)))
+        return [
+            (steps, traffic_of(shapes, dtype, self.small, density))
+            for density, steps in densities.items()
+        ]
 
     def suits(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.momentum:

@@ -16,7 +16,8 @@ Differs from the code in that:
 - momentum stays with the optimizer, as there, and so does clipping: there the residual is clipped;
 - exactly the largest are sent, of those above a sampled threshold; the code repairs a threshold up
   to ten times, and cuts what is too much of it by place, or sends less;
-- epochs are counted in steps, each tensor's own;
+- epochs are counted in steps, each tensor's own: as many as the sampler's have that `distribute`
+  was given, else `EPOCH_STEPS`, unless `epoch_steps` says how many;
 - a place is a whole number of 1 to 4 bytes, and not a float32.
 """
 
@@ -48,6 +49,7 @@ from paceline.compression.sparse import (
     passes_to_add_up,
     rows_of,
     size_of,
+    traffic_of,
 )
 from paceline.compression.top_k import TopK
 from paceline.errors import UsageError
@@ -70,6 +72,9 @@ RATIOS: dict[SpeedClass, Sequence[float]] = {
     "slowest": (0.35, 0.35, 0.1225, 0.042875, 0.015),
 }
 """By speed class: in the first epochs, and from the last of these on."""
+
+EPOCH_STEPS = 100
+"""Of an epoch, where nobody says how many it has: as in a stage of DGC's warm-up here."""
 
 _ALL = 1.0
 _EVERY_RATIO = sorted({_ALL}.union(*RATIOS.values()))
@@ -102,8 +107,8 @@ class GDTopK(Alone):
     """Which class sends most: the slowest, as published, or the fastest, so that the slowest need
     not wait for the network as well."""
 
-    epoch_steps: int = 1000
-    """Steps in an epoch."""
+    epoch_steps: int = 0
+    """Steps in an epoch; 0: those of the sampler that `distribute` is given, else 100."""
 
     warm_up: bool = True
     """Whether the first epochs send more."""
@@ -117,8 +122,8 @@ class GDTopK(Alone):
         sends=(
             "from the fifth epoch on 0.4 % (`speed=fastest`), 0.81 % (`middle`) or 1.5"
             " % (`slowest`) of the elements in their own type, and 1 to 4 bytes for "
-            "the place of each, to every other worker; all of them in the last step of"
-            " an epoch"
+            "the place of each, to every other worker; 35, 30, 9 and 2.7 % (`middle`) "
+            "in the first four; all of them in the last step of an epoch"
         ),
         loses="all other elements, until residuals have made them large, or the epoch ends",
     )
@@ -127,14 +132,19 @@ class GDTopK(Alone):
     residuals_by_default: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.epoch_steps < 1:
-            raise UsageError(f"epoch_steps: expected 1 or more, got {self.epoch_steps}")
+        if self.epoch_steps < 0:
+            raise UsageError(f"epoch_steps: expected 0 or more, got {self.epoch_steps}")
 
     def passes(self, workers: int) -> tuple[float, float]:
         return 14.0, passes_to_add_up(self._ratios[-1], workers)
 
     def settled(self) -> GDTopK:
         return replace(self, warm_up=False)
+
+    def in_epochs(self, steps: int | None) -> GDTopK:
+        if steps is None:
+            return replace(self, epoch_steps=0)
+        return self if self.epoch_steps else replace(self, epoch_steps=steps)
 
     def at_speed(self, speed: SpeedClass) -> GDTopK:
         return replace(self, speed=speed)
@@ -146,11 +156,29 @@ class GDTopK(Alone):
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
         """Over an epoch, the mean of a step."""
+        within = super().traffic(shapes, dtype, workers)
+        return self._over_epoch(shapes, dtype, within)
+
+    def warm_up_traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[tuple[int, Sequence[Leg]]]:
+        if not self.warm_up:
+            return ()
+        epochs = [
+            traffic_of(shapes, dtype, self.small, ratio) for ratio in self._ratios[:-1]
+        ]
+        return [
+            (self._epoch, self._over_epoch(shapes, dtype, within)) for within in epochs
+        ]
+
+    def _over_epoch(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, within: Sequence[Leg]
+    ) -> Sequence[Leg]:
+        """Of an epoch's steps the mean: *within* it, and at its end."""
         kept, kind = real_type(shapes, dtype)
         if not is_lossy(kind):
             return dense(kept, kind)
-        ends = 1 / self.epoch_steps
-        within = super().traffic(shapes, dtype, workers)
+        ends = 1 / self._epoch
         plain = ends * elements(kept) * kind.itemsize
         plain += (1 - ends) * sum(leg.size for leg in within if leg.kind == "sum")
         code = (1 - ends) * sum(leg.size for leg in within if leg.kind == "gather")
@@ -192,6 +220,10 @@ class GDTopK(Alone):
             state[COMMON]["steps"] = former[0][COMMON]["steps"]
 
     @property
+    def _epoch(self) -> int:
+        return self.epoch_steps or EPOCH_STEPS
+
+    @property
     def _ratios(self) -> Sequence[float]:
         """Of this class, epoch by epoch."""
         flips = self.direction == "fastest-most"
@@ -200,9 +232,9 @@ class GDTopK(Alone):
     def _ratio(self, state: State) -> float:
         """Of the next step."""
         steps = state[COMMON]["steps"]
-        if (steps + 1) % self.epoch_steps == 0:
+        if (steps + 1) % self._epoch == 0:
             return _ALL
-        epoch = steps // self.epoch_steps
+        epoch = steps // self._epoch
         settled = not self.warm_up or epoch >= len(self._ratios)
         return self._ratios[-1 if settled else epoch]
 

@@ -53,6 +53,14 @@ class Wrapper(Compressor):
     ) -> Sequence[Leg]:
         return self.code.traffic(shapes, dtype, workers)
 
+    def warm_up_traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[tuple[int, Sequence[Leg]]]:
+        return self.code.warm_up_traffic(shapes, dtype, workers)
+
+    def in_epochs(self, steps: int | None) -> Compressor:
+        return replace(self, code=self.code.in_epochs(steps))
+
     def suits(self, optimizer: torch.optim.Optimizer) -> None:
         self.code.suits(optimizer)
 

@@ -174,6 +174,18 @@ class Compressor(Protocol):
         after the other. One whose codes take turns says their mean."""
         ...
 
+    def warm_up_traffic(
+        self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
+    ) -> Sequence[tuple[int, Sequence[Leg]]]:
+        """What first steps take in which more is sent than `traffic` says: stage by stage, of how
+        many steps, and as `traffic` of each of them. None where there are no such steps."""
+        return ()
+
+    def in_epochs(self, steps: int | None) -> Compressor:
+        """The same in a training whose sampler's epoch has so many *steps*: where what is sent
+        depends on that, and the user has not said it. None: as where neither is known."""
+        return self
+
     def settled(self) -> Compressor:
         """The same long after its start: without first steps in which more is sent."""
         return self

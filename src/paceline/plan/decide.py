@@ -164,6 +164,7 @@ def plan(
     optimizer: MakeOptimizer = plain_sgd,
     jitter: float = 0.0,
     refused: Mapping[str, str] | None = None,
+    epoch_steps: int = 0,
     processes: int = 1,
     predict: Predict | None = None,
     told: Callable[[str, int, int], None] = lambda spec, number, count: None,
@@ -173,11 +174,18 @@ def plan(
     *allowed*: classes that count. *budget_seconds*: about what it may take on a core of
     today (None: `usual_seconds`); counted and not timed, so that equal arguments have equal answers. *optimizer* makes one like the
     training's: some candidates forbid some. *refused*: methods by name, and why the script cannot
-    be trained with them. *processes*: predictions that are made at a time; what they say does not
+    be trained with them. *epoch_steps*: steps in an epoch of its sampler, 0 where nobody knows: some codes
+    count in epochs. *processes*: predictions that are made at a time; what they say does not
     depend on it; *predict* (`together.in_processes`) makes them where it is there. *told* is called before each prediction. Raises `UsageError` where
     no allowed candidate can run.
     """
-    job = Job(cluster=cluster, workload=workload, optimizer=optimizer, jitter=jitter)
+    job = Job(
+        cluster=cluster,
+        workload=workload,
+        optimizer=optimizer,
+        jitter=jitter,
+        epoch_steps=epoch_steps,
+    )
     with ExitStack() as stack:
         if predict is None:
             predict = stack.enter_context(in_processes(processes))

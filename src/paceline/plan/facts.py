@@ -17,6 +17,7 @@ from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Method
 from paceline.methods import METHODS
 from paceline.network import Workload, uniform_cluster
+from paceline.optimizer import training_of
 from paceline.options import RunOptions
 from paceline.plan.predict import MakeOptimizer, plain_sgd
 from paceline.profiling import StepHabits
@@ -41,6 +42,8 @@ class Facts:
     refused: dict[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
+    epoch_steps: int = 0
+    """Of the sampler that the script gives; 0: it gives none."""
     paced: bool = False
     """Whether the script says itself what it computes."""
     passes: int | None = None
@@ -81,6 +84,7 @@ def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
             f"{script} ended without calling paceline.distribute: nothing was trained"
         )
     optimizer = optimizer_like(trainings[0].optimizer)
+    sampler = training_of(trainings[0].optimizer).sampler
     own = getattr(trainings[0].model, "workload", None)
     workload = own if isinstance(own, Workload) else None
     refused: dict[str, str] = {}
@@ -103,9 +107,10 @@ def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
         refused,
         tuple(name for name, _ in trained),
         tuple(size for _, size in trained),
-        simulation.result.paced_by_script,
-        habits[0].passes,
-        waits_for_means or habits[0].uses_gradients,
+        epoch_steps=0 if sampler is None else len(sampler),
+        paced=simulation.result.paced_by_script,
+        passes=habits[0].passes,
+        uses_gradients=waits_for_means or habits[0].uses_gradients,
     )
 
 

@@ -9,7 +9,8 @@ many steps of it tell enough:
   only computes, so the others cost what these cost.
 - Who waits for nobody drifts, until a bound is met: of a longer run the second half counts, and
   rates are added up, as workers may do different numbers of steps.
-- Warm-ups are left out (`Method.in_the_long_run`, `Compressor.settled`).
+- Warm-ups are left out (`Method.in_the_long_run`, `Compressor.settled`); a note of the prediction
+  says for how many steps a compressor sends more, and how much.
 
 Nothing here looks at a clock: equal questions have equal answers, to the bit.
 """
@@ -30,16 +31,18 @@ import torch
 
 from paceline.beginning import Subject, train
 from paceline.chosen import read_spec
+from paceline.compression import warm_up_of
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.fusion import MEASURED
 from paceline.instruments import Journal, StepRecord
-from paceline.interfaces import Method, World
+from paceline.interfaces import Compressor, Method, World
 from paceline.network import Cluster, Workload
 from paceline.options import RunOptions
 from paceline.report.result import Summary
 from paceline.settings import Settings
 from paceline.spec import convert_fields
 from paceline.stand_ins import stand_in
+from paceline.tensors import nearly_square
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
 
@@ -68,7 +71,7 @@ class Job:
     workload's script has, or one where nobody knows), *batches*: how
     many times the workload's batch a pass has. *settled*: steps that count, at least. *inputs*: by
     worker, seconds that it waits for its batch before each pass (none: nobody waits). *trace*: runs
-    keep their records and spans. *brief*: what repeats exactly is run, and measured, as seldom as
+    keep their records and spans. *epoch_steps*: of the sampler (0: nobody knows). *brief*: what repeats exactly is run, and measured, as seldom as
     can be; without, as often as in a training."""
 
     cluster: Cluster
@@ -81,6 +84,7 @@ class Job:
     settled: int = SETTLED
     inputs: tuple[float, ...] = ()
     trace: bool = False
+    epoch_steps: int = 0
     brief: bool = True
 
     @property
@@ -144,7 +148,23 @@ def _predicted(job: Job, spec: str, short: bool) -> Prediction | Refused:
         return Refused(str(error))
     except PacelineError as error:
         return Refused(str(error))
-    return _figures(outcome.journals, run, guessed=bool(outcome.guessed))
+    found = _figures(outcome.journals, run, guessed=bool(outcome.guessed))
+    note = _warm_up(job, spec)
+    return msgspec.structs.replace(found, notes=(*found.notes, note)) if note else found
+
+
+def _warm_up(job: Job, spec: str) -> str:
+    """What first steps send that the figures leave out."""
+    compressor = _of_epochs(read_spec(spec)[1].compression, job)
+    workload = job.workload
+    shapes = workload.shapes or [nearly_square(size // 4) for size in workload.sizes]
+    said = warm_up_of(compressor, shapes, torch.float32, job.cluster.workers)
+    return said and f"{said}; the figures are of these later steps"
+
+
+def _of_epochs(compressor: Compressor, job: Job) -> Compressor:
+    """As the script's sampler has epochs."""
+    return compressor.in_epochs(job.epoch_steps) if job.epoch_steps else compressor
 
 
 def traced(job: Job, spec: str) -> SimulationResult:
@@ -219,7 +239,11 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
         # Where nobody knows the batch one sample stands for it, so that more take longer.
         model = stand_in(replace(job.workload, batch=job.workload.batch or 1.0))
         plain = job.optimizer(model.parameters())
-        settings = replace(run.settings, clip_norm=math.inf)
+        settings = replace(
+            run.settings,
+            clip_norm=math.inf,
+            compression=_of_epochs(run.settings.compression, job),
+        )
         optimizer = train(Subject(world, model, plain), run.method, settings)
         if run.short:
             world.journal.learning = 0

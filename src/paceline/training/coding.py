@@ -11,6 +11,7 @@ the result is waited for: the works in between are instants.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +53,9 @@ class Codes:
         self.states: dict[str, State] = {}
         self._under_way: dict[str, Pending] = {}
         self._legs: dict[Any, Sequence[Leg]] = {}
+        self._early: dict[Any, Sequence[tuple[int, Sequence[Leg]]]] = {}
+        self._sums: Counter[str] = Counter()
+        """Of each stand-in, which has no state that counts them."""
         self.was_used = False
         """Whether anything was sent through it."""
 
@@ -76,7 +80,11 @@ class Codes:
         counts = counts or self._presence.takes_part
         rows = zip(names, parts, strict=True)
         states = [self._state(name, part, counts) for name, part in rows]
-        pending = self._begin(comm, buffer, parts, states)
+        earlier = 0
+        if stands_in(buffer):
+            earlier = max((self._sums[name] for name in names), default=0)
+            self._sums.update(names)
+        pending = self._begin(comm, buffer, parts, states, earlier)
         if pending is not None and self.compressor.state != "none":
             pending.settles(self._under_way, names)
         return pending
@@ -87,7 +95,7 @@ class Codes:
         settled = self.compressor.settled()
         parts = [buffer] if stands_in(buffer) else _as_matrix(buffer)
         states = [settled.init(part, "", self._rank) for part in parts]
-        return self._begin(comm, buffer, parts, states, settled)
+        return self._begin(comm, buffer, parts, states, None, settled)
 
     def _begin(
         self,
@@ -95,13 +103,15 @@ class Codes:
         buffer: torch.Tensor,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
+        earlier: int | None,
         compressor: Compressor | None = None,
     ) -> _Decoded | None:
+        """*earlier*: sums of a stand-in before this one; None: long after its first steps."""
         compressor = compressor or self.compressor
         size = wire_bytes(buffer)
         legs: Sequence[Leg] | None = None
         if stands_in(buffer):
-            legs = self._traffic(buffer, parts, comm.size)
+            legs = self._traffic(buffer, parts, comm.size, earlier)
             rounds = _summed_in(legs, buffer, comm.size)
         else:
             place = Place(comm.rank, comm.size)
@@ -115,7 +125,11 @@ class Codes:
         )
 
     def _traffic(
-        self, buffer: torch.Tensor, parts: Sequence[torch.Tensor], workers: int
+        self,
+        buffer: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        workers: int,
+        earlier: int | None,
     ) -> Sequence[Leg]:
         """What the tensors take that *parts* stand for."""
         if not all(map(stands_in, parts)):
@@ -123,7 +137,13 @@ class Codes:
         shapes = tuple(wire_shape(part) for part in parts)
         key = shapes, parts[0].dtype, workers
         if key not in self._legs:
+            self._early[key] = self.compressor.warm_up_traffic(*key)
             self._legs[key] = self.compressor.settled().traffic(*key)
+        if earlier is not None:
+            for steps, legs in self._early[key]:
+                if earlier < steps:
+                    return legs
+                earlier -= steps
         return self._legs[key]
 
     def _state(self, name: str, part: torch.Tensor, counts: bool) -> State:
