@@ -7,6 +7,8 @@ import sys
 import msgspec
 import pytest
 
+from paceline.collectives import COLLECTIVES
+from paceline.collectives.rows import Scheduled
 from paceline.errors import UsageError
 from paceline.network import Cluster, Rack
 from paceline.plan import Plan, plan
@@ -115,6 +117,35 @@ def test_a_prediction_costs_what_its_messages_do():
 
     assert times("hierarchical") == 1
     assert times("halving-doubling") > 2
+
+
+@pytest.mark.parametrize("name", sorted(set(COLLECTIVES) - {"parameter-server"}))
+@pytest.mark.parametrize("workers", [2, 5, 8])
+@pytest.mark.parametrize("aggregates", [False, True])
+def test_every_collective_tells_its_messages_without_a_training(
+    name, workers, aggregates
+):
+    where = Cluster(
+        tuple(
+            Rack(workers=workers, link=1e7, latency=1e-4, aggregates=aggregates)
+            for _ in range(2)
+        )
+    )
+    assert messages(where, name, 1 << 20) >= 0
+
+
+def test_a_collective_that_fails_is_no_collective_without_messages(monkeypatch):
+    """Who prices it learns of the error, and not that it costs nothing."""
+
+    class Broken(Scheduled):
+        name = "broken"
+
+        def schedule(self, size, comm, racks):
+            raise ZeroDivisionError("in its schedule")
+
+    monkeypatch.setitem(COLLECTIVES, "broken", Broken)
+    with pytest.raises(ZeroDivisionError):
+        messages(cluster(4), "broken", 1000)
 
 
 @pytest.mark.parametrize(

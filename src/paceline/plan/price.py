@@ -153,15 +153,10 @@ def messages(cluster: Cluster, name: str, size: int) -> int:
     )
     comm = cast(Comm, shape)
     schedule: Schedule
-    try:
-        if hasattr(row, "timed"):
-            schedule = row.timed(size, comm)
-        else:
-            schedule = row.schedule(size, comm, racks)
-    except (
-        Exception
-    ):  # it asks for more of a Comm: what it says is the prediction's matter
-        return 0
+    if hasattr(row, "timed"):
+        schedule = row.timed(size, comm)
+    else:
+        schedule = row.schedule(size, comm, racks)
     if schedule.priced is not None:
         return 0
     return sum(1 for number in range(schedule.steps) for _ in schedule.step(number))

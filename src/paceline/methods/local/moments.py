@@ -25,7 +25,7 @@ MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 def names_of_moments(
     optimizer: torch.optim.Optimizer,
 ) -> dict[int, list[str]]:
-    """Which moments each parameter has once it was trained, by the parameter's address: of
+    """Which moments each parameter has once it was trained, by the parameter's identity: of
     every worker alike, also of one that has not trained yet. A copy of the optimizer is asked, on a parameter of one element. Raises `UsageError` where that cannot step."""
     found: dict[int, list[str]] = {}
     for group in filter(lambda group: group["params"], optimizer.param_groups):
@@ -45,7 +45,7 @@ def names_of_moments(
         kept = trial.state[like]
         names = [name for name in MOMENTS if isinstance(kept.get(name), torch.Tensor)]
         for parameter in group["params"]:
-            found[parameter.data_ptr()] = names
+            found[id(parameter)] = names
     return found
 
 
@@ -65,19 +65,17 @@ def flats_of_moments(options: Options, part: Part, run: Run) -> list[Flat]:
     assert run.optimizer is not None, "workers update"
     names = names_of_moments(run.optimizer)
     known = {
-        tensor.data_ptr(): run.optimizer.state.get(tensor, {})
+        id(tensor): run.optimizer.state.get(tensor, {})
         for group in run.optimizer.param_groups
         for tensor in group["params"]
     }
-    whole = {parameter.data_ptr(): parameter for parameter in run.parameters}
     flats = []
     for flat in part.parameters:
-        places = [tensor.data_ptr() for tensor in flat.tensors]
         for name in MOMENTS:
             moments = [
-                _moment(known[place], name, whole[place])
-                for place in places
-                if name in names.get(place, ())
+                _moment(known[id(parameter)], name, parameter)
+                for parameter in flat.of
+                if name in names.get(id(parameter), ())
             ]
             if moments:
                 flats.append(wide(moments))

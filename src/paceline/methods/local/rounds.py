@@ -206,11 +206,11 @@ def rates_of(run: Run, flat: Flat) -> list[float]:
     it, and it does not move."""
     assert run.optimizer is not None, "workers update"
     rates = {
-        tensor.data_ptr(): float(group["lr"])
+        id(tensor): float(group["lr"])
         for group in run.optimizer.param_groups
         for tensor in group["params"]
     }
-    return [rates.get(tensor.data_ptr(), 1.0) for tensor in flat.tensors]
+    return [rates.get(id(tensor), 1.0) for tensor in flat.of]
 
 
 def _put(flat: Flat, mixing: float) -> None:

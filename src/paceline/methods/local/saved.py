@@ -89,11 +89,11 @@ def _by_parameter(
 ) -> list[torch.Tensor]:
     """Each parameter's part of *values*, which are of the shape of the flats' buffers, or
     none."""
-    number = {p.data_ptr(): i for i, p in enumerate(run.parameters)}
+    number = {id(parameter): i for i, parameter in enumerate(run.parameters)}
     found = [
-        (number[tensor.data_ptr()], own)
+        (number[id(parameter)], own)
         for flat, value in zip(flats, values, strict=bool(values))
-        for tensor, own in pairs(flat, value)
+        for parameter, (_, own) in zip(flat.of, pairs(flat, value), strict=True)
     ]
     return [own for _, own in sorted(found, key=lambda entry: entry[0])]
 
