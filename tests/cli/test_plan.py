@@ -85,6 +85,17 @@ METHODS["own"] = Own
 )
 
 
+def test_a_page_does_not_replace_another_one_in_silence(script):
+    said = [
+        CliRunner().invoke(app, ["plan", script, "--workers", "1", "--output", folder])
+        for folder in ("here", "there", "here")
+    ]
+    assert [one.exit_code for one in said] == [0, 0, 0], said[-1].output
+    replaced = ["replaces the page" in one.stderr for one in said]
+    assert replaced == [False, False, True]
+    assert "--output" in said[-1].stderr
+
+
 @pytest.mark.slow
 def test_a_method_that_the_script_registers_is_a_candidate(
     script, tmp_path, monkeypatch, capfd

@@ -17,7 +17,7 @@ from paceline.cli.planned import Planned, classes, plan_script, processes
 from paceline.cli.telling import Telling, telling
 from paceline.errors import UsageError
 from paceline.network import load_cluster
-from paceline.units import show_seconds
+from paceline.units import show_age, show_seconds
 from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -95,7 +95,10 @@ def plan(
         ),
     ] = False,
     output: Annotated[
-        Path, typer.Option(help="Folder for the page and its pictures.")
+        Path,
+        typer.Option(
+            help="Folder for the page and its pictures; those of the plan before are replaced."
+        ),
     ] = Path("paceline-plan"),
     no_plots: Annotated[
         bool, typer.Option("--no-plots", help="Draw nothing, and write no page.")
@@ -222,8 +225,9 @@ def _answered(asked: _Asked) -> _Answer:
         print(f"network: {asked.cluster.describe()}", file=sys.stderr)
         print(f"compute: {made.job.workload.source}", file=sys.stderr)
         if asked.output is not None:
+            before = _page_before(asked.output)
             page = _write_page(asked.output, asked, answer, told, predict, left)
-            print(f"page: {page}", file=sys.stderr)
+            print(f"page: {page}{before}", file=sys.stderr)
         spent = _spent(began, most, left, more, asked.what_if)
         if asked.json:
             with open(true_output, "w", closefd=False) as stream:
@@ -294,6 +298,18 @@ def _spent(began: float, most: float, left: Budget, more: Helps, what_if: bool) 
             f"; of what might help {more.untried} were not tried, as the rest is spent"
         )
     return text
+
+
+def _page_before(output: Path) -> str:
+    """That the page of another plan is replaced, where one is there; else nothing."""
+    from paceline.report.page import NAME
+
+    try:
+        written = (output / NAME).stat().st_mtime
+    except OSError:
+        return ""
+    age = show_age(time.time() - written)
+    return f" (replaces the page of a plan that was {age} old; --output keeps both)"
 
 
 def _write_page(
