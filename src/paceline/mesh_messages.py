@@ -27,6 +27,7 @@ class Gradients(msgspec.Struct, tag="gradients", kw_only=True):
     hyperparameters: Hyperparameters
     version: int = 0
     is_model: bool = False
+    steps: dict[int, int] = {}
 
 
 class Buffers(msgspec.Struct, tag="buffers", kw_only=True):
@@ -150,7 +151,8 @@ class Manifest(msgspec.Struct, tag="manifest", kw_only=True):
     *taken*: of each source and life, the number that is to come next; *ahead*: those after it that
     are in, too. *parts*: dtype and
     elements of each payload: parameters and the optimizer's state, for each bucket that is
-    held; then what nobody trains, and buffers, the first *floats* of which are mixed."""
+    held; then what nobody trains, and buffers, the first *floats* of which are mixed. *applied*:
+    by worker and bucket, the step before which its gradients are in."""
 
     active: bool
     join: bytes = b""
@@ -163,6 +165,7 @@ class Manifest(msgspec.Struct, tag="manifest", kw_only=True):
     ahead: list[tuple[int, int, int]] = []
     parts: list[tuple[str, int]] = []
     floats: int = 0
+    applied: dict[int, dict[int, int]] = {}
 
 
 class Copied(msgspec.Struct, tag="copied", kw_only=True):

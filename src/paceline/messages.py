@@ -286,10 +286,14 @@ Request = (
 class Joined(msgspec.Struct, tag="joined", kw_only=True):
     """This worker takes part from *step* on. *loaded*: the server has parameters, which have
     come through *load* loads since the first. *guest*: training has begun without this worker,
-    or without this life of it. A guest takes what is there; what it brings is not used."""
+    or without this life of it. A guest takes what is there; what it brings is not used. *own*:
+    this server's parameters have in them the worker's gradients of all steps before. Of several
+    servers some may have more than others: the worker goes on with the least *own*, unless a
+    *step* is later."""
 
     step: int
     loaded: bool
+    own: int = 0
     load: int = 0
     guest: bool = False
 

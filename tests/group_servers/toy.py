@@ -58,6 +58,9 @@ class PassesOn(AppliesOnArrival):
         self.number = number
 
     def pushed(self, shard, push):
+        if push.applied:
+            shard.answer(push)
+            return
         owed = self.owes.get(push.bucket)
         if owed is None:
             used = [False] * len(push.used)

@@ -12,6 +12,7 @@ from paceline.interfaces import Groups, HeldPush, Shard, members_text
 from paceline.methods.gssp import GSSP
 from paceline.methods.gssp.clocks import Clocks
 from paceline.methods.gssp.discipline import GroupDiscipline, Topology
+from paceline.server.store import Store
 from tests.server.mesh_net import Case, MeshNet
 
 TOPOLOGIES: list[Topology] = ["mesh", "root"]
@@ -42,7 +43,8 @@ def play(
     def make(net: MeshNet, number: int) -> GroupDiscipline:
         class Taken(GroupDiscipline):
             def pushed(self, shard: Shard, push: HeldPush) -> None:
-                net.takes(int(push.gradient.argmax()), push.bucket)
+                if not push.applied:
+                    net.takes(int(push.gradient.argmax()), push.bucket)
                 super().pushed(shard, push)
 
             def owed(self, shard: Shard) -> list[Any]:
@@ -134,3 +136,28 @@ class Scene:
 
     def clock(self, worker: int) -> int:
         return self._clocks[worker]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_all_servers_die_and_each_worker_goes_on_with_its_own_step(
+    seed: int, topology: Topology
+) -> None:
+    net = play(seed, ends=2, peril=0.01, by_step=True, topology=topology)
+    net.check_each_step_once()
+
+
+@pytest.mark.parametrize("what", ["note_applied_elsewhere", "set_applied"])
+def test_a_server_that_does_not_know_whose_gradients_it_has_applies_some_twice(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Store, what, lambda *_: None)
+
+    def holds(seed: int) -> bool:
+        try:
+            play(seed, ends=2, peril=0.01, by_step=True).check_each_step_once()
+        except AssertionError:
+            return False
+        return True
+
+    assert not all(map(holds, range(6)))

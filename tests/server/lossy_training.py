@@ -73,6 +73,9 @@ class Life:
     loaded: bool = True
     next_step: int = 0
     joins_at: list[int] = field(default_factory=list)
+    first_steps: list[int] = field(default_factory=list)
+    owns: list[int] = field(default_factory=list)
+    """What the shards have said when it joined."""
     joined_at: int = 0
     pulls_from: list[int] = field(default_factory=list)
     guest: bool = False
@@ -139,7 +142,10 @@ class Training:
         self.pushed: dict[int, tuple[int, int]] = {}
         """By element: the step whose gradient it is, and the weight."""
         self.accepted: dict[tuple[int, int], list[int]] = {}
-        """By shard and bucket: elements of the gradients that were taken."""
+        """By shard and bucket: elements of the gradients that were taken, but for those that an
+        earlier life of their worker had sent."""
+        self.steps: set[tuple[int, int, int, int]] = set()
+        """By shard, bucket and worker: the steps of those."""
         self.first_steps: dict[tuple[int, int, int], int] = {}
         for life in self.lives:
             self.enter(life)
@@ -359,7 +365,11 @@ class Training:
                 mine = self.accepted.setdefault(
                     (letter.shard, letter.message.bucket), []
                 )
-                mine.append(int(letter.payload.argmax()))
+                push, worker = letter.message, letter.sender.worker
+                place = (letter.shard, push.bucket, worker, push.step)
+                if place not in self.steps:
+                    self.steps.add(place)
+                    mine.append(int(letter.payload.argmax()))
         self.check_new(letter.shard, answers)
 
     def lose(self, index: int) -> None:
@@ -382,8 +392,11 @@ class Training:
             return  # it is here already
         life.unanswered.discard(place)
         if isinstance(message, Joined):
-            life.next_step = max(life.next_step, message.step)
-            life.joined_at = life.next_step
+            if shard in self.holding():
+                life.first_steps.append(message.step)
+                life.owns.append(message.own)
+                life.next_step = max(*life.first_steps, min(life.owns))
+                life.joined_at = life.next_step
             life.loaded = life.loaded and message.loaded
             life.guest = life.guest or message.guest
             life.loads[shard] = message.load
@@ -495,6 +508,7 @@ class Training:
                 if where == shard:
                     self.from_before.setdefault((shard, bucket), []).extend(taken)
                     taken.clear()
+            self.forget_halves(shard)
         for answer in answers:
             if not isinstance(answer.message, Parameters):
                 continue
@@ -506,6 +520,16 @@ class Training:
                     clock = server.shard.clock(worker) if joined else 0
                     ahead = letter.message.step + 1 - clock
                     assert ahead <= max(1, self.case.method.staleness)
+
+    def forget_halves(self, shard: int) -> None:
+        """After a load the steps of which not all buckets had come may be sent again."""
+        held = {b for b, where in enumerate(self.case.layout) if shard in where}
+        for worker in range(self.case.workers):
+            steps = [(b, s) for (h, b, w, s) in self.steps if (h, w) == (shard, worker)]
+            last = max((step for _, step in steps), default=0)
+            buckets = {bucket for bucket, step in steps if step == last}
+            if buckets != held:
+                self.steps -= {(shard, b, worker, last) for b in buckets}
 
     def members(self) -> set[tuple[int, int]]:
         return {

@@ -74,6 +74,10 @@ class Case:
     snapshots: bool = False
     has_root: bool = False
     prey: tuple[int, ...] = ()
+    by_step: bool = False
+    """Workers end after so many steps of the job, and not of their own lives."""
+    ends: int = 0
+    """So often all servers die, and go on from server 0's snapshot."""
 
 
 Script = Generator[
@@ -127,13 +131,16 @@ class MeshNet:
         self.workers = len(case.of)
         self.elements = 1
         self.size = (sum(case.steps) + 1) * (
-            case.deaths + self.workers * case.kills + 1
+            case.deaths + self.workers * (case.kills + case.ends) + 1
         )
         self.names = [f"server {number}" for number in range(case.servers)]
         self._make = make or MeshNet.sums_up
         self.taken: list[tuple[int, int]] = []
         """Of each gradient that a server has taken: the element, and the bucket."""
         self.weights: dict[int, float] = {}
+        self.step_of: dict[int, tuple[int, int]] = {}
+        """By element: whose gradient it is, and of which step."""
+        self.ends = case.ends
         self.at: dict[int, int] = {}
         """By element: the server that it was pushed to."""
         self.loads_before: dict[int, int] = {}
@@ -286,6 +293,29 @@ class MeshNet:
             if life.over:
                 self.take(number, server.on_done(worker))
 
+    def end_all(self) -> None:
+        """All servers die at once, and go on from what server 0 has just now."""
+        saved = self.servers[0].snapshot()
+        if not saved:
+            return
+        self.ends -= 1
+        for life in self.lives.values():
+            if not life.over and not life.dead:
+                self.die(life)
+        for place, way in self.ways.items():
+            self.ways[place] = Way(incarnation=way.incarnation + 1)
+        self.to_server.clear()
+        self.to_worker.clear()
+        self.snapshots, self.entering = {0: saved}, set()
+        for number in self.servers:
+            self.life[number] += 1
+            self.servers[number] = self.started(number, enters=number > 0)
+        for number, server in self.servers.items():
+            self.take(number, server.on_timer(0.0))
+            for worker, life in self.lives.items():
+                if life.over:
+                    self.take(number, server.on_done(worker))
+
     # ---- workers ----
 
     def born(self, worker: int, incarnation: int) -> Life:
@@ -358,7 +388,7 @@ class MeshNet:
             joined = answers[0][0]
             assert isinstance(joined, Joined), joined
             guest = guest or joined.guest
-            step = max(step, joined.step) if server == home else step
+            step = max(joined.step, joined.own) if server == home else step
             if not joined.loaded:
                 empty.append(server)
         if empty and worker == 0:
@@ -370,7 +400,7 @@ class MeshNet:
         self.is_loaded = self.is_loaded or worker == 0
         yield [(server, Note(step=step, guest=guest), None) for server in everywhere]
         yield self.pulls(home, step)
-        while self.done_steps[worker] < case.steps[worker]:
+        while (step if case.by_step else self.done_steps[worker]) < case.steps[worker]:
             done = self.done_steps[worker]
             if done in case.meets and not life.incarnation:
                 yield from self.meet(home, done)
@@ -436,6 +466,7 @@ class MeshNet:
         assert element < self.size
         gradient = self.zeros()
         gradient[element] = 1.0
+        self.step_of[element] = worker, step
         self.weights[element] = weight = float(1 + worker % 3)
         self.at[element] = server
         self.loads_before[element] = self.servers[0].home.loads
@@ -509,6 +540,8 @@ class MeshNet:
             if not life.dead and not life.over and self.is_loaded:
                 self.deaths -= 1
                 self.die(life)
+        if self.ends and self.is_loaded and choose.random() < self.case.peril:
+            self.end_all()
         if self.kills and self.is_loaded and choose.random() < self.case.peril:
             number = choose.choice(self.case.prey or list(self.servers))
             if not self.entering:
@@ -542,6 +575,22 @@ class MeshNet:
             quiet = not self.case.deaths and not self.case.kills  # no guests train on
             for models in self.met.values() if quiet else ():
                 assert all(torch.equal(model, models[0]) for model in models)
+
+    def check_each_step_once(self) -> None:
+        """Each gradient of each step of each worker is in once, at every server."""
+        for number in self.servers:
+            for bucket in range(self.case.buckets):
+                flat, times = (
+                    self.parameters(number, bucket),
+                    Counter[tuple[int, int]](),
+                )
+                for element, step in self.step_of.items():
+                    times[step] += round(-flat[element].item() / self.weights[element])
+                due = {
+                    (w, s) for w, its in enumerate(self.case.steps) for s in range(its)
+                }
+                wrong = {step: times[step] for step in due if times[step] != 1}
+                assert not wrong, (number, bucket, wrong)
 
     def check_ledger(self, parameters: torch.Tensor, bucket: int) -> None:
         taken = Counter(e for e, of in self.taken if of == bucket)

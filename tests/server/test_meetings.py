@@ -128,7 +128,7 @@ def test_a_worker_that_comes_back_is_a_guest() -> None:
     case.whole_step(0, 0)
     case.server.on_lost(0, 0, 0.0)
     (answer,) = case.ask(0, JOIN, life=1)
-    assert answer.message == Joined(step=0, loaded=True, guest=True)
+    assert answer.message == Joined(step=0, loaded=True, own=1, guest=True)
     reason = case.refusal(0, Load(bucket=0), zeros(2), life=1)
     assert reason.startswith("load: this server has parameters")
 

@@ -299,7 +299,7 @@ def test_a_restored_server_warms_up_again() -> None:
     assert server.restore(talk.server.snapshot()) == 2  # worker 0 has done two steps
     for worker in range(2):
         server.on_message(Sender(worker, 1, "", 0), join(), None, 30.0)
-    answers = server.on_message(Sender(1, 1, "", 1), push(2), one(), 31.0)
+    answers = server.on_message(Sender(1, 1, "", 1), push(3), one(), 31.0)
     assert went_on(answers) == [1]
     assert server.next_deadline() is None
 

@@ -141,7 +141,7 @@ class Scene:
             if isinstance(answer.message, Parameters):
                 parts.setdefault(life.worker, []).append(answer.message)
             elif isinstance(answer.message, Joined):
-                self.go_on(life, answer.message.step, now)
+                self.go_on(life, max(answer.message.step, answer.message.own), now)
             elif isinstance(answer.message, Done):
                 life.done = True
         for worker, mine in parts.items():

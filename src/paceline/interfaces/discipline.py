@@ -19,7 +19,9 @@ class HeldPush(NamedTuple):
 
     *number* counts pushes as they came. *late*: the bucket's main push of this step has left
     these units out. *report*: what `Informed.read_report` made of the worker's report; None
-    without one.
+    without one. *applied*: an earlier life of the worker has sent it, and it is in the parameters:
+    the push is answered like any other, and its gradient is not used. *of*: the workers and steps
+    of the gradients that this one is the mean of; its own alone where empty.
     """
 
     worker: int
@@ -33,6 +35,8 @@ class HeldPush(NamedTuple):
     late: bool = False
     units: Sequence[int] | None = None
     report: Any = None
+    applied: bool = False
+    of: Sequence[tuple[int, int]] = ()
 
 
 class Shard(Protocol):
@@ -95,7 +99,7 @@ class Shard(Protocol):
     def apply(self, push: HeldPush) -> None:
         """Update by one push alone. Its *weight* scales the learning rate: decay follows
         by itself, and Adam, whose step does not depend on a gradient's size, moves as far
-        as it should (design section 4)."""
+        as it should (design section 4). A push that was applied before changes nothing."""
         ...
 
     def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
@@ -150,10 +154,11 @@ class Discipline(Protocol):
         ...
 
     def ended(self, shard: Shard) -> int | None:
-        """The step with which workers go on from a snapshot of this moment: all steps before
-        it have ended. Example: under asp, with workers that have done 7 and 9 steps, it is
-        step 7. None while a step has ended for some buckets only: then there is no
-        snapshot."""
+        """The first step that workers may do after a snapshot of this moment: all steps before
+        it have ended. A worker whose later gradients are in the parameters goes on after them.
+        Example: under asp, with workers that have done 7 and 9 steps, it is step 7; one goes on
+        with step 7, the other one with step 9. None while a step has ended for some buckets
+        only: then there is no snapshot."""
         ...
 
     def resume(self, shard: Shard, step: int) -> None:
@@ -161,6 +166,16 @@ class Discipline(Protocol):
         which `ended` was *step*; or other parameters were loaded, and this object is a fresh
         copy. All buckets have the version of then, and at least *step*. Called before
         anything else."""
+        ...
+
+
+@runtime_checkable
+class Selective(Discipline, Protocol):
+    """A discipline that some pushes do not fit."""
+
+    def check_push(self, hyperparameters: Hyperparameters, weight: float) -> None:
+        """Raise `UsageError` for a push that the method cannot apply. Called before anything has
+        changed: `pushed` refuses nothing."""
         ...
 
 

@@ -9,8 +9,9 @@ it: each parcel arrives once at each server, whatever connections do meanwhile.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -113,7 +114,9 @@ class Parcel(NamedTuple):
     *values*: flat, of all the bucket's units: the mean of *gradients* gradients, by weight, whose
     weights add up to *weight*; or, where *is_model*, the sender's parameters. *used*: per unit,
     whether any of them has it. *hyperparameters*: of the last of them. *version*: how many
-    gradients the sender had applied to the bucket, from whomever.
+    gradients the sender had applied to the bucket, from whomever. *steps*: by worker whose
+    gradients are in it: those of all steps before this one are in it, or in an earlier one. The
+    server fills that in.
     """
 
     bucket: int
@@ -124,6 +127,7 @@ class Parcel(NamedTuple):
     values: torch.Tensor
     version: int = 0
     is_model: bool = False
+    steps: Mapping[int, int] = MappingProxyType({})
 
 
 @runtime_checkable

@@ -73,9 +73,10 @@ class Admission:
         if not members.is_awaited(sender.worker):
             step = self._shard.discipline.first_step(self._shard)
             guest = guest or members.has_begun_training() or loads > 0
-        members.join(sender.worker, step, guest)
+        own = self._shard.next_step(sender.worker)
+        members.join(sender.worker, max(step, own), guest)
         loaded = self._shard.is_loaded
-        joined = Joined(step=step, loaded=loaded, load=loads, guest=guest)
+        joined = Joined(step=step, loaded=loaded, own=own, load=loads, guest=guest)
         self._answers.send(sender, joined)
 
     # ---- for a snapshot ----

@@ -115,16 +115,21 @@ class Coded:
         self.shadows[worker, bucket] = _Shadow(values, states, turn)
         return turn
 
-    def difference(self, worker: int, bucket: int) -> tuple[torch.Tensor, int]:
-        """What a worker is sent instead of a bucket, and the turn. Raises `UsageError` for one
-        that was never given the bucket."""
-        assert self.shadows is not None
-        shadow = self.shadows.get((worker, bucket))
-        if shadow is None:
+    def check_given(self, worker: int, bucket: int) -> None:
+        """Raise `UsageError` for a worker that cannot be answered with differences: it was never
+        given the bucket."""
+        if self.shadows is not None and (worker, bucket) not in self.shadows:
             raise UsageError(
                 f"push: worker {worker} has not pulled bucket {bucket}, and answers are "
                 "differences from what it holds: pull first"
             )
+
+    def difference(self, worker: int, bucket: int) -> tuple[torch.Tensor, int]:
+        """What a worker is sent instead of a bucket, and the turn. Raises `UsageError` for one
+        that was never given the bucket."""
+        assert self.shadows is not None
+        self.check_given(worker, bucket)
+        shadow = self.shadows[worker, bucket]
         shadow.turn += 1
         now = self._store.flats[bucket]
         self._charge(bucket, sum(self._answers.passes(1)) + _SUBTRACTED_AND_ADDED)

@@ -48,17 +48,21 @@ class Joining:
         # The others may be meeting, at one server after the other. A worker that joins goes
         # through the servers backwards, also with its pulls: so it is never held up at a
         # server before the one where they wait for it.
-        spread, step, empty = self._spread, 0, []
+        spread, empty = self._spread, list[int]()
+        steps, own = [0], list[int]()
         for server in reversed(range(len(spread.endpoints))):
             answer = spread.endpoints[server].request(self._describe(server)).wait()
             assert isinstance(answer, Joined), answer
             self._loads[server] = answer.load
             self.is_guest = self.is_guest or answer.guest
             if server in self._layout.homes:
-                step = max(step, answer.step)
+                steps.append(answer.step)
+                own.append(answer.own)
             empty += [] if answer.loaded else [server]
         if empty and self._rank == 0:
             self._load(empty, dict(spread.optimizer.state) or None, self._meet_here)
+        # What a server has of a later step already it answers, and does not apply again.
+        step = max(*steps, min(own))
         spread.optimizer.state.clear()
         # Servers may be at different steps: all are told the latest, before any is waited for.
         if step or self.is_guest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import UsageError
@@ -103,6 +103,8 @@ class Members:
         """Workers that wait for all others."""
         self.begin = 0
         """The first step of the training: later than 0 after a snapshot was restored."""
+        self._begins: dict[int, int] = {}
+        """The first steps of workers that begin later."""
         self.furthest = 0
         """Nobody has begun this step, nor a later one."""
         self.most_steps_ahead = MOST_STEPS_AHEAD
@@ -209,7 +211,7 @@ class Members:
 
     def has_begun_training(self) -> bool:
         """Whether anybody has sent a gradient."""
-        return self.furthest > self.begin
+        return self.furthest > max([self.begin, *self._begins.values()])
 
     def _present(self) -> dict[int, Member]:
         return {w: m for w, m in self._known.items() if m.joined and not m.lost}
@@ -219,24 +221,43 @@ class Members:
 
     # ---- how far they are ----
 
-    def begin_with(self, step: int) -> None:
-        """Nobody has joined yet, and training is to begin with *step*."""
+    def begin_with(self, step: int, own: Mapping[int, int]) -> None:
+        """Nobody has joined yet, and training is to begin with *step*; workers of whose
+        gradients later ones are in, each with its *own*."""
         self.begin = self.furthest = step
+        self.begin_later(own)
+
+    def begin_later(self, own: Mapping[int, int]) -> None:
+        """Workers that have yet to join begin with their *own* steps, if these are later."""
+        self._begins = {worker: its for worker, its in own.items() if its > self.begin}
+        self.furthest = max([self.furthest, *self._begins.values()])
+
+    def begin_of(self, worker: int) -> int:
+        """The first step of a worker that is there from the beginning."""
+        return self._begins.get(worker, self.begin)
 
     def expected(self, step: int) -> list[int]:
         mine = {w for w, m in self._training() if m.first_step <= step}
-        return sorted((mine | self._awaited) - self.resting)
+        mine |= {w for w in self._awaited if self.begin_of(w) <= step}
+        return sorted(mine - self.resting)
 
     def clock(self, worker: int) -> int:
         """The number of a worker's next step; of one that has yet to join, of its first."""
         member = self._known.get(worker)
-        return member.clock if member is not None and member.joined else self.begin
+        if member is not None and member.joined:
+            return member.clock
+        return self.begin_of(worker)
+
+    def first_step(self, worker: int) -> int:
+        """The step that a worker has joined with, or will."""
+        member = self._known.get(worker)
+        if member is not None and member.joined:
+            return member.first_step
+        return self.begin_of(worker)
 
     def slowest(self) -> int:
         clocks = [member.clock for _, member in self._training()]
-        return min(
-            [*clocks, *(self.begin for _ in self._awaited)], default=self.furthest
-        )
+        return min([*clocks, *map(self.begin_of, self._awaited)], default=self.furthest)
 
     def has_begun(self, step: int) -> None:
         """Somebody has sent something of *step*."""

@@ -46,7 +46,7 @@ class Captured:
         if buffers is None:
             buffers = torch.empty(0, dtype=torch.float64)
         self._parts += [(rest.bytes, []), (buffers, [])]
-        step = shard.ended()
+        step = home.ended()
         self.manifest = Manifest(
             active=active,
             join=home.saved().numpy().tobytes(),
@@ -59,6 +59,7 @@ class Captured:
             ahead=passing.taken.saved_ahead(),
             parts=[_described(payload) for payload, _ in self._parts],
             floats=home.floats,
+            applied={w: dict(mine) for w, mine in shard.store.applied.items()},
         )
 
     def part(self, number: int) -> Part:
@@ -161,6 +162,7 @@ class Arriving:
         home.has_rest(rest, buffers, manifest.floats)
         if manifest.loads > home.loads:
             home.renew(manifest.step, manifest.loads)
+        home.has_applied(manifest.applied)
         home.let_go()
 
 

@@ -5,6 +5,7 @@ other servers have applied, and whose answers may be held back until all servers
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
@@ -109,6 +110,7 @@ class Home(ParameterServer):
         super()._leave(sender, leave)
 
     def _arrive(self, sender: Sender, arrive: Arrive) -> None:
+        self._members.check_step("arrive", arrive.step)
         super()._arrive(sender, arrive)
         if arrive.step:
             # Who pushes elsewhere says itself how far it is: who came back may have missed it.
@@ -207,7 +209,8 @@ class Home(ParameterServer):
         shard.now = now
         parcels = meshed.owed(shard) if everything else meshed.outgoing(shard)
         self.gradients += sum(parcel.gradients for parcel in parcels)
-        return parcels
+        news = shard.store.take_news
+        return [parcel._replace(steps=news(parcel.bucket)) for parcel in parcels]
 
     def standing(self, bucket: int, payload: torch.Tensor) -> torch.Tensor:
         """The same, as many bytes on the network as that much of a bucket is."""
@@ -256,6 +259,7 @@ class Home(ParameterServer):
         meshed = self.meshed
         assert meshed is not None
         meshed.incoming(self.shard, source, parcel)
+        self.shard.store.note_applied_elsewhere(parcel.bucket, parcel.steps)
         self.gradients += parcel.gradients
         self._has_heard()
         return parcel
@@ -274,6 +278,11 @@ class Home(ParameterServer):
                 f"or more, got {what.weight}, {what.gradients} and {what.version}"
             )
         store.check_hyperparameters(what.hyperparameters)
+        if not all(map(self._members.is_one, what.steps)):
+            raise UsageError(
+                f"parcel: steps of workers {sorted(what.steps)}, where there are "
+                f"{self.workers}"
+            )
         return Parcel(
             bucket=what.bucket,
             gradients=what.gradients,
@@ -283,6 +292,7 @@ class Home(ParameterServer):
             values=values,
             version=what.version,
             is_model=what.is_model,
+            steps=what.steps,
         )
 
     def hear(self, source: int, words: bytes, now: float) -> None:
@@ -310,6 +320,19 @@ class Home(ParameterServer):
             self._floats = blend.floats
 
     # ---- all of it ----
+
+    def ended(self) -> int | None:
+        """As `HeldShard.ended`, but for workers of all groups: those of another one may be far
+        behind this one's, or far ahead."""
+        step, meshed, members = super().ended(), self.meshed, self._members
+        if step is None or meshed is None or meshed.groups.servers == 1:
+            return step
+        here = members.trains() or members.missing()
+        own = (
+            max(members.first_step(worker), self.shard.next_step(worker))
+            for worker in here
+        )
+        return min(own, default=step)
 
     def snapshot(self) -> dict[str, Any]:
         saved = super().snapshot()
@@ -343,8 +366,12 @@ class Home(ParameterServer):
         """Hold what another server has said is trained: workers begin with *step*. Raises
         `UsageError` as a worker's join does."""
         self._admission.restore(join)
-        self._members.begin_with(step)
-        self.shard.resume(step)
+        self.resume(step)
+
+    def has_applied(self, applied: Mapping[int, Mapping[int, int]]) -> None:
+        """These workers' gradients are in what another server had, and this one has now."""
+        self.shard.store.set_applied(applied)
+        self._members.begin_later(self._own_steps())
 
     @property
     def rest(self) -> Any:

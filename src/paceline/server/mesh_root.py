@@ -19,6 +19,8 @@ passes on nothing before but to the one that it had everything from.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 
 from paceline.interfaces import Answer, Parcel, Sender
@@ -150,7 +152,17 @@ class Root:
             weight=weight,
             used=[any(flags) for flags in used],
             values=values,
+            steps=latest([parcel.steps for parcel in parcels]),
         )
+
+
+def latest(steps: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """By worker the last of its steps in these."""
+    found: dict[int, int] = {}
+    for its in steps:
+        for worker, step in its.items():
+            found[worker] = max(step, found.get(worker, 0))
+    return found
 
 
 def described(parcel: Parcel) -> Gradients:
@@ -163,4 +175,5 @@ def described(parcel: Parcel) -> Gradients:
         hyperparameters=[dict(h) for h in parcel.hyperparameters],
         version=parcel.version,
         is_model=parcel.is_model,
+        steps=dict(parcel.steps),
     )

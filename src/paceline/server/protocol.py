@@ -269,11 +269,15 @@ class ParameterServer:
         """No push is unanswered, and no worker in the middle of its pushes."""
         return self._pushes.are_all_answered() and self._members.is_between_steps()
 
+    def ended(self) -> int | None:
+        """The first step that workers may do after a snapshot of this moment, if any."""
+        return self.shard.ended()
+
     def snapshot(self) -> dict[str, Any]:
         """What `restore` goes on from: copied tensors, and plain values. Empty while
         there is nothing to go on from, or a step has ended for some buckets only."""
         shard = self.shard
-        step = shard.ended() if shard.is_loaded and not shard.fault else None
+        step = self.ended() if shard.is_loaded and not shard.fault else None
         if step is None:
             return {}
         return {
@@ -288,7 +292,7 @@ class ParameterServer:
 
     def restore(self, saved: dict[str, Any]) -> int:
         """Go on from a `snapshot`, before anybody has joined: workers begin with its step,
-        which is returned. Raises `UsageError` where it does not fit this server."""
+        which is returned, or after the gradients of theirs that are in it. Raises `UsageError` where it does not fit this server."""
         if saved["workers"] != self.workers:
             raise UsageError(
                 f"the snapshot is of {saved['workers']} workers, and this job has "
@@ -299,10 +303,17 @@ class ParameterServer:
         self._rest.restore(saved["rest"])
         self._meetings.loads = int(saved["load"])
         self.counts.update(saved["counts"])
-        step = int(saved["step"])
-        self._members.begin_with(step)
+        self.resume(int(saved["step"]))
+        return int(saved["step"])
+
+    def resume(self, step: int) -> None:
+        """Training goes on with *step*, and with each worker where its own gradients end."""
+        self._members.begin_with(step, self._own_steps())
         self.shard.resume(step)
-        return step
+
+    def _own_steps(self) -> dict[int, int]:
+        """By worker, the step at which its gradients end that are here."""
+        return {w: self.shard.next_step(w) for w in range(self.workers)}
 
     # ---- who takes part ----
 
@@ -406,12 +417,13 @@ class ParameterServer:
         member.has_buffers = True
 
     def _note(self, sender: Sender, note: Note) -> None:
+        if note.step and self.shard.is_held:
+            self._pulls.begin_with(sender.worker, note.step)  # may refuse
         if note.guest:
             self._members[sender.worker].guest = True
         if note.elsewhere:
             self.shard.forget(sender.worker)
         if note.step and self.shard.is_held:
-            self._pulls.begin_with(sender.worker, note.step)
             self._let_go()
         self._answers.send(sender, Done())
 

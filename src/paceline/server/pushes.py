@@ -67,6 +67,9 @@ class Pushes:
             late=push.late,
             units=push.units,
             report=report,
+            applied=self._shard.store.has_applied(
+                sender.worker, push.step, push.bucket
+            ),
         )
         self._unanswered[self._number] = sender, push.late
         self._number += 1
@@ -129,6 +132,10 @@ class Pushes:
         if not 0 <= push.weight < math.inf:
             raise UsageError(f"push: expected a weight of 0 or more, got {push.weight}")
         store.check_hyperparameters(push.hyperparameters)
+        if self._shard.selective is not None:
+            self._shard.selective.check_push(push.hyperparameters, push.weight)
+        if self._shard.coded is not None:
+            self._shard.coded.check_given(worker, push.bucket)
         if push.late and self._shard.in_parts is None:
             raise UsageError("push: this method takes no late units")
         if push.units is not None and self._shard.in_parts is None:

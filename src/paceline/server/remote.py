@@ -338,10 +338,9 @@ class RemoteParameters:
     def consolidate(self) -> Callable[[], None]:
         buckets = self._spread.buckets
         before = [[p.detach().clone() for p in b.parameters] for b in buckets]
-        if self._job.answers == "dense":
-            self._joining.pull()
-        else:
-            self._joining.look()
+        # A pull would count as the model that the next gradient is computed with: its staleness,
+        # and the differences that servers send, are from what this worker holds.
+        self._joining.look()
 
         def undo() -> None:
             with torch.no_grad():

@@ -16,6 +16,7 @@ from paceline.interfaces import (
     HeldPush,
     Informed,
     InParts,
+    Selective,
     Shard,
     Sparing,
     Timed,
@@ -116,6 +117,7 @@ class HeldShard:
         self.timed = discipline if isinstance(discipline, Timed) else None
         self.in_parts = discipline if isinstance(discipline, InParts) else None
         self.informed = discipline if isinstance(discipline, Informed) else None
+        self.selective = discipline if isinstance(discipline, Selective) else None
         self.spares = isinstance(discipline, Sparing) and discipline.spares
 
     @property
@@ -186,6 +188,10 @@ class HeldShard:
         """The step with which workers go on from here, if any: see `Discipline.ended`."""
         return None if self.waits_for_norm() else self.discipline.ended(self)
 
+    def next_step(self, worker: int) -> int:
+        """A worker's gradients of all steps before this one are in, here."""
+        return 0 if self._store is None else self._store.next_step(worker)
+
     def may_pull(self, step: int) -> bool:
         """Whether a worker that begins with *step* may have the model: all of it, or it would
         hold buckets from before a load and from after it."""
@@ -240,10 +246,14 @@ class HeldShard:
         return self.store.values(bucket, units)
 
     def apply(self, push: HeldPush) -> None:
-        self._take(Update(push.bucket, [push], together=False))
+        if push.applied:
+            self.counts["gradients that were applied before"] += 1
+        else:
+            self._take(Update(push.bucket, [push], together=False))
 
     def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
-        self._take(Update(bucket, list(pushes), together=True))
+        fresh = [push for push in pushes if not push.applied]
+        self._take(Update(bucket, fresh, together=True))
 
     def parameters(self, bucket: int) -> torch.Tensor:
         return self.store.parameters(bucket)
@@ -284,6 +294,7 @@ class HeldShard:
             if not self.fault:
                 self._step(push, push.gradient, push.used, push.weight)
                 self.counts["gradients applied"] += 1
+                self._note_applied(push)
             return
         pushes = update.pushes
         if not self.fault:
@@ -292,6 +303,8 @@ class HeldShard:
             self._stopped()
             return
         self.counts["gradients applied"] += len(pushes)
+        for push in pushes:
+            self._note_applied(push)
         whole = total_weight([push.weight for push in pushes])
         if not whole:
             self.store.updated(update.bucket)  # nobody had a sample
@@ -301,6 +314,13 @@ class HeldShard:
         self._step(pushes[0], mean, used)
         size = self.store.size(update.bucket, pushes[0].units)
         self.store.add_work(added=size * (len(pushes) - 1))
+
+    def _note_applied(self, push: HeldPush) -> None:
+        if self.in_parts is not None:
+            return  # a step of its buckets has several updates, and ends for all workers at once
+        for worker, step in push.of or [(push.worker, push.step)]:
+            if worker >= 0:  # else another server's
+                self.store.note_applied(worker, step, push.bucket)
 
     def _step(
         self,

@@ -31,7 +31,7 @@ from paceline.interfaces import Answer, Sender, Work
 from paceline.messages import Request
 from paceline.server.protocol import ParameterServer
 
-_MAGIC = b"paceline snapshot 2\n"
+_MAGIC = b"paceline snapshot 3\n"
 _DIGEST_BYTES = 32
 SECONDS = 30.0
 """Between two snapshots, where nobody says otherwise."""
@@ -176,9 +176,11 @@ class Snapshots:
 
     It takes one at a quiet moment: no push is unanswered, and no worker is in the middle of its
     pushes. Where all wait for all, each step has such a moment. Under asp there may be none for
-    twice the interval: then it takes one as things are. Example: the slowest worker has done 7
-    steps and another one 9; after a restart both begin with step 7, though steps 7 and 8 of one
-    are in the parameters. A step that has ended for some buckets only is waited for.
+    twice the interval: then it takes one as things are. The snapshot says of each worker and
+    bucket whose gradients are in it, and each worker goes on with its own step. Example: a worker
+    has sent one of two buckets of step 9. After a restart it does step 9 again; the server answers
+    the gradient of that bucket, and applies the other one's alone. Where a step's gradients are
+    applied together, a step that has ended for some buckets only is waited for.
 
     It is the timer that takes one, not the message that ends a step: so the answers to that
     step have left before, and workers compute while the server copies what it holds. It copies no

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -47,6 +47,11 @@ class Store:
         self.versions = [0] * len(self.flats)
         self.bytes = [wire_bytes(flat) for flat in self.flats]
         """What each bucket is on the network."""
+        self.applied: dict[int, dict[int, int]] = {}
+        """By worker and bucket: its gradients of all steps before this one are in, or will never
+        come."""
+        self._news: dict[int, dict[int, int]] = {}
+        """The same by bucket and worker, of what workers have sent here since `take_news`."""
         self._snapshots: list[dict[tuple[int, ...] | None, torch.Tensor]] = [
             {} for _ in self.flats
         ]
@@ -190,6 +195,46 @@ class Store:
         """All units of a bucket, or these."""
         return range(len(self._pieces[bucket])) if units is None else units
 
+    # ---- whose gradients are in ----
+
+    def has_applied(self, worker: int, step: int, bucket: int) -> bool:
+        """Whether a worker's gradient is in the parameters."""
+        return step < self.applied.get(worker, {}).get(bucket, 0)
+
+    def next_step(self, worker: int) -> int:
+        """A worker's gradients of all steps before this one are in, of all buckets."""
+        mine = self.applied.get(worker, {})
+        return min((mine.get(bucket, 0) for bucket in self.buckets), default=0)
+
+    def note_applied(self, worker: int, step: int, bucket: int) -> None:
+        """A worker has sent this gradient here, and it is in the parameters now."""
+        mine = self.applied.setdefault(worker, dict.fromkeys(self.buckets, 0))
+        for other in self.buckets:
+            # What the worker has not sent of earlier steps does not come any more.
+            mine[other] = max(mine[other], step)
+        mine[bucket] = max(mine[bucket], step + 1)
+        self._news.setdefault(bucket, {})[worker] = mine[bucket]
+
+    def note_applied_elsewhere(self, bucket: int, steps: Mapping[int, int]) -> None:
+        """What another server has passed on has in it these workers' gradients of all steps
+        before these."""
+        for worker, step in steps.items():
+            mine = self.applied.setdefault(worker, dict.fromkeys(self.buckets, 0))
+            mine[bucket] = max(mine[bucket], step)
+
+    def set_applied(self, applied: Mapping[int, Mapping[int, int]]) -> None:
+        """Whose gradients are in what was taken over from a snapshot, or from another server."""
+        self.applied = {
+            worker: {bucket: mine[bucket] for bucket in self.buckets}
+            for worker, mine in applied.items()
+        }
+        self._news = {}
+
+    def take_news(self, bucket: int) -> dict[int, int]:
+        """Whose gradients of a bucket workers have sent here since this was last called, as
+        `note_applied_elsewhere` takes it."""
+        return self._news.pop(bucket, {})
+
     # ---- what fits ----
 
     def check_bucket(self, bucket: int) -> None:
@@ -235,8 +280,9 @@ class Store:
     # ---- all of it, for a snapshot ----
 
     def saved(self) -> dict[str, Any]:
-        """Parameters, versions and optimizer state, copied."""
+        """Parameters, versions and optimizer state, copied, and whose gradients are in them."""
         return {
+            "applied": {worker: dict(mine) for worker, mine in self.applied.items()},
             "flats": [flat.clone() for flat in self.flats],
             "versions": list(self.versions),
             "states": [
@@ -250,6 +296,7 @@ class Store:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over what `saved` gave, of a store of the same description."""
+        self.set_applied(saved["applied"])
         for bucket, flat in enumerate(self.flats):
             if flat.numel():
                 self.load(bucket, saved["flats"][bucket])
@@ -348,7 +395,14 @@ class Store:
             live.update(state)
 
     def catch_up(self, step: int) -> None:
-        """Count as if this many steps had been done, at least."""
+        """Other parameters were loaded: count as if this many steps had been done, at least. A
+        gradient is not in them, so a worker may send one again whose step it has not ended."""
+        self.set_applied(
+            {
+                worker: dict.fromkeys(self.buckets, self.next_step(worker))
+                for worker in self.applied
+            }
+        )
         self.versions = [max(version, step) for version in self.versions]
 
 

@@ -8,7 +8,8 @@ applies to it under every fusion rule, in the virtual world (`check_method`) and
     check_method(Case(method=MyMethod(period=4)))
 
 Compressors have a list of laws of their own (`COMPRESSOR_CHECKS`), held on workers that are
-only simulated: ``check_compressor(MyCompressor(density=0.01))``.
+only simulated: ``check_compressor(MyCompressor(density=0.01))``. So have methods whose server
+updates (`paceline.testing.servers`): ``check_server(lambda: MyMethod().server(3), workers=(3,))``.
 """
 
 from paceline.testing.cases import CASES, Case
@@ -18,6 +19,7 @@ from paceline.testing.compressors import (
     CompressorCheck,
     check_compressor,
 )
+from paceline.testing.servers import check_server
 from paceline.testing.trial import CheckFailedError
 
 __all__ = [
@@ -30,5 +32,6 @@ __all__ = [
     "CompressorCheck",
     "check_compressor",
     "check_method",
+    "check_server",
     "run_checks",
 ]

@@ -101,7 +101,6 @@ class GroupDiscipline:
     # ---- the `Discipline` ----
 
     def pushed(self, shard: Shard, push: HeldPush) -> None:
-        self._weigh(push.hyperparameters, push.weight)  # may refuse
         report = push.report if isinstance(push.report, Report) else Report()
         if report.groups not in (b"", self._said[1]):
             self._known.adopt(read_groups(report.groups))
@@ -121,6 +120,9 @@ class GroupDiscipline:
         self._waiting[worker] += 1
         self._gate.take(self, shard, push, step)
         self._gate.let_go(self, shard)
+
+    def check_push(self, hyperparameters: Hyperparameters, weight: float) -> None:
+        self._weigh(hyperparameters, weight)
 
     def _enter(self, push: HeldPush) -> None:
         """The first push of a member."""
@@ -166,6 +168,9 @@ class GroupDiscipline:
     # ---- the `Desk` of its gate ----
 
     def apply(self, shard: Shard, push: HeldPush, gradients: int = 1) -> None:
+        if push.applied:  # and was passed on
+            shard.apply(push)
+            return
         bucket, number = push.bucket, self._known.number
         if self._passing.damping == "own-staleness":
             push = push._replace(weight=push.weight * self._damped(number, bucket))

@@ -138,9 +138,10 @@ class Rounds:
                 self._close(desk, shard, sorted(pushes, key=lambda push: push.worker))
 
     def _close(self, desk: Desk, shard: Shard, pushes: list[HeldPush]) -> None:
-        if self._together and pushes:
-            desk.apply(shard, joined(pushes), len(pushes))
-        else:
+        fresh = [push for push in pushes if not push.applied]
+        if self._together and fresh:
+            desk.apply(shard, joined(fresh), len(fresh))
+        elif not self._together:
             for push in pushes:
                 desk.apply(shard, push)
         for push in pushes:
@@ -178,4 +179,5 @@ def joined(pushes: Sequence[HeldPush]) -> HeldPush:
     if whole:
         total.mul_(1 / whole)
     used = [any(flags) for flags in zip(*(p.used for p in pushes), strict=True)]
-    return first._replace(gradient=total, weight=whole, used=used)
+    of = [(push.worker, push.step) for push in pushes]
+    return first._replace(gradient=total, weight=whole, used=used, of=of)

@@ -1,0 +1,110 @@
+"""The server's laws, and disciplines that break one each."""
+
+import pytest
+from msgspec import structs
+
+from paceline import methods
+from paceline.errors import UsageError
+from paceline.messages import Refused
+from paceline.methods.asp import ApplyOnArrival
+from paceline.spec import parse
+from paceline.testing import CheckFailedError
+from paceline.testing.servers import ServerTrial, check_server, state_of
+
+METHODS = (
+    *("asp", "ssp:staleness=1", "ssp", "ssp:staleness=0", "dssp", "r2sp:warm_up=2"),
+    *("backup", "sync-switch:bsp_steps=2", "sync-switch:bsp_steps=0"),
+)
+
+
+def discipline_of(spec, workers):
+    method, _ = methods.make(parse(spec), set())
+    return method.server(workers)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("spec", METHODS)
+def test_a_method_keeps_its_servers_laws(spec, workers):
+    check_server(lambda: discipline_of(spec, workers), (workers,))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_so_does_one_group(staleness, workers):
+    members = f"0-{workers - 1}" if workers > 1 else "0"
+    spec = f"gssp:members={members},staleness={staleness}"
+    check_server(lambda: discipline_of(spec, workers), (workers,))
+
+
+class AppliesAgain(ApplyOnArrival):
+    """Does not look whether a gradient is in the parameters already."""
+
+    def pushed(self, shard, push):
+        super().pushed(shard, push._replace(applied=False))
+
+
+class Loses(ApplyOnArrival):
+    """Says that all steps have ended that anybody has begun."""
+
+    def ended(self, shard):
+        return shard.fastest()
+
+
+class CountsWhatItRefuses(ApplyOnArrival):
+    """Takes no reports, and is changed by each."""
+
+    reports = 0
+
+    def read_report(self, shard, report):
+        self.reports += 1
+        raise UsageError("no reports")
+
+    def tells(self, bucket):
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("mutant", "law", "words"),
+    [
+        (AppliesAgain, "every_gradient_is_applied_once", "is 2.000 times"),
+        (Loses, "every_gradient_is_applied_once", "is 0.000 times"),
+        (CountsWhatItRefuses, "what_is_refused_changes_nothing", "a refused Push"),
+    ],
+)
+def test_a_broken_law_is_caught(mutant, law, words):
+    with pytest.raises(CheckFailedError, match=words) as caught:
+        check_server(mutant, (3,))
+    [note] = caught.value.__notes__
+    assert law in note
+
+
+ADAGRAD = {
+    "lr": 0.1,
+    "lr_decay": 0.0,
+    "eps": 1e-10,
+    "weight_decay": 0.0,
+    "initial_accumulator_value": 0.0,
+    "maximize": False,
+}
+
+
+class WithAdagrad(ServerTrial):
+    """Its optimizer has no momentum."""
+
+    def join(self):
+        join = super().join()
+        return structs.replace(join, optimizer="Adagrad", hyperparameters=[ADAGRAD])
+
+
+def test_a_push_that_a_method_cannot_apply_has_not_come():
+    trial = WithAdagrad(
+        lambda: discipline_of("gssp:members=0-1,momentum=samples", 2), 2, 0
+    )
+    push, gradient = trial.push(0, 0, 0)
+    push = structs.replace(push, hyperparameters=[ADAGRAD])
+    before = state_of(trial.server)
+    [answer] = trial.ask(trial.workers[0], push, gradient)
+    assert isinstance(answer.message, Refused)
+    assert "momentum=samples" in answer.message.reason
+    assert state_of(trial.server) == before
+    assert trial.server.is_quiet()
