@@ -15,7 +15,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import World
 from paceline.tensors import match_strides
-from paceline.torch_private import note_step
+from paceline.torch_private import inside_scaler, note_step
 from paceline.training import Present, Training
 
 
@@ -154,6 +154,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "step() inside consolidated(): what it changed would be taken back; train "
                 "outside, evaluate and save inside"
             )
+        present = self._present
+        if present.changes is not None and not present.scales:
+            present.scales = inside_scaler()
         if loss is not None:
             self._world.journal.log({"loss": loss})
         result = self._update(closure)
@@ -236,17 +239,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by a GradScaler, which then leaves it to `step` to leave an update out. Where
-        gradients are workers' own, one of them alone has an infinity, and the others meet it
-        after the update: it may leave that out, but not the step."""
-        self._present.scales = True
-        return self._training.steps_without_update()
+        """Asked by a GradScaler, and by whoever looks at all attributes: changes nothing."""
+        return self._training.takes_scaled_gradients
 
     def _is_left_out(self) -> bool:
         """Whether a GradScaler has told, by the attributes that torch gives optimizers then,
         that a gradient is not finite; else gradients become what they are without its
         scale."""
         told = vars(self)
+        if "found_inf" in told:
+            self._present.scales = True
+            self._training.check_scaler()
         if float(told.get("found_inf", 0.0)):
             return True
         if told.get("grad_scale") is not None:

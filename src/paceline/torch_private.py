@@ -13,6 +13,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 import torch
+import torch.amp.grad_scaler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.checkpoint
@@ -20,6 +21,7 @@ import torch.utils.checkpoint
 from paceline.patient_store import PatientStore, meet
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+_SCALER_FILE = torch.amp.grad_scaler.__file__
 
 ProcessGroupBase: Any = dist.ProcessGroup
 WorkBase: Any = torch._C._distributed_c10d.Work
@@ -114,6 +116,18 @@ def inside_reentrant_checkpoint() -> bool:
     while frame is not None:
         code = frame.f_code
         if code.co_name == "backward" and code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def inside_scaler() -> bool:
+    """Whether the caller runs in the step of a GradScaler, which asks first whether it may
+    leave out the optimizer's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "step" and code.co_filename == _SCALER_FILE:
             return True
         frame = frame.f_back
     return False

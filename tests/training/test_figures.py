@@ -112,3 +112,35 @@ def test_who_asks_changes_nothing(method: str) -> None:
     )
     for (_, mine), (_, theirs) in zip(asked, unasked, strict=True):
         assert torch.equal(torch.stack(mine), torch.stack(theirs))
+
+
+class ImaginarySlope(torch.nn.Module):
+    """Its gradient is an imaginary number times that of `Slope`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 16, dtype=torch.complex64))
+        self.slope = Slope().slope
+
+    def forward(self) -> torch.Tensor:
+        return (self.weight.imag * self.slope).sum()
+
+
+def test_imaginary_parts_count_in_the_norm_of_residuals() -> None:
+    def body(rank: int) -> list[float]:
+        records: list[StepRecord] = []
+        paceline.on_step(records.append)
+        model = ImaginarySlope()
+        inner = torch.optim.SGD(model.parameters(), 1.0)
+        # It sends one number of 128 in each step.
+        compression = "top-k:density=0.0078125,small=0"
+        optimizer = paceline.distribute(model, inner, compression=compression)
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+        optimizer.finish()
+        return [record.figures["residual_norm"] for record in records]
+
+    (found,) = run(WORKERS, body)[0]
+    left = Slope().slope.flatten()[:-1] / WORKERS
+    assert found == pytest.approx(float(left.norm()), rel=1e-5)

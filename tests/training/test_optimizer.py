@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError
-from paceline.optimizer import TrainingEnded
+from paceline.optimizer import TrainingEnded, present_of
 from paceline.options import RunOptions
 from paceline.worlds.join import join_world
 from tests.training.cases import inputs, small_model
@@ -348,3 +349,44 @@ def test_of_two_optimizers_both_make_their_last_step(capsys):
 def test_nothing_is_said_of_other_ends(options, capsys):
     run(2, five_steps, options=options)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("method", [*EVERY_PLACE, "local-sgd"])
+def test_who_looks_at_all_attributes_changes_nothing(method):
+    """A debugger, say: one asks whether a GradScaler steps the optimizer."""
+
+    def body(rank):
+        model = small_model()
+        optimizer = paceline.distribute(model, sgd(model), method=method, clip_norm=1.0)
+        before = copy.copy(vars(present_of(optimizer)))
+        found = dict(inspect.getmembers(optimizer))
+        assert vars(present_of(optimizer)) == before
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        optimizer.finish()
+        return found["_step_supports_amp_scaling"]
+
+    supports = method != "bsp"
+    assert run(2, body) == [supports, supports]
+
+
+@pytest.mark.parametrize("steps_alone", [False, True])
+def test_a_scaler_is_seen_where_it_steps_the_optimizer(steps_alone):
+    def body(rank):
+        model = small_model()
+        optimizer = paceline.distribute(model, sgd(model), method="auto")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            (loss if steps_alone else scaler.scale(loss)).backward()
+            if steps_alone:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        seen = present_of(optimizer).scales
+        optimizer.finish()
+        return seen
+
+    assert run(2, body) == [not steps_alone] * 2

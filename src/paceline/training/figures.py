@@ -37,9 +37,9 @@ class Figures:
                 states = parts.remote.encoding.states
         residuals = [one for state in states.values() for one in _residuals(state)]
         if residuals:
-            norms = [
-                torch.linalg.vector_norm(residual.float()) for residual in residuals
-            ]
+            # Of complex residuals the imaginary parts count, too.
+            reals = [torch.view_as_real(r) if r.is_complex() else r for r in residuals]
+            norms = [torch.linalg.vector_norm(real.float()) for real in reals]
             found["residual_norm"] = float(torch.linalg.vector_norm(torch.stack(norms)))
         if parts.hooks.has("figures"):
             found |= parts.hooks.ask("figures")

@@ -131,10 +131,20 @@ class Training:
         """Whether the user's optimizer steps, and not the method or a server."""
         return self._method.updates_on == "worker"
 
-    def steps_without_update(self) -> bool:
-        """Whether a step whose gradients a GradScaler has found not to be finite is one all
-        the same. Raises `GradientError` where they were sent with their scale, `UsageError`
-        where they were clipped with it."""
+    @property
+    def takes_scaled_gradients(self) -> bool:
+        """Whether a GradScaler is to call ``step()`` in any case, and to leave it to that to
+        unscale gradients, or to leave an update out. Where gradients are workers' own, one
+        of them alone has an infinity, and the others meet it after the update: it may leave
+        that out, but not the step."""
+        if self._method.gradient_seen_by_user == "local-sent":
+            return True  # and the step refuses it
+        return self.optimizer_steps and self._method.rhythm.lets_models_differ
+
+    def check_scaler(self) -> None:
+        """A GradScaler steps the optimizer, where `takes_scaled_gradients`. Raises
+        `GradientError` where gradients were sent with their scale, `UsageError` where they
+        were clipped with it."""
         if self._method.gradient_seen_by_user == "local-sent":
             # Its kernel writes into gradients without a trace that `sent` could see.
             raise self._faults.refused(
@@ -142,8 +152,6 @@ class Training:
                 "others, times its scale, when it unscales them. Train in bfloat16 without a "
                 "scaler; or use bsp, whose .grad holds the mean"
             )
-        if not (self.optimizer_steps and self._method.rhythm.lets_models_differ):
-            return False
         if self._parts.clips_own:
             raise UsageError(
                 f"clip_norm with a GradScaler: under {self._method.name} each worker's own "
@@ -151,7 +159,6 @@ class Training:
                 "which is its own, after scaler.unscale_(optimizer); or train in bfloat16 "
                 "without a scaler"
             )
-        return True
 
     @property
     def consolidates_together(self) -> bool:
