@@ -71,6 +71,16 @@ def test_a_live_line_tells_of_steps_and_mixes_with_nothing(
 
 
 @pytest.mark.slow
+def test_probe_shows_its_line_as_long_as_it_measures(tmp_path: Path) -> None:
+    seen: list[str] = []
+    words = ["probe", "--workers=2", "--seconds=0.02"]
+    status, lines = on_terminal(words, tmp_path, seen.append)
+    assert status == 0, lines
+    assert re.search(r"measuring the network · 0:00:0[1-9]", "".join(seen[-1:]))
+    assert not [line for line in lines if "measuring the network" in line]
+
+
+@pytest.mark.slow
 def test_a_terminal_that_goes_away_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     ours, theirs = os.openpty()

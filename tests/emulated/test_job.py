@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.network import Cluster, Rack, cluster_toml, load_cluster
+from paceline.network import Cluster, Rack, Workload, cluster_toml, load_cluster
 from paceline.testing import Case
 from paceline.testing.checks import final_parameters
 from paceline.worlds.virtual import Simulation
@@ -346,3 +346,62 @@ def test_an_ordinary_user_can_emulate(tmp_path):
     status, out, err = finish(process)
     assert status == 0, err
     assert json.loads(out)["steps"] == 6
+
+
+COMPUTES = """
+import time
+import paceline, torch
+
+paceline.init()
+model = torch.nn.Linear(8, 8)
+plain = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = paceline.distribute(model, plain, fusion="ddp")
+for _ in range(6):
+    optimizer.zero_grad()
+    loss = model(torch.ones(4, 8)).square().mean()
+    end = time.process_time() + 0.03
+    while time.process_time() < end:
+        pass
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("paced", [True, False])
+def test_workers_that_share_too_few_cores_are_told(tmp_path, paced):
+    """What they compute takes longer than on machines of their own."""
+    (tmp_path / "train.py").write_text(COMPUTES)
+    pace = Workload(
+        names=("weight", "bias"),
+        sizes=(256, 32),
+        forward=(0.001, 0.001),
+        backward=(0.001, 0.001),
+    )
+    pace.save(str(tmp_path / "pace.json"))
+    words = ["--workers", "2", "--no-measure", "--json", "train.py"]
+    one = min(os.sched_getaffinity(0))
+    process = start(
+        tmp_path,
+        *("emulate", *["--pace=pace.json"] * paced, *words),
+        preexec_fn=lambda: os.sched_setaffinity(0, {one}),
+    )
+    status, out, err = finish(process)
+    assert status == 0, err
+    (told,) = [note for note in json.loads(out)["notes"] if "2 workers" in note]
+    assert "1 core" in told
+    assert "paceline emulate examples/workload.py" in told
+    assert ("where 4 ms were asked for" in told) == paced
+    assert ("pace.json" in told) == paced
+
+
+def test_workers_that_only_sleep_may_share_a_core(tmp_path):
+    one = min(os.sched_getaffinity(0))
+    words = ("emulate", LAYERS, "--workers=2", "--no-measure", "--json", "--steps=8")
+    process = start(
+        tmp_path,
+        *(*words, "--", *QUICK),
+        preexec_fn=lambda: os.sched_setaffinity(0, {one}),
+    )
+    status, out, err = finish(process)
+    assert status == 0, err
+    assert not [note for note in json.loads(out)["notes"] if "2 workers" in note]

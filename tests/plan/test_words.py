@@ -187,6 +187,14 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
         "paceline emulate train.py --workers=4 --link=100mbit --method bsp:fusion=ddp"
     )
     assert text.count("4 workers train") == 2  # also below the tables
+    print_plan(
+        *(plan, NOTHING, cluster(4), "train.py"), network=network, stand_in="t.json"
+    )
+    text = capsys.readouterr().out
+    assert text.rstrip().endswith(
+        "paceline emulate examples/workload.py --workers=4 --link=100mbit --method bsp "
+        "-- t.json --steps 100"
+    )
 
 
 def test_each_reason_for_a_brief_look_has_its_own_line(capsys):

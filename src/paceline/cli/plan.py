@@ -13,7 +13,13 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
-from paceline.cli.planned import Planned, classes, plan_script, processes
+from paceline.cli.planned import (
+    Planned,
+    classes,
+    plan_script,
+    processes,
+    this_machines_cores,
+)
 from paceline.cli.telling import Telling, telling
 from paceline.errors import UsageError
 from paceline.network import load_cluster
@@ -281,8 +287,18 @@ def _print(asked: _Asked, answer: _Answer, stream: TextIO | None = None) -> None
         script,
         arguments,
         network=asked.network,
+        stand_in=_stand_in(asked, answer.made),
         everything=asked.everything,
     )
+
+
+def _stand_in(asked: _Asked, made: Planned) -> str | None:
+    """The workload to emulate instead of the script, where this machine has fewer cores than
+    workers would compute on; None where it has enough, or there is none by that name."""
+    if asked.cluster.workers <= this_machines_cores() or made.compute.workload is None:
+        return None
+    what = made.compute.what
+    return what if what == asked.workload or Path(what).exists() else None
 
 
 def _spent(began: float, most: float, left: Budget, more: Helps, what_if: bool) -> str:

@@ -56,9 +56,13 @@ def classes(wanted: Sequence[str] | None) -> tuple[Quality, ...]:
 
 def processes() -> int:
     """Predictions that are made at a time: each process has torch, and a cluster's workers, in memory."""
+    return min(MOST_PROCESSES, this_machines_cores())
+
+
+def this_machines_cores() -> int:
+    """Those that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(MOST_PROCESSES, cores)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def plan_script(

@@ -28,6 +28,9 @@ from paceline.plan.what_if import Point
 from paceline.report.tables import console_for_tables
 from paceline.units import show_bytes, show_rate, show_seconds
 
+STAND_IN = "examples/workload.py"
+"""Trains a workload's tensors, and sleeps where a model computes."""
+
 MEANS = {
     "exact": "DDP's result, to rounding",
     "late": "every gradient is applied once, at most a step late",
@@ -46,10 +49,12 @@ def print_plan(
     arguments: Sequence[str] = (),
     *,
     network: Sequence[str] | None = None,
+    stand_in: str | None = None,
     everything: bool = False,
 ) -> None:
     """The verdict and the best of each class first, why and what would help, and last the commands
-    that run the best. *network*: options that describe the network, to try one there first.
+    that run the best. *network*: options that describe the network, to try one there first; *stand_in*: with
+    this workload's stand-in, which takes no processors, where the script would take more than there are.
     *everything*: also all rows, and what was left out and why."""
     console = console_for_tables()
     answer = Text(verdict(plan, found), style="bold")
@@ -71,8 +76,12 @@ def print_plan(
         console.print(Text(f"  {quality:{width}}  {line}"), soft_wrap=True)
     if lines and network is not None:
         row = next(iter(to_take(plan).values()))
+        where = "on this machine"
+        if stand_in is not None:
+            script, arguments = STAND_IN, [stand_in, "--steps", "100"]
+            where += ", whose cores are too few for the script's own computing"
         trial = command(row.spec, script, arguments, verb="emulate", options=network)
-        console.print(Text(f"try one first, on this machine: {trial}"), soft_wrap=True)
+        console.print(Text(f"try one first, {where}: {trial}"), soft_wrap=True)
 
 
 def _promises(plan: Plan) -> Text:

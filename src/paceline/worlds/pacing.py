@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from statistics import median
 
 from paceline.interfaces import CodingStage, Compressor
 from paceline.network.workload import Workload
+
+PASSES_KEPT = 200
+"""For a median of how late they were."""
+WARM_UP_PASSES = 2
+"""They carry start-ups."""
 
 
 class PacedCompute:
@@ -27,8 +34,23 @@ class PacedCompute:
         self._left = 0.0
         """Seconds of the forward pass after `_deadline`, where it goes tensor by tensor."""
         self._given_up = False
+        self._late = 0.0
+        """How long after its deadline the last gradient was there."""
+        self._pending = False
+        """Whether that is of a pass which is not in `_passes` yet."""
+        self._passes: deque[tuple[float, float]] = deque(maxlen=PASSES_KEPT)
+        self._pass_count = 0
+
+    @property
+    def asked_and_taken(self) -> tuple[float, float]:
+        """Seconds that a pass was to take, and those that it took: medians; zeros where there was none."""
+        if not self._passes:
+            return 0.0, 0.0
+        asked = median(asked for asked, _ in self._passes)
+        return asked, median(asked + late for asked, late in self._passes)
 
     def forward(self, samples: int | None, training: bool) -> None:
+        self._note_pass()
         self._pass(self._left)
         self._sleep()
         if self._reference is None and training:
@@ -52,6 +74,8 @@ class PacedCompute:
         self._pass(self._left)
         self._deadline += self.workload.backward[index] * self._scale
         self._sleep()
+        self._late = max(0.0, time.perf_counter() - self._deadline)
+        self._pending = True
 
     def gradient_taken(self) -> None:
         pass
@@ -65,6 +89,7 @@ class PacedCompute:
         """It takes its own time."""
 
     def update_begins(self) -> None:
+        self._note_pass()
         self._left = 0.0
         seconds = self.workload.update / self._speed
         self._deadline = time.perf_counter() + seconds
@@ -75,6 +100,17 @@ class PacedCompute:
     def give_up(self) -> None:
         """From now on the script says itself what it computes."""
         self._given_up = True
+
+    def _note_pass(self) -> None:
+        """A pass is over."""
+        if not self._pending:
+            return
+        self._pending = False
+        self._pass_count += 1
+        work = self.workload
+        if self._pass_count > WARM_UP_PASSES:
+            asked = (work.forward_seconds + work.backward_seconds) * self._scale
+            self._passes.append((asked, self._late))
 
     def _pass(self, seconds: float) -> None:
         part = min(seconds, self._left)

@@ -283,6 +283,8 @@ class RealWorld:
                         "others were not at their end yet"
                     )
             if self.rank == 0:
+                for caution in self._cautions():
+                    self.journal.note(caution)
                 result = Result.of(
                     *(self.name, self.size, self.journal, summaries),
                     *(self.options.steps, self.job.first_step),
@@ -294,6 +296,10 @@ class RealWorld:
                     # In one piece: other workers may write to the same place.
                     sys.stdout.write(result.to_json() + "\n")
                     sys.stdout.flush()
+
+    def _cautions(self) -> tuple[str, ...]:
+        """Why the run's figures tell little, beside what its journal knows."""
+        return ()
 
     def _write_profile(self, path: str) -> None:
         if len(self._profilers) > 1:

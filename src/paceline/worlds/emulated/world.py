@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -12,10 +13,23 @@ from paceline.network.cluster import Cluster
 from paceline.network.workload import Workload
 from paceline.options import RunOptions
 from paceline.tensors import wire_bytes
+from paceline.units import show_seconds
 from paceline.worlds import progress
 from paceline.worlds.described import load_of
 from paceline.worlds.pacing import PacedCompute
 from paceline.worlds.real import RealWorld
+
+BEHIND = 1.25
+"""Times what a pass was to take: longer, and its pace is not kept."""
+USE = (
+    "Use the stand-in, which computes nothing: paceline emulate examples/workload.py with the "
+    "same network -- "
+)
+
+
+def _short(seconds: float) -> str:
+    return show_seconds(float(f"{seconds:.3g}"))
+
 
 WORLD_VARIABLE = "PACELINE_WORLD"
 
@@ -55,6 +69,31 @@ class EmulatedWorld(RealWorld):
             workload = self.options.pace or "the workload that the model stands for"
             return f"paced: {workload}"
         return "what it takes, on this machine's cores"
+
+    def _cautions(self) -> tuple[str, ...]:
+        """Workers share the cores of one machine: where these are too few, it is not the cluster's
+        computing that is measured."""
+        cores = len(os.sched_getaffinity(0))
+        who = f"{self.size} workers compute on {cores} core{'s' * (cores > 1)}"
+        if self._paced_by_script:
+            return ()
+        if not self._paced:
+            if self.size <= cores:
+                return ()
+            return (
+                f"{who}, each more slowly than on a machine of its own: these figures tell of "
+                f"this machine, and not of the cluster. {USE}FILE, after paceline profile SCRIPT",
+            )
+        asked, taken = self._paced[0].asked_and_taken
+        if taken <= BEHIND * asked:
+            return ()
+        text = (
+            f"{who}: a pass takes {_short(taken)} where {_short(asked)} were asked for, so these figures "
+            "tell of this machine, and not of the cluster. "
+        )
+        if self.options.pace is None:
+            return (f"{text}Emulate fewer workers, or use more cores",)
+        return (f"{text}{USE}{self.options.pace}",)
 
     @property
     def workload(self) -> Workload | None:

@@ -1,0 +1,34 @@
+"""Which command of a plan's tries its method on this machine."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.cli import plan as verb
+from paceline.network import uniform_cluster
+from paceline.worlds.virtual import ComputeModel
+from tests.plan.helpers import layers
+
+MEASURED = ComputeModel(workload=layers(2, 1.0, 0.1, 0.2), what="train.workload.json")
+
+
+@pytest.mark.parametrize(
+    ("cores", "compute", "named", "expected"),
+    [
+        (2, MEASURED, None, "train.workload.json"),
+        (4, MEASURED, None, None),
+        (2, ComputeModel(), None, None),
+        (2, replace(MEASURED, what="measured now"), None, None),
+        (2, replace(MEASURED, what="resnet50"), "resnet50", "resnet50"),
+    ],
+)
+def test_a_stand_in_is_emulated_where_workers_outnumber_cores(
+    cores, compute, named, expected, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.workload.json").touch()
+    monkeypatch.setattr(verb, "this_machines_cores", lambda: cores)
+    asked = SimpleNamespace(cluster=uniform_cluster(4, "1gbit", "0s"), workload=named)
+    made = SimpleNamespace(compute=compute)
+    assert verb._stand_in(asked, made) == expected
