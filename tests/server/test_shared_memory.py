@@ -169,8 +169,8 @@ def test_memory_is_gone_with_its_ends():
     gc.collect()  # what tests before this one have left goes now, and not meanwhile
     before = descriptors_of_memory()
     ends = Ends(workers=2)
-    # The server's own, and Python's copies: of two regions at either end of each worker.
-    assert len(descriptors_of_memory()) == len(before) + 1 + 1 + 3 * 2
+    # The server's own: workers, however many, keep none open, at either end.
+    assert len(descriptors_of_memory()) == len(before) + 1
     ends.region.close()
     while ends.servers:  # as a shell does when a worker has left
         ends.servers.pop().close()
@@ -366,6 +366,20 @@ def test_a_lost_worker_comes_back_with_memory_of_its_own(frames):
         echo(second, CHUNK)
         assert len(descriptors_of_memory()) == with_one
         second.close()
+    assert not frames
+    assert len(descriptors_of_memory()) == before
+
+
+def test_workers_keep_no_descriptor_of_memory_open(frames):
+    before = len(descriptors_of_memory())
+    with running(Adder(3), 3) as shell:
+        ends = []
+        for worker in range(3):
+            ends.append(connect(shell, worker))
+            echo(ends[-1], CHUNK)
+            assert len(descriptors_of_memory()) == before + 1, "the server's own"
+        for end in ends:
+            end.close()
     assert not frames
     assert len(descriptors_of_memory()) == before
 

@@ -29,7 +29,6 @@ token. A worker that never frees slots of answers leaves none, and all go over Z
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import secrets
 import stat
@@ -55,11 +54,10 @@ class Region:
     """A page, and *slots* of a chunk each, as a tensor of bytes. *descriptor*: of who made
     it, as long as others may open it."""
 
-    def __init__(self, memory: mmap.mmap, slots: int, descriptor: int | None) -> None:
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
+    def __init__(self, whole: torch.Tensor, slots: int, descriptor: int | None) -> None:
         self.marks = whole[NONCE_BYTES:_PAGE]
         self.slots = whole[_PAGE:].view(slots, CHUNK_BYTES)
-        self._nonce = bytes(memory[:NONCE_BYTES])
+        self._nonce = _nonce_of(whole)
         self._descriptor = descriptor
 
     @classmethod
@@ -76,11 +74,11 @@ class Region:
         try:
             os.ftruncate(descriptor, size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
-            memory = mmap.mmap(descriptor, size)
-        except OSError:  # a limit of this process
+            memory = _mapped(descriptor, size)
+        except (OSError, RuntimeError):  # a limit of this process
             os.close(descriptor)
             return None
-        memory[:NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
+        memory[:NONCE_BYTES].numpy().data[:] = secrets.token_bytes(NONCE_BYTES)
         return cls(memory, slots, descriptor)
 
     @classmethod
@@ -98,12 +96,12 @@ class Region:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() == _seals()
             if not sealed or os.fstat(descriptor).st_size != _size(slots):
                 return None
-            memory = mmap.mmap(descriptor, _size(slots))
-        except OSError:
+            memory = _mapped(descriptor, _size(slots))
+        except (OSError, RuntimeError):
             return None
         finally:
             os.close(descriptor)
-        found = memory[:NONCE_BYTES] == place.nonce
+        found = _nonce_of(memory) == place.nonce
         return cls(memory, slots, None) if found else None
 
     @property
@@ -117,6 +115,18 @@ class Region:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _mapped(descriptor: int, size: int) -> torch.Tensor:
+    """The memory behind it, which stays when the descriptor is closed. Python's mmap would keep
+    a copy of the descriptor for as long: one for each worker. Raises `OSError`, or
+    `RuntimeError` as torch does."""
+    path = f"/proc/self/fd/{descriptor}"
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+
+
+def _nonce_of(whole: torch.Tensor) -> bytes:
+    return whole[:NONCE_BYTES].numpy().tobytes()
 
 
 def _size(slots: int) -> int:
