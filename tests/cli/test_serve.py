@@ -10,6 +10,7 @@ from paceline.cli import app
 from paceline.errors import UsageError
 from paceline.server import dedicated, serving
 from paceline.server.security import SECRET, TOKEN, dedicated_token
+from paceline.server.serve import Listener
 
 LONG = "a secret of the job"
 
@@ -20,7 +21,7 @@ class Shell:
     port = 29600
     tokens: list[str]
 
-    def __init__(self, workers: int, bind: str, port: int, token: str):
+    def __init__(self, workers: int, listener: Listener, token: str):
         self.tokens.append(token)
 
     all_have_ended_well = True
@@ -33,7 +34,7 @@ class Shell:
 
 
 def serve_once(*words):
-    app(["serve", "--workers=1", "--once", *words], standalone_mode=False)
+    app(["serve", "--workers=1", "--port=0", "--once", *words], standalone_mode=False)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from paceline.messages import Done, Introduce, Refused, Reply, Request
 from paceline.server import kinds
 from paceline.server.orders import PeerAddress
 from paceline.server.process import make_machine
-from paceline.server.serve import Shell
+from paceline.server.serve import Listener, Shell
 
 MOST_SERVICES = 64
 """A job has no more servers than that which know each other."""
@@ -38,11 +38,18 @@ Meet = Callable[[int, Mapping[str, PeerAddress]], None]
 """Connects to peers, as that sender: `Shell.meet`."""
 
 
-def make_shell(workers: int, address: str, port: int, token: str) -> Shell:
-    """A dedicated server for one training, listening. Raises `UsageError` where it cannot."""
+def make_shell(workers: int, listener: Listener, token: str) -> Shell:
+    """A dedicated server for one training, where the *listener* is."""
+    address, port = listener.address, listener.port
     machine = Dedicated(workers, f"server at {address}:{port}", token)
     shell = Shell(
-        machine, address, port, workers=workers, services=MOST_SERVICES, token=token
+        machine,
+        address,
+        port,
+        workers=workers,
+        services=MOST_SERVICES,
+        token=token,
+        listener=listener,
     )
     machine.meet = shell.meet
     return shell

@@ -53,9 +53,65 @@ QUEUED_IN = 4
 """Messages that a connection may have waiting here: the rest waits in the network."""
 
 
+class Listener:
+    """Listens for workers at *address*, on `port` (0: a free one), for one training or for several,
+    one after the other: between two of them nobody else can take the port. What comes in meanwhile
+    waits.
+
+    *security*: as the environment says, see `security`. *workers*, *max_payload_bytes*: as for
+    `Shell`. Raises `UsageError` if nothing protects the address, or it cannot be bound.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        *,
+        workers: int,
+        security: Security | None = None,
+        max_payload_bytes: int = wire.LARGEST_PAYLOAD_BYTES,
+    ) -> None:
+        self.address = address
+        self.security = choose(address) if security is None else security
+        self._context = zmq.Context(io_threads=1)
+        self.router = self._context.socket(zmq.ROUTER)
+        self.zap = self._context.socket(zmq.REP)
+        """Where ZeroMQ asks whether it may let a connection in."""
+        try:
+            self._bind(_resolved(address), port, workers, max_payload_bytes)
+        except (zmq.ZMQError, OSError) as error:
+            self.close()
+            raise cannot_listen(address, port, error) from None
+
+    def _bind(self, address: str, port: int, workers: int, max_payload: int) -> None:
+        router = self.router
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_BYTES)
+        router.setsockopt(zmq.RCVHWM, QUEUED_IN)
+        # ZeroMQ opens a full queue again when it is half empty: hence twice.
+        router.setsockopt(zmq.SNDHWM, 2 * payloads.most_messages(max_payload))
+        router.setsockopt(zmq.LINGER, int(1000 * LINGER_SECONDS))
+        router.setsockopt(zmq.BACKLOG, max(100, workers))
+        router.setsockopt(zmq.IPV6, ":" in address)
+        wire.keep_alive(router)
+        self.security.protect_server(router)
+        self.zap.setsockopt(zmq.LINGER, 0)
+        self.zap.bind(ZAP_ADDRESS)
+        router.bind(wire.endpoint(address, port or "*"))
+        bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.port = int(bound.rpartition(":")[2])
+
+    def close(self) -> None:
+        """Let go of the port; the last answers have `LINGER_SECONDS` to leave."""
+        self.zap.close()
+        self.router.close()
+        self._context.term()
+
+
 class Shell:
     """Runs *server* at *address*, on `port` (0: a free one), for *workers* workers that
     know the job's *token*, and for so many *services*, which ask it with numbers behind those.
+    *listener*: listens there already, and goes on when this has ended; None: one of its own.
     *peers*: names of those that it may ask itself, once it has met them. *numbers*: workers' lives
     are numbered here (see `sessions`).
 
@@ -76,17 +132,26 @@ class Shell:
         peers: Iterable[str] = (),
         numbers: bool = False,
         token: str,
+        listener: Listener | None = None,
         security: Security | None = None,
         max_payload_bytes: int = wire.LARGEST_PAYLOAD_BYTES,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._security = choose(address) if security is None else security
         if not token:
             raise UsageError("token: expected the job's secret token, got nothing")
+        self._keeps_listening = listener is not None
+        self._listener = listener or Listener(
+            address,
+            port,
+            workers=workers,
+            security=security,
+            max_payload_bytes=max_payload_bytes,
+        )
+        self._router, self._zap = self._listener.router, self._listener.zap
+        self.port = self._listener.port
         self._server = server
         self._workers = workers
         self._token = token
-        self._max_payload = max_payload_bytes
         self._now = now
         self.refused: Counter[str] = Counter()
         self.traffic = Traffic()
@@ -103,40 +168,14 @@ class Shell:
             workers, token, max_payload_bytes, self._loop, services, numbers
         )
         self._memory = ServerMemory()
-        self._context = zmq.Context(io_threads=1)
-        self._router = self._context.socket(zmq.ROUTER)
-        self._zap = self._context.socket(zmq.REP)
         try:
-            self._bind(_resolved(address), port)
-        except (zmq.ZMQError, OSError) as error:
+            lives = self._sessions.listen(_resolved(address))
+        except OSError as error:
             self.close()
-            raise UsageError(
-                f"a parameter server cannot listen at {address}, port {port}: {error}; "
-                "expected an address of this machine, and a port that is free (or 0)"
-            ) from None
-
-    def _bind(self, address: str, port: int) -> None:
-        router = self._router
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_BYTES)
-        router.setsockopt(zmq.RCVHWM, QUEUED_IN)
-        # ZeroMQ opens a full queue again when it is half empty: hence twice.
-        most = payloads.most_messages(self._max_payload)
-        router.setsockopt(zmq.SNDHWM, 2 * most)
-        router.setsockopt(zmq.LINGER, int(1000 * LINGER_SECONDS))
-        router.setsockopt(zmq.BACKLOG, max(100, self._workers))
-        router.setsockopt(zmq.IPV6, ":" in address)
-        wire.keep_alive(router)
-        self._security.protect_server(router)
-        self._zap.setsockopt(zmq.LINGER, 0)
-        self._zap.bind(ZAP_ADDRESS)
-        router.bind(wire.endpoint(address, port or "*"))
-        bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.port = int(bound.rpartition(":")[2])
-        listener = self._sessions.listen(address)
-        self._loop.watch(router, self._read_messages)
+            raise cannot_listen(address, 0, error) from None
+        self._loop.watch(self._router, self._read_messages)
         self._loop.watch(self._zap, self._read_questions)
-        self._loop.watch(listener, self._accept)
+        self._loop.watch(lives, self._accept)
 
     def meet(
         self, sender: int, peers: Mapping[str, PeerAddress], life: int = 0
@@ -212,15 +251,15 @@ class Shell:
             self.close()
 
     def close(self) -> None:
-        """Let go of all sockets and memory; the last answers have `LINGER_SECONDS` to leave."""
+        """Let go of all sockets and memory; the last answers have `LINGER_SECONDS` to leave. A
+        listener that others were given goes on."""
         if self._peers is not None:
             self._peers.close(well=False)
         self._memory.close()
         self._sessions.close()
         self._loop.let_go()
-        self._zap.close()
-        self._router.close()
-        self._context.term()
+        if not self._keeps_listening:
+            self._listener.close()
 
     def _is_over(self, lasts: bool) -> bool:
         return self._sessions.all_have_departed or (
@@ -250,7 +289,7 @@ class Shell:
 
     def _read_questions(self) -> None:
         question = self._zap.recv_multipart()
-        reply, admitted = self._security.zap_reply(question, self._token)
+        reply, admitted = self._listener.security.zap_reply(question, self._token)
         self._zap.send_multipart(reply)
         if not admitted:
             self._count("token", "a connection that does not know the job's token")
@@ -436,6 +475,14 @@ class Shell:
         """The server is told, which may bring answers to others."""
         worker, incarnation = lost.worker, lost.incarnation
         self._deliver(self._server.on_lost(worker, incarnation, self._now()))
+
+
+def cannot_listen(address: str, port: int, error: Exception) -> UsageError:
+    """What a server says that finds no place."""
+    return UsageError(
+        f"a parameter server cannot listen at {address}, port {port}: {error}; "
+        "expected an address of this machine, and a port that is free (or 0)"
+    )
 
 
 def _resolved(address: str) -> str:

@@ -1,4 +1,8 @@
-"""What ``paceline serve`` does: one training after the other, on one address."""
+"""What ``paceline serve`` does: one training after the other, on one address.
+
+One socket listens for all of them. Were it bound anew for each, anybody on the machine could take
+the port in between, and workers of the next training would show him their token.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from paceline.errors import UsageError
 from paceline.server import dedicated
 from paceline.server.metrics import Endpoint, Figures, figures_of
 from paceline.server.security import SECRET, TOKEN, dedicated_token
+from paceline.server.serve import Listener
 from paceline.server.snapshot import claimed
 from paceline.server.surviving import SurvivingJob, checked
 
@@ -30,6 +35,7 @@ class Serving:
     ) -> None:
         self._workers, self._bind, self._port = workers, bind, port
         self._token = dedicated_token()
+        self._listener: Listener | None = None
         self._figures: Callable[[], Figures] | None = None
         """Of the training that is served now."""
         self._endpoint: Endpoint | None = None
@@ -48,6 +54,8 @@ class Serving:
     def __exit__(self, *_: object) -> None:
         if self._endpoint is not None:
             self._endpoint.close()
+        if self._listener is not None:
+            self._listener.close()
 
     def serve(self, *, once: bool) -> None:
         """Trainings of any kind, each of which ends with its first worker that dies; *once*: a
@@ -55,7 +63,7 @@ class Serving:
         the line printed that exports it."""
         made, token = self._token is None, self._token or secrets.token_hex(16)
         while True:
-            shell = dedicated.make_shell(self._workers, self._bind, self._port, token)
+            shell = dedicated.make_shell(self._workers, self._listening(), token)
             try:
                 print(
                     f"paceline: serving at {self._bind}:{shell.port}", file=sys.stderr
@@ -116,6 +124,7 @@ class Serving:
             self._bind,
             self._port,
             self._token or "",
+            listener=self._listening(),
             snapshot=snapshot,
             snapshot_seconds=snapshot_seconds,
             evict_silent=evict_silent,
@@ -135,6 +144,12 @@ class Serving:
         else:
             _say_who_broke_off(job, snapshot)
         return well
+
+    def _listening(self) -> Listener:
+        """Where all trainings' workers come. Raises `UsageError` where nobody can listen."""
+        if self._listener is None:
+            self._listener = Listener(self._bind, self._port, workers=self._workers)
+        return self._listener
 
     def _now(self) -> Figures | None:
         figures = self._figures

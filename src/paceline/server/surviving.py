@@ -30,7 +30,7 @@ from paceline.server.metrics import Figures, figures_of
 from paceline.server.orders import IsDone
 from paceline.server.process import SILENT_SECONDS, SilenceWatch, make_machine
 from paceline.server.protocol import ParameterServer
-from paceline.server.serve import Shell
+from paceline.server.serve import Listener, Shell
 
 MISSING_SECONDS = 60.0
 """After so long it is said who is missing."""
@@ -147,7 +147,7 @@ class SurvivingJob:
 
     *snapshot*: the file where it keeps what it holds every *snapshot_seconds*, and from which it goes
     on if it is there; None: a server that is started again begins with nothing. *evict_silent*:
-    a worker that is silent for so many seconds is taken for lost. *without*: workers that had ended
+    a worker that is silent for so many seconds is taken for lost. *listener*: as for `Shell`. *without*: workers that had ended
     well before the server was started again, and do not come back. *evicted* is told of each that is
     taken for lost: its process may hang, and does not end by itself.
 
@@ -165,6 +165,7 @@ class SurvivingJob:
         snapshot: Path | None = None,
         snapshot_seconds: float = snapshots.SECONDS,
         evict_silent: float = SILENT_SECONDS,
+        listener: Listener | None = None,
         without: Sequence[int] = (),
         evicted: Report = lambda worker, incarnation: None,
     ) -> None:
@@ -187,7 +188,13 @@ class SurvivingJob:
         server = self._watch = watched(server, evict_silent, self._evict)
         server = MissingWatch(server, self.machine.missing)
         self.shell = Shell(
-            server, bind, port, workers=workers, numbers=True, token=token
+            server,
+            bind,
+            port,
+            workers=workers,
+            numbers=True,
+            token=token,
+            listener=listener,
         )
         self.port = self.shell.port
 
