@@ -122,17 +122,62 @@ def test_workers_are_killed_some_of_them_while_they_import(start):
 
 
 @pytest.mark.slow
-def test_the_server_is_killed_and_there_is_no_snapshot(start):
+@pytest.mark.parametrize("records", [False, True], ids=["", "with records"])
+def test_the_server_is_killed_and_nobody_named_a_snapshot(start, tmp_path, records):
+    """One is kept all the same, in a file that no other job has; nothing is left of it."""
+    folder = tmp_path / "records"
+    folder.mkdir()
+    stale = folder / "server-of-another-job.snapshot"
+    stale.write_text("what another job has left")
+    job, _ = start(
+        "backup",
+        "steps:40",
+        options=[f"--records={folder}"] if records else [],
+        forked="all" if records else False,  # whose temporary folder is its own
+        PACELINE_SNAPSHOT_SECONDS="0.001",
+    )
+    own = folder if records else job.temporary
+
+    def kept():
+        return [path for path in own.rglob("server-*.snapshot") if path != stale]
+
+    wait_in(job, kept, "a snapshot")
+    for rank in range(WORKERS):
+        wait_for_steps(job, tmp_path / "job", rank, 0, 20)
+    kill(servers_of(job)[0])
+    (tmp_path / "job" / "go").touch()
+    job.wait(START_SECONDS).check_ended_well()
+    assert "it goes on from its snapshot of step" in job.stderr
+    assert stale.read_text() == "what another job has left"
+    assert not kept()
+    assert not list(own.rglob("*.part"))
+
+
+@pytest.mark.slow
+def test_the_server_is_killed_before_its_first_snapshot(start):
+    """The training begins anew, and less is lost than between two snapshots."""
     job, folder = start("asp", "until", forked="all")
     for rank in range(WORKERS):
         wait_for_steps(job, folder, rank, 0, 5)
     kill(servers_of(job)[0])
-    job.wait(BAD_END_SECONDS)
-    assert job.status == 1
+    for rank in range(WORKERS):
+        wait_for_steps(job, folder, rank, 1, 1)
+    (folder / "enough").touch()
+    job.wait(START_SECONDS).check_ended_well()
     assert "the parameter server was killed by SIGKILL after step" in job.stderr
-    assert "there is no snapshot: give --snapshot FILE" in job.stderr
-    assert job.stderr.count("PeerLostError: server 0 at 127.0.0.1:") == WORKERS
-    job.check_nothing_left()
+    assert "no snapshot was taken yet, and the training begins anew" in job.stderr
+
+
+@pytest.mark.slow
+def test_a_job_with_records_that_is_ended_keeps_its_last_snapshot(start, tmp_path):
+    records = tmp_path / "records"
+    often = {"forked": "all", "PACELINE_SNAPSHOT_SECONDS": "0.001"}
+    job, _ = start("asp", "until", options=[f"--records={records}"], **often)
+    wait_in(job, lambda: [*records.glob("server-*.snapshot")], "a snapshot")
+    job.process.send_signal(signal.SIGTERM)
+    job.wait(BAD_END_SECONDS)
+    [kept] = records.glob("server-*.snapshot")
+    assert f"--snapshot {kept} --resume" in job.stderr
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def run(
         Path | None,
         typer.Option(
             help="With --survive: where the server keeps its parameters, to go on from "
-            "when it dies. \\[default: nowhere]"
+            "when it dies. \\[default: a file of this job's own, which goes with it]"
         ),
     ] = None,
     resume: Annotated[

@@ -8,13 +8,14 @@ its connections are lost; here it is started again, with a higher incarnation, j
 servers, and pulls the parameters of that moment. When a server dies, no worker can go on: each
 has a connection to every server, and none can be mended. While another server holds the model,
 the one that died is started again, and enters from there; else all servers go on from the
-snapshot. Then all workers are started again. Where there is none, each ends with
-an error that names the server.
+snapshot. Then all workers are started again. Where none was taken yet, the training begins anew.
 
 A worker that is silent though it lives is evicted too, and told so when it speaks again;
 one that has not ended by itself after `END_SECONDS` is killed, and started again.
 
-A snapshot that is there at the start may be of a job that failed, or of quite another one: the
+Where nobody names a file for the snapshot, it is one of this job's own, with a name that no other
+job has: in the folder for records, if there is one, else in a temporary folder that goes with the job.
+A named file that is there at the start may be of a job that failed, or of quite another one: the
 job does not start then, unless it is told to go on from it (``PACELINE_RESUME=1``). A job that
 ends well removes its own.
 
@@ -60,8 +61,8 @@ RESUME_VARIABLE = "PACELINE_RESUME"
 class Supervisor:
     """Runs *script* in *workers* processes on this machine.
 
-    *snapshot*: where server 0 keeps its parameters, see `SurvivingServers`; None: the death of
-    the last server that holds them ends the job.
+    *snapshot*: where server 0 keeps its parameters, see `SurvivingServers`; None: in a file of its
+    own.
     *resume*: begin with the snapshot that is there (None is there: from the beginning).
 
     Raises `UsageError` for a method whose workers meet in collectives, and for a snapshot
@@ -99,25 +100,33 @@ class Supervisor:
         Whatever happens, no process is left. Raises `UsageError` where a server does not start, or
         another job keeps its snapshot in this one's file.
         """
-        with claimed(self._servers.snapshot):
-            status = self._run()
-            if status == 0:
-                self._servers.remove_snapshot()
+        with scratch_folder() as folder:
+            records = self._options.records
+            if self._servers.snapshot is None:
+                self._servers.keep_snapshot_in(Path(records or folder))
+            with claimed(self._servers.snapshot):
+                status = self._run(folder)
+                if status == 0:
+                    self._servers.remove_snapshot()
+            if records is not None and self._servers.has_snapshot:
+                print(
+                    "paceline: the last snapshot is kept; to go on from it: --snapshot "
+                    f"{self._servers.snapshot} --resume",
+                    file=sys.stderr,
+                )
         return status
 
-    def _run(self) -> int:
-        with scratch_folder() as folder:
-            self._workers = [
-                SurvivingWorker(rank, self._command, folder)
-                for rank in range(self._size)
-            ]
-            try:
-                self._supervise()
-            except ToldToEnd as told:
-                return told.say()
-            finally:
-                self._end_workers()
-                self._servers.close()
+    def _run(self, folder: str) -> int:
+        self._workers = [
+            SurvivingWorker(rank, self._command, folder) for rank in range(self._size)
+        ]
+        try:
+            self._supervise()
+        except ToldToEnd as told:
+            return told.say()
+        finally:
+            self._end_workers()
+            self._servers.close()
         return 1 if self._failed else 0
 
     def standing(self) -> Standing | None:
@@ -231,9 +240,9 @@ class Supervisor:
         for worker in self._workers:
             worker.note_reached()
         reached = max(worker.reached for worker in self._workers)
-        some_hold = servers.some_hold()
-        if not some_hold and not servers.has_snapshot:
-            self._fail(f"{how} after step {reached}")
+        some_hold, has_snapshot = servers.some_hold(), servers.has_snapshot
+        if self._trained and not some_hold and not has_snapshot:
+            self._fail(how)
             return
         self._in_vain = 0 if made_steps else self._in_vain + 1
         if self._in_vain == MOST_IN_VAIN:
@@ -242,6 +251,10 @@ class Supervisor:
                 "see above for what it said"
             )
         self._end_workers()
+        begins_anew = not some_hold and not has_snapshot
+        if begins_anew:
+            for worker in self._workers:
+                worker.done = False
         done = [worker.rank for worker in self._workers if worker.done]
         if some_hold:
             servers.start_again(dead, done)
@@ -255,7 +268,12 @@ class Supervisor:
             goes_on = (
                 f"it goes on from its snapshot of step {step}: {lost} steps are lost"
             )
-            if len(servers.each) > 1:
+            if begins_anew:
+                goes_on = (
+                    "no snapshot was taken yet, and the training begins anew: "
+                    f"{lost} steps are lost"
+                )
+            elif len(servers.each) > 1:
                 goes_on = (
                     "no other holds the model, and all servers go on from the snapshot of "
                     f"step {step}: {lost} steps are lost"
@@ -269,12 +287,11 @@ class Supervisor:
                 self._start(worker)
 
     def _fail(self, how: str) -> None:
-        """No server holds what is trained: let workers say so."""
-        advice = "give --snapshot FILE to go on from one"
-        if self._servers.snapshot is not None:
-            advice = "none was taken yet"
+        """No server holds what is trained, and the script's first training is over: it cannot
+        begin at its top again. Let workers say so."""
         print(
-            f"paceline: {how}, and there is no snapshot: {advice}",
+            f"paceline: {how} after a training was over, and there is no snapshot of the next one: "
+            "only the first training of a script survives that",
             file=sys.stderr,
         )
         self._failed = True

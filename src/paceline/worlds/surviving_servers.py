@@ -228,6 +228,12 @@ class SurvivingServers:
 
     # ---- the snapshot ----
 
+    def keep_snapshot_in(self, folder: Path) -> None:
+        """In a file that no other job has. Raises `UsageError` where there can be none."""
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"server-{secrets.token_hex(8)}.snapshot"
+        self.snapshot = _checked(folder / name, resumes=False)
+
     @property
     def has_snapshot(self) -> bool:
         """Whether there is one to go on from."""
