@@ -115,6 +115,7 @@ def train(subject: Subject, method: Method, settings: Settings) -> DistributedOp
     wrapped = DistributedOptimizer._wrap(subject.optimizer, present, world)
     world.job.begin(subject.model, wrapped, present, wrapped.finish)
     world.job.hold(made.training, made.close)
+    wrapped._end_if_complete()
     return wrapped
 
 

@@ -13,6 +13,8 @@ class PacelineError(Exception):
     """Base of all errors raised by paceline. *exit_status*: of a command that ends with it."""
 
     exit_status = 1
+    restart_helps = False
+    """Whether the same process, started again, may come further."""
 
 
 class UsageError(PacelineError, ValueError):
@@ -45,6 +47,8 @@ class DeadlockError(PacelineError):
 
 class PeerLostError(PacelineError):
     """Another rank of the job ended badly, so this one cannot go on."""
+
+    restart_helps = True
 
 
 class WorkerFailedError(PacelineError):

@@ -289,13 +289,15 @@ class Joined(msgspec.Struct, tag="joined", kw_only=True):
     or without this life of it. A guest takes what is there; what it brings is not used. *own*:
     this server's parameters have in them the worker's gradients of all steps before. Of several
     servers some may have more than others: the worker goes on with the least *own*, unless a
-    *step* is later."""
+    *step* is later. *over*: an earlier life of this worker has left the training well, so it has
+    no more steps to do."""
 
     step: int
     loaded: bool
     own: int = 0
     load: int = 0
     guest: bool = False
+    over: bool = False
 
 
 class Met(msgspec.Struct, tag="met", kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -144,7 +145,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         job = self._world.job
         if self._present.finished and job.ended:
-            raise self._ended()
+            if job.options.steps:
+                raise self._ended()
+            # Another life has done the step: the script goes on to what follows its loop.
+            return None if closure is None else closure()
         if self._present.finished:
             raise UsageError(
                 "step() after finish(): the other workers no longer wait for this one"
@@ -178,6 +182,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         journal = self._world.journal
         figures = self._training.figures() if journal.wants_figures else {}
         journal.step(self.first_step, figures)
+
+    def _end_if_complete(self) -> None:
+        """Of a worker that was started again: the job's steps may be done by now. It has the finished
+        model then, and its script's steps change nothing."""
+        job, rank = self._world.job, self._world.rank
+        steps = job.options.steps or math.inf
+        if not self._training.was_left and self.first_step < steps:
+            return
+        self.finish()
+        job.ended = True
+        print(
+            f"paceline: worker {rank} was started again after its last step: it has the finished model, and "
+            "further steps of its script change nothing (loops over paceline.steps() end at once)",
+            file=sys.stderr,
+        )
 
     def _end_script(self) -> None:
         """Let its loops come to their end, if they can: else leave them."""

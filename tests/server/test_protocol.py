@@ -334,6 +334,30 @@ def test_leaves_are_answered_when_nobody_trains() -> None:
     assert [(a.to.worker, a.message) for a in answers] == [(1, Done()), (0, Done())]
 
 
+def test_who_has_left_and_comes_back_has_no_more_steps() -> None:
+    case = Case(ASP()).begin(0, 1)
+    case.server.wait_for_the_lost()
+    case.whole_step(0, 0)
+    case.whole_step(1, 0)
+    case.ask(1, Leave())
+    case.server.on_lost(1, 0, 0.0)
+    [answer] = case.ask(1, JOIN, life=1)
+    assert isinstance(answer.message, Joined)
+    assert answer.message.over
+    assert not case.ask(1, Leave(), life=1), "worker 0 trains"
+    answers = case.ask(0, Leave())
+    assert {a.to.worker for a in answers} == {0, 1}
+
+
+def test_who_died_before_it_has_left_has_steps_to_do() -> None:
+    case = Case(ASP()).begin(0, 1)
+    case.server.wait_for_the_lost()
+    case.server.on_lost(1, 0, 0.0)
+    [answer] = case.ask(1, JOIN, life=1)
+    assert isinstance(answer.message, Joined)
+    assert not answer.message.over
+
+
 def test_the_lost_are_not_waited_for_and_told_nothing() -> None:
     case = Case(SSP(staleness=0), 3).begin(0, 1, 2)
     case.whole_step(0, 0)

@@ -1,8 +1,9 @@
 """``python -m paceline.server``: one server process, started by a supervisor.
 
 Its first line of input is the job's token (so that no process list shows it); it prints where it
-listens and the step that it goes on from, and serves until all workers have said goodbye,
-or its input ends because who started it did. Both then say more, a line of JSON each (see
+listens and the step that it goes on from, and serves until its input ends: because the job is
+complete, or who started it has ended. After all workers have said goodbye it ends when one of them begins
+another training. Both then say more, a line of JSON each (see
 `orders`): the supervisor, which workers are done or were lost to another server, and where this
 server's peers are; the server, which workers it takes for lost, and that it has entered, or gone.
 
@@ -39,6 +40,7 @@ from paceline.server.orders import (
     IsDone,
     IsLost,
     Listens,
+    Over,
 )
 from paceline.server.process import SILENT_SECONDS, make_machine
 from paceline.server.protocol import ParameterServer
@@ -59,7 +61,9 @@ def main() -> int:
         return 1
     try:
         _say(Listens(port=supervised.shell.port, step=supervised.step))
-        supervised.shell.run(sys.stdin.fileno(), supervised.hear)
+        supervised.shell.run(
+            sys.stdin.fileno(), supervised.hear, on_end=lambda: _say(Over())
+        )
         supervised.finish()
     finally:
         supervised.shell.close()
@@ -215,7 +219,7 @@ def _report(worker: int, incarnation: int) -> None:
     _say(Evicted(worker=worker, incarnation=incarnation))
 
 
-def _say(words: Listens | Evicted | Entered | Gone) -> None:
+def _say(words: Listens | Evicted | Entered | Gone | Over) -> None:
     print(msgspec.json.encode(words).decode(), flush=True)
 
 

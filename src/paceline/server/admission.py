@@ -76,7 +76,10 @@ class Admission:
         own = self._shard.next_step(sender.worker)
         members.join(sender.worker, max(step, own), guest)
         loaded = self._shard.is_loaded
-        joined = Joined(step=step, loaded=loaded, own=own, load=loads, guest=guest)
+        over = members.has_left(sender.worker)
+        joined = Joined(
+            step=step, loaded=loaded, own=own, load=loads, guest=guest, over=over
+        )
         self._answers.send(sender, joined)
 
     # ---- for a snapshot ----

@@ -66,7 +66,12 @@ class Reception:
             self.channel.server.wait_for(self)
         assert self.reply is not None
         if isinstance(self.reply, Refused):
-            raise UsageError(f"{self.channel.server.name}: {self.reply.reason}")
+            kind = (
+                PeerLostError
+                if self.reply.reason == wire.TAKEN_FOR_LOST
+                else UsageError
+            )
+            raise kind(f"{self.channel.server.name}: {self.reply.reason}")
         return self.reply
 
     def when_in(self, action: Callable[[], None]) -> None:

@@ -37,6 +37,8 @@ class Joining:
         self.first_step = 0
         self.is_guest = False
         """Whether this worker has joined a training that goes on."""
+        self.is_over = False
+        """Whether an earlier life of this worker has done all of its steps."""
         self._layout = spread.layout
         self._loads = [0] * len(spread.endpoints)
         """By server: how many loads it had come through when it last answered."""
@@ -55,6 +57,7 @@ class Joining:
             assert isinstance(answer, Joined), answer
             self._loads[server] = answer.load
             self.is_guest = self.is_guest or answer.guest
+            self.is_over = self.is_over or answer.over
             if server in self._layout.homes:
                 steps.append(answer.step)
                 own.append(answer.own)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender
+from paceline.server.wire import TAKEN_FOR_LOST
 
 MOST_STEPS_AHEAD = 100_000
 """A step that is further ahead of all workers is a mistake, and refused."""
@@ -95,6 +96,8 @@ class Members:
         self.return_from_loss = False
         """Lost workers come back, each as another life."""
         self._returning: set[int] = set()
+        self._left: set[int] = set()
+        """Workers that have left well, in one life or another."""
         self._awaited = set(range(workers))
         """Workers that are to join before the first step, and have not yet."""
         self.resting: set[int] = set()
@@ -146,7 +149,7 @@ class Members:
         if member is None or sender.incarnation > member.incarnation:
             return "join first"
         if member.lost or sender.incarnation < member.incarnation:
-            return "taken for lost: join with another life"
+            return TAKEN_FOR_LOST
         return "" if joins or member.joined else "join first"
 
     def missing(self) -> list[int]:
@@ -163,7 +166,17 @@ class Members:
         self._returning.discard(worker)
         self._known[worker].joined = True
         self._known[worker].guest = guest
+        self._known[worker].leaving = self.has_left(worker)
         self._known[worker].begins_with(step)
+
+    def leave(self, worker: int) -> None:
+        """A worker has done all of its steps: nobody waits for another one."""
+        self._known[worker].leaving = True
+        self._left.add(worker)
+
+    def has_left(self, worker: int) -> bool:
+        """Whether this life of a worker, or an earlier one, has done all of its steps."""
+        return worker in self._left
 
     def lose(self, worker: int) -> None:
         if self.return_from_loss and not self._known[worker].leaving:

@@ -71,6 +71,11 @@ class Evicted(msgspec.Struct, tag="evicted", kw_only=True):
     incarnation: int
 
 
+class Over(msgspec.Struct, tag="over", kw_only=True):
+    """All workers have said goodbye to a server; it holds what they have trained until its input
+    ends, for another life of one of them."""
+
+
 class Entered(msgspec.Struct, tag="entered", kw_only=True):
     """A server that was to take over what its peers hold has done so."""
 

@@ -8,6 +8,7 @@ event      what changes                                   answer
 join       The worker takes part from step 0, or where    `Joined`; `Refused` where it
            it was missed before from the step that the    trains something else than the
            discipline names. An older life of it is lost. first worker
+           One whose older life has left is told so.
 arrive     The worker sends nothing, until it has met     `Met`, when all have arrived and
            all others that train.                         the load is here; earlier to the
                                                           worker that leads the load;
@@ -338,7 +339,7 @@ class ParameterServer:
             raise UsageError("leave: in the middle of a step")
         self._meetings.check_not_there("leave", sender.worker)
         self._pushes.check_late_units("leave", sender.worker, member.clock, "it leaves")
-        member.leaving = True
+        self._members.leave(sender.worker)
         self._leaves.append(sender)
         self._somebody_has_gone()
 

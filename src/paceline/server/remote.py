@@ -327,6 +327,11 @@ class RemoteParameters:
         """Whether this worker has joined a training that goes on."""
         return self._joining.is_guest
 
+    @property
+    def is_over(self) -> bool:
+        """Whether an earlier life of this worker has done all of its steps."""
+        return self._joining.is_over
+
     def leave(self) -> None:
         self._main.clear()
         for reception in [e.request(Leave()) for e in self._endpoints]:

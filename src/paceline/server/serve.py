@@ -158,6 +158,8 @@ class Shell:
         self._outbox: deque[Answer | Ask] = deque()
         self._delivering = False
         self._stopped = False
+        self._ended = False
+        """Whether all workers have said goodbye."""
         self._begun_line = b""
         """Of what is read to the end; see `run`."""
         self._loop = PollLoop()
@@ -231,15 +233,17 @@ class Shell:
         on_line: Callable[[bytes], Iterable[Answer | Ask]] = lambda line: (),
         *,
         lasts: bool = True,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         """Serve until *stop*, a descriptor, is at its end, or all workers have said
         goodbye; unless it *lasts*, also until those that came are all gone, some of them without
-        one. *on_line* is told each line of *stop*, and says what is to leave. Raises what
+        one. With *on_end*, which is called each time that all have said goodbye, only until one of them
+        begins another training: another life of a worker may still come for what was trained. *on_line* is told each line of *stop*, and says what is to leave. Raises what
         *on_line* and the server raise, and nothing that a peer could cause."""
         if stop is not None:
             self._loop.watch(stop, lambda: self._read_stop(stop, on_line))
         try:
-            while not self._stopped and not self._is_over(lasts):
+            while not self._stopped and not self._is_over(lasts, on_end):
                 self._hear_peers()
                 self._loop.handle(self._patience(lasts))
                 deadline = self._server.next_deadline()
@@ -261,7 +265,12 @@ class Shell:
         if not self._keeps_listening:
             self._listener.close()
 
-    def _is_over(self, lasts: bool) -> bool:
+    def _is_over(self, lasts: bool, on_end: Callable[[], None] | None) -> bool:
+        if on_end is not None:
+            ended, self._ended = self._ended, self._sessions.all_have_departed
+            if self._ended and not ended:
+                on_end()
+            return self._ended and self._sessions.another_is_wanted
         return self._sessions.all_have_departed or (
             not lasts and time.monotonic() >= self._sessions.deserted_from
         )

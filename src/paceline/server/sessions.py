@@ -140,6 +140,9 @@ class Sessions:
         self._broke_off: set[int] = set()  # of these: in the middle of their training
         self._some_are_lost = False
         self._last_goodbye = 0.0
+        self.another_is_wanted = False
+        """Whether a worker that has departed was here again, in the same life: its script has begun
+        another training."""
         self._callers = Callers(workers + services + _STRANGERS, _LINE_BYTES)
         self._owners: dict[socket.socket, Session] = {}
         self._listener: socket.socket | None = None
@@ -259,6 +262,8 @@ class Sessions:
             self._check_free(hello.worker)
             incarnation = newest + 1
         if incarnation <= newest:
+            departed = hello.worker in self._departed and incarnation == newest
+            self.another_is_wanted = self.another_is_wanted or departed
             reason = (
                 f"incarnation {incarnation} of worker {hello.worker}, "
                 f"{wire.HAS_BEEN_HERE} {newest}; come back with a larger one"

@@ -43,6 +43,8 @@ HAS_BEEN_HERE = "which has been here as"
 """In the refusal of a worker that has left: a later training may be about to begin."""
 IS_HERE = "is here already, from"
 """In the refusal of a worker whose number somebody has: that one may be about to be lost."""
+TAKEN_FOR_LOST = "taken for lost: join with another life"
+"""The refusal of what a life of a worker asks that is not here any more."""
 BEFORE_IT_STOOD = "before it stood"
 """In the words of a worker whose connection was closed while it shook hands."""
 CREDITS = 1024

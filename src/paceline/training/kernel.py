@@ -111,6 +111,11 @@ class Training:
         return 0 if self._remote is None else self._remote.first_step
 
     @property
+    def was_left(self) -> bool:
+        """Whether this worker was started again after it had done all of its steps."""
+        return self._remote is not None and self._remote.is_over
+
+    @property
     def loading(self) -> Loading:
         """What the script loads, where servers update."""
         assert self._loading is not None, "this method's worker updates"

@@ -48,7 +48,7 @@ from typing import Any, NoReturn
 import msgspec
 import torch.distributed as dist
 
-from paceline.errors import PeerLostError
+from paceline.errors import PacelineError, PeerLostError
 from paceline.python_private import call_finalizers, end_children
 from paceline.torch_private import forget_default_group
 
@@ -162,7 +162,10 @@ class Ending:
                 dist.destroy_process_group()
         except BaseException as error:
             report_to_launcher(error)
-            tracebacks.print_exc()
+            if isinstance(error, PacelineError):
+                print(f"paceline: {error}", file=sys.stderr)
+            else:
+                tracebacks.print_exc()
             self._leave(f"failed at its end: {error}")
             end_at_once(1)
         self._put_back()
@@ -190,6 +193,8 @@ def report_to_launcher(error: BaseException) -> None:
     )
     timestamp = int(time.time()) + (2 if lost_a_peer else 0)
     details = {"py_callstack": traceback, "timestamp": str(timestamp)}
+    if isinstance(error, PacelineError) and not error.restart_helps:
+        details["final"] = "1"
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
     # The launcher may end this process meanwhile, and two threads may have bad news.
     unfinished = Path(f"{path}.{threading.get_ident()}.part")

@@ -5,9 +5,49 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from paceline.worlds.ending import LOST_PEER
 from paceline.worlds.processes import how_it_ended
+
+FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Where a worker leaves the error that it ends with, as torchrun asks for it, and our own launchers do."""
+
+
+class _Extra(msgspec.Struct):
+    timestamp: str = "0"
+    final: str = ""
+
+
+class _Message(msgspec.Struct):
+    message: str = ""
+    extraInfo: _Extra = msgspec.field(default_factory=_Extra)  # noqa: N815 - torchrun's
+
+
+class _Report(msgspec.Struct):
+    message: _Message
+
+
+@dataclass(frozen=True)
+class ReportedError:
+    """What a failed worker has left: see `ending.report_to_launcher`. *seconds*: since 1970. *final*: the
+    same process, started again, would fail alike."""
+
+    message: str = ""
+    seconds: float = 0.0
+    final: bool = False
+
+
+def reported(path: Path) -> ReportedError:
+    """The error in that file; an empty one, where a worker has left none."""
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=_Report).message
+        extra = report.extraInfo
+        return ReportedError(report.message, float(extra.timestamp), bool(extra.final))
+    except (OSError, msgspec.MsgspecError, ValueError):
+        return ReportedError()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -253,13 +253,26 @@ class RealWorld:
             self._bad_news.wait(GRACE_SECONDS)
         self._liveness.close(fault)
 
+    @property
+    def _broken_by(self) -> str:
+        """The error that has ended the last training here, if any."""
+        trainings = self.job.trainings
+        return trainings[-1].training.broken_by if trainings else ""
+
     def close(self) -> None:
-        """Do what was put off until the end."""
+        """Do what was put off until the end. Raises `PeerLostError` where the script has caught the error
+        that broke its training, and whoever started this worker would take its good end for the job's."""
         if dist.is_initialized() or self.alone:
             self.job.end()
         if self._services is not None:
             self._services.close()
         self._write_results()
+        if self.alone and self._broken_by:
+            raise PeerLostError(
+                f"the script of worker {self.rank} ends well, though its training broke: "
+                f"{self._broken_by}. A job that survives (--survive) takes a good end for a complete "
+                "training, so this worker ends badly, and is started again"
+            )
 
     def _write_results(self) -> None:
         if not self.journal.method or self._results_written:

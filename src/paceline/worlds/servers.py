@@ -28,6 +28,7 @@ from paceline.server.orders import (
     IsDone,
     IsLost,
     Listens,
+    Over,
 )
 
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
@@ -102,7 +103,7 @@ class ServerProcess:
         """Say this to it, if it has not ended."""
         self._write(msgspec.json.encode(words))
 
-    def news(self) -> list[Evicted | Entered | Gone]:
+    def news(self) -> list[Evicted | Entered | Gone | Over]:
         """What it has said since this was last called. Does not wait."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 0)
@@ -110,7 +111,8 @@ class ServerProcess:
             self._heard += os.read(self.process.stdout.fileno(), 65536)
         *lines, self._heard = self._heard.split(b"\n")
         return [
-            msgspec.json.decode(line, type=Evicted | Entered | Gone) for line in lines
+            msgspec.json.decode(line, type=Evicted | Entered | Gone | Over)
+            for line in lines
         ]
 
     def close(self) -> None:

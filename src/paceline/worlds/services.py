@@ -245,7 +245,9 @@ class RealServices:
             return alone.connected(name, host, address.port, self._rank, connect)
         if started:
             check_listens(name, host, address.port)
-        deadline = time.monotonic() + BETWEEN_SECONDS
+        survives = environment.get(SURVIVE_VARIABLE) == "1"
+        between_seconds = START_SECONDS if survives else BETWEEN_SECONDS
+        deadline = time.monotonic() + between_seconds
         while True:
             try:
                 return connect()

@@ -21,7 +21,12 @@ ends well removes its own.
 
 A restarted script begins at its top. ``--steps N`` counts the job's steps, so it does only
 those that are left; a script that counts epochs itself asks ``optimizer.first_step``. So
-there is one training to a script: what fails after its end fails the job.
+there is one training to a script. After its end the servers hold the finished model until all
+scripts have ended well: a worker that dies meanwhile is started again, finds it, and has no more steps to
+do. What fails after the beginning of a second training fails the job.
+
+A worker that ends with an error that a restart cannot mend (`PacelineError.restart_helps`), such as an
+unknown method, ends the job.
 """
 
 from __future__ import annotations
@@ -31,7 +36,6 @@ import os
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -51,9 +55,6 @@ from paceline.worlds.servers import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
 from paceline.worlds.surviving import END_SECONDS, MOST_IN_VAIN, SurvivingWorker
 from paceline.worlds.surviving_servers import SurvivingServer, SurvivingServers
 
-REST_SECONDS = 1.0
-"""After a training has ended well, so long before a server is started for another one: most
-scripts have none, and end."""
 RESUME_VARIABLE = "PACELINE_RESUME"
 """Set to 1 to begin with the snapshot that an earlier job left."""
 
@@ -91,7 +92,6 @@ class Supervisor:
         self._in_vain = 0
         """Deaths of servers in a row without a completed step."""
         self._trained = False
-        self._rested: float | None = None
         self._failed = False
 
     def run(self) -> int:
@@ -204,18 +204,18 @@ class Supervisor:
                 worker.done = True
                 self._servers.say_done(worker.rank)
                 continue
-            if self._trained or self._servers.some_are_over:
+            if self._trained or self._servers.are_gone:
                 raise UsageError(
                     f"worker {worker.rank} {how_it_ended(status)} after its training was "
                     "over: only the training itself survives that"
                 )
             if not self._servers.dead():  # else it is a consequence
-                self._start_again(worker, how_it_ended(status))
+                self._start_again(worker, status)
 
-    def _start_again(self, worker: SurvivingWorker, how: str) -> None:
-        worker.count_death(how)
+    def _start_again(self, worker: SurvivingWorker, status: int) -> None:
+        worker.count_death(status)
         print(
-            f"paceline: worker {worker.rank} {how} after step {worker.reached}; it is "
+            f"paceline: worker {worker.rank} {how_it_ended(status)} after step {worker.reached}; it is "
             "started again",
             file=sys.stderr,
         )
@@ -299,14 +299,10 @@ class Supervisor:
         self._let_workers_end()
 
     def _begin_another(self) -> None:
-        """One training is over: the next may begin."""
-        if self._rested is None:
-            self._trained = True
-            self._servers.remove_snapshot()
-            self._rested = time.monotonic() + REST_SECONDS
-        elif time.monotonic() > self._rested:
-            self._rested = None
-            self._servers.start()
+        """One training is over, and workers begin the next: those that are done do not."""
+        self._trained = True
+        self._servers.remove_snapshot()
+        self._servers.start([worker.rank for worker in self._workers if worker.done])
 
     def _let_workers_end(self) -> None:
         """Who has trained says what is lost; who has not may still look for a server."""

@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.worlds import progress
+from paceline.worlds import failures, progress
+from paceline.worlds.processes import how_it_ended
 from paceline.worlds.servers import INCARNATION_VARIABLE
 
 END_SECONDS = 30.0
 """What workers have to end after their server has, or after they were evicted."""
 MOST_RESTARTS = 100
 """Of one worker: a script that cannot run at all must not be started for ever."""
+WRONG_USE = 2
+"""The exit status of a command that was given arguments that it does not know."""
 MOST_IN_VAIN = 3
 """Lives of one worker, or of the server, in a row without a completed step."""
 
@@ -33,6 +36,7 @@ class SurvivingWorker:
         """The step that its earlier lives have reached."""
         self._command = command
         self._progress = Path(folder) / f"progress-{rank}"
+        self._error = Path(folder) / f"error-{rank}"
         self._restarts = 0
         self._in_vain = 0
         """Lives in a row without a completed step."""
@@ -42,12 +46,14 @@ class SurvivingWorker:
     def start(self, environment: Mapping[str, str]) -> None:
         """Begin a life, with these variables and its own."""
         self._progress.unlink(missing_ok=True)
+        self._error.unlink(missing_ok=True)
         self._evicted = None
         own = {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.rank),
             INCARNATION_VARIABLE: str(self.incarnation),
             progress.FILE_VARIABLE: str(self._progress),
+            failures.FILE_VARIABLE: str(self._error),
         }
         self.process = subprocess.Popen(self._command, env={**environment, **own})
 
@@ -72,9 +78,19 @@ class SurvivingWorker:
             self.process = None
         return status
 
-    def count_death(self, how: str) -> None:
-        """This life has ended badly, as *how* says. Raises `UsageError` where one more would
-        end like those before it."""
+    def count_death(self, status: int) -> None:
+        """This life has ended badly. Raises `UsageError` where one more would end like it, or like those
+        before it."""
+        how, error = how_it_ended(status), failures.reported(self._error)
+        if error.final:
+            raise UsageError(
+                f"worker {self.rank} failed, and would fail again: {error.message}"
+            )
+        if status == WRONG_USE and not self.steps:
+            raise UsageError(
+                f"worker {self.rank} {how}, as commands do that do not know their arguments: see above "
+                "for what it said; those of the script stand behind it"
+            )
         self._restarts += 1
         self._in_vain = 0 if self.steps else self._in_vain + 1
         self.note_reached()

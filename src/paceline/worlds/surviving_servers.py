@@ -24,6 +24,7 @@ from paceline.server.orders import (
     Introduction,
     IsDone,
     IsLost,
+    Over,
     PeerAddress,
 )
 from paceline.server.surviving import checked
@@ -40,12 +41,13 @@ _HOST = "127.0.0.1"
 class SurvivingServer:
     """Server *number*: its processes, one after the other. *lives*: how often it was started.
     *holds*: whether it has all that is trained: not before it has entered, nor when it has gone
-    because its group has no workers."""
+    because its group has no workers. *over*: all workers have said goodbye to this life."""
 
     number: int
     process: ServerProcess | None = None
     lives: int = 0
     holds: bool = False
+    over: bool = False
 
     @property
     def name(self) -> str:
@@ -135,7 +137,7 @@ class SurvivingServers:
             extra += [f"--snapshot={self.snapshot}", f"--snapshot-seconds={seconds}"]
         if without:
             extra += ["--without", *map(str, without)]
-        server.lives += 1
+        server.lives, server.over = server.lives + 1, False
         return ServerProcess(
             server.name,
             self._workers,
@@ -190,6 +192,9 @@ class SurvivingServers:
                 if isinstance(words, Entered | Gone):
                     server.holds = isinstance(words, Entered)
                     continue
+                if isinstance(words, Over):
+                    server.over = True
+                    continue
                 found.append(words)
                 lost = IsLost(worker=words.worker, incarnation=words.incarnation)
                 for process in self.processes:
@@ -201,8 +206,14 @@ class SurvivingServers:
 
     @property
     def some_are_over(self) -> bool:
-        """Whether one has ended well: all workers have said goodbye to it."""
-        return 0 in self._statuses()
+        """Whether all workers have said goodbye to one."""
+        return any(server.over for server in self.each)
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether nobody can find what was trained any more: it was complete, and a server has ended, for its
+        workers have begun another training, or was killed."""
+        return self.some_are_over and any(s is not None for s in self._statuses())
 
     @property
     def all_have_ended(self) -> bool:

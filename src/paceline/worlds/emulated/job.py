@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from paceline.errors import PacelineError
 from paceline.network.cluster_file import cluster_toml
 from paceline.network.rules import Rule
@@ -32,7 +30,7 @@ from paceline.worlds.emulated.world import (
     WORLD_VARIABLE,
     EmulatedWorld,
 )
-from paceline.worlds.failures import Failure, summary
+from paceline.worlds.failures import Failure, reported, summary
 from paceline.worlds.liveness import exit_grace
 from paceline.worlds.processes import TERMINATE_SECONDS, end_all, wait_for_all
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
@@ -213,14 +211,15 @@ class EmulatedJob:
         return _ended(running)
 
     def _failure(self, scratch: str, worker: int, process: HostProcess) -> Failure:
-        message, seconds = _report(_error_file(scratch, worker))
+        report = reported(_error_file(scratch, worker))
+        message = report.message
         if worker in self._killed_by_rule:
             message = "by a rule of the cluster"
         return Failure(
             rank=worker,
             process=process.pid,
             status=process.poll() or 0,
-            seconds=seconds or time.time(),
+            seconds=report.seconds or time.time(),
             message=message,
         )
 
@@ -270,25 +269,3 @@ def _ended(running: Mapping[int, HostProcess]) -> list[int]:
 
 def _error_file(scratch: str, worker: int) -> Path:
     return Path(scratch) / f"error-{worker}.json"
-
-
-class _Extra(msgspec.Struct):
-    timestamp: str = "0"
-
-
-class _Message(msgspec.Struct):
-    message: str = ""
-    extraInfo: _Extra = msgspec.field(default_factory=_Extra)  # noqa: N815 - torchrun's
-
-
-class _Report(msgspec.Struct):
-    message: _Message
-
-
-def _report(path: Path) -> tuple[str, float]:
-    """What a failed worker left, and when: see `ending.report_to_launcher`."""
-    try:
-        report = msgspec.json.decode(path.read_bytes(), type=_Report).message
-        return report.message, float(report.extraInfo.timestamp)
-    except (OSError, msgspec.MsgspecError, ValueError):
-        return "", 0.0

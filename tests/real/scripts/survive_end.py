@@ -1,0 +1,81 @@
+"""Does STEPS steps, and is killed at one place of its end, in its first life.
+
+Arguments: a folder for what is noted; which rank is killed; where:
+
+- ``stepped``: after the last step, before ``finish``;
+- ``leaving``: the servers have heard that it leaves, and others still train;
+- ``left``: all have left, and it has not taken the final model yet;
+- ``finished``: after ``finish``, before what follows it in the script;
+- ``exiting``: in an exit handler, before paceline says goodbye to the servers;
+- ``exited``: in an exit handler, after that;
+- ``nowhere``.
+
+With ``starts over`` it counts its steps from 0 in each life, as if it knew nothing of lives.
+"""
+
+import atexit
+import os
+import signal
+import sys
+from itertools import count
+from pathlib import Path
+
+import torch
+
+import paceline
+from paceline.messages import Leave, Note
+from paceline.server.joining import Joining
+from paceline.server.remote import RemoteParameters
+from paceline.testing.task import Quadratic, centers_of, flat_parameters
+
+folder, killed, place = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+starts_over = "starts over" in sys.argv
+STEPS = 6
+rank = int(os.environ["RANK"])
+life = int(os.environ.get("PACELINE_INCARNATION", "0"))
+dies = rank == killed and life == 0
+
+
+def die_at(here: str) -> None:
+    if dies and place == here:
+        (folder / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+leave, take_what_is_final = RemoteParameters.leave, Joining.take_what_is_final
+
+
+def note_leave(self: RemoteParameters) -> None:
+    if dies and place == "leaving":
+        for endpoint in self._endpoints:
+            endpoint.request(Leave())
+            endpoint.request(Note()).wait()  # which comes after it
+        die_at("leaving")
+    leave(self)
+
+
+def note_final(self: Joining) -> None:
+    die_at("left")
+    take_what_is_final(self)
+
+
+RemoteParameters.leave, Joining.take_what_is_final = note_leave, note_final
+atexit.register(die_at, "exited")
+paceline.init()
+atexit.register(die_at, "exiting")
+torch.manual_seed(0)
+task = Quadratic()
+plain = torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9)
+optimizer = paceline.distribute(task, plain, fusion="wfbp", method="asp")
+for step in count(0 if starts_over else optimizer.first_step):
+    trains_on = place == "leaving" and rank != killed and not (folder / "died").exists()
+    if step >= STEPS and not trains_on:
+        break
+    optimizer.zero_grad()
+    task(centers_of(rank, step)).backward()
+    optimizer.step()
+    print(f"worker {rank} life {life} step {step}", flush=True)
+die_at("stepped")
+optimizer.finish()
+die_at("finished")
+torch.save(flat_parameters(task), folder / f"result-{rank}")
