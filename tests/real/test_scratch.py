@@ -2,12 +2,16 @@
 
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
+from tests.hanging import SECONDS
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -103,3 +107,23 @@ def test_on_another_thread_it_is_a_folder_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [(True, before)]
+
+
+def test_what_a_killed_launcher_has_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    code = (
+        "import os, signal; from paceline.worlds.scratch import scratch_folder\n"
+        "with scratch_folder(): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with scratch_folder() as living:
+        subprocess.run([sys.executable, "-c", code], timeout=SECONDS)
+        (left,) = set(tmp_path.iterdir()) - {Path(living)}
+        others = tmp_path / "paceline-of-somebody"
+        others.mkdir()
+        with scratch_folder():
+            assert not left.exists()
+            assert Path(living).exists()
+            assert others.exists()

@@ -1,11 +1,14 @@
 """How workers of a job that survives end: killed after their last step, with an error that no restart
 mends, or as if nothing had been."""
 
+import os
+import signal
+
 import pytest
 import torch
 
-from tests.real.helpers import run
-from tests.real.lives import START_SECONDS
+from tests.real.helpers import BAD_END_SECONDS, run, wait_until
+from tests.real.lives import START_SECONDS, wait_for_steps
 from tests.server.talk import WORKERS
 
 PLACES = ("stepped", "leaving", "left", "finished", "exiting", "exited")
@@ -80,6 +83,23 @@ def test_an_error_that_no_restart_mends_ends_the_job(start, what, said):
     assert said in last, job.output
     assert "started again" not in job.stderr, job.output
     job.check_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_and_servers_end_with_their_supervisor(tmp_path, number):
+    options = ["--survive", "--method=asp"]
+    words = ("survive.py", tmp_path, "until")
+    job = run(2, *words, options=options, folder=tmp_path / "job", forked=True)
+    try:
+        for rank in range(2):
+            wait_for_steps(job, tmp_path, rank, 0, 5)
+        os.kill(job.process.pid, number)
+        job.process.wait()
+        wait_until(lambda: not job.processes(), BAD_END_SECONDS, "the workers' end")
+    finally:
+        job.stop()
+    assert "Traceback" not in job.stderr, job.output
 
 
 @pytest.mark.slow

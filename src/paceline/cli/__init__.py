@@ -6,6 +6,8 @@ misspelt are answered at once. A verb imports what it works with in its own func
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -85,7 +87,21 @@ app.command(cls=Command)(collectives.collectives)
 
 
 def main() -> None:
-    """Console script: errors that paceline raises on purpose become one message."""
+    """Console script: errors that paceline raises on purpose become one message, and a reader that has gone
+    (``| head``) or Ctrl-C none."""
+    try:
+        _run()
+    except KeyboardInterrupt:  # outside of what click handles
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            try:
+                stream.flush()
+            except BrokenPipeError:  # Python would flush it again at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
+def _run() -> None:
     try:
         app()
     except PacelineError as error:

@@ -19,7 +19,6 @@ import os
 import secrets
 import select
 import sys
-import tempfile
 import termios
 import threading
 import time
@@ -36,6 +35,7 @@ from rich.text import Text
 
 from paceline.units import show_seconds
 from paceline.worlds.progress import FILE_VARIABLE, Standing, read
+from paceline.worlds.scratch import scratch_folder
 
 Look = Callable[[], Standing | None]
 
@@ -64,7 +64,7 @@ def live_line(
     if not is_shown(json):
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+    with scratch_folder() as folder:
         file = Path(folder) / "progress"
         if look is None:
             os.environ[FILE_VARIABLE] = str(file)

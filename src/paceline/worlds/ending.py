@@ -31,7 +31,6 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import ctypes
 import functools
 import logging
 import os
@@ -51,6 +50,7 @@ import torch.distributed as dist
 from paceline.errors import PacelineError, PeerLostError
 from paceline.python_private import call_finalizers, end_children
 from paceline.torch_private import forget_default_group
+from paceline.worlds.processes import end_with_parent
 
 LOST_PEER = (
     "Connection closed by peer",
@@ -61,9 +61,6 @@ LOST_PEER = (
 )
 """What gloo, NCCL and `liveness` say in a worker whose peer ended: no cause, but a
 consequence."""
-
-_PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that a process gets when its parent ends."""
 
 
 class Ending:
@@ -91,7 +88,8 @@ class Ending:
         # for: a script that catches its SystemExit and trains on has not ended.
         self._bad_end: tuple[int, str, int] | None = None
         self._watch(matters)
-        _end_with_launcher()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()
         atexit.register(self._at_exit)
 
     def _watch(self, matters: bool) -> None:
@@ -170,13 +168,6 @@ class Ending:
             end_at_once(1)
         self._put_back()
         self._leave(None)
-
-
-def _end_with_launcher() -> None:
-    """Let the kernel end this worker when its launcher is gone, however that went (kill
-    -9, Ctrl-C twice): nobody would be left to end it."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def report_to_launcher(error: BaseException) -> None:

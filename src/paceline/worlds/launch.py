@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -18,6 +19,7 @@ from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.python_private import options_of
 from paceline.worlds.failures import Failure, summary
+from paceline.worlds.processes import as_launcher
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
 
 _PLACEMENT = (
@@ -73,10 +75,10 @@ def launch(
         words.append("--standalone")  # a free port of its own: two jobs never meet
     if "--shutdown-timeout" not in given:
         words.append(f"--shutdown-timeout={_SHUTDOWN_SECONDS}")
-    # torchrun would set this too, with a warning each time.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.update(options.to_environment())
-    with scratch_folder() as scratch:
+    # torchrun would set the number of threads too, with a warning each time.
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    variables = threads | options.to_environment() | as_launcher()
+    with scratch_folder() as scratch, _environment(variables):
         if "--log-dir" not in given:
             words.append(f"--log-dir={scratch}")  # torchrun's own choice would stay
         arguments = torchrun.parse_args([*words, script, *script_arguments])
@@ -100,6 +102,21 @@ def launch(
             print(f"paceline: the job could not start: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within it this process has these, too: torchrun's workers have its environment."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _failure(rank: int, failure: ProcessFailure) -> Failure:

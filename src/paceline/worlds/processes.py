@@ -1,13 +1,31 @@
-"""Processes that a launcher has started: how they are ended, and how they have ended."""
+"""Processes that a launcher has started: how they are ended, and how they have ended.
+
+Theory of operation
+-------------------
+A launcher that is killed ends nobody, so its workers ask the kernel to end them with it
+(PR_SET_PDEATHSIG). That is too late where the launcher was gone before: so a worker looks, after it has
+asked, whether the launcher that its environment names is alive. Its process number may be somebody else's by then:
+the moment when it began tells them apart.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
 from typing import Protocol
+
+LAUNCHER_VARIABLE = "PACELINE_LAUNCHER"
+"""To a worker: its launcher's process number, and when that process began, as /proc says it."""
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that a process gets when its parent ends."""
 
 TERMINATE_SECONDS = 5.0
 """What a process has to end after SIGTERM."""
@@ -23,6 +41,47 @@ class Process(Protocol):
     def terminate(self) -> None: ...
 
     def kill(self) -> None: ...
+
+
+def as_launcher() -> dict[str, str]:
+    """What tells workers that this process has started them."""
+    return {LAUNCHER_VARIABLE: f"{os.getpid()} {_began(os.getpid())}"}
+
+
+def end_with_launcher() -> None:
+    """Let the kernel end this worker when its launcher is gone, however that went (kill -9, Ctrl-C twice);
+    end it now, where the launcher is gone already. Ctrl-C is the launcher's to tell: this worker says
+    nothing of it."""
+    if sys.platform != "linux":
+        return
+    process, _, began = os.environ[LAUNCHER_VARIABLE].partition(" ")
+    if os.getppid() == int(process):  # not a child of a worker
+        end_with_parent()
+        sys.excepthook = _without_interrupts
+    if _began(int(process)) != began:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process when the thread that has started it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _began(process: int) -> str:
+    """When a process began, in ticks of the machine's clock; nothing, if it is not alive."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if stat[0] in "ZX" else stat[19]
+
+
+def _without_interrupts(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
 
 
 def wait_for_all(processes: Iterable[Process], seconds: float) -> None:

@@ -3,20 +3,25 @@
 Python removes temporary folders where its blocks are left, and Ctrl-C leaves them; SIGTERM
 and SIGHUP would end the process where it stands. Inside `scratch_folder` all three raise
 `ToldToEnd`, once: a second one would disturb the tidying up that the first has begun.
-Whoever is killed (``kill -9``) leaves the folder to the system's own tidying of its
-temporary files.
+A launcher that is killed (``kill -9``) leaves its folder, and the next one removes it: each holds a
+lock on a file in its folder, which the kernel lets go with the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
+_PREFIX, _LOCK = "paceline-", ".lock"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -42,15 +47,43 @@ def scratch_folder() -> Iterator[str]:
     was ignored before (``nohup``) still is.
     """
     folder: tempfile.TemporaryDirectory[str] | None = None
+    lock = -1
     with _told.heard():
         try:
             with _told.held():
-                folder = tempfile.TemporaryDirectory(prefix="paceline-")
+                remove_left()
+                folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
+                lock = _locked(Path(folder.name))
             yield folder.name
         finally:
             with _told.held():
                 if folder is not None:
                     folder.cleanup()
+                if lock >= 0:
+                    os.close(lock)
+
+
+def _locked(folder: Path) -> int:
+    """Lock a new folder for this process's life. Nobody sees the file before it is locked."""
+    unseen = folder / f"{_LOCK}.part"
+    lock = os.open(unseen, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    unseen.rename(folder / _LOCK)
+    return lock
+
+
+def remove_left() -> None:
+    """Remove the folders that killed launchers of this user have left."""
+    for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            if file.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else it is in use
+                shutil.rmtree(file.parent, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 class _Told:

@@ -48,7 +48,7 @@ from paceline.server.security import TOKEN
 from paceline.server.snapshot import claimed
 from paceline.settings import Settings
 from paceline.worlds.described import load_of
-from paceline.worlds.processes import end_all, how_it_ended, wait_for_all
+from paceline.worlds.processes import as_launcher, end_all, how_it_ended, wait_for_all
 from paceline.worlds.progress import Standing
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
 from paceline.worlds.servers import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
@@ -158,6 +158,7 @@ class Supervisor:
                 "OMP_NUM_THREADS": "1",
                 **os.environ,
                 **self._options.to_environment(),
+                **as_launcher(),
                 "GROUP_RANK": "0",
                 "WORLD_SIZE": count,
                 "LOCAL_WORLD_SIZE": count,

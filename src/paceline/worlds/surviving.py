@@ -55,7 +55,10 @@ class SurvivingWorker:
             progress.FILE_VARIABLE: str(self._progress),
             failures.FILE_VARIABLE: str(self._error),
         }
-        self.process = subprocess.Popen(self._command, env={**environment, **own})
+        # Ctrl-C in a terminal is told to a session's processes: the supervisor ends this one.
+        self.process = subprocess.Popen(
+            self._command, env={**environment, **own}, start_new_session=True
+        )
 
     @property
     def steps(self) -> int:
