@@ -192,8 +192,8 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
     )
     text = capsys.readouterr().out
     assert text.rstrip().endswith(
-        "paceline emulate examples/workload.py --workers=4 --link=100mbit --method bsp "
-        "-- t.json --steps 100"
+        "paceline emulate examples/workload.py --workers=4 --link=100mbit --method "
+        "bsp:fusion=ddp -- t.json --steps 100"
     )
 
 
