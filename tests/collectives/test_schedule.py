@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.collectives.combined import Among, InTurn, SideBySide
+from paceline.collectives.combined import Among, InTurn, SideBySide, Some
 from paceline.collectives.executor import combining, perform, steps_of, worked_out
 from paceline.collectives.halving_doubling import HalvingDoubling
 from paceline.collectives.rows import Hierarchical
@@ -20,6 +20,7 @@ from paceline.collectives.schedule import (
     barrier,
     offset_of,
     segment,
+    transfers_of,
 )
 from paceline.interfaces import Schedule, Transfer
 from tests.profiles import examples
@@ -346,6 +347,57 @@ def test_a_part_that_comes_where_one_leaves_from_waits_beside() -> None:
     perform(steps_of(Exchanging(), 0), flat, combining("sum"), send, receive)
     assert left == [[0.0] * 3]
     assert flat.tolist() == [5.0] * 3
+
+
+def _several(n: int) -> list[Schedule]:
+    rings = [Among(n, (0,), Ring(1, 7)), Among(n, tuple(range(n)), Ring(n, 50), 7)]
+    return [
+        Ring(n, 1000),
+        Ring(n, 10, rounds=1, gather=True, shift=2),
+        Tree(n, 100),
+        Star(n, 100, gather=True),
+        all_to_all(n, 10),
+        barrier(n),
+        HalvingDoubling(n, 1000),
+        InTurn((Ring(n, 30, rounds=1), Tree(n, 30))),
+        SideBySide(tuple(rings)),
+        Some(Ring(n, 100), 1, max(1, Ring(n, 100).steps)),
+        Among(n + 2, tuple(range(n + 1, 1, -1)), all_to_all(n, 5), 3),
+    ]
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_a_rank_s_own_transfers_are_those_of_the_step_that_have_it(n: int) -> None:
+    for schedule in _several(n):
+        for number in range(schedule.steps):
+            whole = list(schedule.step(number))
+            for rank in range(schedule.ranks):
+                own = list(transfers_of(schedule, number, rank))
+                for end in ("source", "destination"):
+                    mine, theirs = (
+                        [one for one in of if getattr(one, end) == rank]
+                        for of in (own, whole)
+                    )
+                    assert mine == theirs, (schedule, number, rank)
+                assert all(rank in (one.source, one.destination) for one in own)
+
+
+def test_one_rank_s_steps_are_made_without_those_of_all_others(monkeypatch) -> None:
+    """In time in proportion to the steps, and not to steps times ranks."""
+    made: list[Transfer] = []
+
+    def counted(*fields: int) -> Transfer:
+        made.append(Transfer(*fields))
+        return made[-1]
+
+    monkeypatch.setattr("paceline.collectives.schedule.Transfer", counted)
+    n = 64
+    inner = Among(n, tuple(range(32, n)), Ring(32, 320), 5)
+    for schedule in (Ring(n, 640), InTurn((inner, Ring(n, 640))), all_to_all(n, 10)):
+        made.clear()
+        steps = steps_of(schedule, 40)
+        assert len(steps) == schedule.steps
+        assert len(made) <= 2 * schedule.steps
 
 
 def test_combined_schedules_keep_their_order() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from paceline.collectives.schedule import transfers_of
 from paceline.interfaces import Priced, Schedule, Transfer
 
 
@@ -28,6 +29,16 @@ class InTurn:
         for part in self.parts:
             if number - before < part.steps:
                 for transfer in part.step(number - before):
+                    yield transfer._replace(step=number)
+                return
+            before += part.steps
+
+    def step_of(self, number: int, rank: int) -> Iterator[Transfer]:
+        """See `transfers_of`."""
+        before = 0
+        for part in self.parts:
+            if number - before < part.steps:
+                for transfer in transfers_of(part, number - before, rank):
                     yield transfer._replace(step=number)
                 return
             before += part.steps
@@ -65,6 +76,12 @@ class SideBySide:
             if number < part.steps:
                 yield from part.step(number)
 
+    def step_of(self, number: int, rank: int) -> Iterator[Transfer]:
+        """See `transfers_of`."""
+        for part in self.parts:
+            if number < part.steps:
+                yield from transfers_of(part, number, rank)
+
     def bytes_sent(self, rank: int) -> int:
         return sum(part.bytes_sent(rank) for part in self.parts)
 
@@ -100,12 +117,21 @@ class Among:
         return self.schedule.steps
 
     def step(self, number: int) -> Iterator[Transfer]:
-        for transfer in self.schedule.step(number):
-            yield transfer._replace(
-                source=self.members[transfer.source],
-                destination=self.members[transfer.destination],
-                offset=self.offset + transfer.offset,
-            )
+        return map(self._among, self.schedule.step(number))
+
+    def step_of(self, number: int, rank: int) -> Iterator[Transfer]:
+        """See `transfers_of`."""
+        if rank not in self.members:
+            return iter(())
+        own = transfers_of(self.schedule, number, self.members.index(rank))
+        return map(self._among, own)
+
+    def _among(self, transfer: Transfer) -> Transfer:
+        return transfer._replace(
+            source=self.members[transfer.source],
+            destination=self.members[transfer.destination],
+            offset=self.offset + transfer.offset,
+        )
 
     def bytes_sent(self, rank: int) -> int:
         if rank not in self.members:
@@ -172,6 +198,11 @@ class Some:
 
     def step(self, number: int) -> Iterator[Transfer]:
         for transfer in self.schedule.step(self.first + number):
+            yield transfer._replace(step=number)
+
+    def step_of(self, number: int, rank: int) -> Iterator[Transfer]:
+        """See `transfers_of`."""
+        for transfer in transfers_of(self.schedule, self.first + number, rank):
             yield transfer._replace(step=number)
 
     def bytes_sent(self, rank: int) -> int:

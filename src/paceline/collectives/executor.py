@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.collectives.schedule import transfers_of
 from paceline.interfaces import ReduceOperation, Schedule, servers_of, switches_of
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
@@ -55,7 +56,7 @@ def steps_of(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     found = []
     for number in range(schedule.steps):
         sends, receipts = [], []
-        for t in schedule.step(number):
+        for t in transfers_of(schedule, number, rank):
             if not t.size:
                 continue
             if t.source == rank:
