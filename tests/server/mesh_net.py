@@ -291,7 +291,7 @@ class MeshNet:
         self.servers[number] = server = self.started(number, enters)
         for worker, life in self.lives.items():
             if life.over:
-                self.take(number, server.on_done(worker))
+                self.take(number, server.on_done(worker, 0.0))
 
     def end_all(self) -> None:
         """All servers die at once, and go on from what server 0 has just now."""
@@ -314,7 +314,7 @@ class MeshNet:
             self.take(number, server.on_timer(0.0))
             for worker, life in self.lives.items():
                 if life.over:
-                    self.take(number, server.on_done(worker))
+                    self.take(number, server.on_done(worker, 0.0))
 
     # ---- workers ----
 
@@ -362,7 +362,7 @@ class MeshNet:
             except StopIteration:
                 life.over = True
                 for number, server in self.servers.items():
-                    self.take(number, server.on_done(worker))
+                    self.take(number, server.on_done(worker, 0.0))
 
     def die(self, life: Life) -> None:
         life.dead = True

@@ -246,7 +246,7 @@ def test_who_is_missing_is_named_less_and_less_often(capsys):
     watch.on_lost(2, 0, 50.0)
     assert machine.missing() == [2], "it is to come back"
     assert watch.next_deadline() == 90.0
-    machine.on_done(2)
+    machine.on_done(2, 0.0)
     watch.on_timer(90.0)
     assert not capsys.readouterr().err, "nobody is waited for"
     assert watch.next_deadline() is None

@@ -360,5 +360,5 @@ def test_a_worker_that_is_done_does_not_come_back() -> None:
     case.server.wait_for_the_lost()
     case.server.on_lost(1, 0, 0.0)
     assert case.ask(0, Leave()) == []
-    assert case.server.on_done(1) == []
-    assert heard(case.server.on_done(2)) == [(0, Done())]  # it never came
+    assert case.server.on_done(1, 0.0) == []
+    assert heard(case.server.on_done(2, 0.0)) == [(0, Done())]  # it never came

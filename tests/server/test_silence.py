@@ -1,10 +1,16 @@
 """Whom a server takes for lost, because it is silent: in virtual time."""
 
+import argparse
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
-from paceline.messages import Done, Joined, Leave, Note
+from paceline.messages import Done, Joined, Leave, Load, Note
+from paceline.server.__main__ import Supervised
+from paceline.server.orders import Evicted, IsDone
 from paceline.server.process import SilenceWatch, make_machine
 from paceline.server.snapshot import Snapshots
 from tests.server.talk import WORKERS, Talk, ring
@@ -172,3 +178,47 @@ def test_notes_of_a_former_life_do_not_count():
     assert evicted == []
     steps(talk, int(talk.now), 1, workers=(0, 1))
     assert evicted == [(2, 1, talk.now - start)]
+
+
+@pytest.mark.parametrize("groups", [0, 1])
+def test_who_is_let_go_by_another_one_that_is_done_may_not_hang_for_ever(
+    groups, capsys
+):
+    """Worker 0 waits for worker 1, whose script has ended before it came: the supervisor says
+    so, which is no message. From then on worker 0 is silent."""
+    arguments = argparse.Namespace(
+        workers=2,
+        name="server 0" if groups else "server",
+        groups=groups,
+        number=0,
+        life=0,
+        enters=False,
+        bind="127.0.0.1",
+        port=0,
+        snapshot=None,
+        snapshot_seconds=10.0,
+        without=[],
+        lost_return=True,
+        evict_silent=60.0,
+    )
+    method = "gssp:members=0-1,staleness=0" if groups else "backup"
+    supervised = Supervised(arguments, "token")
+    try:
+        talk = Talk(supervised.server, method, now=time.monotonic())
+        talk.ask(0, talk.join)
+        for bucket, size in enumerate((2, 3)):
+            talk.ask(0, Load(bucket=bucket), torch.zeros(size))
+        answers = [*talk.push(0, 0, 0), *talk.push(0, 0, 1)]
+        assert answers == []
+        pass_time(talk, talk.now + 1000)
+        assert capsys.readouterr().out == "", "it waits for worker 1"
+        before = talk.now
+        supervised.hear(msgspec.json.encode(IsDone(worker=1)))
+        pass_time(talk, talk.now + 2000)
+        line = capsys.readouterr().out
+        assert msgspec.json.decode(line, type=Evicted) == Evicted(
+            worker=0, incarnation=0
+        )
+        assert talk.now > before
+    finally:
+        supervised.shell.close()

@@ -42,7 +42,7 @@ from paceline.server.orders import (
     Listens,
     Over,
 )
-from paceline.server.process import SILENT_SECONDS, make_machine
+from paceline.server.process import SILENT_SECONDS, SilenceWatch, make_machine
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Shell
 
@@ -79,6 +79,7 @@ class Supervised:
         self._arguments = arguments
         self.step = 0
         """The one that it goes on from."""
+        self._watch: SilenceWatch | None = None
         self._snapshots: snapshot.Snapshots | None = None
         workers, name = arguments.workers, arguments.name
         services = tuple(f"server {number}" for number in range(arguments.groups))
@@ -121,7 +122,8 @@ class Supervised:
             self._snapshots = server
         if arguments.evict_silent is not None:
             seconds = arguments.evict_silent
-            server = surviving.watched(server, seconds, _report, self._judges)
+            self._watch = surviving.watched(server, seconds, _report, self._judges)
+            server = self._watch
         return server
 
     def hear(self, line: bytes) -> Sequence[Answer | Ask]:
@@ -134,8 +136,10 @@ class Supervised:
         if isinstance(words, IsLost):
             return self.server.on_lost(words.worker, words.incarnation, now)
         if isinstance(self.server, GroupServer):
-            return self.server.on_done(words.worker)
-        return self._machine.on_done(words.worker)
+            return self.server.on_done(words.worker, now)
+        answers = self._machine.on_done(words.worker, now)
+        # Whoever was answered may be silent from now on, and not for ever.
+        return answers if self._watch is None else self._watch.heeded(answers, now)
 
     def finish(self) -> None:
         """Wait until a snapshot that is being written is there."""

@@ -215,7 +215,10 @@ class GroupServer:
         now: float,
     ) -> Sequence[Answer | Ask]:
         self._now = now
-        self._mail.replied(self._mail.named(peer), number, reply, payload)
+        try:
+            self._mail.replied(self._mail.named(peer), number, reply, payload)
+        except UsageError as error:
+            self._give_up(str(error))
         return self._settled()
 
     def on_peer_lost(
@@ -243,8 +246,9 @@ class GroupServer:
     def wait_for_the_lost(self) -> None:
         self.home.wait_for_the_lost()
 
-    def on_done(self, worker: int) -> Sequence[Answer | Ask]:
-        self._out += self.home.on_done(worker)
+    def on_done(self, worker: int, now: float) -> Sequence[Answer | Ask]:
+        self._now = now
+        self.home.on_done(worker, now)  # its answers leave by what is around it
         return self._settled()
 
     def is_over(self) -> bool:
@@ -312,8 +316,10 @@ class GroupServer:
         self._out.append(Answer(sender, Refused(reason=reason)))
 
     def _give_up(self, reason: str) -> None:
-        """Training cannot go on: let nobody wait for it."""
+        """Training cannot go on: let nobody wait for it, peers neither."""
         self._fault = self._fault or f"{self._name}: {reason}"
+        self._hearing.give_up(self._fault)
+        self._meetings.give_up(self._fault)
         self.home.give_up(self._fault)
         for sender, _, _ in self._deferred:
             self._refuse(sender, self._fault)
@@ -330,6 +336,9 @@ class GroupServer:
         peer = self._peers.get(sender.worker - self.home.workers)
         if peer is None or not isinstance(message, PeerRequest):
             self._refuse(sender, f"{self._name}: expected what its peers say")
+            return
+        if self._fault:
+            self._refuse(sender, self._fault)
             return
         life = getattr(message, "life", None)
         if isinstance(message, Pass) and message.source != peer.number:

@@ -14,7 +14,7 @@ from paceline.mesh_messages import Copied, Copy, Manifest
 from paceline.messages import DTYPES, Join, Refused, Reply
 from paceline.server.checks import difference, in_words
 from paceline.server.mesh_home import Home
-from paceline.server.mesh_mail import Letter, Mail, Peer
+from paceline.server.mesh_mail import Letter, Mail, Peer, expected
 from paceline.server.mesh_parcels import Passing
 from paceline.server.payloads import described
 from paceline.server.states import MOST_STATES
@@ -129,7 +129,7 @@ class Arriving:
             self.drop()
             self._failed(reply.reason)
             return
-        assert isinstance(reply, Copied), reply
+        reply = expected(reply, Copied, self._peer)
         store, buckets = self._home.shard.store, self._home.shard.buckets
         bucket, is_state = divmod(number, 2)
         if bucket < len(buckets) and is_state:

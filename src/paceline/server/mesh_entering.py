@@ -21,7 +21,7 @@ from paceline.mesh_messages import Enter, Manifest, Stand, Standing
 from paceline.messages import Refused, Reply
 from paceline.server.mesh_copies import Arriving
 from paceline.server.mesh_home import Home
-from paceline.server.mesh_mail import Letter, Mail, Peer
+from paceline.server.mesh_mail import Letter, Mail, Peer, expected
 from paceline.server.mesh_parcels import Passing
 
 ENTRIES_A_LIFE = 1 << 20
@@ -100,7 +100,7 @@ class Entering:
     # ---- 1. whom to take everything from ----
 
     def _stands(self, peer: Peer, reply: Reply) -> None:
-        assert isinstance(reply, Standing), reply
+        reply = expected(reply, Standing, peer)
         self._standings[peer.number] = reply
         peer.stands(reply.life, reply.entry, reply.active)
         if len(self._standings) < len(self._peers):
@@ -131,7 +131,7 @@ class Entering:
     # ---- 2. what is passed on from now on ----
 
     def _passes_on(self, peer: Peer, reply: Reply) -> None:
-        assert isinstance(reply, Standing), reply
+        reply = expected(reply, Standing, peer)
         self._first[peer.number] = reply
         peer.stands(reply.life, reply.entry, reply.active)
         self._ask_via()
@@ -149,7 +149,7 @@ class Entering:
             self._post(self._peers[self._via], self._entry(), self._take_copy)
 
     def _take_copy(self, via: Peer, reply: Reply) -> None:
-        assert isinstance(reply, Manifest), reply
+        reply = expected(reply, Manifest, via)
         if self._standings[via.number].active and not reply.active:
             self.begin()  # it has gone meanwhile: others have what it has not
             return

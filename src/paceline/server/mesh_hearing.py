@@ -85,7 +85,12 @@ class Hearing:
         elif isinstance(message, Drain):
             self._meetings.drain(sender)
         else:
-            self._meetings.agree(peer, message)
+            try:
+                self._meetings.agree(peer, message)
+            except UsageError as error:
+                # Nothing is done for its workers any more: they are told why.
+                self._mistaken(f"what {peer.name} has does not fit: {error}")
+                raise
             self._out.append(Answer(sender, Done()))
 
     def _compare(self, peer: Peer, theirs: Trains) -> None:
@@ -101,6 +106,12 @@ class Hearing:
             )
             self._mistaken(reason)
             raise UsageError(reason)
+
+    def give_up(self, reason: str) -> None:
+        """Training cannot go on: nothing is taken any more."""
+        waiting, self._waiting = self._waiting, []
+        for _, sender, _, _ in waiting:
+            self._out.append(Answer(sender, Refused(reason=reason)))
 
     def lost(self, worker: int, incarnation: int) -> None:
         """The connection of a peer is lost: what waits comes again."""

@@ -6,12 +6,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask
 from paceline.mesh_messages import Away, Buffers, Gradients, Nothing
-from paceline.messages import Reply, Request
+from paceline.messages import Refused, Reply, Request
+
+ReplyKind = TypeVar("ReplyKind")
+
+
+def expected(reply: Reply, kind: type[ReplyKind], peer: Peer) -> ReplyKind:
+    """The reply, of the kind that a request to *peer* is answered with. Raises `UsageError` for
+    any other one: then this server cannot go on."""
+    if isinstance(reply, kind):
+        return reply
+    got = reply.reason if isinstance(reply, Refused) else f"got {type(reply).__name__}"
+    raise UsageError(f"{peer.name}: expected {kind.__name__} as its answer: {got}")
 
 
 @dataclass(eq=False, frozen=True)
@@ -32,7 +45,8 @@ class Item:
 @dataclass(eq=False)
 class Letter:
     """A request that is to be answered. *make* writes it, each time that it is sent; *then* is
-    called with the answer. *item*: what it passes on."""
+    called with the answer, and raises `UsageError` where this server cannot go on after it.
+    *item*: what it passes on."""
 
     make: Callable[[], Request]
     then: Callable[[Reply, torch.Tensor | None], None]
@@ -99,7 +113,8 @@ class Mail:
     def replied(
         self, peer: Peer, number: int, reply: Reply, payload: torch.Tensor | None
     ) -> None:
-        """A peer has answered; not to a letter that was taken back."""
+        """A peer has answered; not to a letter that was taken back. Raises `UsageError` where
+        this server cannot go on after that."""
         letter = peer.under_way.pop(number, None)
         if letter is not None:
             peer.letters.remove(letter)

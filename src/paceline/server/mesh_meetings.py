@@ -9,15 +9,16 @@ a checkpoint, a load and the end of a training are of one model, and need no rul
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from paceline.interfaces import Answer, Sender
 from paceline.mesh_messages import Agree, Drain, Drained, Manifest
-from paceline.messages import Reply
+from paceline.messages import Done, Refused, Reply
 from paceline.server.mesh_copies import Arriving
 from paceline.server.mesh_home import Home
-from paceline.server.mesh_mail import Letter, Mail, Peer
+from paceline.server.mesh_mail import Letter, Mail, Peer, expected
 from paceline.server.mesh_parcels import Passing
 
 
@@ -82,7 +83,7 @@ class Meetings:
         drain = Drain(life=self._passing.life, meeting=meeting)
 
         def drained(reply: Reply, payload: torch.Tensor | None) -> None:
-            assert isinstance(reply, Drained), reply
+            reply = expected(reply, Drained, peer)
             if self.is_still and meeting == self.ended + 1:
                 self._drained[peer.number] = reply.changed
 
@@ -98,10 +99,17 @@ class Meetings:
         self.wants_all_alike = False
         agree = Agree(meeting=self.ended, manifest=manifest)
         for peer in self._peers.values():
-            self._mail.post(peer, Letter(lambda: agree, lambda *_: None))
+            then = partial(self._has_agreed, peer)
+            self._mail.post(peer, Letter(lambda: agree, then))
             peer.behind = False
         self._go_on()
         self._home.release()
+
+    def _has_agreed(
+        self, peer: Peer, reply: Reply, payload: torch.Tensor | None
+    ) -> None:
+        """Raises `UsageError` where a server does not go on: then the others do not, either."""
+        expected(reply, Done, peer)
 
     def _has_changed(self) -> bool:
         return self._home.progress != self._before
@@ -128,6 +136,12 @@ class Meetings:
             sender, self._asked = self._asked, None
             drained = Drained(changed=self._has_changed())
             self._out.append(Answer(sender, drained))
+
+    def give_up(self, reason: str) -> None:
+        """Training cannot go on: server 0 does not wait for this one."""
+        if self._asked is not None:
+            sender, self._asked = self._asked, None
+            self._out.append(Answer(sender, Refused(reason=reason)))
 
     def agree(self, source: Peer, agree: Agree) -> None:
         """All have drained. Raises `UsageError` for a copy that does not fit."""

@@ -250,8 +250,9 @@ class ParameterServer:
         only then."""
         self._members.return_from_loss = True
 
-    def on_done(self, worker: int) -> list[Answer]:
+    def on_done(self, worker: int, now: float) -> list[Answer]:
         """A worker's script has ended well: if it is not here, it does not come back."""
+        self.shard.now = now
         self._members.is_done(worker)
         self._somebody_has_gone()
         return self._done()

@@ -178,7 +178,7 @@ class SurvivingJob:
             self.machine.on_lost(worker, 0, 0.0)
         self.machine.wait_for_the_lost()
         for worker in without:
-            self.machine.on_done(worker)
+            self.machine.on_done(worker, 0.0)
         server: Server = self.machine
         self.snapshots: snapshots.Snapshots | None = None
         if self._path is not None:
@@ -230,8 +230,8 @@ class SurvivingJob:
 
     def _hear(self, line: bytes) -> Sequence[Answer]:
         done = msgspec.json.decode(line, type=IsDone)
-        answers = self.machine.on_done(done.worker)
-        return self._watch.heeded(answers, time.monotonic())
+        now = time.monotonic()
+        return self._watch.heeded(self.machine.on_done(done.worker, now), now)
 
     def _evict(self, worker: int, incarnation: int) -> None:
         self.shell.evict(worker, incarnation)
