@@ -8,13 +8,18 @@ optimizer are the script's own again when their training has ended and another b
 from __future__ import annotations
 
 import gc
+import math
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+import msgspec
 import torch
 
+from paceline.errors import UsageError
 from paceline.options import RunOptions
 
 _OPTIMIZER = "_trained_by_paceline"
@@ -111,6 +116,144 @@ class Begun:
         self._finish()
 
 
+class Place(msgspec.Struct, frozen=True):
+    """Where a rank is when another one enters `consolidated` of a *training* for the *count*-th
+    time: "inside", on its way "beyond", or it has "left". *half*: twice the steps that it had
+    done then, and one more between ``backward()`` and ``step()``."""
+
+    training: int
+    count: int
+    half: int
+    how: Literal["inside", "beyond", "left"]
+
+
+class Places:
+    """Sees to it that all ranks enter a collective `consolidated` after the same step.
+
+    Who enters tells all others. Who has begun a step after that, or is out of data, answers so.
+    Nobody's steps wait for that: messages go beside the collectives, by *tell*. *waits*: who
+    enters waits until all others have, since its collectives would meet those of their steps.
+    """
+
+    def __init__(self) -> None:
+        self._rank = 0
+        self._tell: Callable[[Place], None] = lambda place: None
+        self._waits = False
+        self._present = math.inf
+        self._changed = threading.Condition()
+        self._heard: dict[tuple[int, int], dict[int, Place]] = {}
+        self._counts: Counter[int] = Counter()
+        self._begun: dict[int, int] = {}
+        self._left: set[int] = set()
+        self._trainings = 0
+
+    def add(self) -> int:
+        """One more training, on all ranks; returns its number."""
+        self._trainings += 1
+        return self._trainings
+
+    def connect(self, rank: int, tell: Callable[[Place], None], *, waits: bool) -> None:
+        """From now on there are others."""
+        self._rank, self._tell, self._waits = rank, tell, waits
+
+    def disconnect(self) -> None:
+        """Nothing is heard any more."""
+        with self._changed:
+            self._waits = False
+            self._changed.notify_all()
+
+    def begins_anew(self, training: int) -> None:
+        """Its steps are counted from elsewhere: a checkpoint was loaded."""
+        with self._changed:
+            self._begun.pop(training, None)
+
+    def goes_on(self, training: int, half: int) -> None:
+        """This rank is on its way to so many half steps. Raises `UsageError` where others are
+        inside after fewer."""
+        self._begun[training] = half
+        if self._heard:
+            with self._changed:
+                inside = self._inside(training, half)
+                if inside:
+                    mine = self._answer(training)
+                    raise _differ(*next(iter(inside.items())), self._rank, mine)
+
+    def leaves(self, training: int) -> None:
+        """This rank is out of data."""
+        with self._changed:
+            self._left.add(training)
+            if self._inside(training):
+                self._answer(training)
+
+    def enter(self, training: int, half: int, *, without_left: bool) -> None:
+        """This rank enters after so many half steps; returns when all have. *without_left*: those
+        that are out of data need not. Raises `UsageError` where another one is elsewhere."""
+        with self._changed:
+            self._counts[training] += 1
+            mine = Place(training, self._counts[training], half, "inside")
+            heard = self._heard.setdefault((training, mine.count), {})
+        self._tell(mine)
+        with self._changed:
+            while True:
+                for rank, place in heard.items():
+                    fits = place.how == "inside" and place.half == half
+                    if not fits and not (place.how == "left" and without_left):
+                        raise _differ(self._rank, mine, rank, place)
+                if not self._waits or len(heard) >= self._present - 1:
+                    break
+                self._changed.wait()
+            del self._heard[training, mine.count]
+
+    def hear(self, rank: int, place: Place, present: int) -> None:
+        """What another *rank* tells; so many are *present*, with this one."""
+        with self._changed:
+            self._present = present
+            self._changed.notify_all()
+            if rank == self._rank:
+                return  # it comes back, with how many there are
+            key = place.training, place.count
+            is_next = place.count == self._counts[place.training] + 1
+            if not is_next and key not in self._heard:
+                return  # this rank has been inside
+            self._heard.setdefault(key, {})[rank] = place
+            beyond = self._begun.get(place.training, 0) > place.half
+            elsewhere = beyond or place.training in self._left
+            if is_next and place.how == "inside" and elsewhere:
+                self._answer(place.training)
+
+    def _inside(self, training: int, before: float = math.inf) -> dict[int, Place]:
+        """The ranks that are inside after fewer half steps than *before*, and this one not."""
+        heard = self._heard.get((training, self._counts[training] + 1), {})
+        return {r: p for r, p in heard.items() if p.how == "inside" and p.half < before}
+
+    def _answer(self, training: int) -> Place:
+        how: Literal["beyond", "left"] = "left" if training in self._left else "beyond"
+        half = self._begun.get(training, 0) - (how == "beyond")
+        mine = Place(training, self._counts[training] + 1, half, how)
+        self._tell(mine)
+        return mine
+
+
+def _differ(first: int, mine: Place, second: int, place: Place) -> UsageError:
+    where = {
+        "inside": f"rank {second} {_after(place.half)}",
+        "beyond": f"rank {second} goes on {_after(place.half)}",
+        "left": f"rank {second} is out of data {_after(place.half)}",
+    }
+    return UsageError(
+        f"consolidated() was entered by rank {first} {_after(mine.half)}; "
+        f"{where[place.how]}. Under this method its result is formed by all workers: enter it "
+        "on all of them after the same step"
+    )
+
+
+def _after(half: int) -> str:
+    step, inside = divmod(half, 2)
+    return (
+        f"between backward() and step() {step + 1}" if inside else f"after step {step}"
+    )
+
+
 class Job:
     """A script's trainings on one worker, in the order in which `distribute` was called;
     *options* are what the command line has decided for it.
@@ -136,6 +279,7 @@ class Job:
         self._put_off: list[Callable[[], None]] = []
         self._names = 0
         self._last: list[Callable[[], None]] = []
+        self.places = Places()
 
     def begin(
         self,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,9 @@ class Training:
         self._hooks, self._shared = parts.hooks, parts.shared
         self._remote, self._loading = parts.remote, parts.loading
         self._figures = Figures(parts)
+        self._place_number = world.job.places.add()
+        if self.consolidates_together and comm.size > 1:
+            self._steps.goes_on = self._goes_on
 
     # ---- what it is like now ----
 
@@ -178,6 +182,7 @@ class Training:
     @progress.setter
     def progress(self, saved: dict[str, int]) -> None:
         self._steps.progress = saved
+        self._world.job.places.begins_anew(self._place_number)
 
     # ---- what the wrapped optimizer calls ----
 
@@ -231,6 +236,7 @@ class Training:
         not where the training is broken: then the others are told. *together*: all ranks
         know that all call this now, so nobody needs company."""
         self.finished = True
+        self._world.job.places.leaves(self._place_number)
         if together:
             self._presence.somebody_trains = False
         if self._arrivals.in_backward and self._arrivals.some_have_left:
@@ -328,6 +334,19 @@ class Training:
         self.leads = self.remote.meet()
         return True
 
+    def _goes_on(self, place: int) -> None:
+        with self._fails_together():
+            self._world.job.places.goes_on(self._place_number, place)
+
+    @contextmanager
+    def _fails_together(self) -> Iterator[None]:
+        """An error within it leaves the ranks out of step."""
+        try:
+            yield
+        except UsageError as error:
+            self._faults.failed(error)
+            raise
+
     def _consolidate(self) -> Callable[[], None]:
         """Put the result into the model; returns what undoes it."""
         if not self._presence.active or not self._hooks.has("consolidate"):
@@ -337,6 +356,14 @@ class Training:
             if not loading.is_guest:
                 return lambda: None  # what is in the model was just loaded
             loading.complete()
+        if self.consolidates_together and self.comm.size > 1:
+            enter = partial(
+                self._world.job.places.enter,
+                *(self._place_number, self._steps.place),
+                without_left=self._method.rhythm.waits_for_nobody,
+            )
+            with self._fails_together():
+                self._world.journal.block("consolidated", enter)
         undo: Callable[[], None] = self._hooks.call("consolidate")
         return undo
 

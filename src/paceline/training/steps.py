@@ -6,6 +6,8 @@ at the end of backward where all meet in every step, else after the update.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from paceline.clipping import clip
 from paceline.errors import UsageError
 from paceline.exchange import SharedBuffers
@@ -42,6 +44,8 @@ class Steps:
     observers: Observers
     loading: Loading | None = None
     uses: Uses | None = None
+    goes_on: Callable[[int], None] | None = None
+    """Called with the next `place` before anything is sent that leads there."""
 
     def __init__(
         self,
@@ -97,6 +101,7 @@ class Steps:
     def begin_backward(self) -> None:
         """The first gradient of a pass that is sent, or such a pass without one."""
         self.begin()  # where the model itself was not called
+        self._go_on(in_step=True)
         if self.uses is not None:
             self.uses.backward_begins()
         if self._waits_late:
@@ -210,6 +215,7 @@ class Steps:
         """The method's hook; and a round's own messages, where that is when workers
         meet."""
         run, rhythm = self.run, self._rhythm
+        self._go_on(in_step=False)
         self._roll_call.is_later = False
         if rhythm.lets_models_differ and run.meets:
             self._hold_round()
@@ -254,6 +260,27 @@ class Steps:
         into the model at the next one."""
         if self._agreement is None:
             self._shared.put()
+
+    # ---- where this worker is ----
+
+    @property
+    def place(self) -> int:
+        """Where this worker is, for all alike: twice its steps, and one more between
+        ``backward()`` and ``step()``. Twice its rounds, where workers do different numbers of
+        steps a round."""
+        if self._common_every is not None:
+            return 2 * (self.run.step // self._rhythm.every)
+        return 2 * self.run.step + self._presence.step_is_due
+
+    def _go_on(self, *, in_step: bool) -> None:
+        """To the end of the backward pass of this step, or of the step."""
+        if self.goes_on is None or not self._presence.active:
+            return
+        done = self.run.step + 1
+        if self._common_every is not None:
+            self.goes_on(2 * (done // self._rhythm.every))
+        else:
+            self.goes_on(2 * done - in_step)
 
     # ---- what a restart goes on from ----
 

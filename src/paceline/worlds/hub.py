@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from paceline import lifelines
+from paceline.job import Place
 from paceline.server.poll_loop import PollLoop
 from paceline.worlds import addresses
 from paceline.worlds.handover import Address, Board
@@ -42,6 +43,9 @@ class News(msgspec.Struct, kw_only=True):
     rank: int
     fault: str | None = None
     training: int | None = None
+    place: Place | None = None
+    """The rank goes on, and tells where it is; so many ranks are *present*."""
+    present: int = 0
 
 
 class Hub:
@@ -126,6 +130,11 @@ class Hub:
             self._callers.know(peer)
             return
         news = msgspec.json.decode(line, type=News)
+        if news.place is not None:
+            told = News(rank=self._ranks[peer].rank, place=news.place)
+            told.present = len(self._ranks)
+            self._tell_all(told)
+            return
         hello = self._ranks.pop(peer)
         if news.fault is not None:
             words = News(rank=hello.rank, fault=news.fault, training=news.training)

@@ -33,6 +33,7 @@ import msgspec
 
 from paceline import lifelines
 from paceline.errors import UsageError
+from paceline.job import Place, Places
 from paceline.options import seconds_from
 from paceline.worlds import addresses
 from paceline.worlds.handover import Board, Store
@@ -50,7 +51,7 @@ class Liveness:
 
     *lost* is called once, on a thread of this object, with a sentence that names the rank
     that ended badly; *broke* for each training of another that ended with an error, with its
-    number and such a sentence.
+    number and such a sentence. *places* tells the others where this rank is, and hears it of them.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class Liveness:
         store: Store,
         lost: Callable[[str], None],
         broke: Callable[[int, str], None] = lambda *_: None,
+        places: Places | None = None,
     ) -> None:
         self._rank = rank
         self._lost, self._broke = lost, broke
         self._over = False
+        self._places = places or Places()
         self.hub: Hub | None = None
         """Rank 0's."""
         self._board = Board(store, size)
@@ -99,6 +102,7 @@ class Liveness:
                 process=os.getpid(),
             )
         )
+        self._places.connect(rank, self._tell_place, waits=True)
         self._thread = threading.Thread(
             target=self._listen, name="paceline liveness", daemon=True
         )
@@ -119,6 +123,11 @@ class Liveness:
                 brief = fault[:FAULT_CHARACTERS]
                 self._say(News(rank=self._rank, fault=brief, training=number))
 
+    def _tell_place(self, place: Place) -> None:
+        if not self._over:
+            with contextlib.suppress(OSError):
+                self._say(News(rank=self._rank, place=place))
+
     def close(self, fault: str | None = None) -> None:
         """This rank ends: well, or with a *fault* that the others are told."""
         if not self._over:
@@ -137,12 +146,16 @@ class Liveness:
     def _listen(self) -> None:
         with self._socket:
             self._hear_news()
+        self._places.disconnect()
 
     def _hear_news(self) -> None:
         try:
             lines = self._socket.makefile("rb")
             for line in lines:
                 news = msgspec.json.decode(line, type=News)
+                if news.place is not None:
+                    self._places.hear(news.rank, news.place, news.present)
+                    continue
                 if news.fault is None:  # rank 0 ends well, and its hub with it
                     return
                 sentence = f"rank {news.rank} {news.fault}"

@@ -115,6 +115,7 @@ class RealWorld:
                 default_store(),
                 self._lost_a_peer,
                 self._training_of_a_peer_broke,
+                self.job.places,
             )
         self._learn_cluster()
 

@@ -16,7 +16,7 @@ from paceline.context import current_world, enter_world_in_this_thread
 from paceline.errors import UsageError
 from paceline.instruments import Journal, Kept, Span
 from paceline.interfaces import ServiceJob
-from paceline.job import Job
+from paceline.job import Job, Place
 from paceline.network.cluster import Cluster
 from paceline.network.links import Links
 from paceline.options import RunOptions
@@ -166,6 +166,11 @@ class Simulation:
     def world_of(self, rank: int) -> VirtualWorld:
         """Where a worker lives."""
         return self._worlds[rank]
+
+    def tell_place(self, rank: int, place: Place) -> None:
+        """All other workers hear where worker *rank* is, at no cost."""
+        for world in self._worlds:
+            world.job.places.hear(rank, place, len(self._worlds))
 
     def observe(self, span: Span) -> None:
         """Keep a span for the trace."""

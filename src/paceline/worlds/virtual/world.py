@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -44,6 +45,7 @@ class VirtualWorld:
         self.alone = False
         self.job = Job(simulation.options, self._training_broke)
         self.job.keeps_ended = True  # a plan looks at them when the script has ended
+        self.job.places.connect(rank, partial(simulation.tell_place, rank), waits=False)
         self.rank = rank
         self.size = simulation.cluster.workers
         self.speeds = simulation.speeds
