@@ -1,5 +1,6 @@
 """``paceline serve``: which token its server asks for, and what it says of it."""
 
+import inspect
 import re
 from types import SimpleNamespace
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from paceline.cli import app
+from paceline.cli.serve import serve as serve_command
 from paceline.errors import UsageError
-from paceline.server import dedicated, serving
+from paceline.server import dedicated, serving, snapshot
 from paceline.server.security import SECRET, TOKEN, dedicated_token
 from paceline.server.serve import Listener
 
@@ -129,3 +131,8 @@ def test_a_training_that_was_broken_off_is_no_good_end(
     assert "workers 0 broke it off" in said
     assert ("start them again to go on" in said) is kept
     assert "the training is over" not in said
+
+
+def test_snapshots_are_as_frequent_as_under_run():
+    default = inspect.signature(serve_command).parameters["snapshot_seconds"].default
+    assert default == snapshot.SECONDS

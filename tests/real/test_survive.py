@@ -12,6 +12,7 @@ import torch
 from paceline.cli import app
 from paceline.errors import UsageError
 from paceline.server import snapshot
+from paceline.worlds.surviving_servers import SurvivingServers
 from tests.real.helpers import (
     BAD_END_SECONDS,
     PACELINE,
@@ -151,6 +152,21 @@ def test_the_server_is_killed_and_nobody_named_a_snapshot(start, tmp_path, recor
     assert stale.read_text() == "what another job has left"
     assert not kept()
     assert not list(own.rglob("*.part"))
+
+
+def test_no_two_jobs_have_one_file_for_their_snapshots(tmp_path):
+    folder = tmp_path / "records" / "of both"
+    jobs = [SurvivingServers(WORKERS) for _ in range(2)]
+    for job in jobs:
+        job.keep_snapshot_in(folder)
+        assert not job.has_snapshot
+    paths = {job.snapshot for job in jobs}
+    assert len(paths) == 2
+    assert {path.parent for path in paths} == {folder}
+    jobs[0].snapshot.write_text("of the first one")
+    assert not jobs[1].has_snapshot
+    jobs[1].remove_snapshot()
+    assert jobs[0].has_snapshot
 
 
 @pytest.mark.slow

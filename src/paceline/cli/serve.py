@@ -30,7 +30,8 @@ def serve(
         Path | None,
         typer.Option(
             help="With --survive: where parameters are kept, to go on from when this "
-            "process is started again. \\[default: nowhere]"
+            "process is started again. \\[default: nowhere, since it could not tell this job's file "
+            "from an earlier one's]"
         ),
     ] = None,
     snapshot_seconds: Annotated[
@@ -38,7 +39,7 @@ def serve(
         typer.Option(
             help="With --snapshot: how often.", envvar="PACELINE_SNAPSHOT_SECONDS"
         ),
-    ] = 10.0,
+    ] = 30.0,
     evict_silent: Annotated[
         float,
         typer.Option(
