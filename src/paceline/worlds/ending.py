@@ -105,7 +105,10 @@ class Ending:
             self._note_bad_end(status, f"failed with {kind.__name__}: {error}")
             if os.getpid() == self._process:
                 report_to_launcher(error)
-            hook(kind, error, traceback)
+            if isinstance(error, PacelineError):
+                traceback = _frames_of_script(traceback)
+                error.__cause__, error.__suppress_context__ = None, True
+            hook(kind, error.with_traceback(traceback), traceback)
 
         @functools.wraps(leave)
         def note_exit(status: Any = None, /) -> NoReturn:
@@ -168,6 +171,21 @@ class Ending:
             end_at_once(1)
         self._put_back()
         self._leave(None)
+
+
+def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
+    """What is shown of an error that paceline raises on purpose: frames up to the call of paceline."""
+    ours = f"{Path(__file__).parent.parent}{os.sep}"
+    frames = []
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename.startswith(ours):
+            break
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    shown: TracebackType | None = None
+    for one in reversed(frames):
+        shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return shown
 
 
 def report_to_launcher(error: BaseException) -> None:

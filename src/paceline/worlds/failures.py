@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -83,5 +83,18 @@ def summary(failures: Sequence[Failure]) -> str:
 
     first, *others = sorted(failures, key=order)
     lines = [f"the job failed: rank {first.rank} {first.describe()}"]
-    lines += [f"  then rank {failure.rank} {failure.describe()}" for failure in others]
+    lines += [f"  then rank {one.rank} {_after(one, first)}" for one in others]
     return "\n".join(lines)
+
+
+def _after(failure: Failure, first: Failure) -> str:
+    """How one ended after the *first*, whose words are not said again; nor are gloo's of a peer that is
+    gone, which name no cause."""
+    how = replace(failure, message="").describe()
+    if failure.by_launcher or not failure.message:
+        return how
+    if failure.message == first.message:
+        return f"{how}: the same error"
+    if any(words in failure.message for words in LOST_PEER):
+        return f"{how}: it had lost a peer"
+    return failure.describe()

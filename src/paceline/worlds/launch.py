@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,6 +79,10 @@ def launch(
     # torchrun would set the number of threads too, with a warning each time.
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     variables = threads | options.to_environment() | as_launcher()
+    # What its agent says of a failed worker is said below, with the cause.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(
+        logging.CRITICAL
+    )
     with scratch_folder() as scratch, _environment(variables):
         if "--log-dir" not in given:
             words.append(f"--log-dir={scratch}")  # torchrun's own choice would stay

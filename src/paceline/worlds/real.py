@@ -30,7 +30,7 @@ from paceline.report.files import WorkerRecords
 from paceline.report.result import Result, Summary, exchange_summaries
 from paceline.stopwatch import stopwatch_for
 from paceline.torch_private import COLLECTIVES, default_store, local_store
-from paceline.worlds import alone, progress
+from paceline.worlds import alone, own_groups, progress
 from paceline.worlds.described import find_cluster, load_of
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
 from paceline.worlds.hub import GRACE_SECONDS
@@ -71,6 +71,8 @@ class RealWorld:
         self._services: RealServices | None = None
         self._knows_cluster = False
         self.alone = os.environ.get(SURVIVE_VARIABLE) == "1"
+        if self.alone:
+            own_groups.warn_of(self.rank)
         progress.write_there(
             self.journal, lambda: self.job.first_step, alone=self.alone
         )

@@ -17,6 +17,7 @@ import atexit
 import os
 import signal
 import sys
+import time
 from itertools import count
 from pathlib import Path
 
@@ -34,6 +35,7 @@ STEPS = 6
 rank = int(os.environ["RANK"])
 life = int(os.environ.get("PACELINE_INCARNATION", "0"))
 dies = rank == killed and life == 0
+(folder / f"process-{rank}").write_text(f"{os.getpid()} {life}")
 
 
 def die_at(here: str) -> None:
@@ -71,6 +73,7 @@ for step in count(0 if starts_over else optimizer.first_step):
     trains_on = place == "leaving" and rank != killed and not (folder / "died").exists()
     if step >= STEPS and not trains_on:
         break
+    time.sleep(float(os.environ.get("PAUSE", "0")))
     optimizer.zero_grad()
     task(centers_of(rank, step)).backward()
     optimizer.step()

@@ -1,0 +1,82 @@
+"""Kills a worker of jobs that survive, in their last second and after their last step, and counts how
+they end: all have to end well, with one model, and to leave nothing.
+
+    python -m benchmarks.survive_kills --kills 40
+
+A job is three workers and their servers, which are forked and not started anew; a kill takes some seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from tests.real.helpers import kill, run
+from tests.real.lives import life_of, wait_in
+
+WORKERS = 3
+METHODS = ("backup:wait_for=2", "asp", "ssp:staleness=2", "gssp")
+PAUSE = 0.1
+LAST_SECOND = 1.2
+"""How long after the first step the kill comes at the latest: six steps take about 0.7 s, and the end follows."""
+
+
+def main() -> None:
+    """Print a line for each kill, and a table of all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    choose = random.Random(arguments.seed)
+    found: dict[str, list[str]] = {method: [] for method in METHODS}
+    for number in range(arguments.kills):
+        method, rank = METHODS[number % len(METHODS)], choose.randrange(WORKERS)
+        after = choose.uniform(0.3, LAST_SECOND)
+        ended = _killed(method, rank, after)
+        found[method].append(ended)
+        print(f"{number + 1:3} {method:18} worker {rank} after {after:.2f} s: {ended}")
+    print(
+        "\n| method | kills | started again | ended before | failed |\n|---|---|---|---|---|"
+    )
+    for method, ends in found.items():
+        again, before = ends.count("started again"), ends.count("had ended")
+        print(
+            f"| {method} | {len(ends)} | {again} | {before} | {len(ends) - again - before} |"
+        )
+
+
+def _killed(method: str, rank: int, after: float) -> str:
+    """How a job has ended whose worker was killed so many seconds after its first step."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        options = ["--survive", f"--method={method}"]
+        words = ("survive_end.py", folder, rank, "nowhere")
+        job = run(
+            WORKERS,
+            *words,
+            options=options,
+            folder=folder / "job",
+            forked="all",
+            PAUSE=str(PAUSE),
+        )
+        try:
+            first = f"worker {rank} life 0 step 0"
+            wait_in(job, lambda: first in job.stdout, "the first step")
+            time.sleep(after)
+            kill(life_of(folder, rank)[0])
+            job.wait().check_ended_well()
+            results = [torch.load(folder / f"result-{w}") for w in range(WORKERS)]
+            assert all(torch.equal(result, results[0]) for result in results), results
+        except AssertionError as error:
+            return f"failed: {error}"
+        finally:
+            job.stop()
+        return "started again" if "it is started again" in job.stderr else "had ended"
+
+
+if __name__ == "__main__":
+    main()
