@@ -1,0 +1,91 @@
+"""README's table is what the demo prints."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.test_docs import ROOT
+
+MARK = "¹"
+"""Behind a figure of README's table that another processor's arithmetic changes."""
+
+
+def command():
+    """What ``make demo`` runs, by this Python."""
+    recipe = re.search(
+        r"^demo: .*\n((?:\t.*\\\n)*\t.*\n)", (ROOT / "Makefile").read_text(), re.M
+    )
+    assert recipe is not None
+    program, *words = shlex.split(recipe[1].replace("\\\n", " "))
+    assert program == "$(BIN)/paceline"
+    return [sys.executable, "-m", "paceline", *words]
+
+
+def rows_of(text):
+    """Cells of the table that has a column *planned*; lines that a narrow column was broken into are one."""
+    rows = []
+    for line in text.splitlines():
+        if line.startswith(("│", "┃")):
+            cells = [cell.strip() for cell in re.split("[│┃]", line)[1:-1]]
+            if any(cells[2:]):
+                rows.append(cells)
+            else:
+                rows[-1] = [a + b for a, b in zip(rows[-1], cells, strict=True)]
+        elif rows and "planned" in rows[0]:
+            if line.startswith("└"):
+                return rows
+        else:
+            rows = []
+    raise AssertionError(f"there is no such table in {text!r}")
+
+
+def differences(said, printed):
+    """Cells that are not as *printed*; one that is marked may be any figure."""
+    assert len(said) == len(printed), (said, printed)
+    found = []
+    for ours, theirs in zip(said, printed, strict=True):
+        for mine, true in zip(ours, theirs, strict=True):
+            if mine != true and not (mine.endswith(MARK) and true):
+                found.append((theirs[0], mine, true))
+    return found
+
+
+def readme():
+    return rows_of((ROOT / "README.md").read_text())
+
+
+def test_tables_are_compared_cell_by_cell():
+    rows = readme()
+    assert rows[0][:4] == ["class", "method", "step", "planned"]
+    assert not differences(rows, rows)
+    marked = [cell for row in rows for cell in row if cell.endswith(MARK)]
+    for place, row in enumerate(rows[1:], 1):
+        for column, cell in enumerate(row):
+            other = [list(one) for one in rows]
+            other[place][column] = "another"
+            assert bool(differences(rows, other)) == (not cell.endswith(MARK))
+    assert len(marked) < 0.1 * sum(map(len, rows))
+
+
+def test_who_is_said_to_be_faster_is():
+    """README's sentences on the table: times as fast as DDP's rule are of its own columns."""
+    names, *rows = readme()
+    steps = {row[0]: row[names.index("x DDP")] for row in rows}
+    text = (ROOT / "README.md").read_text()
+    said = re.search(r"a step is ([\d.]+) times as fast as DDP's where codes", text)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(float(steps["lossy"]), abs=0.05)
+
+
+@pytest.mark.slow
+def test_readmes_table_is_what_the_demo_prints(tmp_path):
+    words = [*command(), "--output", str(tmp_path / "runs")]
+    ran = subprocess.run(
+        words, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert not differences(readme(), rows_of(ran.stdout))
