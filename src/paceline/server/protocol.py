@@ -7,7 +7,9 @@ event      what changes                                   answer
 ========== ============================================== ==============================
 join       The worker takes part from step 0, or where    `Joined`; `Refused` where it
            it was missed before from the step that the    trains something else than the
-           discipline names. An older life of it is lost. first worker
+           discipline names, and in any case after its    first worker
+           gradients that were applied. An older life of
+           it is lost.
            One whose older life has left is told so.
 arrive     The worker sends nothing, until it has met     `Met`, when all have arrived and
            all others that train.                         the load is here; earlier to the
