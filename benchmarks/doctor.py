@@ -139,6 +139,14 @@ def start_up(rnd):
     return Case(text, ("start-up",), "every worker", script, options)
 
 
+def slow_method(rnd):
+    """All gradients go over the link of one server's host."""
+    count, mbit = rnd.choice((4, 6)), rnd.choice((400, 1000))
+    script = ("--megabytes", str(mbit / 100))
+    options = ("--method", rnd.choice(("osp", "bsp:collective=parameter-server")))
+    return Case(rack(count, mbit), ("slow method",), "every worker", script, options)
+
+
 def no_overlap(rnd):
     count, mbit = rnd.choice((4, 8)), rnd.choice((400, 1000))
     script = ("--at-end", "--megabytes", str(mbit / 100))
@@ -217,6 +225,7 @@ VIRTUAL = {
     "slow host": slow_host,
     "input starves": input_starves,
     "start-up": start_up,
+    "slow method": slow_method,
     "no overlap": no_overlap,
     "too slow for exact": too_slow,
     "healthy, even": even,
