@@ -15,6 +15,7 @@ from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import Workload
 from paceline.network.workload import builtin_names
 from paceline.tensors import wire_bytes, wire_shape
+from paceline.testing import inspect
 from paceline.worlds.virtual import ComputeModel
 from tests.virtual.helpers import run, run_on, simulation
 
@@ -87,7 +88,7 @@ def sent(workload: Workload, fusion: str) -> Sequence[int]:
         model(torch.ones(16)).backward()
         optimizer.step()
     optimizer.finish()
-    return [step.bytes_sent for step in optimizer._world.journal.steps]
+    return [step.bytes_sent for step in inspect(optimizer).journal.steps]
 
 
 @pytest.mark.parametrize("workers", [2, 3])

@@ -204,6 +204,20 @@ def test_nothing_mocks_but_tests():
     assert not [path for path in FILES if "unittest.mock" in imports_of(path)]
 
 
+def test_tests_look_at_an_optimizer_by_inspect_alone():
+    """`paceline.testing.inspect` gives what they need: what is private may move."""
+    private = ("_training", "_world", "_present")
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in nodes_of(path):
+            where = f"{path}:{getattr(node, 'lineno', 0)}: use inspect(optimizer)"
+            if isinstance(node, ast.Attribute) and node.attr in private:
+                of_optimizer = ast.unparse(node.value) in ("optimizer", "wrapped")
+                assert node.attr != "_training" and not of_optimizer, where
+            if isinstance(node, ast.ImportFrom) and node.module == "paceline.optimizer":
+                names = {alias.name for alias in node.names}
+                assert names.isdisjoint({"training_of", "present_of"}), where
+
+
 def test_what_stands_for_more_bytes_is_known_to_one_file():
     """The others ask `stands_in`, and make parts and copies with `stand_alike`."""
     assert [

@@ -17,7 +17,7 @@ from paceline.checkpoint.folder import part
 from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.methods.bsp import BSP
-from paceline.optimizer import present_of, training_of
+from paceline.testing import inspect
 from paceline.worlds.join import join_world
 
 
@@ -217,7 +217,7 @@ def a_checkpoint_says_which_method_it_had():
             if method != spec:
                 one_step(net, wrapped, 50)
             paceline.load(folder)
-            changes = present_of(wrapped).changes
+            changes = inspect(wrapped).changes
             if changes is not None:
                 assert changes.spec.startswith("dear" if method.course.specs else "bsp")
                 assert not changes.change(spec)
@@ -241,7 +241,7 @@ def a_load_that_is_refused_leaves_the_method_that_it_found():
     paceline.save(folder)
     for step in range(3, 6):
         one_step(net, wrapped, step)
-    changes = present_of(wrapped).changes
+    changes = inspect(wrapped).changes
     before, values = changes.spec, flat(net)
     dist.barrier()
     if world.rank == 0:
@@ -259,13 +259,13 @@ def a_load_that_is_refused_leaves_the_method_that_it_found():
 
 def buckets_that_were_planned_are_known_when_a_method_comes_back():
     net, wrapped = begun(changing({60: "dear", 62: "bsp:fusion=optimal", 66: "bsp"}))
-    changes, journal = present_of(wrapped).changes, join_world().journal
+    changes, journal = inspect(wrapped).changes, join_world().journal
     assert not changes.change("bsp:fusion=optimal", together=True)
     for step in range(60):
         one_step(net, wrapped, step)
     planned = journal.buckets
     assert changes.spec.startswith("dear")
-    assert training_of(wrapped).plan is None
+    assert inspect(wrapped).planner.kept is None
     for step in range(5):
         one_step(net, wrapped, step)
     assert journal.buckets == planned
@@ -307,7 +307,7 @@ def applied(specs, steps):
 def residuals(wrapped):
     """What this worker's codes have not sent."""
     found = torch.zeros(64)
-    for state in training_of(wrapped).own_states:
+    for state in inspect(wrapped).own_states:
         if state.name.startswith("compression."):
             saved = state.save()
             found += torch.cat([saved[n]["residual"] for n in ("weight", "more")])

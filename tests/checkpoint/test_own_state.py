@@ -11,7 +11,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint import folder as folders
 from paceline.errors import UsageError
 from paceline.interfaces.state import refused, shares_of
-from paceline.optimizer import training_of
+from paceline.testing import inspect
 
 from .test_save_load import begin, on
 
@@ -48,7 +48,7 @@ class Only(Residuals):
 def save(workers, folder, make, steps=0, place=lambda folder, rank: folder):
     def body(rank):
         model, optimizer = begin()
-        training_of(optimizer).own_states = make(rank)
+        inspect(optimizer).own_states[:] = make(rank)
         for _ in range(steps):
             optimizer.zero_grad()
             model(torch.full((2, 3), 1.0 + rank)).sum().backward()
@@ -63,7 +63,8 @@ def save(workers, folder, make, steps=0, place=lambda folder, rank: folder):
 def load(workers, folder, make, place=lambda folder, rank: folder):
     def body(rank):
         model, optimizer = begin()
-        owners = training_of(optimizer).own_states = make(rank)
+        owners = make(rank)
+        inspect(optimizer).own_states[:] = owners
         before = model.weight.tolist()
         try:
             paceline.load(place(folder, rank))
@@ -230,7 +231,7 @@ def test_what_nobody_takes_and_what_begins_anew_is_said_once(tmp_path, capfd):
 def test_after_finish_nothing_is_left_of_it(tmp_path):
     def body(rank):
         _, optimizer = begin()
-        training_of(optimizer).own_states = [Only(1.0)]
+        inspect(optimizer).own_states[:] = [Only(1.0)]
         optimizer.finish()
         paceline.save(tmp_path / "x")
 

@@ -16,7 +16,7 @@ from paceline.collectives.places import Places
 from paceline.errors import UsageError
 from paceline.fusion.measure import measure_mean
 from paceline.network import Cluster
-from paceline.optimizer import training_of
+from paceline.testing import inspect
 from paceline.worlds.join import join_world
 from tests.virtual.helpers import cluster, rack, run
 
@@ -256,7 +256,7 @@ def test_planned_buckets_are_priced_by_what_auto_takes(capsys) -> None:
             optimizer = paceline.distribute(
                 model, torch.optim.SGD(model.parameters(), lr=0.1), collective=name
             )
-            planner = training_of(optimizer)._parts.planner
+            planner = inspect(optimizer).planner
             cost = measure_mean(
                 planner._comm,
                 1 << 20,

@@ -8,6 +8,7 @@ import torch
 import paceline
 from paceline.collectives.comm import TorchComm
 from paceline.errors import UsageError
+from paceline.testing import inspect
 from paceline.worlds.join import join_world
 from tests.collectives.helpers import BUCKETS, buffers, skew
 
@@ -253,7 +254,7 @@ def averages_over_servers_can_be_followed(comm: TorchComm) -> None:
         fusion="single",
         collective="parameter-server",
     )
-    over_servers = optimizer._training.comm
+    over_servers = inspect(optimizer).comm
     rank = comm.rank
     order: list[int] = []
     pendings = []

@@ -9,7 +9,7 @@ import paceline
 from paceline.compression import QSGD, EFSign, Int4, Int8, Residuals
 from paceline.compression.blocks import Blocks
 from paceline.compression.chance import Chance
-from paceline.optimizer import training_of
+from paceline.testing import inspect
 from paceline.testing.lockstep import Workers
 from tests.compression.test_blocks import STOCHASTIC, mean_of, random, through
 from tests.compression.toys import SignAlone
@@ -299,7 +299,7 @@ def test_a_training_applies_all_gradients_but_what_is_kept(code, workers):
             optimizer.step()
         (kept,) = [
             state.save()
-            for state in training_of(optimizer).own_states
+            for state in inspect(optimizer).own_states
             if state.name.startswith("compression.")
         ]
         optimizer.finish()

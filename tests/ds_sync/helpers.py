@@ -9,7 +9,7 @@ import torch
 
 import paceline
 from paceline.network import Cluster, uniform_cluster
-from paceline.optimizer import training_of
+from paceline.testing import inspect
 from paceline.worlds.virtual import Simulation
 
 SIZE = 400
@@ -79,7 +79,7 @@ def spread(places: torch.Tensor) -> torch.Tensor:
 
 def state_of(optimizer: torch.optim.Optimizer) -> Any:
     """The method's."""
-    return training_of(optimizer).state
+    return inspect(optimizer).state
 
 
 def equal(models: Sequence[torch.nn.Module]) -> bool:

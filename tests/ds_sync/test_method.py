@@ -8,7 +8,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError
-from paceline.optimizer import training_of
+from paceline.testing import inspect
 from tests.ds_sync.helpers import Walk, equal, simulate
 from tests.ds_sync.trainings import adam, begin, models, sgd, step, train
 
@@ -218,7 +218,7 @@ def test_restarts_in_the_middle_of_a_period_are_the_kits_for_own_states():
     def body(rank):
         model, optimizer = begin("ds-sync:shuffle=pairs,overlap=step,swa_from=0")
         step(model, optimizer, 0)
-        names = {own.name: own.save() for own in training_of(optimizer).own_states}
+        names = {own.name: own.save() for own in inspect(optimizer).own_states}
         optimizer.finish()
         return names["method.ds-sync"]
 

@@ -10,9 +10,9 @@ import paceline
 from paceline.errors import WorkerFailedError
 from paceline.methods import METHODS
 from paceline.network import ServerHost
-from paceline.optimizer import training_of
 from paceline.server import kinds
 from paceline.server.protocol import ParameterServer
+from paceline.testing import inspect
 from paceline.testing.task import Counting, flat_parameters
 from tests.group_servers.toy import Grouped
 from tests.virtual.helpers import cluster, rack, simulation
@@ -95,7 +95,7 @@ def test_who_looks_sees_the_group_s_server_s():
 
     def look(rank, step, model, optimizer):
         if step == 2:
-            training_of(optimizer).remote.meet()
+            inspect(optimizer).remote.meet()
             with optimizer.consolidated():
                 seen[rank] = flat_parameters(model)
 
@@ -113,7 +113,7 @@ def test_a_worker_that_moves_holds_what_its_new_server_has(options):
     world = simulation(WORKERS)
 
     def move(rank, step, model, optimizer):
-        remote = training_of(optimizer).remote
+        remote = inspect(optimizer).remote
         remote.meet()
         if rank == 3 and step == 1:
             assert remote.group == 1
@@ -137,7 +137,7 @@ def test_a_worker_that_moves_holds_what_its_new_server_has(options):
 def test_a_worker_may_move_there_and_back():
     def move(rank, step, model, optimizer):
         if rank == 3:
-            training_of(optimizer).remote.move(step % 2, step + 1)
+            inspect(optimizer).remote.move(step % 2, step + 1)
 
     ends, world = train(TWO, 5, move, compression="int8", answers="differences")
     assert sum(m.counts["gradients applied"] for m in machines(world)) == 20 * len(
@@ -150,7 +150,7 @@ def test_a_step_that_a_server_had_not_heard_of_may_be_an_earlier_one():
     """It has let a worker in at the step of its own group, which was further."""
 
     def move(rank, step, model, optimizer):
-        remote = training_of(optimizer).remote
+        remote = inspect(optimizer).remote
         remote.meet()
         if rank == 0 and step == 1:
             machines(world)[0].shard.members[3].begins_with(50)
@@ -165,7 +165,7 @@ def test_a_step_that_a_server_had_not_heard_of_may_be_an_earlier_one():
 
 def test_groups_that_there_are_not_are_refused():
     def move(rank, step, model, optimizer):
-        training_of(optimizer).remote.move(2, step + 1)
+        inspect(optimizer).remote.move(2, step + 1)
 
     with pytest.raises(WorkerFailedError, match=r"group 2: expected .* 0 to 1"):
         train(TWO, 1, move)

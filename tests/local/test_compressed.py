@@ -13,8 +13,8 @@ from torch import nn
 import paceline
 from paceline.compression import Identity, make
 from paceline.methods.local import SparseLoCo
-from paceline.optimizer import training_of
 from paceline.tensors import stand_in_for
+from paceline.testing import inspect
 from paceline.testing.task import Counting
 from tests.local.helpers import double, momentum, sgd, simulate, train
 from tests.local.test_laws import CLOSE, apart, count
@@ -160,7 +160,7 @@ def kept_back(optimizer: Any) -> torch.Tensor:
     """A worker's residuals, in the order of parameters."""
     (states,) = (
         state.save()
-        for state in training_of(optimizer).own_states
+        for state in inspect(optimizer).own_states
         if state.name.startswith("compression.")
     )
     rows = [states[name] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]

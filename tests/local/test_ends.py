@@ -8,7 +8,7 @@ import paceline
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.methods.local import StreamingDiLoCo
 from paceline.methods.local.whole import settle
-from paceline.optimizer import training_of
+from paceline.testing import inspect
 from tests.local.helpers import adam, double, momentum, sgd, simulate, train
 from tests.local.test_laws import CLOSE, counting
 from tests.osp.helpers import flat, loss_of
@@ -56,7 +56,7 @@ def test_to_settle_twice_is_to_settle_once():
     def watch(rank, step, model, optimizer):
         if step != 4:
             return
-        training = training_of(optimizer)
+        training = inspect(optimizer)
         with torch.no_grad():
             for number in range(2):
                 settle(method, training.state, training.run)
@@ -209,7 +209,7 @@ def test_what_is_under_way_is_over_before_a_checkpoint_takes_its_place(
     left = []
 
     def watch(rank, step, model, optimizer):
-        state = training_of(optimizer).state
+        state = inspect(optimizer).state
         if step == 0:
             paceline.save(tmp_path / "checkpoint")
         if step == 4:

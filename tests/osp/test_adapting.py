@@ -8,6 +8,7 @@ import torch
 import paceline
 from paceline.network import Cluster, Rack, Workload
 from paceline.network.rules import Rule, throttle
+from paceline.testing import inspect
 from paceline.worlds.virtual import ComputeModel, Simulation
 
 OSP = "osp:collective=native,budget=constant"
@@ -60,7 +61,7 @@ def train(
             optimizer.step()
             if rank == 0:
                 times.append(paceline.now())
-                layout = getattr(optimizer._training.state, "layout", None)
+                layout = getattr(inspect(optimizer).state, "layout", None)
                 deferred = layout.deferred if layout else ()
                 sizes = layout.sizes if layout else (1,)
                 parts.append(sum(sizes[n] for n in deferred) / sum(sizes))

@@ -11,6 +11,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError, WorkerFailedError
+from paceline.testing import inspect
 from tests.osp.helpers import (
     ALL,
     HALF,
@@ -568,7 +569,7 @@ def test_nothing_is_kept_that_grows(mask):
         return 0
 
     def watch(rank, step, model, optimizer):
-        sizes.setdefault(step, []).append(count(optimizer._training.state, {}))
+        sizes.setdefault(step, []).append(count(inspect(optimizer).state, {}))
 
     for method in (MASKS[mask], "osp:collective=native,defer=nothing"):
         sizes.clear()

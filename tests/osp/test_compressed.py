@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.optimizer import training_of
+from paceline.testing import inspect
 from tests.osp.helpers import ALL, FIRST_DEFERRED, HALF, decide_often, plain_sgd
 from tests.virtual.helpers import run
 
@@ -52,7 +52,7 @@ def test_what_was_applied_and_what_is_left_are_all_gradients(monkeypatch, mask):
         optimizer.finish()
         (own,) = [
             one
-            for one in training_of(optimizer).own_states
+            for one in inspect(optimizer).own_states
             if one.name.startswith("compression.")
         ]
         kept[rank] = own.save()

@@ -10,6 +10,7 @@ from benchmarks.osp_comparisons import KINDS, compared
 from torch import nn
 
 import paceline
+from paceline.testing import inspect
 from paceline.testing.task import SIZE, Quadratic, centers_of
 from tests.osp.helpers import (
     ALL,
@@ -104,7 +105,7 @@ def test_masks_of_these_tests_defer_and_change():
 
         def watch(rank, step, model, optimizer):
             if rank == 0:
-                masks.append(tuple(optimizer._training.state.layout.deferred))
+                masks.append(tuple(inspect(optimizer).state.layout.deferred))
 
         train(method, 2, watch=watch, steps=16)
         return masks
@@ -435,7 +436,7 @@ def test_laws_hold_while_the_planner_makes_new_buckets():
     counts = []
 
     def watch(rank, step, model, optimizer):
-        counts.append(len(optimizer._training.buckets))
+        counts.append(len(inspect(optimizer).buckets))
 
     options = {"steps": 32, "make": wide}
     mask = HALF.replace("chunk=64", "chunk=16384,order=importance")
@@ -477,7 +478,7 @@ def test_a_rank_without_any_data_while_buckets_change(steps):
     counts = []
 
     def watch(rank, step, model, optimizer):
-        counts.append(len(optimizer._training.buckets))
+        counts.append(len(inspect(optimizer).buckets))
 
     options = {"make": OtherWayRound, "fusion": "ddp", "steps": steps}
     method = "osp:collective=native,defer=most,budget=constant,most=1"

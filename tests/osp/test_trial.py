@@ -21,6 +21,7 @@ from paceline.methods.osp.decision import LONGER, LOOK, PATIENCE, Seen, Trial
 from paceline.methods.osp.reports import Measured, read_mask
 from paceline.methods.osp.watch import StepWatch
 from paceline.network import Cluster, Rack, ServerHost
+from paceline.testing import inspect
 from paceline.worlds.virtual import Simulation
 from tests.osp import helpers as small
 from tests.osp.test_adapting import COMPUTE, layers, link_for
@@ -84,7 +85,7 @@ def train(
 
 
 def mask_of(optimizer: paceline.DistributedOptimizer) -> Mask:
-    return tuple(optimizer._training.state.layout.deferred)
+    return tuple(inspect(optimizer).state.layout.deferred)
 
 
 def by(factor: float) -> Callable[[int, int], float]:

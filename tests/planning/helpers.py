@@ -12,6 +12,7 @@ from torch import nn
 import paceline
 from paceline import fusion
 from paceline.network import Cluster, Workload
+from paceline.testing import inspect
 from paceline.worlds.virtual import Simulation
 from tests.virtual.helpers import LATENCY, LINK, run_on, simulation
 
@@ -55,7 +56,7 @@ class Watched:
 
 
 def groups_of(optimizer: Any) -> list[tuple[str, ...]]:
-    return [bucket.names for bucket in optimizer._training.buckets]
+    return [bucket.names for bucket in inspect(optimizer).buckets]
 
 
 def flat(model: nn.Module) -> torch.Tensor:
@@ -72,7 +73,7 @@ def note(watched: Watched, model: nn.Module, optimizer: Any) -> None:
 
 def ended(watched: Watched, optimizer: Any) -> Watched:
     optimizer.finish()
-    journal = optimizer._world.journal
+    journal = inspect(optimizer).journal
     watched.bytes_sent = [step.bytes_sent for step in journal.steps]
     watched.step_seconds = [step.step_seconds for step in journal.steps]
     watched.settled_after = journal.settled_after

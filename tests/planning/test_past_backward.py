@@ -20,6 +20,7 @@ from paceline.interfaces import Message
 from paceline.network import Workload
 from paceline.planning import PROFILED_STEPS, TRIAL_STEPS, GoesPast, Planner
 from paceline.planning.sides import from_numbers, to_numbers
+from paceline.testing import inspect
 from tests.fusion.test_past_backward import random_cases
 from tests.tables import crossed
 from tests.virtual.helpers import cluster, rack
@@ -349,8 +350,12 @@ def test_methods_take_what_is_predicted(method: str, lanes: int) -> None:
             model(torch.ones(4)).backward()
             optimizer.step()
             watched.groups.append(groups_of(optimizer))  # looks at no parameter
-        sending = optimizer._training.run.sending
-        return ended(watched, optimizer), sending, list(optimizer._world.journal.notes)
+        sending = inspect(optimizer).run.sending
+        return (
+            ended(watched, optimizer),
+            sending,
+            list(inspect(optimizer).journal.notes),
+        )
 
     answers, _ = on(4, body, lanes=lanes)
     watched, sending, said = answers[0]

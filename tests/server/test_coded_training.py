@@ -13,9 +13,9 @@ from paceline.compression import COMPRESSORS, make
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import Cluster, Rack, ServerHost
 from paceline.network.workload import Workload
-from paceline.optimizer import training_of
 from paceline.server.coded import code_bytes
 from paceline.server.wire import HEADER_BYTES
+from paceline.testing import inspect
 from paceline.worlds.virtual import ComputeModel, Simulation
 from tests.compression.test_training import counted
 from tests.compression.test_training import step as do_step
@@ -77,7 +77,7 @@ def gradients_of(rank, step, dtype=torch.float64):
 
 def residuals_of(optimizer):
     """By the name of a tensor, or of a part of one."""
-    (own,) = training_of(optimizer).own_states
+    (own,) = inspect(optimizer).own_states
     return {name: state["residual"] for name, state in own.save().items()}
 
 
@@ -192,7 +192,7 @@ def test_servers_know_what_a_worker_holds_to_the_bit(method, servers, dtype):
             looked.append(
                 all(torch.equal(a, b) for a, b in zip(shown, held, strict=True))
             )
-        spread = training_of(optimizer).remote._spread
+        spread = inspect(optimizer).remote._spread
         for part in spread.pulled():
             shadows = machines(world)[part.shard].shard.coded.shadows
             shadow = shadows[rank, part.bucket].values
@@ -363,7 +363,7 @@ def test_shares_of_samples_lose_nothing():
             given = gradients_of(rank, step)
             optimizer.zero_grad()
             model(given).backward()
-            weight = training_of(optimizer).run.weight
+            weight = inspect(optimizer).run.weight
             assert batch is not None
             optimizer.step()
             for total, gradient in zip(made, given, strict=True):
@@ -464,11 +464,11 @@ def test_residuals_of_other_parts_are_refused_in_words():
     kept = {}
 
     def save(rank, step, model, optimizer):
-        (own,) = training_of(optimizer).own_states
+        (own,) = inspect(optimizer).own_states
         kept[rank] = dict(own.save())
 
     def load(rank, step, model, optimizer):
-        (own,) = training_of(optimizer).own_states
+        (own,) = inspect(optimizer).own_states
         with pytest.raises(UsageError, match=r"of 'p\d\[.*with as many servers"):
             own.load(kept[rank])
         with pytest.raises(UsageError, match="which is no parameter"):
@@ -566,7 +566,7 @@ def test_each_code_that_stands_alone_goes_both_ways(name):
     world = simulation(2)
 
     def look(rank, step, model, optimizer):
-        spread = training_of(optimizer).remote._spread
+        spread = inspect(optimizer).remote._spread
         for part in spread.pulled():
             shadows = machines(world)[0].shard.coded.shadows
             held = shadows[rank, part.bucket].values

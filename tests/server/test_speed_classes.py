@@ -15,9 +15,9 @@ from paceline.interfaces import SpeedClass
 from paceline.messages import Join, Load, Refused, Unit
 from paceline.methods.asp import ASP
 from paceline.network import Cluster, Rack, ServerHost
-from paceline.optimizer import training_of
 from paceline.server.code_checks import check_brings_nearer
 from paceline.server.encoding import Encoding
+from paceline.testing import inspect
 from paceline.worlds.virtual import ComputeModel, Simulation
 from tests.server.test_coded_training import (
     LR,
@@ -104,7 +104,7 @@ def test_classes_change_within_a_training(
     world, answered = simulation(2), []
 
     def change(rank: int, step: int, model: Any, optimizer: Any) -> None:
-        remote = training_of(optimizer).remote
+        remote = inspect(optimizer).remote
         if rank == 0 and step + 1 < len(CHANGES):
             remote.has_speed(CHANGES[step + 1])
         for part in remote._spread.parts[0]:

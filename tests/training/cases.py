@@ -10,6 +10,7 @@ import pickle
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline.errors import GradientError, UsageError
 from paceline.methods.bsp import BSP
+from paceline.testing import inspect
 from paceline.worlds.join import join_world
 from tests.training.halved import halves_train_as_the_whole
 
@@ -195,11 +197,20 @@ def accumulation_by_ddps_attribute():
     model = small_model()
     both = lambda m, r: m(inputs(r, 1)).square().mean() + m(inputs(r, 2)).mean()  # noqa: E731
     expected = mean_gradients(model, both)
-    optimizer = wrap(model)
-    arrivals = optimizer._training._arrivals
-    sent = arrivals.deliver_complete
     passes = []
-    arrivals.deliver_complete = lambda: (passes.append(last), sent())
+
+    @dataclass(frozen=True, kw_only=True)
+    class Noted(BSP):
+        """Notes in which pass each bucket is sent."""
+
+        name: ClassVar[str] = "noted"
+
+        def bucket_ready(self, state, run, bucket):
+            passes.append(last)
+            super().bucket_ready(state, run, bucket)
+
+    last = False
+    optimizer = wrap(model, method=Noted())
     for _ in range(2):
         optimizer.zero_grad()
         for last in (False, True):
@@ -581,7 +592,7 @@ def a_model_compiled_whole_warns():
             compiled.require_backward_grad_sync = last
             compiled(inputs(paceline.rank())).square().mean().backward()
             optimizer.zero_grad(set_to_none=not last)
-            assert optimizer._training._steps.delivered == last
+            assert inspect(optimizer).step_is_due == last
         compiled(inputs(paceline.rank())).square().mean().backward()
         assert_gradients(model, expected)
         optimizer.finish()
@@ -874,7 +885,7 @@ def a_checkpoint_keeps_each_ranks_buffers():
 def groups_and_channels_of_unequal_history():
     """Ranks that belong to different numbers of groups find each other all the same."""
     optimizer = wrap(small_model())
-    comm = optimizer._training.comm
+    comm = inspect(optimizer).comm
     n, rank = comm.size, comm.rank
     for pair in [(0, r) for r in range(1, n)]:
         if rank in pair:

@@ -11,6 +11,7 @@ import torch
 import paceline
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import uniform_cluster
+from paceline.testing import inspect
 from paceline.worlds.virtual import Simulation
 from tests.tables import crossed
 
@@ -182,7 +183,7 @@ def test_what_was_loaded_is_evaluated_and_kept_before_any_step() -> None:
         if rank == 1:
             with optimizer.consolidated():
                 assert model.weight[0] == OPTIMUM
-        assert optimizer._training.load_is_complete()
+        assert inspect(optimizer).load_is_complete()
         if rank == 2:
             with optimizer.consolidated():
                 assert model.weight[0] == OPTIMUM
@@ -256,9 +257,9 @@ def test_all_meet(method: str) -> None:
         model, optimizer = begin(method)
         step(model, optimizer)
         paceline.pace(0.1 * rank)
-        assert optimizer._training.meet()
+        assert inspect(optimizer).meet()
         assert paceline.now() > 0.2
-        assert optimizer._training.load_is_complete()
+        assert inspect(optimizer).load_is_complete()
         optimizer.finish()
 
     simulate(script)

@@ -11,9 +11,9 @@ import paceline
 from paceline.errors import UsageError
 from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rhythm
 from paceline.methods.bsp import BSP
-from paceline.optimizer import training_of
 from paceline.report.result import Summary
 from paceline.tensors import stand_in_for
+from paceline.testing import inspect
 from paceline.testing.task import Counting
 from paceline.worlds.join import join_world
 from tests.newcomer.toys.every_fourth import EveryFourth
@@ -319,7 +319,7 @@ def test_tensors_in_an_order_of_their_own_are_averaged(collective):
         model().backward()
         optimizer.step()
         optimizer.finish()
-        return training_of(optimizer).state.own
+        return inspect(optimizer).state.own
 
     first, other = simulate(2, body)
     assert not first.is_contiguous()

@@ -10,6 +10,7 @@ import paceline
 from paceline.errors import UsageError
 from paceline.interfaces import Rhythm
 from paceline.network import Cluster, Rack, uniform_cluster
+from paceline.testing import inspect
 from paceline.testing.restarts import shared_folder
 from paceline.testing.task import Counting
 from paceline.worlds.join import join_world
@@ -167,7 +168,7 @@ def one_step(model, optimizer):
 def test_what_the_script_loads_a_method_is_told_once_before_its_next_hook():
     def body(rank):
         model, optimizer = begin(Anchored())
-        state = optimizer._training.state
+        state = inspect(optimizer).state
         one_step(model, optimizer)
         values = {key: value + 5 for key, value in model.state_dict().items()}
         assert state.loads == 0
@@ -185,7 +186,7 @@ def test_what_the_script_loads_a_method_is_told_once_before_its_next_hook():
 def test_what_is_taken_back_after_an_evaluation_or_comes_from_a_checkpoint_is_no_load():
     def body(rank):
         model, optimizer = begin(Anchored())
-        state = optimizer._training.state
+        state = inspect(optimizer).state
         with shared_folder() as folder:
             one_step(model, optimizer)
             paceline.save(folder / "checkpoint")
@@ -221,7 +222,7 @@ def test_a_method_sees_the_optimizer_the_network_and_the_buffers_it_is_to_averag
             optimizer = paceline.distribute(
                 model, inner, method=Anchored(), buffers=setting
             )
-            see = optimizer._training.run
+            see = inspect(optimizer).run
             seen.append((see.optimizer is inner, see.cluster.workers))
             seen.append(len(see.own_buffers))
             optimizer.finish()

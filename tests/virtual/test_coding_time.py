@@ -14,6 +14,7 @@ from paceline.errors import WorkerFailedError
 from paceline.network import Cluster, Workload
 from paceline.network.cluster import Processor
 from paceline.network.workload import CodingTimes
+from paceline.testing import inspect
 from paceline.worlds.virtual import ComputeModel
 from paceline.worlds.virtual.compute import UnmeasuredCodeError
 from tests.profiling.toys import SETTLED
@@ -58,7 +59,7 @@ def train(trained: torch.nn.Module, steps: int = STEPS, **options: Any) -> Any:
             trained(torch.randn(8, 48)).square().mean().backward()
         optimizer.step()
     optimizer.finish()
-    return optimizer._world.journal
+    return inspect(optimizer).journal
 
 
 def coding_seconds(

@@ -7,6 +7,8 @@ applies to it under every fusion rule, in the virtual world (`check_method`) and
     from paceline.testing import Case, check_method
     check_method(Case(method=MyMethod(period=4)))
 
+`inspect` tells a test what an optimizer trains with: buckets, the method's state, records.
+
 Compressors have a list of laws of their own (`COMPRESSOR_CHECKS`), held on workers that are
 only simulated: ``check_compressor(MyCompressor(density=0.01))``. So have methods whose server
 updates (`paceline.testing.servers`): ``check_server(lambda: MyMethod().server(3), workers=(3,))``.
@@ -19,6 +21,7 @@ from paceline.testing.compressors import (
     CompressorCheck,
     check_compressor,
 )
+from paceline.testing.inspection import InspectedBucket, Inspection, inspect
 from paceline.testing.servers import check_server
 from paceline.testing.trial import CheckFailedError
 
@@ -30,8 +33,11 @@ __all__ = [
     "Check",
     "CheckFailedError",
     "CompressorCheck",
+    "InspectedBucket",
+    "Inspection",
     "check_compressor",
     "check_method",
     "check_server",
+    "inspect",
     "run_checks",
 ]

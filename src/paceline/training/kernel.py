@@ -27,6 +27,7 @@ from paceline.collectives.comm import TorchComm
 from paceline.errors import UsageError
 from paceline.interfaces import Method, World
 from paceline.loading import Loading
+from paceline.planning import Planner
 from paceline.planning.sides import Side
 from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
@@ -285,6 +286,11 @@ class Training:
         epoch, say."""
         self._parts.passes.go_on_from(before._parts.passes)
         self.progress = {"step": step, "unsent": 0, "rounds": 0}
+
+    @property
+    def planner(self) -> Planner:
+        """Who says which gradients share a bucket."""
+        return self._parts.planner
 
     @property
     def plan(self) -> Side | None:

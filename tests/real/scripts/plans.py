@@ -9,6 +9,7 @@ from torch import nn
 
 import paceline
 from paceline import planning
+from paceline.testing import inspect
 
 planning.watch.every, planning.watch.steps = 6, 3
 STEPS = 40
@@ -56,7 +57,7 @@ def train(steps, fusion):
             optimizer.zero_grad()
             model(step).backward()
             optimizer.step()
-            buckets = optimizer._training.buckets
+            buckets = inspect(optimizer).buckets
             place = {n: b.index for b in buckets for n in b.names}
             groups.append([place[name] for name, _ in model.named_parameters()])
     return model, groups

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
+from paceline.testing import inspect
 
 folder = Path(sys.argv[1])
 paceline.init()
@@ -15,7 +16,7 @@ rank = paceline.rank()
 model = torch.nn.Linear(4, 1)
 plain = torch.optim.SGD(model.parameters(), lr=0.01)
 optimizer = paceline.distribute(model, plain, method="asp")
-[server] = optimizer._present.endpoints
+[server] = inspect(optimizer).endpoints
 port = server.name.rpartition(":")[2]
 enough = torch.zeros(())
 while not enough:
