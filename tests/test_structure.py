@@ -212,7 +212,8 @@ def test_tests_look_at_an_optimizer_by_inspect_alone():
             where = f"{path}:{getattr(node, 'lineno', 0)}: use inspect(optimizer)"
             if isinstance(node, ast.Attribute) and node.attr in private:
                 of_optimizer = ast.unparse(node.value) in ("optimizer", "wrapped")
-                assert node.attr != "_training" and not of_optimizer, where
+                assert node.attr != "_training", where
+                assert not of_optimizer, where
             if isinstance(node, ast.ImportFrom) and node.module == "paceline.optimizer":
                 names = {alias.name for alias in node.names}
                 assert names.isdisjoint({"training_of", "present_of"}), where
