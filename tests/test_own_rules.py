@@ -1,5 +1,7 @@
-"""Rules of the tests themselves: no clock in a property test, no skip without a reason."""
+"""Rules of the tests themselves: no clock in a property test, no skip without a
+reason, no text that changes with a move or with a sentence."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -20,6 +22,27 @@ def test_profiles_alone_set_deadlines_and_seeds():
         if "hypothesis" in (text := path.read_text()) and words.search(text)
     ]
     assert found == ["profiles.py"]
+
+
+def test_no_dotted_text_is_patched():
+    """A move would break it; an imported module, a class or `timeouts` says so at once."""
+    dotted = re.compile(r"(setattr|patch)\(\s*[\"']paceline\.")
+    found = [path for path in TESTS.rglob("*.py") if dotted.search(path.read_text())]
+    assert not found
+
+
+def test_errors_are_known_by_key_and_value_and_not_by_their_sentences():
+    """Sentences are in golden/messages.txt. A pattern has four plain words in a row at most."""
+    found = [
+        f"{path.relative_to(TESTS)}: {word.value.value}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        for word in node.keywords
+        if word.arg == "match" and isinstance(word.value, ast.Constant)
+        if re.search(r"(?<![\w.'])([A-Za-z]+[,;:]? ){4}[A-Za-z]+\b", word.value.value)
+    ]
+    assert not found
 
 
 SUITE = """

@@ -56,7 +56,10 @@ LAYERS = [
         "hooks launchers mesh_messages options python_private ring_sum spec torch_private",
         "small parts, each for itself",
     ),
-    ("clipping patient_store units", "numbers; a store that nobody waits in"),
+    (
+        "clipping patient_store timeouts units",
+        "numbers; a store that nobody waits in; how long is waited",
+    ),
     ("errors", "what is raised"),
 ]
 LEVELS = [names.split() for names, _ in reversed(LAYERS)]

@@ -42,9 +42,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from paceline.options import seconds_from
+from paceline.timeouts import timeouts
 
 UNREACHABLE_VARIABLE = "PACELINE_UNREACHABLE_SECONDS"
-UNREACHABLE_SECONDS = 300.0
 
 _PROBES = 10
 """In that time."""
@@ -227,4 +227,4 @@ os.register_at_fork(after_in_child=_forked)
 
 def patience() -> float:
     """Seconds that somebody may be unreachable, as the environment says."""
-    return seconds_from(os.environ, UNREACHABLE_VARIABLE, UNREACHABLE_SECONDS)
+    return seconds_from(os.environ, UNREACHABLE_VARIABLE, timeouts.unreachable)

@@ -21,6 +21,7 @@ from paceline.aggregator.packets import Flag, Kind, Seal, blank, sizes
 from paceline.aggregator.udp import UserSpaceAggregator
 from paceline.errors import PeerLostError, UsageError
 from paceline.server.security import TRUSTED
+from paceline.timeouts import timeouts
 from tests import forked
 from tests.aggregator.places import (
     TOKEN,
@@ -226,7 +227,7 @@ def test_what_cannot_work_is_refused_at_the_start(place, options, words):
 def test_datagrams_that_do_not_come_back_are_noticed_before_the_first_sum(
     place, monkeypatch
 ):
-    monkeypatch.setattr("paceline.aggregator.client.PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(timeouts, "aggregator_probe", 0.2)
     with place.running() as aggregator:
         with pytest.raises(UsageError, match="of 1500 bytes do not come back"):
             place.joining(aggregator, 0, lossy=lambda count: np.zeros(count, np.bool_))

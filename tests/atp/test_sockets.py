@@ -5,6 +5,7 @@ import pytest
 from paceline.aggregator.packets import mtu_for
 from paceline.collectives.atp_ways import Server, Ways, beside_workers
 from paceline.errors import UsageError
+from paceline.timeouts import timeouts
 from tests.atp.real_net import ELEMENTS, jobs, sums
 from tests.hanging import SECONDS
 from tests.real.helpers import wait_until
@@ -70,7 +71,7 @@ def test_without_faults_servers_are_sent_what_the_model_says():
 
 
 def test_a_server_that_does_not_answer_is_said(monkeypatch):
-    monkeypatch.setattr("paceline.aggregator.served.PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(timeouts, "aggregator_probe", 0.2)
     ways = Ways((0, 0), (), DEDICATED)
     with jobs({"one": ways}, 1) as (made, _):
         made[0].servers[0].lead([(0b11, "127.0.0.1", 9)])

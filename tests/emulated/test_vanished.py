@@ -12,7 +12,7 @@ import uuid
 import pytest
 
 from paceline.errors import UsageError
-from paceline.server import sessions
+from paceline.timeouts import timeouts
 from tests.server import SECONDS, TOKEN, Adder, connect, ended, running, time_limit
 
 pytestmark = [
@@ -57,7 +57,7 @@ def machine():
 def test_a_rank_whose_machine_is_gone_is_free_soon_and_not_while_it_is_there(
     machine, monkeypatch
 ):
-    monkeypatch.setattr(sessions, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(timeouts, "worker_acknowledge", 2.0)
     name, link = machine
     adder = Adder(1)
     with (

@@ -17,6 +17,7 @@ from paceline.options import RunOptions
 from paceline.server.security import SECRET
 from paceline.server.surviving import SurvivingJob
 from paceline.server.wire import BEFORE_IT_STOOD, IS_HERE
+from paceline.timeouts import timeouts
 from paceline.worlds import alone, real
 from tests.hanging import free_port
 from tests.real.engine import TOKEN, Engine
@@ -167,8 +168,8 @@ def test_a_rank_twice_and_a_stranger_are_refused_while_the_job_goes_on(engine):
 
 @pytest.fixture
 def fast(monkeypatch):
-    for name in ("_AGAIN_SECONDS", "_CONTEST_AGAIN_SECONDS"):
-        monkeypatch.setattr(alone, name, 0.001)
+    for name in ("server_retry", "rank_retry"):
+        monkeypatch.setattr(timeouts, name, 0.001)
 
 
 def test_a_worker_waits_for_its_server(fast, capsys):
@@ -194,7 +195,7 @@ def test_a_worker_waits_for_its_server(fast, capsys):
 
 
 def test_nobody_ever_listens(fast, monkeypatch):
-    monkeypatch.setattr(alone, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(timeouts, "server_listen", 0.0)
     with pytest.raises(PeerLostError, match="is `paceline serve --survive` running"):
         alone.connected("server 0", "127.0.0.1", free_port(), 0, lambda: None)
 
@@ -225,7 +226,7 @@ def test_only_a_place_that_is_taken_is_asked_for_again(fast, reason, tries):
 def test_who_closes_every_connection_is_not_waited_for(
     fast, monkeypatch, capsys, again
 ):
-    monkeypatch.setattr(alone, "CLOSES_SECONDS", 0.0)
+    monkeypatch.setattr(timeouts, "server_close", 0.0)
     tried = []
 
     def connect():
@@ -249,7 +250,7 @@ def test_who_closes_every_connection_is_not_waited_for(
 def test_a_proxy_may_close_connections_for_longer_than_a_place_is_taken(
     fast, monkeypatch
 ):
-    monkeypatch.setattr(alone, "CONTEST_SECONDS", 0.0)
+    monkeypatch.setattr(timeouts, "rank_taken", 0.0)
     tried = []
 
     def connect():

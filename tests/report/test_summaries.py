@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.report import result
 from paceline.report.result import Summary, exchange_summaries
+from paceline.timeouts import timeouts
 from paceline.torch_private import local_store
 
 
@@ -24,7 +24,7 @@ def test_rank_0_takes_those_of_all_in_order(store):
 
 
 def test_who_is_not_at_its_end_keeps_nobody(store, monkeypatch):
-    monkeypatch.setattr(result, "PATIENCE", 0.02)
+    monkeypatch.setattr(timeouts, "last_figures", 0.02)
     exchange_summaries(summary(2), 2, 3, store)
     here = exchange_summaries(summary(0), 0, 3, store)
     assert here == [summary(0), summary(2)]

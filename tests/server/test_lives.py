@@ -19,6 +19,7 @@ from paceline.server.process import SilenceWatch, make_machine
 from paceline.server.security import PLAIN
 from paceline.server.serve import REFUSALS_SAID, Shell
 from paceline.server.surviving import MissingWatch, SurvivingJob
+from paceline.timeouts import timeouts
 from tests.hanging import SECONDS
 from tests.server import TOKEN, Adder, Peer, connect, running, time_limit
 
@@ -58,7 +59,7 @@ def test_a_rank_that_is_in_use_is_refused_in_words_on_both_ends(capfd):
 
 
 def test_who_has_vanished_with_its_machine_makes_room(monkeypatch):
-    monkeypatch.setattr(sessions, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(timeouts, "worker_acknowledge", 0.0)
     monkeypatch.setattr(sessions, "unanswered", lambda connection: 1)
     adder = Adder(1)
     with running(adder, 1, numbers=True) as shell:
@@ -195,7 +196,7 @@ def test_who_broke_off_leaves_the_snapshot_until_it_has_ended_well(
 
 
 def test_who_said_hello_and_never_came_is_not_waited_for_for_ever(monkeypatch):
-    monkeypatch.setattr(sessions, "COMING_SECONDS", 0.2)
+    monkeypatch.setattr(timeouts, "worker_arrive", 0.2)
     shell = Shell(Adder(2), workers=2, token=TOKEN, security=PLAIN)
     thread = serve(shell)
     with Peer(shell.port, known=False) as gone:
@@ -210,7 +211,7 @@ def test_who_said_hello_and_never_came_is_not_waited_for_for_ever(monkeypatch):
 
 
 def test_a_goodbye_before_the_others_came_holds_up_no_later_training(monkeypatch):
-    monkeypatch.setattr(sessions, "COMING_SECONDS", 0.2)
+    monkeypatch.setattr(timeouts, "worker_arrive", 0.2)
     shell = Shell(Adder(2), workers=2, token=TOKEN, security=PLAIN)
     thread = serve(shell)
     connect(shell).close()

@@ -33,6 +33,7 @@ from paceline.server.channel import Channel
 from paceline.server.process import make_machine
 from paceline.server.security import PLAIN, from_secret
 from paceline.server.serve import Shell
+from paceline.timeouts import timeouts
 from tests.server import (
     SECONDS,
     TOKEN,
@@ -394,7 +395,7 @@ def test_waiting_can_be_interrupted():
 
 
 def test_nobody_there(monkeypatch):
-    monkeypatch.setattr(client, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(timeouts, "server_connect", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(PeerLostError, match="did not answer"):

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.aggregator.control import Register, Registration
 from paceline.aggregator.datagrams import check_way, open_socket
-from paceline.aggregator.ends import SILENT_SECONDS, Lossy, StreamEnd
+from paceline.aggregator.ends import Lossy, StreamEnd
 from paceline.aggregator.fixed_point import FixedPoint
 from paceline.aggregator.jobs import Rules, key_of
 from paceline.aggregator.operations import (
@@ -37,10 +37,10 @@ from paceline.aggregator.packets import (
 from paceline.aggregator.protocol import all_bits
 from paceline.aggregator.timers import FIRST
 from paceline.errors import UsageError
+from paceline.timeouts import timeouts
 
 SLOTS = 128
 """Asked for: what a link of 1 Gbit/s has under way in 1.4 ms."""
-PROBE_SECONDS = 5.0
 
 
 class AggregatorClient(StreamEnd):
@@ -68,7 +68,7 @@ class AggregatorClient(StreamEnd):
         rules: Rules = "slots",
         next_agents: Sequence[tuple[str, int]] = (),
         headroom: int | None = None,
-        silent_seconds: float = SILENT_SECONDS,
+        silent_seconds: float = timeouts.aggregator_silent,
         lossy: Lossy | None = None,
     ) -> None:
         """Raises `UsageError` where the aggregator refuses or the MTU is too small, and
@@ -149,7 +149,7 @@ class AggregatorClient(StreamEnd):
         header["kind"], header["worker"] = Kind.PROBE, worker
         header["job"], header["elements"] = self.number, self.elements
         self._seal.sign(packets)
-        over = time.monotonic() + PROBE_SECONDS
+        over = time.monotonic() + timeouts.aggregator_probe
         while time.monotonic() < over:
             self._send(packets)
             self._wait(FIRST)

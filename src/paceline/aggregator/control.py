@@ -38,10 +38,10 @@ from paceline import lifelines
 from paceline.aggregator.jobs import Rules, Terms
 from paceline.errors import PeerLostError, UsageError
 from paceline.server.security import TRUSTED, derived, is_loopback
+from paceline.timeouts import timeouts
 
 VERSION = 1
 LINE_BYTES = 16384
-ANSWER_SECONDS = 30.0
 
 
 class Challenge(msgspec.Struct, tag="challenge", kw_only=True):
@@ -173,7 +173,9 @@ class Registration:
         self._token = token
         self._read = b""
         try:
-            self.socket = socket.create_connection((host, port), ANSWER_SECONDS)
+            self.socket = socket.create_connection(
+                (host, port), timeouts.aggregator_connect
+            )
         except OSError as error:
             raise PeerLostError(f"{self._where} cannot be reached: {error}") from None
         lifelines.watch(self.socket)

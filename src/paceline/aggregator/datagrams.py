@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.aggregator.packets import Array, packet_type, sizes
 from paceline.errors import UsageError
+from paceline.timeouts import timeouts
 
 BATCH = 256
 """Datagrams taken at a time, where each is taken by itself."""
@@ -34,8 +35,6 @@ _SIOCOUTQ = 0x5411
 QUEUED_BYTES = 32 << 10
 """That may wait to leave this host: 10 ms at 25 Mbit/s."""
 FEWEST_QUEUED = 2
-_PATIENCE_SECONDS = 0.2
-"""How long a full buffer is waited for; what does not fit then is lost, as on a network."""
 
 
 class OwnQueue:
@@ -226,7 +225,7 @@ def check_way(end: socket.socket, needed: int) -> None:
 
 def wait_for_room(end: socket.socket) -> None:
     """Wait a little until the socket can send."""
-    select.select([], [end], [], _PATIENCE_SECONDS)
+    select.select([], [end], [], timeouts.full_buffer)
 
 
 def is_old_news(error: int | None) -> bool:

@@ -22,10 +22,8 @@ from paceline.aggregator.operations import Operation
 from paceline.aggregator.packets import LOCAL, Array, Flag, Seal, well_formed
 from paceline.aggregator.worker import Stream
 from paceline.errors import PeerLostError
+from paceline.timeouts import timeouts
 
-SILENT_SECONDS = 1800.0
-"""With nothing back of all that was sent again: as long as gloo waits for a slow worker.
-Whether datagrams get through at all is tried before the first sum."""
 WATCH_SECONDS = 0.1
 """Between two looks of `StreamEnd.watch`."""
 
@@ -67,7 +65,7 @@ class StreamEnd:
         seal: Seal,
         *,
         where: str,
-        silent_seconds: float = SILENT_SECONDS,
+        silent_seconds: float = timeouts.aggregator_silent,
         lossy: Lossy | None = None,
     ) -> None:
         self._udp, self._seal, self._where = udp, seal, where

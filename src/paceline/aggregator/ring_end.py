@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.aggregator.client import PROBE_SECONDS, SLOTS, AggregatorClient
+from paceline.aggregator.client import SLOTS, AggregatorClient
 from paceline.aggregator.datagrams import Addresses, datagrams, open_socket
 from paceline.aggregator.ends import Lossy, StreamEnd, genuine
 from paceline.aggregator.forwarding import Inbox, freed_alone, sent_alone
@@ -30,6 +30,7 @@ from paceline.aggregator.jobs import key_of
 from paceline.aggregator.packets import IP6_BYTES, IP_BYTES, Array, Seal, elements_for
 from paceline.aggregator.ring import STAGGER_BYTES, Group, RingSum, Stages, datagrams_of
 from paceline.errors import UsageError
+from paceline.timeouts import timeouts
 
 
 class _Card(Card):
@@ -222,7 +223,7 @@ class RingEnd(JobEnd[_Card, AggregatorClient | AloneEnd]):
     def _try_ways(self, most: int) -> _Card:
         """A sum of datagrams of the largest size goes around, to every agent. Raises
         `UsageError` where it does not."""
-        over = time.monotonic() + PROBE_SECONDS
+        over = time.monotonic() + timeouts.aggregator_probe
 
         def watch() -> None:
             if time.monotonic() > over:

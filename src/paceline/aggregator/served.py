@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.aggregator.control import Register, Registration
 from paceline.aggregator.datagrams import Addresses, check_way, open_socket
-from paceline.aggregator.ends import SILENT_SECONDS, Lossy, StreamEnd
+from paceline.aggregator.ends import Lossy, StreamEnd
 from paceline.aggregator.fallback import Route
 from paceline.aggregator.jobs import key_of, number_of
 from paceline.aggregator.operations import IntegerSum
@@ -35,8 +35,7 @@ from paceline.aggregator.patient import PatientStream
 from paceline.aggregator.protocol import all_bits
 from paceline.aggregator.timers import FIRST
 from paceline.errors import UsageError
-
-PROBE_SECONDS = 5.0
+from paceline.timeouts import timeouts
 
 
 class ServedClient(StreamEnd):
@@ -61,7 +60,7 @@ class ServedClient(StreamEnd):
         elements: int,
         servers: int = 1,
         sharing: float = 1.0,
-        silent_seconds: float = SILENT_SECONDS,
+        silent_seconds: float = timeouts.aggregator_silent,
         lossy: Lossy | None = None,
     ) -> None:
         """Raises `UsageError` for too many workers, `OSError` where it cannot listen."""
@@ -152,7 +151,7 @@ class ServedClient(StreamEnd):
         header["slot"] = [int(np.argmax(self._turns == way)) for way in range(count)]
         self._seal.sign(packets)
         left = dict.fromkeys(header["slot"].tolist())
-        over = time.monotonic() + PROBE_SECONDS
+        over = time.monotonic() + timeouts.aggregator_probe
         while left and time.monotonic() < over:
             self._send(packets)
             self._wait(FIRST)

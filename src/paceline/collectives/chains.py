@@ -35,6 +35,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Awaited, Pending, Runner, Signal, World
+from paceline.timeouts import timeouts
 
 Work = Callable[[], Pending | None]
 
@@ -277,9 +278,6 @@ class _Flag:
 
 _Item = tuple[Awaited | None, Callable[[BaseException | None], None]]
 
-_CLOSING_SECONDS = 5.0
-"""How long `ThreadRunner.close` waits for an operation that is still under way."""
-
 
 class ThreadRunner:
     """A `Runner` in a thread of its own, which starts with the first work.
@@ -317,7 +315,7 @@ class ThreadRunner:
         self._queue.put(None)
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
-            thread.join(_CLOSING_SECONDS)
+            thread.join(timeouts.chain_close)
 
 
 def _serve(queue: SimpleQueue[_Item | None]) -> None:

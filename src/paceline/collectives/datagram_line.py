@@ -44,17 +44,12 @@ from paceline.collectives.lookout import Lookout
 from paceline.collectives.pending import Job
 from paceline.collectives.schedule import Ring
 from paceline.errors import PeerLostError
+from paceline.timeouts import timeouts
 
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm
 
 Served = TypeVar("Served")
-
-IDLE_SECONDS = 1.0
-RETRY_SECONDS = 1.0
-REACH_SECONDS = 1.0
-CLOSING_SECONDS = 5.0
-"""How long `Line.close` waits for the others' ends."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +142,7 @@ class Line:
     def close(self) -> None:
         """All sums that were asked for are in: leave, when all others do."""
         self._put(None)
-        self._thread.join(CLOSING_SECONDS)
+        self._thread.join(timeouts.sum_queue_close)
         if self._epoch:
             self._say(
                 f"aggregators were lost {self._epoch} times, and {self._around_ring} of "
@@ -190,7 +185,7 @@ class Line:
         while not self._jobs:
             try:
                 if self._end is not None and self._broken is None:
-                    self._end.idle(IDLE_SECONDS, self._woken)
+                    self._end.idle(timeouts.sum_queue_idle, self._woken)
                     self._lookout.check()
                 else:
                     _readable(self._woken)
@@ -303,7 +298,7 @@ class Line:
 
     def _look_out(self) -> None:
         while not self._left:
-            time.sleep(RETRY_SECONDS)
+            time.sleep(timeouts.sum_queue_retry)
             if all(_is_reached(at) for at in self._terms.where.values()):
                 self._missing = False
                 return
@@ -368,12 +363,12 @@ class Line:
 
 def _readable(descriptor: int) -> None:
     """Wait until it is, but not for ever."""
-    select.select([descriptor], [], [], IDLE_SECONDS)
+    select.select([descriptor], [], [], timeouts.sum_queue_idle)
 
 
 def _is_reached(address: Address) -> bool:
     try:
-        socket.create_connection(address, REACH_SECONDS).close()
+        socket.create_connection(address, timeouts.sum_queue_connect).close()
     except OSError:
         return False
     return True

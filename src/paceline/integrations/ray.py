@@ -44,6 +44,7 @@ from paceline.interfaces import UpdatesOnServer
 from paceline.options import RunOptions
 from paceline.server import snapshot as snapshots
 from paceline.settings import Settings
+from paceline.timeouts import timeouts
 
 require("ray", "2.60", "3", "ray")
 
@@ -62,12 +63,7 @@ from paceline.integrations.ray_actors import (  # noqa: E402
 )
 from paceline.integrations.ray_private import without_process  # noqa: E402
 
-ROOM_SECONDS = 300.0
-"""How long a job waits for room that others use, or that has gone with a node."""
 _LOOK_SECONDS = 0.5
-_SAY_SECONDS = 20.0
-"""Whoever has no room for so long is spoken of."""
-_END_SECONDS = 60.0
 
 
 def run(
@@ -83,7 +79,7 @@ def run(
     seed: int | None = None,
     resources_per_worker: Resources | None = None,
     server_resources: Resources | None = None,
-    room_seconds: float = ROOM_SECONDS,
+    room_seconds: float = timeouts.ray_room,
     grows: bool = False,
     runtime_env: Mapping[str, Any] | None = None,
 ) -> list[Any]:
@@ -290,7 +286,7 @@ def _end(server: Any, path: str | None) -> None:
     """All workers are done, and what they have returned is here: that its server cannot
     end as it should, since its node has just gone, say, makes nothing of that worth less."""
     try:
-        ray.get(server.end.remote(), timeout=_END_SECONDS)
+        ray.get(server.end.remote(), timeout=timeouts.ray_end)
     except ray.exceptions.RayError as error:
         left = "" if path is None else f"; its snapshot {path} may be left"
         print(
@@ -335,6 +331,6 @@ class _Room:
                 raise UsageError(
                     f"{sentence}; wait longer (room_seconds=), start more nodes, or ask for less"
                 )
-            if waited > _SAY_SECONDS and name not in self._said:
+            if waited > timeouts.ray_say and name not in self._said:
                 self._said.add(name)
                 print(f"paceline: {sentence}", file=sys.stderr, flush=True)

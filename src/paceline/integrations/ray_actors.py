@@ -39,9 +39,9 @@ from paceline.integrations.ray_coordinator import (
 )
 from paceline.options import seconds_from
 from paceline.server.orders import IsDone
-from paceline.server.process import SILENT_SECONDS
 from paceline.server.security import SECRET, TOKEN, TRUSTED
 from paceline.server.surviving import SurvivingJob
+from paceline.timeouts import timeouts
 from paceline.worlds.alone import environment_of
 from paceline.worlds.ending import end_at_once
 from paceline.worlds.join import join_world
@@ -50,8 +50,6 @@ from paceline.worlds.servers import INCARNATION_VARIABLE, SERVER_ENVIRONMENT
 from paceline.worlds.surviving_servers import SILENT_VARIABLE
 
 NAMESPACE = "paceline"
-END_SECONDS = 30.0
-"""What the server has to end after its last worker."""
 NOTE_SECONDS = 0.5
 """A worker says no more often how far it has come."""
 
@@ -109,7 +107,7 @@ class Server:
         """All workers are done: nothing is left."""
         if self._thread is not None:
             os.close(self._stop)
-            self._thread.join(END_SECONDS)
+            self._thread.join(timeouts.ray_server_end)
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
@@ -125,7 +123,9 @@ class Server:
             os.environ[TOKEN],
             snapshot=self._path,
             snapshot_seconds=self._seconds,
-            evict_silent=seconds_from(os.environ, SILENT_VARIABLE, SILENT_SECONDS),
+            evict_silent=seconds_from(
+                os.environ, SILENT_VARIABLE, timeouts.worker_silent
+            ),
             without=done,
             evicted=lambda rank, life: self._coordinator.evicted.remote(rank, life),
         )

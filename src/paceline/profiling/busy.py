@@ -19,9 +19,7 @@ from paceline.lifelines import end_with_parent
 from paceline.network.workload import CodingTimes
 from paceline.profiling.coding import coding_times
 from paceline.profiling.gradients import KeptGradients
-
-PATIENCE = 60.0
-"""Seconds that a process waits for the others to be there."""
+from paceline.timeouts import timeouts
 
 _together: Barrier | None = None
 """Of all processes of the pool, in each of them."""
@@ -59,7 +57,7 @@ def _measure(codes: Sequence[str], folder: str) -> dict[str, CodingTimes]:
     try:
         for code in codes:
             with suppress(BrokenBarrierError):
-                _together.wait(PATIENCE)
+                _together.wait(timeouts.busy_processes)
             found |= coding_times([make(code)], kept, usual=True)
     except BaseException:
         _together.abort()  # nobody waits for this one, whose error is the one to tell

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from paceline.instruments import Journal
+from paceline.timeouts import timeouts
 
 
 class Summary(msgspec.Struct, array_like=True):
@@ -210,10 +211,6 @@ class Failed(msgspec.Struct, kw_only=True):
 Outcome = Result | Failed
 
 
-PATIENCE = 5.0  # seconds
-"""For the figures of ranks that are not at their end yet."""
-
-
 def exchange_summaries(
     mine: Summary, rank: int, size: int, store: Any
 ) -> list[Summary]:
@@ -228,7 +225,7 @@ def exchange_summaries(
         if rank:
             return [mine]
         keys = [_key(other) for other in range(size)]
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + timeouts.last_figures
         while not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.01)  # store.wait() would warn of its time-out
         here = [key for key in keys if store.check([key])]

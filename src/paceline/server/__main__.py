@@ -42,9 +42,10 @@ from paceline.server.orders import (
     Listens,
     Over,
 )
-from paceline.server.process import SILENT_SECONDS, SilenceWatch, make_machine
+from paceline.server.process import SilenceWatch, make_machine
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Shell
+from paceline.timeouts import timeouts
 
 
 def main() -> int:
@@ -212,7 +213,7 @@ def _parse() -> argparse.Namespace:
         "--evict-silent",
         type=float,
         nargs="?",
-        const=SILENT_SECONDS,
+        const=timeouts.worker_silent,
         metavar="SECONDS",
         help="take a worker for lost of which nothing is heard for so long",
     )

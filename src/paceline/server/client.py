@@ -45,13 +45,8 @@ from paceline.server.poll_loop import PollLoop, Source
 from paceline.server.security import SECRET, TOKEN, Security, choose
 from paceline.server.shared_memory import ANSWERS, PUSHES, Region, WorkerEnd
 from paceline.server.wire import RefusalError
+from paceline.timeouts import timeouts
 
-CONNECT_SECONDS = 30.0
-"""How long a server may take to answer the first time."""
-CLOSE_SECONDS = 5.0
-"""How long a goodbye may take."""
-AGAIN_SECONDS = 0.05
-"""Where nobody listens yet, so long until the next attempt."""
 NEVER_MILLISECONDS = 1 << 30
 """Until ZeroMQ makes a connection again. Where it is told not to (-1), it throws away what has
 come in and was not read."""
@@ -65,7 +60,7 @@ class RemoteServer:
     can be requested then. *token* is the job's; *security*: as the environment says, see `security`. Bytes and
     waits are counted in *journal*.
 
-    Raises `PeerLostError` if nobody answers there within `CONNECT_SECONDS`, `UsageError`
+    Raises `PeerLostError` if nobody answers there within `Timeouts.server_connect`, `UsageError`
     if the server does not want this worker, or if nothing protects the address.
     """
 
@@ -102,7 +97,7 @@ class RemoteServer:
         self._context = zmq.Context(io_threads=1)
         self._closed = False
         try:
-            self._introduce(time.monotonic() + CONNECT_SECONDS)
+            self._introduce(time.monotonic() + timeouts.server_connect)
         except BaseException:
             self._let_go(0.0)
             raise
@@ -186,7 +181,7 @@ class RemoteServer:
 
     def close(self) -> None:
         """Say goodbye on all channels, and let the sockets go. Requests that were not
-        waited for may get lost. Returns within `CLOSE_SECONDS`, twice at the worst."""
+        waited for may get lost. Returns within `Timeouts.server_goodbye`, twice at the worst."""
         if self._closed:
             return
         linger = 0.0
@@ -196,11 +191,11 @@ class RemoteServer:
                     channel.say(wire.Bye())
                 self._poll_until(
                     lambda: all(one.farewell for one in self._channels.values()),
-                    time.monotonic() + CLOSE_SECONDS,
+                    time.monotonic() + timeouts.server_goodbye,
                 )
                 with contextlib.suppress(OSError):
                     self._liveness.send(b"bye\n")
-                linger = 0.0 if self._failure else CLOSE_SECONDS
+                linger = 0.0 if self._failure else timeouts.server_goodbye
         except zmq.ZMQError:
             pass  # it is gone: nobody is left to say goodbye to
         finally:
@@ -260,7 +255,7 @@ class RemoteServer:
 
     def _unanswered(self, how: str = "") -> PeerLostError:
         return PeerLostError(
-            f"{self.name} did not answer within {CONNECT_SECONDS:.0f} s{how}: is it running "
+            f"{self.name} did not answer within {timeouts.server_connect:.0f} s{how}: is it running "
             "there, and does a firewall let this machine through to it?"
         )
 
@@ -273,9 +268,9 @@ class RemoteServer:
                 socket.create_connection((self._host, self._port), left).close()
                 return
             except OSError as error:
-                if time.monotonic() + AGAIN_SECONDS >= deadline:
+                if time.monotonic() + timeouts.connect_retry >= deadline:
                     raise self._unanswered(f" ({error})") from None
-            threading.Event().wait(AGAIN_SECONDS)
+            threading.Event().wait(timeouts.connect_retry)
 
     def _open(self, name: str) -> Channel:
         if len(name) > wire.CHANNEL_CHARACTERS or len(self._channels) >= wire.CHANNELS:
@@ -312,7 +307,7 @@ class RemoteServer:
 
     def _socket(self) -> zmq.Socket[Any]:
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, int(1000 * CLOSE_SECONDS))
+        socket.setsockopt(zmq.LINGER, int(1000 * timeouts.server_goodbye))
         # Credits are the limit, in both directions.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -414,6 +409,6 @@ def check_listens(name: str, host: str, port: int) -> None:
     """Raises `PeerLostError` at once where nobody listens any more: ZeroMQ, which is told
     nothing, would go on trying."""
     try:
-        socket.create_connection((host, port), CONNECT_SECONDS).close()
+        socket.create_connection((host, port), timeouts.server_connect).close()
     except OSError as error:
         raise PeerLostError(f"{name} at {host}:{port} is lost: {error}") from None

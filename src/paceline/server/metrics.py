@@ -25,14 +25,13 @@ from paceline.server.dedicated import Dedicated
 from paceline.server.mesh import GroupServer
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Shell
+from paceline.timeouts import timeouts
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
 MOST_AT_ONCE = 8
 """Who asks; the next is shown out."""
-SILENT_SECONDS = 10.0
-"""How long one of them may take."""
 _AGAIN = ("pushes that came again", "requests that came again")
 
 
@@ -127,7 +126,7 @@ class Endpoint:
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SILENT_SECONDS
+    timeout = timeouts.metrics_request
 
     def log_message(self, *_: Any) -> None:
         """Nobody wants to read who has asked."""

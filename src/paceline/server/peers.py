@@ -27,6 +27,7 @@ from paceline.messages import Reply
 from paceline.server.client import RemoteServer, check_listens
 from paceline.server.orders import PeerAddress
 from paceline.server.poll_loop import PollLoop
+from paceline.timeouts import timeouts
 
 
 def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:
@@ -37,9 +38,6 @@ def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:
     )
 
 
-AGAIN_SECONDS = 0.05
-"""So long after a connection was lost it is tried again; then after twice as long, and so on."""
-AGAIN_SECONDS_AT_MOST = 1.0
 ATTEMPTS_A_LIFE = 1 << 20
 
 
@@ -148,12 +146,12 @@ class Peers:
 
     def _connect(self, name: str, way: _Way, again: bool) -> None:
         """On a thread of its own, one for each peer; *again*: until it is there."""
-        pause = AGAIN_SECONDS
+        pause = timeouts.peer_retry
         if again and self._closed.wait(pause):
             return
         made = _reached(name, way)
         while again and not isinstance(made, RemoteServer):
-            pause = min(2 * pause, AGAIN_SECONDS_AT_MOST)
+            pause = min(2 * pause, timeouts.peer_retry_at_most)
             if self._closed.wait(pause):
                 return
             made = _reached(name, way)

@@ -31,8 +31,7 @@ from paceline.server.mesh import GroupServer
 from paceline.server.orders import Introduction, Order, Place
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Shell
-
-LAST_SECONDS = 5.0
+from paceline.timeouts import timeouts
 
 
 @dataclass(frozen=True)
@@ -122,9 +121,9 @@ class Pool:
         return Place(port=introduction.port)
 
     def close(self) -> None:
-        """End all of them. One whose training is over has up to `LAST_SECONDS`: a worker that
+        """End all of them. One whose training is over has up to `Timeouts.last_requests`: a worker that
         was done first ends its process, and others still take the final state."""
-        deadline = time.monotonic() + LAST_SECONDS
+        deadline = time.monotonic() + timeouts.last_requests
         running = list(self._running.values())
         for one in running:
             if one.is_over:

@@ -24,6 +24,7 @@ from paceline.interfaces import (
 from paceline.messages import Joined, Leave, Push, Request
 from paceline.server.protocol import ParameterServer
 from paceline.spec import parse
+from paceline.timeouts import timeouts
 
 
 def discipline_of(text: str, workers: int) -> Discipline:
@@ -34,8 +35,6 @@ def discipline_of(text: str, workers: int) -> Discipline:
     return cast(UpdatesOnServer, method).server(workers)
 
 
-SILENT_SECONDS = 60.0
-"""A worker may always be silent for so long."""
 SILENT_STEPS = 30
 """A worker may be silent for as long as so many steps usually take."""
 FIRST_STEP = 10
@@ -90,7 +89,7 @@ class SilenceWatch:
     def __init__(
         self,
         server: Server,
-        least: float = SILENT_SECONDS,
+        least: float = timeouts.worker_silent,
         report: Callable[[int, int, float], None] = lambda *_: None,
         judges: Callable[[int], bool] = lambda _: True,
     ) -> None:

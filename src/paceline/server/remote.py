@@ -41,9 +41,7 @@ from paceline.server.spread import HeldPart, Spread, cut
 from paceline.server.states import LATE_CHANNEL, States
 from paceline.server.untrained import Untrained
 from paceline.tensors import Bucket, stand_alike
-
-NOTE_SECONDS = 1.0
-"""Between two notes there is at least so much time."""
+from paceline.timeouts import timeouts
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -116,7 +114,7 @@ class RemoteParameters:
         # writes into buckets meanwhile.
         self._some = [torch.empty(0) for _ in buckets]
         self._some_late = [torch.empty(0) for _ in buckets]
-        self._noted = -NOTE_SECONDS
+        self._noted = -timeouts.progress_note
         self.staleness = 0
         """Updates by others while the last step's gradient was computed and sent: the most of any
         part of the model."""
@@ -308,7 +306,7 @@ class RemoteParameters:
     def note(self, now: float) -> None:
         """Let the servers know that this worker is alive; more than once a second changes
         nothing."""
-        if now - self._noted >= NOTE_SECONDS:
+        if now - self._noted >= timeouts.progress_note:
             self._noted = now
             for endpoint in self._endpoints:
                 endpoint.request(Note())  # nobody waits for the answer

@@ -43,9 +43,8 @@ from paceline.server.sessions import Connection, Session, Sessions
 from paceline.server.shared_memory import ServerMemory
 from paceline.server.traffic import Traffic
 from paceline.server.wire import RefusalError
+from paceline.timeouts import timeouts
 
-LINGER_SECONDS = 2.0
-"""How long the last answers may take to leave, once the loop has ended."""
 REFUSALS_SAID = 10
 """Of each kind: so one that comes again and again hides no other."""
 MESSAGES_A_TURN = 64
@@ -90,7 +89,7 @@ class Listener:
         router.setsockopt(zmq.RCVHWM, QUEUED_IN)
         # ZeroMQ opens a full queue again when it is half empty: hence twice.
         router.setsockopt(zmq.SNDHWM, 2 * payloads.most_messages(max_payload))
-        router.setsockopt(zmq.LINGER, int(1000 * LINGER_SECONDS))
+        router.setsockopt(zmq.LINGER, int(1000 * timeouts.last_replies))
         router.setsockopt(zmq.BACKLOG, max(100, workers))
         router.setsockopt(zmq.IPV6, ":" in address)
         wire.keep_alive(router)
@@ -102,7 +101,7 @@ class Listener:
         self.port = int(bound.rpartition(":")[2])
 
     def close(self) -> None:
-        """Let go of the port; the last answers have `LINGER_SECONDS` to leave."""
+        """Let go of the port; the last answers have `Timeouts.last_replies` to leave."""
         self.zap.close()
         self.router.close()
         self._context.term()
@@ -255,7 +254,7 @@ class Shell:
             self.close()
 
     def close(self) -> None:
-        """Let go of all sockets and memory; the last answers have `LINGER_SECONDS` to leave. A
+        """Let go of all sockets and memory; the last answers have `Timeouts.last_replies` to leave. A
         listener that others were given goes on."""
         if self._peers is not None:
             self._peers.close(well=False)

@@ -21,7 +21,7 @@ that is still here (that one is lost); an older one, or the same again, is refus
 Where nobody else *numbers* workers' lives, this does, and a second process of a worker that is here is
 refused: two were started with one rank. But its machine may have vanished, which no
 connection tells for minutes. So the one that is here is sent a byte then. Its kernel acknowledges
-that at once, busy as its process may be; where it has not within `ANSWER_SECONDS`,
+that at once, busy as its process may be; where it has not within `Timeouts.worker_acknowledge`,
 the worker is lost, and the next to come in its place is let in. So is the next in place of one that was
 evicted.
 
@@ -52,16 +52,12 @@ from paceline.server import payloads, wire
 from paceline.server.poll_loop import PollLoop
 from paceline.server.shared_memory import ServerEnd
 from paceline.server.wire import RefusalError
+from paceline.timeouts import timeouts
 
 _LINE_BYTES = 64
 _STRANGERS = 16
 """Liveness connections without a ticket, beyond one for each worker."""
 
-ANSWER_SECONDS = 8.0
-"""How long a machine whose worker is asked after may take to acknowledge a byte."""
-
-COMING_SECONDS = 30.0
-"""How long a worker may be on its way, where nobody else is here: see `Sessions.deserted_from`."""
 
 Report = Callable[["Session"], None]
 """Is told of a worker that is lost, once it is forgotten."""
@@ -195,7 +191,7 @@ class Sessions:
         moments = [session.since for session in self._pending.values()]
         if not self._some_are_lost:
             moments.append(self._last_goodbye)
-        return max((moment + COMING_SECONDS for moment in moments), default=0.0)
+        return max((moment + timeouts.worker_arrive for moment in moments), default=0.0)
 
     @property
     def present(self) -> int:
@@ -292,7 +288,7 @@ class Sessions:
             here.asked = now
             with contextlib.suppress(OSError):
                 here.liveness.send(b"\n")
-        elif now > here.asked + ANSWER_SECONDS:
+        elif now > here.asked + timeouts.worker_acknowledge:
             return  # its machine is gone
         reason = (
             f"worker {worker} {wire.IS_HERE} {place}: two processes were started with this rank, "

@@ -28,12 +28,11 @@ from paceline.messages import Join, Leave, Request
 from paceline.server import snapshot as snapshots
 from paceline.server.metrics import Figures, figures_of
 from paceline.server.orders import IsDone
-from paceline.server.process import SILENT_SECONDS, SilenceWatch, make_machine
+from paceline.server.process import SilenceWatch, make_machine
 from paceline.server.protocol import ParameterServer
 from paceline.server.serve import Listener, Shell
+from paceline.timeouts import timeouts
 
-MISSING_SECONDS = 60.0
-"""After so long it is said who is missing."""
 COUNTS_VARIABLE = "PACELINE_SERVER_COUNTS"
 """A file where a server writes at its end what it has counted."""
 _MISFITS = (
@@ -88,7 +87,7 @@ class MissingWatch:
         self,
         server: Server,
         missing: Callable[[], Sequence[int]],
-        seconds: float = MISSING_SECONDS,
+        seconds: float = timeouts.workers_missing,
     ) -> None:
         self._server, self._missing, self._seconds = server, missing, seconds
         self._due: float | None = None
@@ -164,7 +163,7 @@ class SurvivingJob:
         *,
         snapshot: Path | None = None,
         snapshot_seconds: float = snapshots.SECONDS,
-        evict_silent: float = SILENT_SECONDS,
+        evict_silent: float = timeouts.worker_silent,
         listener: Listener | None = None,
         without: Sequence[int] = (),
         evicted: Report = lambda worker, incarnation: None,

@@ -26,23 +26,12 @@ from paceline.server.client import RemoteServer
 from paceline.server.security import choose
 from paceline.server.wire import BEFORE_IT_STOOD, IS_HERE
 from paceline.settings import Settings
+from paceline.timeouts import timeouts
 from paceline.worlds.addresses import found_at
 from paceline.worlds.dedicated import addresses_at
 from paceline.worlds.servers import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
 
 T = TypeVar("T")
-
-WAIT_SECONDS = 300.0
-"""How long nobody may listen where the server is to be."""
-CONTEST_SECONDS = 15.0
-"""How long a worker's place may be taken: an earlier life is lost meanwhile, or it is somebody
-else's."""
-CLOSES_SECONDS = 60.0
-"""How long who listens there may close each connection: a proxy does so until the server behind
-it is there, and one whose secret differs always does."""
-_AGAIN_SECONDS = 1.0
-_CONTEST_AGAIN_SECONDS = 3.0
-_HELLO_SECONDS = 5.0
 
 
 def environment_of(server: str, rank: int, workers: int) -> dict[str, str]:
@@ -213,10 +202,10 @@ def connected(
 ) -> T:
     """What *connect* gives, once the server is there, and an earlier life of this worker gone.
 
-    Raises `PeerLostError` where nobody listens for `WAIT_SECONDS`, or who listens does not let
+    Raises `PeerLostError` where nobody listens for `Timeouts.server_listen`, or who listens does not let
     this worker in, and `UsageError` where the server does not want it.
     """
-    waiting = time.monotonic() + WAIT_SECONDS
+    waiting = time.monotonic() + timeouts.server_listen
     contested: float | None = None
     said: set[str] = set()
     while True:
@@ -228,7 +217,9 @@ def connected(
             words, now = str(error), time.monotonic()
             if IS_HERE in words or BEFORE_IT_STOOD in words:
                 contested = now if contested is None else contested
-                limit = CONTEST_SECONDS if IS_HERE in words else CLOSES_SECONDS
+                limit = (
+                    timeouts.rank_taken if IS_HERE in words else timeouts.server_close
+                )
                 if now > contested + limit:
                     raise
             elif isinstance(error, UsageError) or now > waiting:
@@ -238,7 +229,7 @@ def connected(
                 said.add(words)
                 _say(f"worker {rank} tries again: {words}")
             taken = IS_HERE in words
-        Event().wait(_CONTEST_AGAIN_SECONDS if taken else _AGAIN_SECONDS)
+        Event().wait(timeouts.rank_retry if taken else timeouts.server_retry)
 
 
 def _say(words: str) -> None:
@@ -252,16 +243,16 @@ def _wait_until_somebody_listens(
     said = False
     while True:
         try:
-            socket.create_connection((host, port), _HELLO_SECONDS).close()
+            socket.create_connection((host, port), timeouts.hello).close()
             return said
         except OSError as error:
             where = f"{name} at {host}:{port}"
             if time.monotonic() > deadline:
                 raise PeerLostError(
-                    f"{where}: nobody has listened there for {WAIT_SECONDS:.0f} s ({error}): is "
+                    f"{where}: nobody has listened there for {timeouts.server_listen:.0f} s ({error}): is "
                     "`paceline serve --survive` running there, or is the job over?"
                 ) from None
             if not said:
                 _say(f"worker {rank} waits for {where}: {error}")
                 said = True
-        Event().wait(_AGAIN_SECONDS)
+        Event().wait(timeouts.server_retry)

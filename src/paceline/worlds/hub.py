@@ -14,11 +14,10 @@ import msgspec
 from paceline import lifelines
 from paceline.job import Place
 from paceline.server.poll_loop import PollLoop
+from paceline.timeouts import timeouts
 from paceline.worlds import addresses
 from paceline.worlds.handover import Address, Board
 
-GRACE_SECONDS = 3.0
-"""How long a survivor that waits for others may take to end by itself."""
 LINE_BYTES = 4096
 STRANGERS = 16
 """Connections that have not said hello, beyond one for each rank."""
@@ -84,7 +83,7 @@ class Hub:
     def close(self) -> None:
         """Rank 0 ends: whoever is still connected is told that this is well."""
         self._wake.close()
-        self._thread.join(timeout=GRACE_SECONDS)
+        self._thread.join(timeout=timeouts.collective_grace)
 
     def _serve(self) -> None:
         try:

@@ -19,6 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.python_private import options_of
+from paceline.timeouts import timeouts
 from paceline.worlds.failures import Failure, summary
 from paceline.worlds.processes import as_launcher
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
@@ -41,10 +42,6 @@ _PLACEMENT_VARIABLES = tuple(
 def torchrun_options() -> dict[str, int]:
     """torchrun's options, and how many values each takes."""
     return options_of(torchrun.get_args_parser())
-
-
-_SHUTDOWN_SECONDS = 10
-"""What workers have to end after Ctrl-C, before they are killed."""
 
 
 def launch(
@@ -75,7 +72,7 @@ def launch(
     if not placed:
         words.append("--standalone")  # a free port of its own: two jobs never meet
     if "--shutdown-timeout" not in given:
-        words.append(f"--shutdown-timeout={_SHUTDOWN_SECONDS}")
+        words.append(f"--shutdown-timeout={timeouts.workers_shutdown:.0f}")
     # torchrun would set the number of threads too, with a warning each time.
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     variables = threads | options.to_environment() | as_launcher()

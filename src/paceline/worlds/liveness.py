@@ -35,13 +35,12 @@ from paceline import lifelines
 from paceline.errors import UsageError
 from paceline.job import Place, Places
 from paceline.options import seconds_from
+from paceline.timeouts import timeouts
 from paceline.worlds import addresses
 from paceline.worlds.handover import Board, Store
-from paceline.worlds.hub import GRACE_SECONDS, KEY, Hello, Hub, News, line_of, make_hub
+from paceline.worlds.hub import KEY, Hello, Hub, News, line_of, make_hub
 
-CONNECT_SECONDS = 30.0
 EXIT_GRACE_VARIABLE = "PACELINE_EXIT_GRACE_SECONDS"
-EXIT_GRACE_SECONDS = 30.0
 _LOOK_EVERY = 0.2
 FAULT_CHARACTERS = 500
 
@@ -88,7 +87,9 @@ class Liveness:
             return
         host, port = addresses.found_at(address.host), address.port
         try:
-            self._socket = socket.create_connection((host, port), CONNECT_SECONDS)
+            self._socket = socket.create_connection(
+                (host, port), timeouts.liveness_connect
+            )
         except OSError as error:
             self._goes_unwatched(f"cannot reach rank 0 at {host}:{port}: {error}")
             return
@@ -180,7 +181,7 @@ class Liveness:
 
 def exit_grace() -> float:
     """Seconds that a worker which has lost a peer may take to end by itself."""
-    return seconds_from(os.environ, EXIT_GRACE_VARIABLE, EXIT_GRACE_SECONDS)
+    return seconds_from(os.environ, EXIT_GRACE_VARIABLE, timeouts.exit_grace)
 
 
 def end_after_grace(
@@ -193,12 +194,12 @@ def end_after_grace(
     """What a real worker does with bad news: say it, and end in time.
 
     *is_blocked*: whether the training waits for others. When it has done so for
-    `GRACE_SECONDS`, or *grace* seconds have passed, the process ends."""
+    `Timeouts.collective_grace`, or *grace* seconds have passed, the process ends."""
     print(f"paceline: {sentence}; rank {rank} ends too", file=sys.stderr, flush=True)
     said.set()
     blocked_since = now = time.monotonic()
     end = now + grace
-    while now < end and now - blocked_since < GRACE_SECONDS:
+    while now < end and now - blocked_since < timeouts.collective_grace:
         time.sleep(_LOOK_EVERY)
         now = time.monotonic()
         if not is_blocked():

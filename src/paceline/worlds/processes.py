@@ -22,13 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from paceline.timeouts import timeouts
+
 LAUNCHER_VARIABLE = "PACELINE_LAUNCHER"
 """To a worker: its launcher's process number, and when that process began, as /proc says it."""
 _PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that a process gets when its parent ends."""
-
-TERMINATE_SECONDS = 5.0
-"""What a process has to end after SIGTERM."""
 
 
 class Process(Protocol):
@@ -93,11 +92,11 @@ def wait_for_all(processes: Iterable[Process], seconds: float) -> None:
 
 
 def end_all(processes: Iterable[Process]) -> None:
-    """Ask all to end, and end those that have not within `TERMINATE_SECONDS`."""
+    """Ask all to end, and end those that have not within `Timeouts.terminate`."""
     alive = [process for process in processes if process.poll() is None]
     for process in alive:
         process.terminate()
-    wait_for_all(alive, TERMINATE_SECONDS)
+    wait_for_all(alive, timeouts.terminate)
     for process in alive:
         if process.poll() is None:
             process.kill()

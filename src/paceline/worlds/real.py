@@ -29,11 +29,11 @@ from paceline.python_private import main_thread_is_in
 from paceline.report.files import WorkerRecords
 from paceline.report.result import Result, Summary, exchange_summaries
 from paceline.stopwatch import stopwatch_for
+from paceline.timeouts import timeouts
 from paceline.torch_private import COLLECTIVES, default_store, local_store
 from paceline.worlds import alone, own_groups, progress
 from paceline.worlds.described import find_cluster, load_of
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
-from paceline.worlds.hub import GRACE_SECONDS
 from paceline.worlds.liveness import Liveness, end_after_grace, exit_grace
 from paceline.worlds.pacing import PacedCompute
 from paceline.worlds.servers import SURVIVE_VARIABLE
@@ -220,7 +220,9 @@ class RealWorld:
         if job.is_over(number) and not _is_consequence(job.broken_by(number)):
             return
         self._weighed.clear()
-        self._ends_badly.wait(GRACE_SECONDS)  # of the consequence, in gloo's words
+        self._ends_badly.wait(
+            timeouts.collective_grace
+        )  # of the consequence, in gloo's words
         own = job.broken_by(number)
         if not own or _is_consequence(own):
             self._lost_a_peer(sentence)
@@ -253,7 +255,7 @@ class RealWorld:
             # gloo or NCCL was faster: this rank's end is a consequence, and who died is
             # about to be known. Telling the others of this one would blame it.
             self._ends_badly.set()
-            self._bad_news.wait(GRACE_SECONDS)
+            self._bad_news.wait(timeouts.collective_grace)
         self._liveness.close(fault)
 
     @property

@@ -30,14 +30,13 @@ from paceline.server.orders import (
     Listens,
     Over,
 )
+from paceline.timeouts import timeouts
 
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 """Where dedicated servers are, HOST:PORT joined by "+"."""
 SURVIVE_VARIABLE = "PACELINE_SURVIVE"
 """Set where a supervisor keeps the job alive: workers meet only at their servers."""
 INCARNATION_VARIABLE = "PACELINE_INCARNATION"
-START_SECONDS = 60.0
-END_SECONDS = 10.0
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # Keep the memory of received chunks, instead of giving it back to the kernel and having
@@ -87,7 +86,7 @@ class ServerProcess:
         """Wait until its `port` is known; returns the step that it goes on from, 0 without a
         snapshot. Raises `UsageError` if it does not start."""
         assert self.process.stdout is not None
-        line = line_within(self.process.stdout, START_SECONDS)
+        line = line_within(self.process.stdout, timeouts.server_start)
         try:
             words = msgspec.json.decode(line, type=Listens)
         except msgspec.MsgspecError:
@@ -133,7 +132,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(OSError):
         process.stdin.close()
     try:
-        process.wait(END_SECONDS)
+        process.wait(timeouts.server_end)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -29,6 +29,7 @@ from paceline.interfaces import Service, ServiceJob
 from paceline.server.client import RemoteServer, check_listens
 from paceline.server.orders import Introduction, Order, PeerAddress, Place
 from paceline.server.wire import HAS_BEEN_HERE
+from paceline.timeouts import timeouts
 from paceline.worlds import alone, dedicated, places
 from paceline.worlds.addresses import Meeting, at_master, found_at, towards_master
 from paceline.worlds.handover import Address, Board, Store
@@ -36,7 +37,6 @@ from paceline.worlds.servers import (
     ADDRESSES_VARIABLE,
     INCARNATION_VARIABLE,
     SERVER_ENVIRONMENT,
-    START_SECONDS,
     SURVIVE_VARIABLE,
     end,
     line_within,
@@ -44,8 +44,6 @@ from paceline.worlds.servers import (
 
 SWITCHES_VARIABLE = "PACELINE_SWITCHES"
 """Which host stands for each rack's switch, NUMBER=HOST joined by "+"."""
-BETWEEN_SECONDS = 15.0
-"""How long a server may take from the end of one training to the next."""
 
 
 class ServicePool:
@@ -86,7 +84,7 @@ class ServicePool:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(words) + b"\n")
             self._process.stdin.flush()
-        line = line_within(self._process.stdout, START_SECONDS)
+        line = line_within(self._process.stdout, timeouts.server_start)
         try:
             return msgspec.json.decode(line, type=Place)
         except msgspec.MsgspecError:
@@ -246,7 +244,7 @@ class RealServices:
         if started:
             check_listens(name, host, address.port)
         survives = environment.get(SURVIVE_VARIABLE) == "1"
-        between_seconds = START_SECONDS if survives else BETWEEN_SECONDS
+        between_seconds = timeouts.server_start if survives else timeouts.next_training
         deadline = time.monotonic() + between_seconds
         while True:
             try:

@@ -11,7 +11,7 @@ the one that died is started again, and enters from there; else all servers go o
 snapshot. Then all workers are started again. Where none was taken yet, the training begins anew.
 
 A worker that is silent though it lives is evicted too, and told so when it speaks again;
-one that has not ended by itself after `END_SECONDS` is killed, and started again.
+one that has not ended by itself after `Timeouts.workers_end` is killed, and started again.
 
 Where nobody names a file for the snapshot, it is one of this job's own, with a name that no other
 job has: in the folder for records, if there is one, else in a temporary folder that goes with the job.
@@ -47,12 +47,13 @@ from paceline.options import CLUSTER_VARIABLE, RunOptions
 from paceline.server.security import TOKEN
 from paceline.server.snapshot import claimed
 from paceline.settings import Settings
+from paceline.timeouts import timeouts
 from paceline.worlds.described import load_of
 from paceline.worlds.processes import as_launcher, end_all, how_it_ended, wait_for_all
 from paceline.worlds.progress import Standing
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
 from paceline.worlds.servers import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
-from paceline.worlds.surviving import END_SECONDS, MOST_IN_VAIN, SurvivingWorker
+from paceline.worlds.surviving import MOST_IN_VAIN, SurvivingWorker
 from paceline.worlds.surviving_servers import SurvivingServer, SurvivingServers
 
 RESUME_VARIABLE = "PACELINE_RESUME"
@@ -308,7 +309,7 @@ class Supervisor:
     def _let_workers_end(self) -> None:
         """Who has trained says what is lost; who has not may still look for a server."""
         trained = [worker.process for worker in self._workers if worker.steps]
-        wait_for_all([one for one in trained if one is not None], END_SECONDS)
+        wait_for_all([one for one in trained if one is not None], timeouts.workers_end)
         for worker in self._workers:
             worker.done = True
         self._end_workers()

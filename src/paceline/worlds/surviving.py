@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.timeouts import timeouts
 from paceline.worlds import failures, progress
 from paceline.worlds.processes import how_it_ended
 from paceline.worlds.servers import INCARNATION_VARIABLE
 
-END_SECONDS = 30.0
-"""What workers have to end after their server has, or after they were evicted."""
 MOST_RESTARTS = 100
 """Of one worker: a script that cannot run at all must not be started for ever."""
 WRONG_USE = 2
@@ -112,8 +111,8 @@ class SurvivingWorker:
             self._evicted = time.monotonic()
 
     def kill_if_evicted(self) -> None:
-        """It has had `END_SECONDS` to end by itself."""
+        """It has had `Timeouts.workers_end` to end by itself."""
         if self._evicted is None or self.process is None:
             return
-        if time.monotonic() > self._evicted + END_SECONDS:
+        if time.monotonic() > self._evicted + timeouts.workers_end:
             self.process.kill()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.worlds.hub import GRACE_SECONDS
+from paceline.timeouts import timeouts
 
 paceline.init()
 never = dist.new_group(
@@ -35,7 +35,7 @@ except Exception:
     if paceline.rank() == 0:
         began = time.monotonic()
         with open("emergency.part", "wb") as file:
-            while time.monotonic() < began + 2 * GRACE_SECONDS:
+            while time.monotonic() < began + 2 * timeouts.collective_grace:
                 file.write(b"x" * 1000)
                 time.sleep(0.1)
         os.replace("emergency.part", "emergency.pt")

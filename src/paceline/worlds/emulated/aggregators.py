@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, MTU_VARIABLE
 from paceline.errors import UsageError
 from paceline.server.security import TRUSTED
+from paceline.timeouts import timeouts
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.plan import JUMBO_MTU, Host
 from paceline.worlds.emulated.process import HostProcess
 
 PORT = 29700
-START_SECONDS = 60.0
 
 
 class Aggregators:
@@ -61,7 +61,7 @@ class Aggregators:
         return [] if slots is None else ["--slots", str(slots)]
 
     def _wait_for(self, host: Host, process: HostProcess) -> None:
-        over = time.monotonic() + START_SECONDS
+        over = time.monotonic() + timeouts.aggregator_start
         while process.poll() is None and time.monotonic() < over:
             with self._fabric.socket(host.number) as tried:
                 if tried.connect_ex((host.address, PORT)) == 0:

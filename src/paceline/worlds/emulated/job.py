@@ -20,6 +20,7 @@ from paceline.network.cluster_file import cluster_toml
 from paceline.network.rules import Rule
 from paceline.options import RunOptions
 from paceline.server.security import TOKEN, TRUSTED
+from paceline.timeouts import timeouts
 from paceline.worlds import progress
 from paceline.worlds.emulated.aggregators import Aggregators
 from paceline.worlds.emulated.fabric import Fabric
@@ -32,7 +33,7 @@ from paceline.worlds.emulated.world import (
 )
 from paceline.worlds.failures import Failure, reported, summary
 from paceline.worlds.liveness import exit_grace
-from paceline.worlds.processes import TERMINATE_SECONDS, end_all, wait_for_all
+from paceline.worlds.processes import end_all, wait_for_all
 from paceline.worlds.scratch import ToldToEnd, scratch_folder
 from paceline.worlds.servers import ADDRESSES_VARIABLE
 
@@ -40,9 +41,6 @@ PORT = 29500
 """Where worker 0's store listens: on a host of its own, no port is in use."""
 
 SERVER_PORT = 29600
-
-GRACE_SECONDS = 12.0
-"""What the others have, beyond their own grace, to end by themselves after one has failed."""
 
 
 class EmulatedJob:
@@ -180,7 +178,7 @@ class EmulatedJob:
         """Wait for all; when one fails, give the others time to say why, then end them."""
         running = dict(enumerate(self._processes))
         failures: list[Failure] = []
-        grace = GRACE_SECONDS + exit_grace()
+        grace = timeouts.job_grace + exit_grace()
         deadline: float | None = None
         while running:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -192,7 +190,7 @@ class EmulatedJob:
             if deadline is not None and time.monotonic() >= deadline:
                 for process in running.values():
                     process.terminate()
-                wait_for_all(running.values(), TERMINATE_SECONDS)
+                wait_for_all(running.values(), timeouts.terminate)
                 for worker in _ended(running):
                     failures.append(self._failure(scratch, worker, running.pop(worker)))
                 break

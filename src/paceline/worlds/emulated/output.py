@@ -8,13 +8,10 @@ import threading
 from collections.abc import Mapping
 from typing import BinaryIO, Literal, TextIO
 
+from paceline.timeouts import timeouts
 from paceline.worlds.emulated.process import HostProcess
 
 Shown = Literal["first", "all"]
-
-DRAIN_SECONDS = 2.0
-"""What is waited for the last words of a worker that has ended: whoever it has started may
-hold its output open."""
 
 
 class WorkerOutput:
@@ -53,7 +50,7 @@ class WorkerOutput:
     def finish(self) -> None:
         """All processes have ended: wait for their last words."""
         for thread in self._threads:
-            thread.join(DRAIN_SECONDS)
+            thread.join(timeouts.last_output)
         self._threads.clear()
 
 
