@@ -226,7 +226,7 @@ def test_one_process_a_machine_in_kubeflow():
     ],
 )
 def test_torchruns_options_do_not_suffice_without_torchrun(change):
-    with pytest.raises(UsageError, match="start it with torchrun or paceline run"):
+    with pytest.raises(UsageError, match="torchrun or paceline run"):
         find(KUBEFLOW | change)
 
 
@@ -248,7 +248,7 @@ def test_the_first_of_a_list_of_nodes(nodelist, host):
 
 @pytest.mark.parametrize("nodelist", ["", "node[1-", "node[]", "[", ",", "a b", "n[x]"])
 def test_what_is_no_list_of_nodes(nodelist):
-    with pytest.raises(UsageError, match="expected a list of nodes"):
+    with pytest.raises(UsageError, match="list of nodes"):
         first_host(nodelist)
 
 
@@ -279,9 +279,7 @@ def test_what_is_no_number_is_named(variable):
     ],
 )
 def test_a_rank_that_there_is_not_is_refused_before_anybody_waits_for_it(environment):
-    with pytest.raises(
-        UsageError, match=r"this process is to be rank .* expected 0 to"
-    ):
+    with pytest.raises(UsageError, match=r"rank .* expected 0"):
         find(environment)
 
 

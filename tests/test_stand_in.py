@@ -131,10 +131,10 @@ def test_compute_time_is_its_own_unless_a_workload_is_given():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("a.b", "c"), "lists tensor 'a.b' where a model would have 'c'"),
-        (("a", "a.b"), "tensor 'a.b' cannot be in a model"),
-        (("", "c"), "tensor '' cannot be in a model"),
-        (("c", "forward"), "tensor 'forward' cannot be in a model"),
+        (("a.b", "c"), "'a.b'.*'c'"),
+        (("a", "a.b"), "tensor 'a.b'"),
+        (("", "c"), "tensor ''"),
+        (("c", "forward"), "tensor 'forward'"),
     ],
 )
 def test_tensors_that_no_model_can_have_are_named(names, message):

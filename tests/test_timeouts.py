@@ -38,9 +38,10 @@ def test_what_is_no_time_is_refused(words, named):
         from_environment({"PACELINE_TIMEOUTS": words})
 
 
-def test_a_command_says_it_in_one_line():
+def test_a_command_says_it_in_one_line(tmp_path):
+    (tmp_path / "train.py").write_text("")
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "run", "nothing.py"],
+        [sys.executable, "-m", "paceline", "run", str(tmp_path / "train.py")],
         env={"PATH": "/usr/bin:/bin", "PACELINE_TIMEOUTS": "server_strat=1"},
         capture_output=True,
         text=True,

@@ -535,7 +535,7 @@ def test_what_must_not_be_cut_anywhere_is_not():
         TorchUpdater(short, [Piece(0, 0, 64), Piece(0, 64, 100)])
     muon = optimizer_over((10, 10), kind=optim.Muon)
     assert sizes(split_pieces(muon, 1)) == [100]
-    with pytest.raises(UsageError, match="Muon cannot be applied to parts of a tensor"):
+    with pytest.raises(UsageError, match="Muon"):
         TorchUpdater(muon, [Piece(0, 0, 50), Piece(0, 50, 100)])
 
 
@@ -609,7 +609,7 @@ def test_an_optimizer_has_one_updater():
     [
         (
             {"pieces": [Piece(0, 0, 3)]},
-            r"Piece\(.*\) is none of this updater's 2 pieces",
+            r"Piece\(.*\).* 2 pieces",
         ),
         ({"pieces": [Piece(0, 0, 4)] * 2}, "2 pieces, 1 different ones"),
         ({"gradients": [torch.ones(4)]}, "2 pieces, 2 different ones, and 1 gradients"),
@@ -623,7 +623,7 @@ def test_an_optimizer_has_one_updater():
         ),
         ({"gradients": [torch.ones(4), torch.ones(6).to_sparse()]}, "torch.sparse_coo"),
         ({"hyperparameters": []}, "of 1 parameter groups, got 0"),
-        ({"hyperparameters": [{"lr": 1.0}]}, "none for dampening, maximize, momentum"),
+        ({"hyperparameters": [{"lr": 1.0}]}, "dampening, maximize, momentum"),
     ],
 )
 def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(change, message):

@@ -72,7 +72,7 @@ def test_a_job_ends_with_its_last_workers_goodbye(jobs):
 @pytest.mark.parametrize(
     ("asked", "worker", "words"),
     [
-        (terms(workers=3), 1, "expected the same of all workers"),
+        (terms(workers=3), 1, "the same of all"),
         (terms(), 0, "worker 0 has registered before"),
         (terms(), 2, "worker 2 of 2: expected 0 to 1"),
         (terms("b", workers=65), 0, "65 workers"),

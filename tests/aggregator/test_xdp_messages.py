@@ -51,7 +51,7 @@ def test_datagrams_that_fill_more_than_a_page_are_refused():
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1"])
 def test_an_address_that_is_no_interfaces_is_refused(address, monkeypatch):
     monkeypatch.setenv(TRUSTED, "1")
-    with pytest.raises(UsageError, match="IPv4 address of a network interface"):
+    with pytest.raises(UsageError, match="IPv4 address"):
         XdpAggregator(address, 0, interface="lo", token=TOKEN)
 
 
@@ -63,7 +63,7 @@ def test_an_interface_that_is_not_there_or_is_taken_is_said(rack, bpf):
         ):
             XdpAggregator(racks.AGGREGATOR, 0, **options | {"interface": "eth7"})
         first = XdpAggregator(racks.AGGREGATOR, 0, **options)
-        with pytest.raises(UsageError, match="another XDP program is there"):
+        with pytest.raises(UsageError, match="another XDP program"):
             XdpAggregator(racks.AGGREGATOR, 0, **options)
         first.close()
         XdpAggregator(racks.AGGREGATOR, 0, **options).close()
@@ -73,5 +73,5 @@ def test_a_worker_on_the_aggregators_own_host_is_refused(rack, bpf):
     place = InARack(rack, "xdp")
     with place.running() as aggregator, racks.inside(rack.aggregator):
         place.at = lambda worker: contextlib.nullcontext()
-        with pytest.raises(UsageError, match="nobody on its own host"):
+        with pytest.raises(UsageError, match="own host"):
             place.joining(aggregator, 0)

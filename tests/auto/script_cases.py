@@ -203,7 +203,7 @@ def courses_that_disagree_are_an_error():
     other = "dear" if paceline.rank() else "priority"
     net, wrapped = begun(changing({2: other}))
     one_step(net, wrapped, 0)
-    with pytest.raises(paceline.PacelineError, match="different specs, dear and prio"):
+    with pytest.raises(paceline.PacelineError, match="dear and prio"):
         one_step(net, wrapped, 1)
     assert "different specs" in wrapped.broken_by
     with pytest.raises(paceline.PacelineError, match="finish"):
@@ -219,7 +219,7 @@ def a_gradient_that_is_not_finite_is_named_under_each_method():
             one_step(net, wrapped, step)
         wrapped.zero_grad()
         loss = net(inputs(paceline.rank(), 3)).sum() * math.nan
-        with pytest.raises(GradientError, match="is not finite in step"):
+        with pytest.raises(GradientError, match="not finite"):
             loss.backward()
         wrapped.finish()
     join_world().job.trainings.clear()

@@ -90,7 +90,7 @@ def test_a_tensor_that_is_no_parameter_has_no_share():
     send(codes, torch.full((3,), 0.3), "momentum")
     saved = CompressorState(codes, 0, PARAMETERS).save()
     loader, _ = owner(Residuals(code=BF16()))
-    with pytest.raises(UsageError, match="'momentum', which is no parameter of this"):
+    with pytest.raises(UsageError, match="'momentum'"):
         loader.redistribute([saved], 2)
 
 

@@ -96,9 +96,7 @@ def test_what_is_no_checkpoint_is_not_replaced(what, tmp_path):
     else:
         folder.mkdir()
         (folder / "figures").write_text("mine")
-    with pytest.raises(
-        UsageError, match="results is no checkpoint, and is not replaced"
-    ):
+    with pytest.raises(UsageError, match="results is no checkpoint"):
         folders.settle(folder)
     kept = folder if what == "file" else folder / "figures"
     assert kept.read_text() == "mine"
@@ -112,8 +110,6 @@ def test_an_empty_folder_may_become_one(tmp_path):
 
 
 def test_a_path_without_a_name_is_refused():
-    with pytest.raises(
-        UsageError, match="expected the path of a folder to make, got '/'"
-    ):
+    with pytest.raises(UsageError, match="got '/'"):
         folders.as_folder("/")
     assert folders.as_folder(".").name

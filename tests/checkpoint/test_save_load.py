@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_worker(tmp_path):
         _, optimizer = begin()
         with pytest.raises(UsageError, match="results is no checkpoint"):
             paceline.save(tmp_path / "results")
-        with pytest.raises(UsageError, match="names as Python has them, got 'a/b'"):
+        with pytest.raises(UsageError, match="got 'a/b'"):
             paceline.save(tmp_path / "new", **{"a/b": Counter(1)})
         optimizer.finish()
 

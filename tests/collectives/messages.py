@@ -119,7 +119,7 @@ def groups_that_are_made_once(comm: TorchComm) -> None:
     assert part.item() == pytest.approx(2.0 * rank)
     assert output.tolist() == [10.0 * r + rank for r in range(n)]
     for forbidden in (lambda: group.channel("inner"), lambda: group.group((0, 1))):
-        with pytest.raises(UsageError, match="without connections of its own"):
+        with pytest.raises(UsageError, match="connections"):
             forbidden()
 
 

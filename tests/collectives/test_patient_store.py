@@ -52,17 +52,17 @@ def test_who_gets_what_is_not_there_yet_asks_until_it_is():
 def test_what_never_comes_is_named():
     store = Impatient()
     store.set("one", b"")
-    with pytest.raises(dist.DistStoreError, match="nobody has put two into"):
+    with pytest.raises(dist.DistStoreError, match="two"):
         PatientStore(store).wait(["one", "two"], SOON)
     store.timeout = SOON
-    with pytest.raises(dist.DistStoreError, match="nobody has put three into"):
+    with pytest.raises(dist.DistStoreError, match="three"):
         PatientStore(store).get("three")
 
 
 def test_who_has_not_come_is_named():
     store = PatientStore(Impatient())
     store.set("before 2", b"here")
-    with pytest.raises(UsageError, match=r"group 'g': rank \[7\] has not asked for it"):
+    with pytest.raises(UsageError, match=r"'g'.*\[7\]"):
         meet(store, 0, (3, 7, 9), "group 'g'", SOON, "before")
 
 

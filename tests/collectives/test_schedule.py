@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.collectives import schedule as schedules
 from paceline.collectives.combined import Among, InTurn, SideBySide, Some
 from paceline.collectives.executor import combining, perform, steps_of, worked_out
 from paceline.collectives.halving_doubling import HalvingDoubling
@@ -390,7 +391,7 @@ def test_one_rank_s_steps_are_made_without_those_of_all_others(monkeypatch) -> N
         made.append(Transfer(*fields))
         return made[-1]
 
-    monkeypatch.setattr("paceline.collectives.schedule.Transfer", counted)
+    monkeypatch.setattr(schedules, "Transfer", counted)
     n = 64
     inner = Among(n, tuple(range(32, n)), Ring(32, 320), 5)
     for schedule in (Ring(n, 640), InTurn((inner, Ring(n, 640))), all_to_all(n, 10)):

@@ -178,7 +178,7 @@ def test_starts_are_shared_and_drawn_anew():
         (one, other), (again, _) = (workers.mean(drawn(2)).results for _ in range(2))
         assert torch.equal(one[0], other[0]) == alike
         assert torch.equal(one[0], again[0]) != anew
-    with pytest.raises(CheckFailedError, match="workers end with different results"):
+    with pytest.raises(CheckFailedError, match="different results"):
         COMPRESSOR_CHECKS["all_workers_end_with_the_same_bits"](Unshared(density=0.1))
     seeds = [Workers(RandomBlock(seed=seed), drawn(1)[0], 1) for seed in (0, 0, 1)]
     same, also, another = (workers.mean(drawn(1)).results[0][0] for workers in seeds)
@@ -197,7 +197,7 @@ def test_residuals_are_there_unless_refused():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("random-block:density=0", "density: expected a part of a tensor's elements"),
+        ("random-block:density=0", "density: expected"),
         ("random-block:density=1.1", "above 0 and at most 1, got 1.1"),
         ("random-block:density=nan", "above 0 and at most 1, got nan"),
         ("random-block:small=-1", "small: expected 0 elements or more, got -1"),

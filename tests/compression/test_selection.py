@@ -133,9 +133,7 @@ def test_a_place_outside_is_refused():
         for bad in (250 if not chunk else 100, 255):
             broken = good.clone()
             broken[-1] = bad
-            with pytest.raises(
-                UsageError, match="a place outside of its tensor of 250"
-            ):
+            with pytest.raises(UsageError, match="tensor of 250"):
                 opened(broken, [of], torch.float32)
     last = cut(250, 0.1, 100)  # in the last chunk, of 50
     code = coded([(pick(values, last), values[: last.count])], [last])

@@ -112,7 +112,7 @@ def test_whose_momentum_it_is():
     dgc.suits(torch.optim.SGD(parameters, lr=1.0))
     dgc.suits(torch.optim.RMSprop(parameters))
     make("dgc:momentum=0").suits(torch.optim.AdamW(parameters))
-    with pytest.raises(UsageError, match=r"an? AdamW with a momentum of 0.9"):
+    with pytest.raises(UsageError, match=r"AdamW.*0.9"):
         dgc.suits(torch.optim.AdamW(parameters))
 
 

@@ -77,7 +77,5 @@ def test_a_step_takes_between_computing_and_its_slowest_group(cluster, shuffle):
 def test_a_cluster_without_some_of_the_workers_is_told():
     plan = make_plan(range(6), shuffle="digits")
     for price in (step_seconds, steady_seconds, group_seconds):
-        with pytest.raises(
-            UsageError, match="one of 4 workers, and there is a worker 4"
-        ):
+        with pytest.raises(UsageError, match=r"4 workers.*worker 4"):
             price(plan, racks(1, 4), PAYLOAD)

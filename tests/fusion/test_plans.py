@@ -420,7 +420,7 @@ def test_no_tensors_make_no_buckets(rule: str) -> None:
     ("sizes", "ready", "lanes", "message"),
     [
         ([1, 2], [0.0], 1, r"one time per tensor, 2, got 1"),
-        ([1, -2], [0.0, 1.0], 1, r"gradient_bytes: expected zero or more, got -2"),
+        ([1, -2], [0.0, 1.0], 1, "gradient_bytes: .*got -2"),
         ([1, float("nan")], [0.0, 1.0], 1, r"gradient_bytes: .* got nan"),
         ([1, 2], [1.0, 0.5], 1, r"do not fall, .* got 0.5 after 1.0"),
         ([1, 2], [-1.0, 0.5], 1, r"zero or more .* got -1.0 after 0.0"),
@@ -442,7 +442,7 @@ def test_a_measured_rule_needs_a_cost() -> None:
 
 
 def test_one_kind_per_tensor() -> None:
-    with pytest.raises(UsageError, match=r"kinds: expected one per tensor, 2, got 1"):
+    with pytest.raises(UsageError, match=r"kinds: .*2, got 1"):
         fusion.plan("single", [1, 2], kinds=["a"])
 
 

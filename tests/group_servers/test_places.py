@@ -92,7 +92,7 @@ def test_a_supervisor_s_servers_must_be_the_method_s(started, groups):
         ADDRESSES_VARIABLE: "+".join(f"a:{port}" for port in range(started)),
     }
     job = ServerJob(None, "", "auto", "rank", groups=groups).services
-    with pytest.raises(UsageError, match="Take one with a single server"):
+    with pytest.raises(UsageError, match="single server"):
         check_supervised(job, environment)  # nobody numbers lives: no supervisor
     environment[INCARNATION_VARIABLE] = "0"
     with pytest.raises(UsageError, match=f"has started {started}: .*--method SPEC"):

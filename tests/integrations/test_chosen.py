@@ -225,7 +225,7 @@ def test_who_owns_what_an_optimizer_trains() -> None:
     both = torch.nn.ModuleList([first, second])
     assert owner_of(torch.optim.SGD(first.parameters()), both) is first
     assert owner_of(torch.optim.SGD(both.parameters()), both) is both
-    with pytest.raises(UsageError, match="a submodule of its own"):
+    with pytest.raises(UsageError, match="submodule"):
         owner_of(torch.optim.SGD([first.weight]), both)
     first.bias.requires_grad_(False)
     assert owner_of(torch.optim.SGD([first.weight]), both) is first

@@ -172,7 +172,7 @@ def test_a_checkpoint_of_another_program_is_refused(other, tmp_path):
         optimizer.finish()
 
     simulate(2, lambda rank: body("local-sgd:every=2,outer_learning_rate=0.5", False))
-    with pytest.raises(WorkerFailedError, match="with the options with which it was"):
+    with pytest.raises(WorkerFailedError, match="the options"):
         simulate(2, lambda rank: body(other, True))
 
 

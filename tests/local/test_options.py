@@ -51,7 +51,7 @@ def test_the_gain_is_said_and_what_would_be_safer(capsys):
         ({"group": "2", "group_every": 3}, "group_every=3: expected a divisor of"),
         ({"group_every": 2}, "group_every=2: expected a group"),
         ({"group": "1"}, "group=1: a group of one"),
-        ({"group": "row"}, "group=row: expected rack, host, or a number"),
+        ({"group": "row"}, "group=row: expected rack, host"),
         ({"group": "2", "fragments": 2}, "group=2: expected neither fragments nor"),
         ({"each_until": 3, "group": "2"}, "each_until=3: expected neither"),
         ({"uneven": "speed", "delay": 2}, "uneven=speed: .* expected neither"),

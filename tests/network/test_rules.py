@@ -136,7 +136,7 @@ def test_a_link_that_stays_cut_is_a_deadlock_that_names_it() -> None:
 
 
 def test_a_killed_worker_ends_the_job() -> None:
-    with pytest.raises(WorkerFailedError, match=r"worker 1 was killed by a rule"):
+    with pytest.raises(WorkerFailedError, match="worker 1 was killed"):
         steps_of((kill(1, step=3),))
 
 
@@ -244,7 +244,7 @@ def test_a_cluster_is_read_back_to_the_last_bit() -> None:
         ("kill = 4\nstep = 1", "expected a worker, 0 to 3, got 4"),
         ("kill = 'worker 1'\nstep = 1", "whole number"),
         ("cut = 3\nstep = 1", "text in quotes"),
-        ("step = 1", "expected one of throttle, cut, repair, kill, got none"),
+        ("step = 1", "throttle, cut, repair, kill"),
         ("cut = 'worker 1'\nkill = 1\nstep = 1", "got cut and kill"),
         ("ctu = 'worker 1'\nstep = 1", "Did you mean 'cut'"),
     ],

@@ -158,9 +158,7 @@ def test_writing_into_what_is_deferred_is_refused():
             with torch.no_grad():
                 model[2].weight.mul_(2)
 
-    with pytest.raises(
-        WorkerFailedError, match=r"'2\.weight' was written to since step"
-    ):
+    with pytest.raises(WorkerFailedError, match=r"'2\.weight'"):
         train(ALL, 2, watch=write)
 
 
@@ -185,9 +183,7 @@ def test_changing_a_gradient_that_was_sent_is_refused(mask):
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
 
-    with pytest.raises(
-        WorkerFailedError, match=r"changed between backward\(\) and step"
-    ):
+    with pytest.raises(WorkerFailedError, match=r"backward\(\) and step"):
         simulate(2, body)
 
 

@@ -212,7 +212,7 @@ def test_nothing_to_price_is_said(tmp_path):
         list(price(["bf16"], KeptGradients(empty), 8))
     bad = tmp_path / "bad"
     bad.mkdir()
-    with pytest.raises(UsageError, match="none of the 1 gradients that were seen is"):
+    with pytest.raises(UsageError, match="1 gradients"):
         list(price(["bf16"], kept(bad, gradient(scale=math.nan)), 8))
     with pytest.raises(UsageError, match="unknown compression 'bf61'"):
         list(price(["bf61"], kept(tmp_path, gradient()), 8))

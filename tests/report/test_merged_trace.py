@@ -114,7 +114,7 @@ def test_a_packed_trace_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     mine = ours(tmp_path / "records.trace.json")
     packed = theirs(tmp_path / "theirs.json.gz", 0.5, rank=0)
     packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(UsageError, match=r"cannot read .*Was what wrote it killed"):
+    with pytest.raises(UsageError, match=r"cannot read .*killed"):
         merge_traces(mine, [packed], tmp_path / "merged.json")
 
 

@@ -468,10 +468,10 @@ def test_reductions_that_do_not_match() -> None:
     total = Reduce(channel="", number=0, operation="sum")
     assert "torch.float32 for their sum" in case.refusal(1, total, torch.ones(3))
     assert "worker 0 has sent its part before" in case.refusal(0, mean, torch.ones(3))
-    assert case.refusal(1, mean) == "reduce: expected a payload, got none"
+    assert "payload, got none" in case.refusal(1, mean)
     other = Reduce(channel="", number=1, operation="mean")
     whole = torch.ones(3, dtype=torch.int64)
-    assert case.refusal(1, other, whole) == "reduce: torch.int64 has no mean"
+    assert "torch.int64" in case.refusal(1, other, whole)
     assert len(case.ask(1, mean, torch.ones(3))) == 2  # nothing of this was done
 
 
@@ -601,11 +601,9 @@ def test_models_that_differ_in_what_nobody_trains() -> None:
     tensors = ["fc.weight float32[2]", "frozen float32[3] frozen"]
     case.ask(0, structs.replace(JOIN, tensors=tensors))
     other = structs.replace(JOIN, tensors=[tensors[0], "frozen float32[4] frozen"])
-    assert case.refusal(1, other) == (
-        "workers train different things: tensors is 'frozen float32[3] frozen' for who "
-        "joined first and 'frozen float32[4] frozen' for worker 1; build the same model, "
-        "with the same options, on every worker"
-    )
+    refused = case.refusal(1, other)
+    assert "'frozen float32[3] frozen'" in refused
+    assert "'frozen float32[4] frozen' for worker 1" in refused
     fewer = structs.replace(JOIN, tensors=tensors[:1])
     assert "and 'nothing' for worker 1" in case.refusal(1, fewer)
 
@@ -614,9 +612,9 @@ def test_strangers() -> None:
     case = Case(ASP()).begin(0)
     assert case.refusal(1, Pull(bucket=0)) == "join first"
     assert case.refusal(0, Pull(bucket=0), life=3) == "join first"
-    assert case.refusal(2, JOIN) == "worker 2: there are only 2 workers"
-    assert case.refusal(-1, Pull(bucket=0)) == "worker -1: there are only 2 workers"
-    assert case.refusal(0, JOIN) == "join: worker 0 has joined before"
+    assert "worker 2: " in case.refusal(2, JOIN)
+    assert "worker -1: " in case.refusal(-1, Pull(bucket=0))
+    assert "join: worker 0" in case.refusal(0, JOIN)
     case.ask(0, JOIN, life=3)
     assert case.refusal(0, JOIN, life=2).startswith("taken for lost")
 

@@ -82,7 +82,7 @@ def test_a_snapshot_of_another_training_is_refused(what):
 def test_a_snapshot_of_other_workers_is_refused():
     talk = Talk(make_machine(WORKERS, "server"))
     talk.begin()
-    with pytest.raises(UsageError, match="of 3 workers, and this job has 2"):
+    with pytest.raises(UsageError, match=r"3 workers.*2"):
         make_machine(2, "server").restore(talk.server.snapshot())
 
 
@@ -336,7 +336,7 @@ def test_two_servers_do_not_keep_one_snapshot(tmp_path):
     path = tmp_path / "snapshot"
     with snapshot.claimed(path):
         with (
-            pytest.raises(UsageError, match="another server keeps its snapshot there"),
+            pytest.raises(UsageError, match="another server"),
             snapshot.claimed(path),
         ):
             raise AssertionError("it is taken")

@@ -219,11 +219,11 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     )
     entries, payload = store.state(0)
     wrong = [entries[0], entries[1], [("exp_avg", payload.numel())]]
-    with pytest.raises(UsageError, match="exp_avg is not in the payload"):
+    with pytest.raises(UsageError, match="exp_avg"):
         store.fitting_state(0, wrong, payload)
     with pytest.raises(UsageError, match="the state of 1 units"):
         store.fitting_state(0, entries[:1], payload)
-    with pytest.raises(UsageError, match=r"expected a state of torch\.float32"):
+    with pytest.raises(UsageError, match=r"torch\.float32"):
         store.fitting_state(0, entries, payload.double())
     after, payload_after = store.state(0)
     assert after == entries
@@ -264,7 +264,7 @@ SGD: dict[str, Any] = {"lr": 0.1}
 @pytest.mark.parametrize(
     ("join", "words"),
     [
-        (Join(options="", optimizer="LBFGS"), "'LBFGS' cannot run on a server"),
+        (Join(options="", optimizer="LBFGS"), "'LBFGS'"),
         (Join(options="", optimizer="SGD", dtypes=["float32"]), "0 buckets with 1 dtypes"),
         (
             Join(options="", optimizer="SGD", units=[[]], dtypes=["float8"]),
@@ -272,19 +272,19 @@ SGD: dict[str, Any] = {"lr": 0.1}
         ),
         (
             Join(options="", optimizer="SGD", units=[[]], dtypes=["int64"]),
-            "expected parameters that have gradients, got int64",
+            "got int64",
         ),
         (
             Join(options="", optimizer="SGD", units=[[Unit(0, 3, 3, 0)]], dtypes=["float32"], hyperparameters=[SGD]),
-            "not a part of a parameter",
+            "a part of",
         ),
         (
             Join(options="", optimizer="SGD", units=[[Unit(0, 0, 3, 1)]], dtypes=["float32"], hyperparameters=[SGD]),
-            "not a part of a parameter",
+            "a part of",
         ),
         (
             Join(options="", optimizer="SGD", units=[[Unit(0, 0, 3, 0, (2, 2))]], dtypes=["float32"], hyperparameters=[SGD]),
-            "not a part of a parameter",
+            "a part of",
         ),
         (
             Join(options="", optimizer="Muon", units=[[Unit(0, 0, 3, 0)]], dtypes=["float32"], hyperparameters=[SGD]),

@@ -219,7 +219,7 @@ def test_a_load_at_the_top_by_some_is_refused(method: str) -> None:
 
     with pytest.raises(
         WorkerFailedError,
-        match=r"0 waits to load before the first step, and .* every worker that trains calls",
+        match="0 waits to load",
     ):
         simulate(script)
 
@@ -235,7 +235,7 @@ def test_a_load_by_some_that_others_wait_for_is_refused(method: str) -> None:
 
     with pytest.raises(
         WorkerFailedError,
-        match="worker 1 waits to load, and workers 0, 2 wait for them",
+        match=r"worker 1 .*workers 0, 2",
     ):
         simulate(script)
 
@@ -286,8 +286,7 @@ def test_what_is_written_between_steps_is_refused(method: str, when: str) -> Non
 
     with pytest.raises(
         WorkerFailedError,
-        match=r"parameter 'other.weight' was written to since step\(\): under .* copy of "
-        "the model, or inside `with optimizer.consolidated",
+        match=r"'other.weight'.*optimizer.consolidated",
     ):
         simulate(script)
 
@@ -298,7 +297,7 @@ def test_what_forward_writes_is_refused() -> None:
         sgd = torch.optim.SGD(model.parameters(), lr=0.02)
         optimizer = paceline.distribute(model, sgd, method="asp")
         model(torch.tensor([1])).sum().backward()
-        with pytest.raises(UsageError, match="'weight' was written to since step"):
+        with pytest.raises(UsageError, match="'weight' was written to"):
             optimizer.step()
 
     simulate(script)

@@ -253,7 +253,7 @@ def test_a_step_that_one_worker_leaves_out_is_refused():
             if (rank, step) != (1, 2):
                 optimizer.step()
 
-    with pytest.raises(Exception, match="a second backward pass before step"):
+    with pytest.raises(Exception, match="second backward pass"):
         simulate(2, body)
 
 
@@ -288,7 +288,7 @@ class KeepsCompanyAtServers(EveryFourth):
 
 
 def test_company_where_there_are_no_rounds_is_refused():
-    with pytest.raises(Exception, match="nobody waits for one that is") as caught:
+    with pytest.raises(Exception, match="nobody waits") as caught:
         train(KeepsCompanyAtServers(), 2, (1, 1))
     assert isinstance(caught.value.__cause__, UsageError)
 

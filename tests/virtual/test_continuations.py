@@ -131,9 +131,7 @@ def test_a_rank_whose_work_fails_is_named_to_all():
 
         comm.all_reduce(buffer, "sum").then(second).wait()
 
-    with pytest.raises(
-        WorkerFailedError, match="worker 1 raised ValueError: a code that"
-    ):
+    with pytest.raises(WorkerFailedError, match="worker 1 raised ValueError"):
         run(3, body)
 
 

@@ -198,7 +198,7 @@ def test_a_worker_that_never_has_its_turn_is_a_deadlock() -> None:
             optimizer.step()
 
     rack = Rack(workers=2, link=RATE, latency=0.0)
-    with pytest.raises(DeadlockError, match="worker 0 waits for an answer of server 0"):
+    with pytest.raises(DeadlockError, match=r"worker 0 .*server 0"):
         Simulation(Cluster((rack,))).run(train)
 
 

@@ -281,7 +281,7 @@ def test_what_servers_cannot_update_is_refused_before_training(method):
             torch.optim.SparseAdam(parameters),
             torch.optim.Adafactor(parameters),
         ):
-            with pytest.raises(UsageError, match="use a method whose worker updates"):
+            with pytest.raises(UsageError, match="whose worker updates"):
                 paceline.distribute(model, optimizer, method=method)
         head_only = torch.optim.SGD([model.vector], lr=0.1)
         with pytest.raises(UsageError, match=r"'matrix' \(and 1 more\) requires"):
@@ -302,7 +302,7 @@ def test_what_servers_cannot_update_is_refused_before_training(method):
 def test_dedicated_servers_need_hosts():
     with pytest.raises(WorkerFailedError, match=r"\[\[server\]\]"):
         end_of("asp:servers=dedicated", 2)
-    with pytest.raises(WorkerFailedError, match="addresses are for real servers"):
+    with pytest.raises(WorkerFailedError, match="addresses"):
         end_of("asp:servers=localhost:4711", 2)
 
 
@@ -322,7 +322,7 @@ def test_changing_a_gradient_that_was_sent_is_an_error(change):
         optimizer = paceline.distribute(model, plain, method="asp")
         model(centers_of(rank)).backward()
         change(model)
-        with pytest.raises(GradientError, match="on its way to the others"):
+        with pytest.raises(GradientError, match="on its way"):
             optimizer.step()
 
     Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
