@@ -132,8 +132,8 @@ class Journal:
         self.observers: list[Callable[[int], None]] = []
         self.messages = 0
         """Collectives and requests so far."""
-        self.blocked: dict[int, str] = {}
-        """Which threads wait for other workers or servers now, and for what."""
+        self.blocked: dict[int, tuple[str, float]] = {}
+        """Which threads wait for other workers or servers now, for what, and since when."""
         self.lost = ""
         """The sentence that names a worker which has ended badly, once one has."""
         self.wants_figures = False
@@ -238,7 +238,7 @@ class Journal:
         if self.lost:
             raise PeerLostError(self.lost)
         thread = threading.get_ident()
-        self.blocked[thread] = name
+        self.blocked[thread] = name, self._now()
         try:
             wait()
         finally:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import weakref
+from types import FrameType
 
 Environ = os._Environ
 """The class of ``os.environ``."""
@@ -29,12 +30,19 @@ def call_finalizers() -> None:
 def main_thread_is_in(module: str) -> bool:
     """Whether the main thread executes a function of the *module*, or one that it has
     called."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = frames_of(threading.main_thread().ident or 0)
+    return any(frame.f_globals.get("__name__") == module for frame in frames)
+
+
+def frames_of(thread: int) -> list[FrameType]:
+    """What a thread executes, the innermost frame first. Let go of them soon: frames keep
+    their variables alive."""
+    frame = sys._current_frames().get(thread)
+    frames = []
     while frame is not None:
-        if frame.f_globals.get("__name__") == module:
-            return True
+        frames.append(frame)
         frame = frame.f_back
-    return False
+    return frames
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, int]:

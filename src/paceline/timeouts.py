@@ -30,6 +30,11 @@ class Timeouts:
     exit_grace: float = 30.0
     """A survivor that is in no collective may take to end by itself. `PACELINE_EXIT_GRACE_SECONDS` overrides it."""
 
+    rank_hang: float = 30.0
+    """Ranks may wait for another one until it is named. Nothing is ended."""
+    hang_answer: float = 5.0
+    """A rank may take to say where it is. Later it counts as stopped."""
+
     # Parameter servers
     connect_retry: float = 0.05
     """Before a worker tries again to reach a server that does not listen yet."""

@@ -31,6 +31,9 @@ WorkBase: Any = torch._C._distributed_c10d.Work
 COLLECTIVES = c10d.__name__
 """The module of torch's collectives."""
 
+AUTOGRAD = torch.autograd.graph.__name__
+"""The module that calls autograd's engine."""
+
 
 def default_store() -> PatientStore:
     """The store by which the default process group was set up."""

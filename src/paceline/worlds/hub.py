@@ -6,7 +6,9 @@ import contextlib
 import hmac
 import os
 import socket
+import sys
 import threading
+import time
 from functools import partial
 
 import msgspec
@@ -17,6 +19,7 @@ from paceline.server.poll_loop import PollLoop
 from paceline.timeouts import timeouts
 from paceline.worlds import addresses
 from paceline.worlds.handover import Address, Board
+from paceline.worlds.hangs import Hangs, Whereabouts
 
 LINE_BYTES = 4096
 STRANGERS = 16
@@ -45,13 +48,19 @@ class News(msgspec.Struct, kw_only=True):
     place: Place | None = None
     """The rank goes on, and tells where it is; so many ranks are *present*."""
     present: int = 0
+    where: Whereabouts | None = None
+    """The rank goes on; it waits for others, or was asked for this."""
+    asks: bool = False
+    """The rank that hears this is to say where it is."""
 
 
 class Hub:
-    """Rank 0's side: hears from all ranks, and passes the first bad news on to all."""
+    """Rank 0's side: hears from all ranks, passes the first bad news on to all, and names
+    the rank that the others wait for."""
 
     def __init__(self, size: int, meeting: addresses.Meeting, board: Board) -> None:
         self._size = size
+        self._hangs = Hangs()
         self._token = board.new_token()
         self._listener = socket.create_server(
             (meeting.bind, 0),
@@ -88,7 +97,8 @@ class Hub:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                self._loop.handle(None)
+                self._loop.handle(self._hangs.milliseconds(time.monotonic()))
+                self._name_hangs()
             # Hear what has come already: bad news goes first.
             while self._loop.handle(0):
                 pass
@@ -134,6 +144,10 @@ class Hub:
             told.present = len(self._ranks)
             self._tell_all(told)
             return
+        if news.where is not None:
+            if self._hangs.hear(self._ranks[peer].rank, news.where, time.monotonic()):
+                self._tell_all(News(rank=0, asks=True), but=peer)
+            return
         hello = self._ranks.pop(peer)
         if news.fault is not None:
             words = News(rank=hello.rank, fault=news.fault, training=news.training)
@@ -145,18 +159,27 @@ class Hub:
         hello = self._ranks.pop(peer, None)
         self._drop(peer)
         if hello is not None:
-            where = f"(host {hello.host}, process {hello.process})"
-            fault = f"{where} {lifelines.how_it_ended(error)}"
+            fault = f"{_process_of(hello)} {lifelines.how_it_ended(error)}"
             self._tell_all(News(rank=hello.rank, fault=fault))
 
     def _drop(self, peer: socket.socket) -> None:
         self._loop.unwatch(peer)
         self._callers.close(peer)
 
-    def _tell_all(self, news: News) -> None:
+    def _name_hangs(self) -> None:
+        if not self._hangs.is_due(len(self._ranks), time.monotonic()):
+            return
+        present = {hello.rank: _process_of(hello) for hello in self._ranks.values()}
+        said = self._hangs.conclude(present, time.monotonic())
+        if said:
+            # On a thread, once per hang: a terminal that is held up must not hold up the hub.
+            threading.Thread(target=_print, args=(said,), daemon=True).start()
+
+    def _tell_all(self, news: News, but: socket.socket | None = None) -> None:
         for peer in list(self._ranks):
-            with contextlib.suppress(OSError):
-                peer.send(line_of(news))  # fits into an idle connection's buffer
+            if peer is not but:
+                with contextlib.suppress(OSError):
+                    peer.send(line_of(news))  # fits into an idle connection's buffer
 
 
 def make_hub(size: int, board: Board) -> Hub | None:
@@ -168,6 +191,15 @@ def make_hub(size: int, board: Board) -> Hub | None:
         fault = f"rank 0 cannot listen on MASTER_ADDR {address}: {error}"
         board.post(KEY, Address(fault=fault))
         return None
+
+
+def _process_of(hello: Hello) -> str:
+    return f"(host {hello.host}, process {hello.process})"
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        print(text, file=sys.stderr, flush=True)
 
 
 def line_of(words: msgspec.Struct) -> bytes:

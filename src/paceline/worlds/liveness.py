@@ -3,10 +3,11 @@
 Theory of operation
 -------------------
 Each rank keeps one idle TCP connection to rank 0's hub. *Dead* is a lost connection (see
-`lifelines`). Nothing is inferred from silence, so a rank that computes, compiles or evaluates
+`lifelines`). No death is inferred from silence, so a rank that computes, compiles or evaluates
 for an hour with the interpreter's lock held is not taken for dead. A rank that ends well says
 goodbye first; one that ends with an error says which. The hub tells everybody; when the hub
-itself is lost, everybody knows that it was rank 0.
+itself is lost, everybody knows that it was rank 0. A living rank that the others wait for is
+named, and goes on (see `hangs`).
 
 A survivor may be blocked in a collective for ever, where Python cannot interrupt it. So it is
 ended when it has been in one for a few seconds after the news. A survivor that does something
@@ -23,11 +24,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -38,7 +40,8 @@ from paceline.options import seconds_from
 from paceline.timeouts import timeouts
 from paceline.worlds import addresses
 from paceline.worlds.handover import Board, Store
-from paceline.worlds.hub import KEY, Hello, Hub, News, line_of, make_hub
+from paceline.worlds.hangs import LOOKS, HangWatch
+from paceline.worlds.hub import KEY, LINE_BYTES, Hello, Hub, News, line_of, make_hub
 
 EXIT_GRACE_VARIABLE = "PACELINE_EXIT_GRACE_SECONDS"
 _LOOK_EVERY = 0.2
@@ -51,6 +54,7 @@ class Liveness:
     *lost* is called once, on a thread of this object, with a sentence that names the rank
     that ended badly; *broke* for each training of another that ended with an error, with its
     number and such a sentence. *places* tells the others where this rank is, and hears it of them.
+    *watch* sees for how long this rank waits for others; without it, none is reported.
     """
 
     def __init__(
@@ -61,11 +65,13 @@ class Liveness:
         lost: Callable[[str], None],
         broke: Callable[[int, str], None] = lambda *_: None,
         places: Places | None = None,
+        watch: HangWatch | None = None,
     ) -> None:
         self._rank = rank
         self._lost, self._broke = lost, broke
         self._over = False
         self._places = places or Places()
+        self._watch = watch
         self.hub: Hub | None = None
         """Rank 0's."""
         self._board = Board(store, size)
@@ -151,9 +157,11 @@ class Liveness:
 
     def _hear_news(self) -> None:
         try:
-            lines = self._socket.makefile("rb")
-            for line in lines:
+            for line in self._lines():
                 news = msgspec.json.decode(line, type=News)
+                if news.asks:
+                    self._say_where(only_long_waits=False)
+                    continue
                 if news.place is not None:
                     self._places.hear(news.rank, news.place, news.present)
                     continue
@@ -172,6 +180,36 @@ class Liveness:
             self._tell(f"rank 0 sent what is not a line of news: {error}")
             return
         self._tell(f"rank 0 {lifelines.how_it_ended(lost)}")
+
+    def _lines(self) -> Iterator[bytes]:
+        """What the hub says. Between its words, this rank looks at itself."""
+        begun, poll = b"", select.poll()
+        poll.register(self._socket, select.POLLIN)
+        every = None if self._watch is None else timeouts.rank_hang / LOOKS
+        due = time.monotonic()
+        while True:
+            pause = None
+            if every is not None:
+                if time.monotonic() >= due:
+                    self._say_where(only_long_waits=True)
+                    due = time.monotonic() + every
+                pause = 1000 * max(0.0, due - time.monotonic())
+            if not poll.poll(pause):
+                continue
+            heard = self._socket.recv(LINE_BYTES)
+            if not heard:
+                return
+            *lines, begun = (begun + heard).split(b"\n")
+            yield from lines
+
+    def _say_where(self, *, only_long_waits: bool) -> None:
+        if self._watch is None or self._over:
+            return
+        where = self._watch.look()
+        if only_long_waits and not (where.waits and where.still >= timeouts.rank_hang):
+            return
+        with contextlib.suppress(OSError):  # the hub is lost, which is heard next
+            self._say(News(rank=self._rank, where=where))
 
     def _tell(self, sentence: str) -> None:
         if not self._over:

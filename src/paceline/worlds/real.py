@@ -34,6 +34,7 @@ from paceline.torch_private import COLLECTIVES, default_store, local_store
 from paceline.worlds import alone, own_groups, progress
 from paceline.worlds.described import find_cluster, load_of
 from paceline.worlds.ending import LOST_PEER, Ending, report_to_launcher
+from paceline.worlds.hangs import HangWatch
 from paceline.worlds.liveness import Liveness, end_after_grace, exit_grace
 from paceline.worlds.pacing import PacedCompute
 from paceline.worlds.servers import SURVIVE_VARIABLE
@@ -118,8 +119,12 @@ class RealWorld:
                 self._lost_a_peer,
                 self._training_of_a_peer_broke,
                 self.job.places,
+                HangWatch(self.journal, self._step_under_way),
             )
         self._learn_cluster()
+
+    def _step_under_way(self) -> int:
+        return self.job.first_step + self.journal.step_count + 1
 
     def _learn_cluster(self) -> None:
         """Once. Collective, but where workers meet at their servers alone."""
