@@ -33,6 +33,7 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import socket
 import struct
 import termios
@@ -200,6 +201,17 @@ def end_with_parent() -> None:
         os._exit(1)  # whatever is under way is for nobody
 
     threading.Thread(target=wait, name="paceline lifeline", daemon=True).start()
+
+
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """A process that this thread starts within it never hears of Ctrl-C, not even while it imports what it
+    needs: its parent does, and ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def close_in_children(end: socket.socket | io.BufferedWriter) -> None:

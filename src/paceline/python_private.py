@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import weakref
+from concurrent.futures import ProcessPoolExecutor
 from types import FrameType
 
 Environ = os._Environ
@@ -25,6 +26,13 @@ def end_children() -> None:
 def call_finalizers() -> None:
     """Call what `weakref.finalize` keeps for exit: it removes temporary folders, too."""
     weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+
+
+def end_pool(pool: ProcessPoolExecutor) -> None:
+    """Kill a pool's processes, whatever they are at, and wait for their ends."""
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+    pool.shutdown(cancel_futures=True)
 
 
 def main_thread_is_in(module: str) -> bool:

@@ -66,6 +66,12 @@ def test_two_runs_leave_byte_identical_records(tmp_path):
         assert len(first) > 1000
 
 
+class Variant(forked.Forked):
+    def communicate(self):
+        self.wait()
+        return self.stdout, self.stderr
+
+
 def test_compare_prints_a_table_and_leaves_records_and_traces(
     tmp_path, monkeypatch, capfd
 ):
@@ -81,7 +87,7 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(
     command = ["compare", LAYERS, *words, "--steps=4", "--no-plots", *QUICK]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["paceline", *command])
-    processes = SimpleNamespace(run=lambda words, **_: forked.run(words[1:]))
+    processes = SimpleNamespace(Popen=lambda words, **_: Variant(words[1:]), PIPE=None)
     monkeypatch.setattr(trained_variants, "subprocess", processes)
     with pytest.raises(SystemExit) as ended:
         main()

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from paceline.network import Cluster, Rack, Workload, cluster_toml, load_cluster
 from paceline.testing import Case
 from paceline.testing.checks import final_parameters
+from paceline.worlds.scratch import scratch_folder
 from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.emulated.helpers import SECONDS, Watch, descendants, network_of, networks
@@ -249,10 +251,16 @@ def test_a_script_that_fails_ends_the_job_with_its_error(tmp_path):
         pytest.param("terminate", marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path):
+def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path, monkeypatch):
+    """Neither workers, nor servers, nor hosts, nor its temporary folders."""
     (tmp_path / "train.py").write_text(
-        "import os, time, paceline\n"
+        "import os, time, torch, paceline\n"
         "paceline.init()\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "plain = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "optimizer = paceline.distribute(model, plain, method='asp')\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        "optimizer.step()\n"
         "os.write(1, b'ready\\n')\n"  # in one piece: two workers share the pipe
         "while True:\n"
         "    time.sleep(60)\n"
@@ -286,8 +294,11 @@ def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path):
         assert not spaces & networks()
         statuses = {"kill": -signal.SIGKILL, "interrupt": 130, "terminate": 143}
         assert launcher.returncode == statuses[how]
-        if how != "kill":  # by then nobody can remove anything
-            assert list(temporary.iterdir()) == []
+        if how == "kill":  # by then nobody can remove anything; the next start does
+            monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+            with scratch_folder() as folder:
+                assert list(temporary.iterdir()) == [Path(folder)]
+        assert list(temporary.iterdir()) == []
     finally:
         launcher.kill()
         launcher.communicate()

@@ -38,6 +38,8 @@ from paceline.cli import (
 )
 from paceline.cli.arguments import Command, LaunchCommand
 from paceline.errors import PacelineError, WorkerFailedError
+from paceline.worlds.processes import reader_has_gone
+from paceline.worlds.scratch import ToldToEnd, told_to_end
 
 _RUNS_SCRIPTS = str(Path("paceline", "worlds", "virtual"))
 
@@ -87,12 +89,21 @@ app.command(cls=Command)(collectives.collectives)
 
 
 def main() -> None:
-    """Console script: errors that paceline raises on purpose become one message, and a reader that has gone
-    (``| head``) or Ctrl-C none."""
+    """Console script: errors that paceline raises on purpose become one message, as does a signal to end
+    (SIGINT, SIGTERM, SIGHUP); a reader that has gone (``| head``) none. The exit status of these two is a
+    shell's for the signal: 130, 143, 129; 141."""
     try:
-        _run()
-    except KeyboardInterrupt:  # outside of what click handles
-        sys.exit(128 + signal.SIGINT)
+        with told_to_end():
+            _run()
+    except ToldToEnd as told:
+        print(f"paceline: {told.name}: interrupted", file=sys.stderr)
+        raise
+    except SystemExit as ended:
+        # rich and typer turn what failed, that nobody reads, into an exit
+        unread = isinstance(ended.__context__, BrokenPipeError)
+        if ended.code and (unread or reader_has_gone()):
+            sys.exit(128 + signal.SIGPIPE)
+        raise
     finally:
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
             try:
@@ -106,7 +117,8 @@ def _run() -> None:
         app()
     except PacelineError as error:
         cause = error.__cause__
-        if isinstance(error, WorkerFailedError) and cause is not None:
+        unread = isinstance(cause, BrokenPipeError) and reader_has_gone()
+        if isinstance(error, WorkerFailedError) and cause is not None and not unread:
             # what the script itself raised, and where
             traceback.print_exception(cause.with_traceback(_script_frames(cause)))
         print(f"paceline: {error}", file=sys.stderr)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -21,6 +22,8 @@ from paceline.errors import UsageError
 from paceline.options import RunOptions
 from paceline.report.files import clear
 from paceline.units import show_seconds
+from paceline.worlds.processes import as_launcher, end_all
+from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from paceline.instruments import StepRecord
@@ -325,10 +328,15 @@ def _run_all(
     from paceline.report.variants import merge_records, reached, run_variant
     from paceline.worlds.progress import FILE_VARIABLE, read
 
-    with (
-        rows(json) as shown,
-        TemporaryDirectory(prefix="paceline-") as folder,
-    ):
+    running: list[subprocess.Popen[str]] = []
+    interrupted = threading.Event()
+
+    def started(process: subprocess.Popen[str]) -> None:
+        running.append(process)
+        if interrupted.is_set():
+            process.terminate()
+
+    with rows(json) as shown, scratch_folder() as folder:
 
         def run(item: Variant) -> Outcome:
             file = Path(folder) / str(item.number)
@@ -345,15 +353,21 @@ def _run_all(
                 script_arguments,
                 options,
                 output,
-                {FILE_VARIABLE: str(file)},
+                {FILE_VARIABLE: str(file), **as_launcher()},
+                started,
             )
-            if not isinstance(outcome, Result):
+            if not isinstance(outcome, Result) and not interrupted.is_set():
                 shown.say(f"{errors.strip()}\npaceline: variant {item.spec!r} failed")
             end()
             return outcome
 
         with ThreadPoolExecutor(at_once) as pool:
-            outcomes = list(pool.map(run, variants))
+            try:
+                outcomes = list(pool.map(run, variants))
+            except BaseException:
+                interrupted.set()
+                end_all(running)
+                raise
     pairs = list(zip(variants, outcomes, strict=True))
     when = [
         reached(goal, item, outcome, output)

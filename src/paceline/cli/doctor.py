@@ -255,7 +255,7 @@ class _Job:
         from paceline.doctor import Evidence
 
         if status:
-            sys.exit(NO_ANSWER)
+            sys.exit(status if status > 128 else NO_ANSWER)  # a signal's is its own
         return self._named(Evidence.read(file.read_bytes())) if file.exists() else None
 
     def _named(self, evidence: Evidence) -> Evidence:

@@ -14,10 +14,11 @@ import torch
 
 from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS
-from paceline.lifelines import end_with_parent
+from paceline.lifelines import end_with_parent, without_interrupts
 from paceline.methods import METHODS
 from paceline.plan.predict import Job, Prediction, Refused, predict
 from paceline.plan.price import cost
+from paceline.python_private import end_pool
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -82,7 +83,10 @@ class _Pool(_InThisProcess):
         if has_rows_of_others() or not _can_be_handed_over(asked):
             return super().map(function, asked, prices)
         longest_first = sorted(range(len(asked)), key=lambda i: -prices[i])
-        under_way = {i: self._pool.submit(function, asked[i]) for i in longest_first}
+        with without_interrupts():
+            under_way = {
+                i: self._pool.submit(function, asked[i]) for i in longest_first
+            }
         return (under_way[i].result() for i in range(len(asked)))
 
 
@@ -126,4 +130,4 @@ def in_processes(count: int) -> Iterator[Predict]:
     try:
         yield _Pool(pool)
     finally:
-        pool.shutdown(cancel_futures=True)
+        end_pool(pool)  # what it still does is for nobody

@@ -15,10 +15,11 @@ from statistics import fmean
 from threading import Barrier, BrokenBarrierError
 
 from paceline.compression import make
-from paceline.lifelines import end_with_parent
+from paceline.lifelines import end_with_parent, without_interrupts
 from paceline.network.workload import CodingTimes
 from paceline.profiling.coding import coding_times
 from paceline.profiling.gradients import KeptGradients
+from paceline.python_private import end_pool
 from paceline.timeouts import timeouts
 
 _together: Barrier | None = None
@@ -37,9 +38,14 @@ def coding_times_of_busy(
     pool = ProcessPoolExecutor(
         processes, mp_context=context, initializer=_begin, initargs=(barrier,)
     )
-    with pool:
-        asked = [pool.submit(_measure, tuple(codes), folder) for _ in range(processes)]
+    try:
+        with without_interrupts():
+            asked = [
+                pool.submit(_measure, tuple(codes), folder) for _ in range(processes)
+            ]
         found = [one.result() for one in asked]
+    finally:
+        end_pool(pool)
     return {full: _mean([times[full] for times in found]) for full in found[0]}
 
 

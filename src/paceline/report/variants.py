@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.instruments import StepRecord
+from paceline.lifelines import without_interrupts
 from paceline.report.files import claim, make_folder
 from paceline.report.goal import Goal
 from paceline.report.result import Failed, Outcome, Result
@@ -43,9 +44,11 @@ def run_variant(
     options: Sequence[str],
     folder: Path,
     environment: Mapping[str, str],
+    started: Callable[[subprocess.Popen[str]], None],
 ) -> tuple[Outcome, str]:
     """Run one variant and read its result; its records stay in *folder*. Returns also what
-    it wrote to standard error. *environment*: variables of its own.
+    it wrote to standard error. *environment*: variables of its own. *started* is given its process,
+    which never hears of Ctrl-C: whoever waits for it ends it.
     """
     with _ONE_AT_A_TIME:
         claim(str(folder), variant.file_name)
@@ -55,21 +58,22 @@ def run_variant(
         *(f"--method={variant.spec}", f"--records={records}", *options),
         *("--", *script_arguments),
     ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
-    if done.returncode or not done.stdout.strip():
-        status = done.returncode
+    with without_interrupts():
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+    started(process)
+    said, errors = process.communicate()
+    status = process.returncode
+    if status or not said.strip():
         with suppress(OSError):
             records.rmdir()  # unless there is something in it
-        return Failed(
-            failed=_reason(done.stderr, status), exit_status=status
-        ), done.stderr
-    return msgspec.json.decode(done.stdout, type=Result), done.stderr
+        return Failed(failed=_reason(errors, status), exit_status=status), errors
+    return msgspec.json.decode(said, type=Result), errors
 
 
 _ONE_AT_A_TIME = threading.Lock()

@@ -74,8 +74,6 @@ class Serving:
                 self._figures = lambda shell=shell: figures_of(shell, shell.server)
                 shell.run(None, lasts=False)
                 well = shell.all_have_ended_well
-            except KeyboardInterrupt:
-                return
             finally:
                 self._figures = None
                 shell.close()
@@ -132,7 +130,7 @@ class Serving:
         try:
             _say_where(job, self._bind, snapshot)
             self._figures = job.figures
-            with _told_to_end() as stop:
+            with _told_to_end() as (stop, told):
                 well = job.run(stop)
         finally:
             self._figures = None
@@ -140,7 +138,10 @@ class Serving:
         if well:
             print("paceline: the training is over", file=sys.stderr, flush=True)
         elif not job.shell.all_have_departed:
-            sys.exit(128 + signal.SIGTERM)
+            number = told[0] if told else signal.SIGTERM
+            name = signal.Signals(number).name
+            print(f"paceline: {name}: interrupted", file=sys.stderr)
+            sys.exit(128 + number)
         else:
             _say_who_broke_off(job, snapshot)
         return well
@@ -157,24 +158,29 @@ class Serving:
 
 
 @contextlib.contextmanager
-def _told_to_end() -> Iterator[int]:
+def _told_to_end() -> Iterator[tuple[int, list[int]]]:
     """A descriptor that is at its end once a signal has come: so a server ends between two
-    messages, and what it keeps then is whole."""
+    messages, and what it keeps then is whole. And the signals that came."""
+    told: list[int] = []
     read, write = os.pipe()
     heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     open_end = [write]
 
-    def hear(*_: object) -> None:
+    def hear(number: int, _: object) -> None:
+        told.append(number)
+        close()
+
+    def close() -> None:
         while open_end:
             os.close(open_end.pop())
 
     before = {number: signal.signal(number, hear) for number in heeded}
     try:
-        yield read
+        yield read, told
     finally:
         for number, how in before.items():
             signal.signal(number, how)
-        hear()
+        close()
         os.close(read)
 
 

@@ -50,7 +50,7 @@ import torch.distributed as dist
 from paceline.errors import PacelineError, PeerLostError
 from paceline.python_private import call_finalizers, end_children
 from paceline.torch_private import forget_default_group
-from paceline.worlds.processes import end_with_parent
+from paceline.worlds.processes import end_with_parent, reader_has_gone
 
 LOST_PEER = (
     "Connection closed by peer",
@@ -101,6 +101,7 @@ class Ending:
             traceback: TracebackType | None,
         ) -> None:
             interrupted = issubclass(kind, KeyboardInterrupt)
+            unread = issubclass(kind, BrokenPipeError) and reader_has_gone()
             status = 128 + signal.SIGINT if interrupted else 1
             self._note_bad_end(status, f"failed with {kind.__name__}: {error}")
             if os.getpid() == self._process:
@@ -108,7 +109,8 @@ class Ending:
             if isinstance(error, PacelineError):
                 traceback = _frames_of_script(traceback)
                 error.__cause__, error.__suppress_context__ = None, True
-            hook(kind, error.with_traceback(traceback), traceback)
+            if not unread:  # nobody reads what the script prints: no fault of it
+                hook(kind, error.with_traceback(traceback), traceback)
 
         @functools.wraps(leave)
         def note_exit(status: Any = None, /) -> NoReturn:

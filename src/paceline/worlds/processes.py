@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -81,6 +82,13 @@ def _without_interrupts(
 ) -> None:
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
+
+
+def reader_has_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as in ``| head -1``."""
+    watch = select.poll()
+    watch.register(1, 0)
+    return any(found & select.POLLERR for _, found in watch.poll(0))
 
 
 def wait_for_all(processes: Iterable[Process], seconds: float) -> None:

@@ -140,3 +140,5 @@ class _Told:
 
 
 _told = _Told()
+told_to_end = _told.heard
+"""Within it signals to end raise `ToldToEnd`, the first one alone."""

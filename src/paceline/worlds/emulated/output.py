@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import BinaryIO, Literal, TextIO
 
 from paceline.timeouts import timeouts
@@ -55,7 +56,10 @@ class WorkerOutput:
 
 
 def _copy(worker: int, source: BinaryIO, target: TextIO) -> None:
-    with source:
+    with (
+        source,
+        suppress(BrokenPipeError),
+    ):  # a worker whose words nobody reads hears it
         for line in source:
             text = line.decode(errors="replace").rstrip("\n").rpartition("\r")[2]
             target.write(f"[{worker}] {text}\n")

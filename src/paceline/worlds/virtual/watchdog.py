@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 
+from paceline.timeouts import timeouts
+from paceline.worlds.ending import end_at_once
+from paceline.worlds.scratch import ToldToEnd
 from paceline.worlds.virtual.clock import Clock
 
 _LOOK_EVERY = 0.5
@@ -35,13 +39,21 @@ class Watchdog:
 
     def watch(self, over: threading.Event) -> None:
         """Return when *over* is set; a Ctrl-C, or a signal that raises `SystemExit` here,
-        ends all workers."""
+        ends all workers, and this process if one of them does not end within `Timeouts.terminate`."""
         try:
             self._watch(over)
         except (KeyboardInterrupt, SystemExit) as told:
             self._clock.interrupt(told)
-            if not over.wait(self._patience):
-                self._give_up("a worker does not end though it was told to")
+            if not over.wait(min(self._patience, timeouts.terminate)):
+                # It sleeps, or computes, where nobody can interrupt it.
+                number = told.number if isinstance(told, ToldToEnd) else signal.SIGINT
+                name = signal.Signals(number).name
+                rank = self._clock.current.rank
+                print(
+                    f"paceline: {name}: interrupted; worker {rank} was busy outside the virtual clock",
+                    file=sys.stderr,
+                )
+                end_at_once(128 + number)
 
     def _watch(self, over: threading.Event) -> None:
         idle_since, switches, used = time.monotonic(), -1, 0.0
