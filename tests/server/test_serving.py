@@ -76,7 +76,8 @@ def served(request, monkeypatch):
         job = between.around(serving.SurvivingJob)
         monkeypatch.setattr(serving, "SurvivingJob", job)
         # Signals come to the main thread alone.
-        monkeypatch.setattr(serving, "_told_to_end", lambda: contextlib.nullcontext())
+        untold = contextlib.nullcontext((None, []))
+        monkeypatch.setattr(serving, "_told_to_end", lambda: untold)
 
         def one(served):
             assert served._survive_one(None, 10.0, 60.0)
