@@ -103,7 +103,8 @@ class Ending:
             interrupted = issubclass(kind, KeyboardInterrupt)
             unread = issubclass(kind, BrokenPipeError) and reader_has_gone()
             status = 128 + signal.SIGINT if interrupted else 1
-            self._note_bad_end(status, f"failed with {kind.__name__}: {error}")
+            cause = f"failed with {kind.__name__}: {error}"
+            self._note_bad_end(status, "was interrupted" if interrupted else cause)
             if os.getpid() == self._process:
                 report_to_launcher(error)
             if isinstance(error, PacelineError):
