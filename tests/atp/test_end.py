@@ -20,6 +20,7 @@ from paceline.interfaces import Sender
 from paceline.messages import Introduce, Refused, Said, Say
 from paceline.server.client import RemoteServer
 from paceline.server.dedicated import make_shell
+from paceline.server.serve import Listener
 from tests.aggregation.test_ring_end import Exchanges, addresses, aggregators
 from tests.aggregator.test_udp import TOKEN, lossy, together
 from tests.hanging import SECONDS
@@ -34,10 +35,12 @@ def served(ways, faults=None):
     the errors that end servers."""
     count = sum(server.rank is None for server in ways.servers)
     with contextlib.ExitStack() as stack:
-        shells = [
-            make_shell(len(ways.racks), "127.0.0.1", 0, LONG_TOKEN)
-            for _ in range(count)
+        listeners = [
+            Listener("127.0.0.1", 0, workers=len(ways.racks)) for _ in range(count)
         ]
+        for listener in listeners:
+            stack.callback(listener.close)
+        shells = [make_shell(len(ways.racks), one, LONG_TOKEN) for one in listeners]
 
         def run(shell):
             try:

@@ -14,6 +14,7 @@ from paceline.messages import DTYPES, Done, Introduce, Load, Pull
 from paceline.server import metrics
 from paceline.server.dedicated import make_shell
 from paceline.server.metrics import Endpoint, Figures, figures_of
+from paceline.server.serve import Listener
 from paceline.server.surviving import SurvivingJob
 from paceline.server.wire import HEADER_BYTES
 from tests.hanging import SECONDS, eventually
@@ -121,7 +122,8 @@ def test_a_server_counts_what_comes_and_goes(tell):
 
 
 def test_a_server_of_one_training_after_the_other_tells_of_the_one_it_serves():
-    shell = make_shell(1, "127.0.0.1", 0, TOKEN)
+    listener = Listener("127.0.0.1", 0, workers=1)
+    shell = make_shell(1, listener, TOKEN)
     dedicated = shell.server
     try:
         dedicated.machine.counts["gradients applied"] += 5
@@ -133,6 +135,7 @@ def test_a_server_of_one_training_after_the_other_tells_of_the_one_it_serves():
         assert figures_of(shell, dedicated).counts == {"gradients applied": 7}
     finally:
         shell.close()
+        listener.close()
 
 
 def test_a_snapshot_has_an_age(tell, tmp_path):
