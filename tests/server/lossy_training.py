@@ -79,6 +79,8 @@ class Life:
     joined_at: int = 0
     pulls_from: list[int] = field(default_factory=list)
     guest: bool = False
+    over: bool = False
+    """An earlier life of it has done all of its steps: nobody waits for this one."""
     has_loaded: set[int] = field(default_factory=set)
     """The steps before which its script has loaded."""
     is_fresh: bool = False
@@ -399,6 +401,8 @@ class Training:
                 life.joined_at = life.next_step
             life.loaded = life.loaded and message.loaded
             life.guest = life.guest or message.guest
+            if message.over:
+                life.over, life.data = True, 0
             life.loads[shard] = message.load
             self.first_steps[shard, life.worker, life.incarnation] = message.step
         elif isinstance(message, Parameters):
@@ -491,7 +495,7 @@ class Training:
         for other in self.lives:
             trains = other.phase in IN_TRAINING
             if not other.dead and (trains or other.incarnation == 0):
-                if other.phase in ("leave", "last pull", "end"):
+                if other.over or other.phase in ("leave", "last pull", "end"):
                     continue
                 completed = other.step if other.phase == "train" else other.next_step
                 if other.phase == "train" and not other.to_send:
