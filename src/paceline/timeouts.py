@@ -160,5 +160,9 @@ def from_environment(environment: Mapping[str, str]) -> Timeouts:
     return found
 
 
-timeouts = from_environment(os.environ)
-"""Those of this process."""
+try:
+    timeouts = from_environment(os.environ)
+    """Those of this process."""
+except UsageError as error:
+    # While modules are imported nobody could catch it: commands and scripts end with one line.
+    raise SystemExit(f"paceline: {error}") from None

@@ -36,8 +36,8 @@ def printed(*words, **options):
     ("verb", "page"),
     [
         ("methods", "methods.md"),
-        ("compression", "compressors.md"),
-        ("collectives", "collectives.md"),
+        pytest.param("compression", "compressors.md", marks=pytest.mark.slow),
+        pytest.param("collectives", "collectives.md", marks=pytest.mark.slow),
     ],
 )
 def test_a_table_is_the_same(verb, page):

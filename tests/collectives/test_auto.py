@@ -112,6 +112,7 @@ def test_switches_are_no_candidate_for_what_they_do_not_form(
     assert took("auto") == pytest.approx(took("rina" if at_switches else "native"))
 
 
+@pytest.mark.slow
 def test_a_rack_with_more_workers_than_an_aggregator_takes_is_not_for_rina(
     capsys,
 ) -> None:

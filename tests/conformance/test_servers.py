@@ -17,18 +17,21 @@ METHODS = (
 )
 
 
+WORKERS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
+
+
 def discipline_of(spec, workers):
     method, _ = methods.make(parse(spec), set())
     return method.server(workers)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("spec", METHODS)
 def test_a_method_keeps_its_servers_laws(spec, workers):
     check_server(lambda: discipline_of(spec, workers), (workers,))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_so_does_one_group(staleness, workers):
     members = f"0-{workers - 1}" if workers > 1 else "0"

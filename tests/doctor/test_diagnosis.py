@@ -180,6 +180,7 @@ def test_a_step_that_is_predicted_wrongly_is_promised_no_gain(part):
     assert ("% shorter" in doctor_page(found, evidence, "").answer) == promised
 
 
+@pytest.mark.slow
 def test_a_method_is_compared_with_those_that_promise_as_much():
     """All gradients of osp go over the link of worker 0."""
     found = diagnose(replace(site(), spec="osp").evidence())

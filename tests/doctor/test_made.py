@@ -108,6 +108,7 @@ MANY = layers(40, 40 * 24e-3, 0.02, 0.04)
 """Tensors that travel in more buckets than DDP would make of them."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [1, 2])
 def test_what_is_predicted_is_what_ran(passes):
     """With the buckets that were planned, and with as many passes: without its fault a step takes what it

@@ -378,6 +378,7 @@ for _ in range(6):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paced", [True, False])
 def test_workers_that_share_too_few_cores_are_told(tmp_path, paced):
     """What they compute takes longer than on machines of their own."""
@@ -405,6 +406,7 @@ def test_workers_that_share_too_few_cores_are_told(tmp_path, paced):
     assert ("pace.json" in told) == paced
 
 
+@pytest.mark.slow
 def test_workers_that_only_sleep_may_share_a_core(tmp_path):
     one = min(os.sched_getaffinity(0))
     words = ("emulate", LAYERS, "--workers=2", "--no-measure", "--json", "--steps=8")

@@ -213,6 +213,7 @@ def test_a_survivor_that_catches_the_error_writes_its_whole_checkpoint(
     assert [path.name for path in tmp_path.iterdir()] == ["emergency.pt"]
 
 
+@pytest.mark.slow
 def test_who_hangs_in_a_collective_ends_promptly_and_others_when_their_grace_is_over(
     saving,
 ):

@@ -141,6 +141,8 @@ class Scene:
             if isinstance(answer.message, Parameters):
                 parts.setdefault(life.worker, []).append(answer.message)
             elif isinstance(answer.message, Joined):
+                if answer.message.over:  # an earlier life has done all of its steps
+                    life.steps = self.data[life.worker]
                 self.go_on(life, max(answer.message.step, answer.message.own), now)
             elif isinstance(answer.message, Done):
                 life.done = True

@@ -201,7 +201,8 @@ class StagedTraining(Training):
         channel: str = "",
     ) -> None:
         super().send(life, shard, message, payload, channel)
-        if isinstance(message, Pull) and life.phase == "pull":
+        # Nobody waits for who has left before: it takes what there is.
+        if isinstance(message, Pull) and life.phase == "pull" and not life.over:
             number = life.numbers[shard, channel] - 1
             self.begins.add((shard, life.worker, life.incarnation, channel, number))
 
@@ -400,6 +401,8 @@ class StagedTraining(Training):
             return  # it is here already
         life.unanswered.discard(where)
         if isinstance(message, Joined):
+            if message.over:
+                life.over, life.data = True, 0
             life.next_step = max(life.next_step, message.step)
             life.joined_at = life.next_step
             life.loaded = life.loaded and message.loaded

@@ -454,6 +454,7 @@ lock.acquire()  # outside the clock
 """
 
 
+@pytest.mark.slow
 def test_a_simulation_that_gives_up_leaves_real_checkpoints_in_their_places() -> None:
     """The watchdog ends the process at once: nothing that is put off is done."""
     write("model.pt", REAL)
