@@ -151,7 +151,10 @@ class CodedTraining(Training):
                     for e, (step, _) in self.pushed.items()
                     if step == letter.message.step and self.is_of(e, letter.sender)
                 )
-                self.accepted.setdefault(place, []).append(element)
+                applied = (*place, letter.sender.worker, letter.message.step)
+                if applied not in self.steps:  # else it is answered, and not applied
+                    self.steps.add(applied)
+                    self.accepted.setdefault(place, []).append(element)
         self.check_new(letter.shard, answers)
 
     def is_of(self, element: int, sender: Any) -> bool:
