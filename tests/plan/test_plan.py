@@ -15,6 +15,7 @@ from paceline.network import Cluster, Rack
 from paceline.plan import Plan, plan
 from paceline.plan.candidates import candidate, first
 from paceline.plan.predict import Job, Prediction, predict
+from paceline.plan.verdict import MANY_STEPS
 from paceline.spec import parse
 from tests.plan.helpers import cluster, layers
 
@@ -153,8 +154,10 @@ def require_full_runs(made, job):
         said = predict(job, row.spec)
         assert isinstance(said, Prediction), row.spec
         for field in msgspec.structs.fields(Prediction):
-            found = getattr(row, field.name)
-            assert found == getattr(said, field.name), (row.spec, field.name)
+            found, expected = getattr(row, field.name), getattr(said, field.name)
+            if field.name == "steady_after" and max(found, expected) < MANY_STEPS:
+                continue  # a plan tells of many steps alone
+            assert found == expected, (row.spec, field.name)
     return {row.spec for row in checked}
 
 
