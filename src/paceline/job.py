@@ -152,6 +152,11 @@ class Places:
         self._trainings += 1
         return self._trainings
 
+    def take_back(self, training: int) -> None:
+        """It was not begun, after all: on a rank that failed to make it, it has no number."""
+        assert training == self._trainings, "another training has begun since"
+        self._trainings -= 1
+
     def connect(self, rank: int, tell: Callable[[Place], None], *, waits: bool) -> None:
         """From now on there are others."""
         self._rank, self._tell, self._waits = rank, tell, waits

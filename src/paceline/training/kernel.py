@@ -275,6 +275,7 @@ class Training:
     def abandon(self) -> None:
         """It is not to be trained by this, after all: nobody has done a step."""
         self.finished, self._presence.active = True, False
+        self._world.job.places.take_back(self._place_number)
         self.detach()
 
     def figures(self) -> dict[str, float]:
