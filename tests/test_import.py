@@ -43,6 +43,7 @@ def test_a_script_that_imports_paceline_gets_what_it_uses():
     assert loaded(used, ("torch", *NOT_FOR_SCRIPTS)) == "torch"
 
 
+@pytest.mark.slow
 def test_imports_go_on_collecting_garbage():
     said = "import gc, paceline\npaceline.distribute\nprint(gc.isenabled())"
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True)

@@ -8,6 +8,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from paceline.methods import METHODS
 
 SOURCE = Path(__file__).parent.parent / "src" / "paceline"
@@ -207,6 +209,7 @@ def test_nothing_mocks_but_tests():
     assert not [path for path in FILES if "unittest.mock" in imports_of(path)]
 
 
+@pytest.mark.slow
 def test_tests_look_at_an_optimizer_by_inspect_alone():
     """`paceline.testing.inspect` gives what they need: what is private may move."""
     private = ("_training", "_world", "_present")

@@ -198,6 +198,7 @@ print([name for name in late if name.startswith(("torch._dynamo", "torch.distrib
 """
 
 
+@pytest.mark.slow
 def test_load_lazy_modules():
     done = subprocess.run(
         [sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=100

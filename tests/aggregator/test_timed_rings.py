@@ -35,6 +35,7 @@ def took(aggregators, mbit, most=MOST, elements=250_000):
     return seconds / (busiest * 4 * elements / rate), net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregators", [1, 2])
 @pytest.mark.parametrize(
     "mbit",

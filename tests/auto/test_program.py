@@ -92,6 +92,7 @@ def test_a_refused_candidate_is_named_and_the_next_one_is_tried():
     assert "not with this one" in world.found[0][0].tried[0].why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_laws_on_random_networks(seed):
     """Ranks decide alike (`World.step` asserts it), it comes to an end, what stays is not slower than

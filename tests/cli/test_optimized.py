@@ -32,6 +32,7 @@ def printed(*words, **options):
     return ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "page"),
     [
@@ -44,6 +45,7 @@ def test_a_table_is_the_same(verb, page):
     assert printed("-m", "paceline", verb) == (DOCS / page).read_text()
 
 
+@pytest.mark.slow
 def test_all_methods_say_what_they_wait_for():
     waits = dict(line.split(": ", 1) for line in printed("-c", WAITS).splitlines())
     assert waits.keys() == METHODS.keys()

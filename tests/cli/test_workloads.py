@@ -138,6 +138,7 @@ def change_model(folder):
     return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -62,6 +62,7 @@ def test_each_fault_is_the_only_one_and_gains_something(name):
 EXPLAINED = [(row.name, symptom) for row in FAULTS for symptom in row.explains]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cause", "symptom"), EXPLAINED)
 def test_with_a_cause_its_symptoms_are_mended(cause, symptom):
     """So the cause is named, on whose account they are not, and gains what they cost."""
@@ -85,6 +86,7 @@ def test_a_wrong_interface_of_all_hosts_is_named_where_two_have_a_slow_path():
     assert diagnose(made.evidence()).mended_seconds == pytest.approx(mended, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_a_cause_explains_on_its_host_is_not_mended_on_others():
     made, alone = site(hosts=6), site(hosts=6)
     for one in (made, alone):
@@ -97,6 +99,7 @@ def test_what_a_cause_explains_on_its_host_is_not_mended_on_others():
     assert found["contention"].gains_seconds > 0.05 * made.workload.forward_seconds
 
 
+@pytest.mark.slow
 def test_what_is_gained_is_the_step_without_it():
     made = site()
     healthy = diagnose(made.evidence())
@@ -124,6 +127,7 @@ def test_where_a_script_uses_gradients_a_late_method_gains_nothing():
     assert steps[1] == pytest.approx(bsp, rel=0.02)
 
 
+@pytest.mark.slow
 def test_one_direction_of_a_link_is_that_fast_in_virtual_time():
     both, out, less = site(), site(), site()
     both.slow = {(1, "out"): 0.2, (1, "in"): 0.2}
@@ -134,6 +138,7 @@ def test_one_direction_of_a_link_is_that_fast_in_virtual_time():
     assert steps[2] < 0.7 * steps[1]
 
 
+@pytest.mark.slow
 def test_what_a_small_model_does_not_wait_for_is_no_fault():
     made = site(hosts=6, workload=layers(4, 0.01, 0.03, 0.06))
     MAKERS["slow link"](made, 1)
@@ -153,6 +158,7 @@ def test_a_fault_that_another_hides_is_named_and_gains_add_up():
     assert gains == pytest.approx(found.predicted_seconds - found.mended_seconds)
 
 
+@pytest.mark.slow
 def test_what_retransmissions_cost_is_what_nothing_else_explains():
     made = site()
     made.losing = {1: 0.02}  # links as fast as ever
@@ -165,6 +171,7 @@ def test_what_retransmissions_cost_is_what_nothing_else_explains():
     assert gains == pytest.approx(0.5 - predicted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0.8, 0.9, 1.1, 1.2])
 def test_a_step_that_is_predicted_wrongly_is_promised_no_gain(part):
     made = site(factors={1: 2.0})
@@ -193,6 +200,7 @@ def test_a_method_is_compared_with_those_that_promise_as_much():
     assert not named(replace(site(), spec="local-sgd"))
 
 
+@pytest.mark.slow
 def test_nothing_is_named_slow_where_there_is_nothing_to_wait_for():
     small = layers(4, 0.01, 0.03, 0.06)
     assert not named(site(spec="osp", workload=small))
@@ -256,6 +264,7 @@ def test_many_small_messages_over_a_latency():
     assert not named(made)
 
 
+@pytest.mark.slow
 def test_a_network_too_slow_for_any_exact_method_is_told_of_a_class_that_helps():
     made = site(hosts=2, link=2.5e6)
     found = named(made)
@@ -282,6 +291,7 @@ def test_ten_lines_are_enough_for_any_number_of_faults():
     assert many.lines()[-1] == "and 5 more (--json has all)"
 
 
+@pytest.mark.slow
 def test_equal_evidence_has_equal_diagnoses_to_the_bit():
     made = site(noise=0.05)
     MAKERS["contention"](made, 1)

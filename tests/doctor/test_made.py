@@ -127,6 +127,7 @@ def test_what_is_predicted_is_what_ran(passes):
     assert slow.faults[0].gains_seconds == pytest.approx(gains, rel=0.02)
 
 
+@pytest.mark.slow
 def test_steps_are_those_in_steady_state():
     """As the recorder tells them: after the plan of buckets, and after a method's own budget."""
     planned = evidence_of(Cluster((RACK,)), MANY, None, "bsp", 24)

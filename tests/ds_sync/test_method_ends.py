@@ -15,6 +15,7 @@ ENDS = [(4, 9, 2, 7, 5), (3, 3 * AGREE_EVERY, 20, 1, 40), (0, 0, 50, 0, 0)]
 """How many steps each worker has data for."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "overlap", "steps"),
     [
@@ -33,6 +34,7 @@ def test_all_end_with_one_model_whoever_is_out_of_data_when(more, overlap, steps
     assert equal(models(results))
 
 
+@pytest.mark.slow
 def test_those_who_remain_have_a_plan_of_their_own():
     def each(model, optimizer):
         plan = state_of(optimizer).current.plan

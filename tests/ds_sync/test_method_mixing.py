@@ -23,6 +23,7 @@ def test_digit_wise_groups_of_two_steps_have_the_spread_of_the_formula(
     assert found[SETTLED:].mean().item() == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "size", "steps"),
     [(8, 2, 200), pytest.param(16, 4, 100, marks=pytest.mark.slow)],

@@ -3,6 +3,8 @@
 import difflib
 from pathlib import Path
 
+import pytest
+
 from tests.golden.messages import FILE, Messages, messages
 
 MODULE = """
@@ -43,6 +45,7 @@ def test_messages_are_found_where_they_are_made(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_all_messages_are_written_down() -> None:
     written, found = FILE.read_text().splitlines(), messages()
     changes = difflib.unified_diff(written, found, "messages.txt", "source", n=0)

@@ -49,6 +49,7 @@ def fabric(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_what_the_script_drops_is_not_held(fabric):
     strategy = fabric.FabricStrategy("bsp")
     models = [torch.nn.Linear(2, 2) for _ in range(2)]

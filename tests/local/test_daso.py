@@ -112,6 +112,7 @@ def test_one_node_is_bsp(optimizer: Any) -> None:
         torch.testing.assert_close(mine, other, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [4, 3])
 def test_where_nodes_wait_in_each_step_it_is_bsp_under_sgd(workers: int) -> None:
     """Also of nodes that differ in size; and not under Adam, which is not linear."""

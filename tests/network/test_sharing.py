@@ -190,6 +190,7 @@ def test_the_order_of_activities_does_not_matter(case, random) -> None:
     assert [rates[i] for i in order] == pytest.approx(shuffled, rel=CLOSE)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(25))
 @given(st.integers(2, 9), st.integers(0, 2**32), st.sampled_from([1, 3, 40]))
 def test_a_crowd_is_shared_among_as_few_are(hosts, seed, several) -> None:

@@ -115,6 +115,7 @@ def test_where_communication_takes_as_long_as_computing_a_quarter_is_saved() -> 
     assert idle / COMPUTE <= parts[-1] <= idle / COMPUTE + 1 / 16
 
 
+@pytest.mark.slow
 def test_the_budget_grows_with_the_steps() -> None:
     workload = layers(16, 2**18)
     link = link_for(2.0, workload, 2)
@@ -126,6 +127,7 @@ def test_the_budget_grows_with_the_steps() -> None:
     assert [16 * part for part in parts[22::20]] == [2, 5, 7, 10, 12, 12]
 
 
+@pytest.mark.slow
 def test_a_step_that_only_communicates_defers_no_more_than_helps() -> None:
     """At r = 2 the network must be busy all the time, and it is when what is deferred
     lasts until the first gradients are ready."""

@@ -182,6 +182,7 @@ ENDS = [
 """Around all that ranks do together: decisions, and the steps after which they hold."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("short", "end"), crossed(2, [0, 1], ENDS))
 def test_a_rank_runs_out_of_data_around_a_trial(short: int, end: int) -> None:
     """Rank 0 is who decides; who then does has seen no step yet as the one who decides, and

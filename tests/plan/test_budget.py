@@ -169,6 +169,7 @@ def test_the_usual_budget_grows_with_the_workers():
     assert usual_seconds(cluster(32)) < usual_seconds(cluster(64))
 
 
+@pytest.mark.slow
 def test_the_best_of_a_class_is_its_fastest_whatever_the_budget_had_time_for():
     """And not what was cheap enough to be run in full."""
 

@@ -104,6 +104,7 @@ def test_the_best_of_each_class_is_the_fastest_of_it(whole):
     assert exact.samples_per_second == pytest.approx(16 / exact.step_seconds)
 
 
+@pytest.mark.slow
 def test_only_allowed_classes_are_looked_at():
     found = plan(cluster(2), layers(2), allowed=("late",))
     assert {row.quality for row in found.rows} == {"late"}
@@ -161,6 +162,7 @@ def require_full_runs(made, job):
     return {row.spec for row in checked}
 
 
+@pytest.mark.slow
 def test_each_row_is_its_own_full_run_and_ddps_too_where_it_is_slow():
     """Of more than 16 tensors, so that short runs merge some and plan no buckets: there planned bsp is
     equal to DDP's rule, and in full it is not."""

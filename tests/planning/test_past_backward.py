@@ -336,6 +336,7 @@ def test_plans_survive_as_whole_numbers() -> None:
 # ---- methods that follow the plan ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "lanes"), crossed(2, ["priority", "dear"], [1, 2]))
 def test_methods_take_what_is_predicted(method: str, lanes: int) -> None:
     """Each pass of backward and forward, in turn with what its plan predicts; and never

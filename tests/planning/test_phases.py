@@ -53,6 +53,7 @@ def uneven(steps: list[int], watch_every: int | None = None) -> Watched:
     return watched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("short", "compute", "stride"),
     [

@@ -192,6 +192,7 @@ def test_the_launcher_is_killed(start):
     assert not somebody_listens(port)
 
 
+@pytest.mark.slow
 def test_the_port_is_in_use(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -170,6 +170,7 @@ def named(ranks, hung, step=""):
     return [line for line in lines if all(word in line for word in words)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hung", [0, 1])
 def test_a_hung_rank_is_named_once_for_each_hang_and_the_job_goes_on(job, hung):
     ranks = job(f"{hung} training")
@@ -194,6 +195,7 @@ def test_a_rank_that_does_not_come_to_a_collective_of_the_script_is_named(job):
     assert "slow_function" in named(ranks, 2, 9)[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_a_servers_round_is_named(job):
     ranks = job("1 training ssp:staleness=0")
 

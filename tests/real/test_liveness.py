@@ -202,6 +202,7 @@ def saving(tmp_path, monkeypatch):
         rank.kill()
 
 
+@pytest.mark.slow
 def test_a_survivor_that_catches_the_error_writes_its_whole_checkpoint(
     saving, tmp_path
 ):

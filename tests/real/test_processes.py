@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from paceline.options import RunOptions
@@ -132,6 +133,7 @@ def test_a_process_group_of_a_script_that_survives_is_warned_of_once(
     assert "paceline.log" in said
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_gone_brings_no_traceback():
     command = f"{sys.executable} -m paceline methods | true"
     ended = subprocess.run(

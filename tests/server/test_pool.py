@@ -109,7 +109,16 @@ def failed(end):
     end.close()
 
 
-@pytest.mark.parametrize("ends", [goodbye, broken_off, lost, failed])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        goodbye,
+        *(
+            pytest.param(end, marks=pytest.mark.slow)
+            for end in (broken_off, lost, failed)
+        ),
+    ],
+)
 def test_nothing_is_left_of_a_training_that_has_ended(pool, machines, ends, capfd):
     gc.collect()
     before = descriptors()

@@ -232,6 +232,7 @@ def test_a_killed_worker_is_lost():
     assert adder.lost == [(1, 0)]
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_noticed_by_everything_that_waits():
     with ended(child("serve_as_a_child()")) as process:
         port = int(process.stdout.readline())
@@ -578,6 +579,7 @@ def test_a_worker_that_breaks_the_protocol_is_dropped(kind):
         connect(shell, incarnation=1).close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_take_its_answers_is_dropped():
     adder = Adder(1)
     largest = 256 << 10

@@ -108,6 +108,7 @@ def test_two_services_may_ask_each_other_and_say_goodbye():
     assert [machine.lost for machine in machines] == [[], []]
 
 
+@pytest.mark.slow
 def test_many_requests_wait_for_credits_and_come_back_in_order():
     with (
         running(Adder(2), 1, services=1) as other,

@@ -354,6 +354,7 @@ def test_a_link_to_the_last_checkpoint_is_the_simulations() -> None:
     assert Path("scratch/last.pt").read_bytes() == b"more"
 
 
+@pytest.mark.slow
 def test_two_simulations_in_one_folder_do_not_see_each_other() -> None:
     write("ckpt.pt", REAL)
     with redirect_checkpoints(Path("scratch")):

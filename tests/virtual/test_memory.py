@@ -95,6 +95,7 @@ def test_two_hundred_steps_keep_no_more_than_fifty(method: str) -> None:
     assert late_answers < early_answers + 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "play",
     [
