@@ -2,7 +2,8 @@
 words of a server come to each other one in order, after random times.
 
 Every gradient is 1 at an element of its own, so that parameters under plain SGD with a learning
-rate of 1 are the ledger: they say which gradients are in, and with what weight.
+rate of 1 are the ledger: they say which gradients are in, and with what weight. With other rates
+they say with what weight times rate.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Net:
     ) -> None:
         self.n, self.most = len(steps), max(steps)
         self.seconds, self.buckets, self.how = seconds, buckets, how
-        self.size = self.n * self.most
+        self.size = max(2, self.n * self.most)
         self.latency, self.jitter = latency, jitter
         self.random, self.lines = random.Random(seed), random.Random(seed)
         groups = method.groups(self.n)
@@ -116,6 +117,9 @@ class Net:
         self.answers: list[tuple[int, Answer]] = []
         self.tamper: Callable[[int, Parcel], list[Parcel]] = lambda _, parcel: [parcel]
         """What becomes of a parcel on its way to one server."""
+        self.rates: list[list[float]] = [[1.0], [1.0]]
+        """By group of the optimizer: learning rates, step by step, over and over, in parts of
+        *how*'s."""
         self.dies = dies
 
     # ---- what happens ----
@@ -156,11 +160,22 @@ class Net:
     def join(self) -> Join:
         return Join(
             options="",
-            units=[[Unit(b, 0, self.size, 0)] for b in range(self.buckets)],
+            units=[
+                [Unit(b, 0, self.half, 0), Unit(b, self.half, self.size, 1)]
+                for b in range(self.buckets)
+            ],
             dtypes=["float64"] * self.buckets,
             optimizer="SGD",
-            hyperparameters=[self.how],
+            hyperparameters=[self.how, self.how],
         )
+
+    @property
+    def half(self) -> int:
+        """The first element of the second group of the optimizer."""
+        return self.size - self.size // 2
+
+    def rate(self, group: int, step: int) -> float:
+        return self.rates[group][step % len(self.rates[group])]
 
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.size, dtype=torch.float64)
@@ -247,8 +262,11 @@ class Net:
             step=worker.step,
             bucket=bucket,
             weight=1 / self.n,
-            used=[True],
-            hyperparameters=[self.how],
+            used=[True, True],
+            hyperparameters=[
+                self.how | {"lr": self.how["lr"] * self.rate(group, worker.done)}
+                for group in (0, 1)
+            ],
             report=report,
         )
         self.ask(worker.home, worker.number, push, self.gradient(worker))
@@ -297,15 +315,17 @@ class Net:
     # ---- what is in ----
 
     def ledger(self, server: int, bucket: int) -> torch.Tensor:
-        """By worker and step: how often its gradient is in the parameters."""
+        """By worker and step: how often its gradient is in the parameters, times its learning
+        rate."""
         flat = self.servers[server].shard.store.flats[bucket]
-        return -flat.view(self.n, self.most) * self.n
+        return -flat[: self.n * self.most].view(self.n, self.most) * self.n
 
     def expected(self, bucket: int) -> torch.Tensor:
         whole = torch.zeros(self.n, self.most, dtype=torch.float64)
         for its, worker, step in self.pushed:
             if its == bucket:
-                whole[worker, step] += 1
+                group = int(worker * self.most + step >= self.half)
+                whole[worker, step] += self.rate(group, step)
         return whole
 
 

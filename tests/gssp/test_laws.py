@@ -134,6 +134,13 @@ METHODS = st.builds(
 )
 
 
+RATES = st.lists(
+    st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0]), min_size=1, max_size=3),
+    min_size=2,
+    max_size=2,
+)
+
+
 def play_any(data: st.DataObject, how: dict[str, Any] = SGD, **others: Any) -> Net:
     times = data.draw(st.lists(st.floats(0.2, 5.0), min_size=2, max_size=5))
     steps = [data.draw(st.integers(1, 12)) for _ in times]
@@ -154,6 +161,7 @@ def play_any(data: st.DataObject, how: dict[str, Any] = SGD, **others: Any) -> N
     net = Net(
         method, seconds, steps, 2, 2.0, 0.3, data.draw(st.integers(0, 99)), dies, how
     )
+    net.rates = data.draw(RATES)
     for name, value in others.items():
         setattr(net, name, value)
     return net.play()
@@ -183,6 +191,16 @@ def test_after_a_flush_models_differ_only_by_order(data: st.DataObject) -> None:
     net.flush()
     for server in range(1, len(net.servers)):
         torch.testing.assert_close(parameters(net, server), parameters(net, 0))
+
+
+def test_a_parcel_of_several_steps_has_each_gradient_at_its_own_learning_rate() -> None:
+    """As with a schedule, of which workers of a group may be at different steps; here one for
+    each group of the optimizer."""
+    net = Net(GSSP(members="0-1+2", period=3), each(1.0, 1.5, 1.2), [6, 6, 6])
+    net.rates = [[1.0, 1.0, 1.0, 0.5, 0.5, 0.5], [0.0, 0.1]]
+    net.play().flush()
+    for server in range(2):
+        torch.testing.assert_close(net.ledger(server, 0), net.expected(0))
 
 
 def wrong(parcel: Parcel, how: str) -> list[Parcel]:
@@ -321,7 +339,9 @@ def test_means_of_groups_are_applied_once_on_every_server(
     dies = (
         [(data.draw(st.floats(0.1, 20.0)), n - 1)] if data.draw(st.booleans()) else []
     )
-    net = Net(method, each(*times), steps, 2, 1.0, 0.5, seed, dies).play()
+    net = Net(method, each(*times), steps, 2, 1.0, 0.5, seed, dies)
+    net.rates = data.draw(RATES)
+    net.play()
     assert all(worker.ended or worker.lost for worker in net.workers), "it hangs"
     net.flush()
     for server in range(len(net.servers)):

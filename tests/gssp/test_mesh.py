@@ -15,6 +15,8 @@ from paceline.methods.gssp.discipline import GroupDiscipline, Topology
 from paceline.server.store import Store
 from tests.server.mesh_net import Case, MeshNet
 
+RATES = 1.0, 0.5, 0.125
+"""Learning rates that follow a schedule: a parcel has gradients of several."""
 TOPOLOGIES: list[Topology] = ["mesh", "root"]
 
 
@@ -25,7 +27,7 @@ def drawn(seed: int, topology: Topology, **others: Any) -> tuple[Case, GSSP]:
     servers = draw.choice([2, 3]) + (topology == "root")
     of = [*range(servers), *(draw.randrange(servers) for _ in range(2))]
     steps = tuple(draw.randint(1, 6) for _ in of)
-    case = Case(tuple(of), servers, steps, **others)
+    case = Case(tuple(of), servers, steps, rates=RATES, **others)
     method = GSSP(
         members=members_text(of),
         staleness=draw.randint(0, 3),

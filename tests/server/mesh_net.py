@@ -78,6 +78,8 @@ class Case:
     """Workers end after so many steps of the job, and not of their own lives."""
     ends: int = 0
     """So often all servers die, and go on from server 0's snapshot."""
+    rates: tuple[float, ...] = (1.0,)
+    """Learning rates, step by step, over and over."""
 
 
 Script = Generator[
@@ -138,6 +140,7 @@ class MeshNet:
         self.taken: list[tuple[int, int]] = []
         """Of each gradient that a server has taken: the element, and the bucket."""
         self.weights: dict[int, float] = {}
+        """By element: the weight of its gradient times its learning rate."""
         self.step_of: dict[int, tuple[int, int]] = {}
         """By element: whose gradient it is, and of which step."""
         self.ends = case.ends
@@ -467,7 +470,9 @@ class MeshNet:
         gradient = self.zeros()
         gradient[element] = 1.0
         self.step_of[element] = worker, step
-        self.weights[element] = weight = float(1 + worker % 3)
+        weight = float(1 + worker % 3)
+        rate = self.case.rates[step % len(self.case.rates)]
+        self.weights[element] = weight * rate
         self.at[element] = server
         self.loads_before[element] = self.servers[0].home.loads
         buffers = torch.tensor([float(worker), float(step)], dtype=torch.float64)
@@ -480,7 +485,7 @@ class MeshNet:
                     bucket=bucket,
                     weight=weight,
                     used=[True],
-                    hyperparameters=HYPERPARAMETERS,
+                    hyperparameters=[how | {"lr": rate} for how in HYPERPARAMETERS],
                 ),
                 gradient,
             )

@@ -10,6 +10,7 @@ Files are split by who implements a seam and who uses it. Low to high:
   a server.
 - `discipline`: what a server does with gradients, in a method's words.
 - `groups`: servers that hold the whole model each, for a group of workers.
+- `summing`: one gradient in place of several, of which each has its own learning rate.
 - `server`: a server, or another service, as a state machine, and what it sends.
 - `remote`: a model's parameters on their servers, as one worker's method sees them.
 - `compression`: a `Compressor` says what is sent of a mean's tensors.
@@ -109,6 +110,7 @@ from paceline.interfaces.server import (
     Work,
 )
 from paceline.interfaces.state import OwnState, refused, shares_of
+from paceline.interfaces.summing import GradientSum
 from paceline.interfaces.timing import CodingStage, Compute, Stopwatch
 from paceline.interfaces.updates import Hyperparameters, Piece, Updater
 from paceline.interfaces.world import ServerJob, Service, ServiceJob, World
@@ -142,6 +144,7 @@ __all__ = [
     "Exchange",
     "Gather",
     "GradientSeen",
+    "GradientSum",
     "Groups",
     "Half",
     "HeldPush",

@@ -6,7 +6,7 @@ the server calls it, and gives it the server's part of the model: a `Shard`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -94,6 +94,13 @@ class Shard(Protocol):
 
     def values(self, bucket: int, units: Sequence[int]) -> list[torch.Tensor]:
         """The parameters of some units as they are, each flat: to read."""
+        ...
+
+    def units_of(
+        self, bucket: int, flat: torch.Tensor
+    ) -> Iterable[tuple[int, torch.Tensor]]:
+        """Views of a tensor of all of *bucket*, unit by unit; each with the number of the
+        optimizer's group that the unit is in."""
         ...
 
     def apply(self, push: HeldPush) -> None:

@@ -113,7 +113,7 @@ class Parcel(NamedTuple):
 
     *values*: flat, of all the bucket's units: the mean of *gradients* gradients, by weight, whose
     weights add up to *weight*; or, where *is_model*, the sender's parameters. *used*: per unit,
-    whether any of them has it. *hyperparameters*: of the last of them. *version*: how many
+    whether any of them has it. *hyperparameters*: see `GradientSum`. *version*: how many
     gradients the sender had applied to the bucket, from whomever. *steps*: by worker whose
     gradients are in it: those of all steps before this one are in it, or in an earlier one. The
     server fills that in.

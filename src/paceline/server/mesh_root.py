@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from paceline.interfaces import Answer, Parcel, Sender
+from paceline.interfaces import Answer, GradientSum, Parcel, Sender
 from paceline.mesh_messages import Gradients, Nothing
 from paceline.messages import Done
 from paceline.server.mesh_home import Home
@@ -134,24 +134,22 @@ class Root:
 
     def _added(self, parcels: list[Parcel]) -> Parcel:
         """One parcel with all that is in these; of models, the one that is here."""
-        last = parcels[-1]
-        weight = sum(parcel.weight for parcel in parcels)
-        if last.is_model:
-            values = self._home.shard.parameters(last.bucket)
-        elif len(parcels) == 1:
-            values = last.values
-        else:
-            values = parcels[0].values * parcels[0].weight
-            for parcel in parcels[1:]:
-                values.add_(parcel.values, alpha=parcel.weight)
-            if weight:
-                values.mul_(1 / weight)
-        used = zip(*(parcel.used for parcel in parcels), strict=True)
-        return last._replace(
+        first, *others = parcels
+        if not others and not first.is_model:
+            return first
+        shard, bucket = self._home.shard, first.bucket
+        total = GradientSum(
+            first.values.clone(), first.weight, first.used, first.hyperparameters
+        )
+        for parcel in others:
+            its = parcel.values, parcel.weight, parcel.used, parcel.hyperparameters
+            total.add(shard, bucket, *its)
+        return parcels[-1]._replace(
             gradients=sum(parcel.gradients for parcel in parcels),
-            weight=weight,
-            used=[any(flags) for flags in used],
-            values=values,
+            weight=total.weight,
+            used=total.used,
+            hyperparameters=total.hyperparameters,
+            values=shard.parameters(bucket) if first.is_model else total.mean(),
             steps=latest([parcel.steps for parcel in parcels]),
         )
 

@@ -245,6 +245,11 @@ class HeldShard:
     def values(self, bucket: int, units: Sequence[int]) -> list[torch.Tensor]:
         return self.store.values(bucket, units)
 
+    def units_of(
+        self, bucket: int, flat: torch.Tensor
+    ) -> list[tuple[int, torch.Tensor]]:
+        return self.store.units_of(bucket, flat)
+
     def apply(self, push: HeldPush) -> None:
         if push.applied:
             self.counts["gradients that were applied before"] += 1

@@ -191,6 +191,13 @@ class Store:
         """What each unit of a bucket is on the network."""
         return [self.size(bucket, [unit]) for unit in self.numbers(bucket, None)]
 
+    def units_of(
+        self, bucket: int, flat: torch.Tensor
+    ) -> list[tuple[int, torch.Tensor]]:
+        """See `interfaces.Shard.units_of`."""
+        bounds = zip(self._units[bucket], self._bounds[bucket], strict=True)
+        return [(unit.group, flat[start:stop]) for unit, (start, stop) in bounds]
+
     def numbers(self, bucket: int, units: Sequence[int] | None) -> Sequence[int]:
         """All units of a bucket, or these."""
         return range(len(self._pieces[bucket])) if units is None else units

@@ -181,7 +181,7 @@ class GroupDiscipline:
         self._update(shard, push, weight)
         self._has_come(number, bucket, gradients)
         if self.groups.servers > 1:
-            self._outbox.add(push, gradients)
+            self._outbox.add(shard, push, gradients)
 
     def _update(self, shard: Shard, push: HeldPush, weight: float) -> None:
         how, rate, factor = self._weigh(push.hyperparameters, weight)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.interfaces import HeldPush, Shard
+from paceline.interfaces import GradientSum, HeldPush, Shard
 from paceline.methods.gssp.clocks import Clocks
 from paceline.methods.push_pull import without_gradient
 
@@ -140,7 +140,7 @@ class Rounds:
     def _close(self, desk: Desk, shard: Shard, pushes: list[HeldPush]) -> None:
         fresh = [push for push in pushes if not push.applied]
         if self._together and fresh:
-            desk.apply(shard, joined(fresh), len(fresh))
+            desk.apply(shard, joined(shard, fresh), len(fresh))
         elif not self._together:
             for push in pushes:
                 desk.apply(shard, push)
@@ -166,18 +166,26 @@ class Rounds:
         self._begun = step
 
 
-def joined(pushes: Sequence[HeldPush]) -> HeldPush:
-    """One push with the mean of these by weight, and the sum of their weights. Their gradients
-    are used up."""
-    first = pushes[0]
+def joined(shard: Shard, pushes: Sequence[HeldPush]) -> HeldPush:
+    """One push with the mean of these by weight, and the sum of their weights. The first one's
+    gradient is used up."""
     if len(pushes) == 1:
-        return first
-    whole = sum(push.weight for push in pushes)
-    total = first.gradient.mul_(first.weight)
-    for push in pushes[1:]:
-        total.add_(push.gradient, alpha=push.weight)
-    if whole:
-        total.mul_(1 / whole)
-    used = [any(flags) for flags in zip(*(p.used for p in pushes), strict=True)]
-    of = [(push.worker, push.step) for push in pushes]
-    return first._replace(gradient=total, weight=whole, used=used, of=of)
+        return pushes[0]
+    first, *others = pushes
+    total = GradientSum(first.gradient, first.weight, first.used, first.hyperparameters)
+    for push in others:
+        total.add(
+            shard,
+            push.bucket,
+            push.gradient,
+            push.weight,
+            push.used,
+            push.hyperparameters,
+        )
+    return first._replace(
+        gradient=total.mean(),
+        weight=total.weight,
+        used=total.used,
+        hyperparameters=total.hyperparameters,
+        of=[(push.worker, push.step) for push in pushes],
+    )

@@ -5,22 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from paceline.interfaces import HeldPush, Hyperparameters, Parcel, Shard
+from paceline.interfaces import GradientSum, HeldPush, Parcel, Shard
 
 
 @dataclass
 class _Owed:
-    """Of one bucket, since it was last passed on. *values*: the sum of gradients times their
-    weights; while there is one alone, the gradient itself."""
+    """Of one bucket, since it was last passed on: so many *gradients*."""
 
-    values: torch.Tensor
-    used: list[bool]
-    hyperparameters: Hyperparameters
-    weight: float
+    total: GradientSum
     gradients: int
-    is_sum: bool = False
 
 
 class Outbox:
@@ -30,26 +23,15 @@ class Outbox:
         self._models = models
         self._owed: dict[int, _Owed] = {}
 
-    def add(self, push: HeldPush, gradients: int) -> None:
+    def add(self, shard: Shard, push: HeldPush, gradients: int) -> None:
         """This was applied, and stands for so many. Its memory is used up."""
+        gradient = push.gradient[:0] if self._models else push.gradient
+        its = gradient, push.weight, push.used, push.hyperparameters
         owed = self._owed.get(push.bucket)
         if owed is None:
-            self._owed[push.bucket] = _Owed(
-                values=push.gradient[:0] if self._models else push.gradient,
-                used=list(push.used),
-                hyperparameters=push.hyperparameters,
-                weight=push.weight,
-                gradients=gradients,
-            )
+            self._owed[push.bucket] = _Owed(GradientSum(*its), gradients)
             return
-        if not self._models:
-            if not owed.is_sum:
-                owed.values.mul_(owed.weight)
-                owed.is_sum = True
-            owed.values.add_(push.gradient, alpha=push.weight)
-        owed.used = [a or b for a, b in zip(owed.used, push.used, strict=True)]
-        owed.hyperparameters = push.hyperparameters
-        owed.weight += push.weight
+        owed.total.add(shard, push.bucket, *its)
         owed.gradients += gradients
 
     def take(self, shard: Shard, least: int, versions: dict[int, int]) -> list[Parcel]:
@@ -60,18 +42,14 @@ class Outbox:
 
     def _parcel(self, shard: Shard, bucket: int, version: int) -> Parcel:
         owed = self._owed.pop(bucket)
-        values = owed.values
-        if self._models:
-            values = shard.parameters(bucket)
-        elif owed.is_sum and owed.weight:
-            values.mul_(1 / owed.weight)
+        total = owed.total
         return Parcel(
             bucket=bucket,
             gradients=owed.gradients,
-            weight=owed.weight,
-            used=owed.used,
-            hyperparameters=owed.hyperparameters,
-            values=values,
+            weight=total.weight,
+            used=total.used,
+            hyperparameters=total.hyperparameters,
+            values=shard.parameters(bucket) if self._models else total.mean(),
             version=version,
             is_model=self._models,
         )
