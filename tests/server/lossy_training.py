@@ -404,7 +404,11 @@ class Training:
             if message.over:
                 life.over, life.data = True, 0
             life.loads[shard] = message.load
-            self.first_steps[shard, life.worker, life.incarnation] = message.step
+            if not message.over:
+                # Who has left there does no step with what it pulls, so that server
+                # answers with what there is: a step that others still do may be missing.
+                place = (shard, life.worker, life.incarnation)
+                self.first_steps[place] = message.step
         elif isinstance(message, Parameters):
             life.next_step = max(life.next_step, message.step)
             life.loads[shard] = max(life.loads[shard], message.load)

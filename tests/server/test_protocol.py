@@ -349,6 +349,27 @@ def test_who_has_left_and_comes_back_has_no_more_steps() -> None:
     assert {a.to.worker for a in answers} == {0, 1}
 
 
+def test_only_who_has_steps_to_do_waits_for_the_step_under_way() -> None:
+    case = Case(Backup(wait_for=2), 4).begin(0, 1, 2, 3)
+    case.server.wait_for_the_lost()
+    case.ask(0, Leave())
+    case.server.on_lost(0, 0, 0.0)
+    case.server.on_lost(3, 0, 0.0)
+    case.whole_step(1, 0)
+    for worker, over in ((0, True), (3, False)):
+        [joined] = case.ask(worker, JOIN, life=1)
+        assert isinstance(joined.message, Joined)
+        assert (joined.message.step, joined.message.over) == (1, over)
+    [answer] = case.ask(0, Pull(bucket=0, step=1), life=1)
+    assert isinstance(answer.message, Parameters)
+    assert answer.message.version == 0
+    assert not case.ask(3, Pull(bucket=0, step=1), life=1)
+    answers = case.whole_step(2, 0)
+    [given] = [a.message for a in answers if a.to.worker == 3]
+    assert isinstance(given, Parameters)
+    assert given.version == 1
+
+
 def test_who_died_before_it_has_left_has_steps_to_do() -> None:
     case = Case(ASP()).begin(0, 1)
     case.server.wait_for_the_lost()
