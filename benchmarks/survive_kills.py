@@ -1,5 +1,6 @@
 """Kills a worker of jobs that survive, in their last second and after their last step, and counts how
-they end: all have to end well, with one model, and to leave nothing.
+they end: all have to end well, with one model, and to leave no process, file or shared memory. Run it alone:
+any other program's shared memory counts.
 
     python -m benchmarks.survive_kills --kills 40
 
@@ -9,6 +10,7 @@ A job is three workers and their servers, which are forked and not started anew;
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 import time
@@ -51,6 +53,7 @@ def main() -> None:
 
 def _killed(method: str, rank: int, after: float) -> str:
     """How a job has ended whose worker was killed so many seconds after its first step."""
+    memory = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         options = ["--survive", f"--method={method}"]
@@ -71,6 +74,7 @@ def _killed(method: str, rank: int, after: float) -> str:
             job.wait().check_ended_well()
             results = [torch.load(folder / f"result-{w}") for w in range(WORKERS)]
             assert all(torch.equal(result, results[0]) for result in results), results
+            assert set(os.listdir("/dev/shm")) <= memory, "shared memory is left"
         except AssertionError as error:
             return f"failed: {error}"
         finally:
