@@ -1,8 +1,7 @@
-"""Packets and payload bits a second of the aggregators, on one core.
+"""Packets and payload bits a second of the aggregator, on one core.
 
     python benchmarks/aggregator.py                 # 4 workers over loopback, then no sockets
     python benchmarks/aggregator.py --workers 4 --seconds 5 --json
-    sudo python benchmarks/aggregator.py --rack     # both aggregators, in namespaces, in turn
 
 The aggregator is a process on one core; the workers are processes on the others (on the same
 one, if there is no other). Each sums 8 MB of int32 again and again in packets of an
@@ -10,15 +9,9 @@ Ethernet's size. *Per worker*: payload that it sends, and receives, a second. *A
 for all workers together, by the aggregator's own processor time: what it would carry if
 workers were no bottleneck. The second part has no sockets: batches of contributions as they come,
 checked, added up, signed.
-
-With --rack: the aggregator and the workers each in a network namespace at one bridge, over veth,
-where the aggregator is sockets and XDP in turn, by the clock and by what a contribution costs it
-(of XDP: what the kernel says that its two programs have run). Then what a datagram costs in the
-kernel, packet by packet, without a network (`aggregator_xdp.py`).
 """
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
@@ -32,7 +25,7 @@ from paceline.aggregator.jobs import Jobs, Terms, key_of
 from paceline.aggregator.packets import Kind, Seal, blank, elements_for, sizes
 from paceline.aggregator.udp import UserSpaceAggregator
 
-TOKEN = "a token of benchmarks"
+TOKEN, HOST = "a token of benchmarks", "127.0.0.1"
 MEGABYTES = 8
 GIGA = 1e9
 
@@ -48,53 +41,29 @@ def cpu_seconds():
     return usage.ru_utime + usage.ru_stime
 
 
-def at(options, worker=None):
-    """This thread is where that worker, or the aggregator, is."""
-    if not options.rack:
-        return contextlib.nullcontext()
-    from aggregator_xdp import inside
-
-    names = options.rack
-    return inside(names["aggregator"] if worker is None else names["workers"][worker])
-
-
-def made(options):
-    if options.path == "sockets":
-        return UserSpaceAggregator(options.host, 0, token=TOKEN, mtu=options.mtu)
-    from paceline.aggregator.xdp.aggregator import XdpAggregator
-
-    return XdpAggregator(
-        options.host, 0, token=TOKEN, mtu=options.mtu, interface="eth0"
-    )
-
-
 def aggregate(port, stop, options):
     os.sched_setaffinity(0, cores()[0])
-    with at(options):
-        aggregator = made(options)
+    aggregator = UserSpaceAggregator(HOST, 0, token=TOKEN, mtu=options.mtu)
     port.send(aggregator.port)
     before = cpu_seconds()
     aggregator.run(stop.fileno())
     cpu = cpu_seconds() - before
-    if options.path == "xdp":
-        cpu = sum(spent for spent, _ in aggregator.nanoseconds().values()) / GIGA
     port.send((cpu, aggregator.summary()))
     aggregator.close()
 
 
 def work(port, worker, options, start, results):
     os.sched_setaffinity(0, cores()[1])
-    with at(options, worker):
-        client = AggregatorClient(
-            options.host,
-            port,
-            job="benchmark",
-            worker=worker,
-            workers=options.workers,
-            token=TOKEN,
-            slots=options.slots,
-            mtu=options.mtu,
-        )
+    client = AggregatorClient(
+        HOST,
+        port,
+        job="benchmark",
+        worker=worker,
+        workers=options.workers,
+        token=TOKEN,
+        slots=options.slots,
+        mtu=options.mtu,
+    )
     values = np.ones(MEGABYTES * 250_000, np.int32)
     keep_on = np.zeros(1, np.int32)
     client.sum_integers(values)  # warm
@@ -207,16 +176,9 @@ def main():
     parser.add_argument("--slots", type=int, default=128)
     parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rack", action="store_true", help="as root: both aggregators")
     options = parser.parse_args()
     options.load = os.getloadavg()[0]
-    options.host, options.path = "127.0.0.1", "sockets"
-    if options.rack:
-        from aggregator_xdp import in_a_rack, in_the_kernel
-
-        found = {**in_a_rack(options, measured), **in_the_kernel()}
-    else:
-        found = {"loopback": measured(options), "alone": without_sockets(options)}
+    found = {"loopback": measured(options), "alone": without_sockets(options)}
     if options.json:
         print(json.dumps(found))
         return

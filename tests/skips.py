@@ -20,7 +20,6 @@ MISSING = {
         "could not import '(yaml|kubernetes_validate|prometheus_client)",
     ],
     "site": ["make site installs mkdocs"],
-    "bpf": ["no BPF"],
     "namespaces": [
         "no ip",
         "namespaces need root",

@@ -19,7 +19,6 @@ PACKAGES = [path for path in sys.path if path.endswith("site-packages")]
 DATA = (
     *("py.typed", "network/workloads/resnet50.json"),
     *("report/page.html", "report/page.css", "report/page.js", "report/timeline.js"),
-    *("aggregator/xdp/aggregate.bpf.c", "aggregator/xdp/layout.h"),
 )
 
 TYPED = """

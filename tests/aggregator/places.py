@@ -1,4 +1,4 @@
-"""Where the tests of sockets have their aggregator: on loopback, or in a rack of namespaces."""
+"""Where the tests of sockets have their aggregator: on loopback."""
 
 import contextlib
 import os
@@ -8,7 +8,6 @@ import numpy as np
 
 from paceline.aggregator.client import AggregatorClient
 from paceline.aggregator.udp import UserSpaceAggregator
-from tests.aggregator import rack as racks
 from tests.hanging import SECONDS
 
 TOKEN = "a token of tests"
@@ -43,60 +42,18 @@ class Loopback:
     """Everybody is on this host."""
 
     host = "127.0.0.1"
-    enter = ""
-    """What a script does first to be where workers are."""
     running = staticmethod(running)
 
-    def at(self, worker):
-        """This thread is where that worker is."""
-        return contextlib.nullcontext()
-
-    def address(self, worker):
-        return self.host
-
     def joining(self, aggregator, worker, job="job", workers=WORKERS, **options):
-        with self.at(worker):
-            return AggregatorClient(
-                self.host,
-                aggregator.port,
-                job=job,
-                worker=worker,
-                workers=workers,
-                token=options.pop("token", TOKEN),
-                **options,
-            )
-
-
-class InARack(Loopback):
-    """Each worker has a namespace, and so has the aggregator, of that *path*."""
-
-    def __init__(self, rack, path, another=False, interface="eth0"):
-        self.rack, self.path, self.interface = rack, path, interface
-        self.host = racks.AGGREGATORS[another]
-        self.its_own = rack.another if another else rack.aggregator
-        self.enter = (
-            f"from tests.aggregator.rack import enter\nenter({rack.workers[0]!r})\n"
+        return AggregatorClient(
+            self.host,
+            aggregator.port,
+            job=job,
+            worker=worker,
+            workers=workers,
+            token=options.pop("token", TOKEN),
+            **options,
         )
-
-    def at(self, worker):
-        return racks.inside(self.rack.workers[worker % len(self.rack.workers)])
-
-    def address(self, worker):
-        return racks.address_of(worker)
-
-    @contextlib.contextmanager
-    def running(self, **options):
-        with racks.inside(self.its_own):
-            if self.path == "sockets":
-                aggregator = UserSpaceAggregator(self.host, 0, token=TOKEN, **options)
-            else:
-                from paceline.aggregator.xdp.aggregator import XdpAggregator
-
-                aggregator = XdpAggregator(
-                    self.host, 0, token=TOKEN, interface=self.interface, **options
-                )
-        with served(aggregator):
-            yield aggregator
 
 
 def lossy(seed, part):

@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import socket
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ import pytest
 from paceline.aggregator.client import AggregatorClient
 from paceline.server.security import SECRET, TOKEN, TRUSTED
 from tests import forked
-from tests.aggregator.places import InARack
-from tests.aggregator.rack import AGGREGATOR
 from tests.hanging import SECONDS
 from tests.real.helpers import wait_until
 from tests.test_import import loaded
@@ -47,49 +44,12 @@ def test_it_makes_a_token_sums_and_says_what_it_has_counted():
     assert counts["contributions"] >= 3
 
 
-def test_in_the_kernel_it_says_how_and_leaves_nothing_behind(rack, bpf, tmp_path):
-    """Also where it is killed: the interface is free for the next one."""
-    script = tmp_path / "aggregate.py"
-    words = ["aggregate", "--listen", f"{AGGREGATOR}:0", "--path", "xdp"]
-    script.write_text(
-        "import sys\nfrom tests.aggregator.rack import enter\n"
-        f"enter({rack.aggregator!r})\nfrom paceline.cli import main\n"
-        f"sys.argv = ['paceline', *{words!r}, '--interface', 'eth0', '--json']\nmain()\n"
-    )
-    place = InARack(rack, "xdp")
-    for ends_well in (False, True):
-        process = forked.Forked([script], None, PLAIN | {TRUSTED: "1"})
-        try:
-            wait_until(
-                lambda p=process: "export" in p.stderr, SECONDS, "the aggregator"
-            )
-            assert "XDP at eth0, native" in process.stderr
-            (port,) = re.findall(rf"aggregating at {AGGREGATOR}:(\d+)", process.stderr)
-            (token,) = re.findall(rf"export {TOKEN}=(\w+)", process.stderr)
-            client = place.joining(
-                SimpleNamespace(port=int(port)), 0, workers=1, token=token
-            )
-            values = np.arange(1000, dtype=np.int32)
-            client.sum_integers(values)
-            client.close()
-            if ends_well:
-                process.send_signal(signal.SIGINT)
-                assert process.wait() == 0
-        finally:
-            process.kill()
-    counts = json.loads(process.stdout)
-    assert counts["jobs"] == counts["jobs ended"] == 1
-    assert counts["contributions"] >= 3
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--listen", "29700"], "expected HOST:PORT"),
         (["--listen", "127.0.0.1:0", "--mtu", "100"], "MTU 100: expected"),
         (["--listen", "127.0.0.1:0", "--slots", "0"], "slots: expected 1 to"),
-        (["--listen", "127.0.0.1:0", "--interface", "lo"], "belongs to --path xdp"),
-        (["--listen", "127.0.0.1:0", "--path", "xdp"], "expected --interface"),
         (["--listen", "0.0.0.0:0"], "export PACELINE_TRUSTED_NETWORK=1"),
     ],
 )

@@ -104,16 +104,12 @@ class Jobs:
         elements: int,
         token: str,
         most_slots: int = 0,
-        *,
-        elsewhere: bool = False,
     ) -> None:
         """*elements*: the most that a datagram may have; *most_slots*: that one worker may
-        have under way, times workers (0: no bound). *elsewhere*: leases are given here, and
-        the slots themselves are not here."""
+        have under way, times workers (0: no bound)."""
         self.elements = elements
-        self._memory = None if elsewhere else Memory.of(slots, elements)
-        if self._memory is not None:
-            self._memory.values[:] = 0  # its pages are there from now on
+        self._memory = Memory.of(slots, elements)
+        self._memory.values[:] = 0  # its pages are there from now on
         self._total = slots
         self._token = token
         self._most = most_slots
@@ -202,9 +198,8 @@ class Jobs:
         lease, slots = range(0), None
         if terms.rules == "slots":
             lease = self._lease(terms)
-            if self._memory is not None:
-                memory = self._memory.part(lease.start, lease.stop)
-                slots = Slots(memory, terms.workers)
+            memory = self._memory.part(lease.start, lease.stop)
+            slots = Slots(memory, terms.workers)
         number = self._number_for(terms)
         seal = Seal(key_of(self._token, terms.name))
         through = terms.expected or (int(all_bits(terms.workers)),)
@@ -272,9 +267,6 @@ class Jobs:
         return answers
 
     def _take_from(self, job: Job, packets: Array) -> Outgoing:
-        if job.lease and job.slots is None:
-            self.dropped["not where its slots are"] += len(packets)
-            packets = packets[:0]
         genuine = job.seal.genuine(packets)
         forged = len(packets) - int(np.count_nonzero(genuine))
         too_long = genuine & (packets["header"]["elements"] > job.terms.elements)

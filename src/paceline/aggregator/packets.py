@@ -178,7 +178,7 @@ class Seal:
     Two datagrams that differ share h_k with a chance of 2^-33 at most (the worst is one word that
     differs by 2^31), and both with 2^-66, which is less than a tag of 64 bits is guessed
     by. What is left for BLAKE2s is one block. Here sums of a whole batch are one product of
-    matrices; and a program in the kernel can have both (`xdp`).
+    matrices.
 
     Replays are no matter of the tag: a datagram that comes again, at any time, is one that the
     protocol deals with by its round. It hides nothing: sums are formed of what the aggregator

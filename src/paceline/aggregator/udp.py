@@ -126,10 +126,8 @@ class UserSpaceAggregator:
         slots: int = SLOTS,
         places: int = PLACES,
         mtu: int = MTU,
-        segments: bool = True,
     ) -> None:
-        """*segments*: the kernel may hand over datagrams joined. Raises `UsageError` where it
-        cannot listen, or may not."""
+        """Raises `UsageError` where it cannot listen, or may not."""
         check_may_be_read(address)
         if not token:
             raise UsageError(
@@ -143,8 +141,9 @@ class UserSpaceAggregator:
         elements = elements_for(mtu, ip_bytes=ip_bytes)
         self._listener, self._udp = _listen(address, port, family)
         self.port = int(self._listener.getsockname()[1])
-        self._datagrams = datagrams(self._udp, elements, segments=segments)
-        self.jobs = self._machine(slots, places, elements, token)
+        self._datagrams = datagrams(self._udp, elements)
+        room = held_datagrams(self._udp, elements)
+        self.jobs = Jobs(slots, places, elements, token, most_slots=room)
         self.counts: Counter[str] = self.jobs.counts
         self._token = token
         self._callers = lifelines.Callers(STRANGERS, LINE_BYTES)
@@ -156,10 +155,6 @@ class UserSpaceAggregator:
         self._stopped = False
         for end in (self._listener, self._udp):
             lifelines.close_in_children(end)
-
-    def _machine(self, slots: int, places: int, elements: int, token: str) -> Jobs:
-        room = held_datagrams(self._udp, elements)
-        return Jobs(slots, places, elements, token, most_slots=room)
 
     # ---- the loop ----
 
@@ -250,7 +245,7 @@ class UserSpaceAggregator:
             return
         if isinstance(words, Goodbye):
             if caller.job is not None and self.jobs.depart(caller.job, caller.worker):
-                self._forget(caller.job)
+                self._ways.pop(caller.job.number, None)
             self._drop(peer)
             return
         if caller.job is not None:
@@ -273,31 +268,18 @@ class UserSpaceAggregator:
             if any(not 0 <= way[0] < 1 << words.workers for way in words.routes):
                 raise UsageError("routes: expected bits of the job's workers")
             plain = [(_plain(host), _port(port)) for host, port in (own, *named)]
-            if words.rules == "slots":
-                self._check_ways(plain)
             job = self.jobs.register(words.terms(), words.worker)
         except (ValueError, OSError) as error:  # UsageError is one of the former
             self._refuse(peer, str(error))
             return
         ways = self._ways.setdefault(job.number, _Ways(job.expected))
         ways.lead(words, plain[0], plain[1:])
-        self._place(job)
         caller.job, caller.worker = job, words.worker
         self._callers.know(peer)
         slots = len(job.lease) or job.terms.slots
         granted = Granted(number=job.number, slots=slots, capacity=self.jobs.elements)
         granted.proof = proof_of(self._token, words.nonce, granted)
         self._say(peer, granted)
-
-    def _check_ways(self, ends: Sequence[tuple[str, int]]) -> None:
-        """Raise `UsageError` where datagrams cannot go there."""
-
-    def _place(self, job: Job) -> None:
-        """One more of the job's workers is here."""
-
-    def _forget(self, job: Job) -> None:
-        """The job is over."""
-        self._ways.pop(job.number, None)
 
     def _refuse(self, peer: socket.socket, reason: str) -> None:
         self.counts["refused: registrations"] += 1
@@ -316,7 +298,7 @@ class UserSpaceAggregator:
             if known.job is job:
                 self._say(other, Ended(reason=reason))
                 self._drop(other)
-        self._forget(job)
+        self._ways.pop(job.number, None)
         self.jobs.end(job)
         self.counts["jobs lost"] += 1
         print(

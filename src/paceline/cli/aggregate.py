@@ -9,23 +9,14 @@ import signal
 import sys
 import time
 from collections import Counter
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from paceline.cli import options as o
 from paceline.errors import UsageError
 
-if TYPE_CHECKING:
-    from paceline.aggregator.udp import UserSpaceAggregator
-
 _TOLD_SECONDS = 1.0
-
-
-class _Path(Enum):
-    sockets = "sockets"
-    xdp = "xdp"
 
 
 def aggregate(
@@ -42,20 +33,6 @@ def aggregate(
     mtu: Annotated[
         int, typer.Option(help="Bytes of the largest packet on the way to workers.")
     ] = 1500,
-    path: Annotated[
-        _Path,
-        typer.Option(
-            help="Where sums are formed: behind sockets, or in the kernel's receive path "
-            "(Linux, as root, with clang and libbpf installed)."
-        ),
-    ] = _Path.sockets,
-    interface: Annotated[
-        str | None,
-        typer.Option(
-            help="Of --path xdp: by which workers are reached, such as eth0. "
-            "\\[default: none; --path xdp needs one]"
-        ),
-    ] = None,
     json: o.Json = False,
 ) -> None:
     """Add up what workers send, datagram by datagram, until Ctrl-C.
@@ -65,14 +42,16 @@ def aggregate(
     loopback say PACELINE_TRUSTED_NETWORK=1, where everybody on the network may read the
     training.
     """
+    from paceline.aggregator.udp import UserSpaceAggregator
     from paceline.server.security import TOKEN, dedicated_token
 
     host, port = _host_and_port(listen)
     token = dedicated_token()
     made = token is None
     token = token or secrets.token_hex(16)
-    options = {"token": token, "slots": slots, "places": best_effort, "mtu": mtu}
-    aggregator = _aggregator(path, host, port, interface, options)
+    aggregator = UserSpaceAggregator(
+        host, port, token=token, slots=slots, places=best_effort, mtu=mtu
+    )
     stop, stopper = os.pipe()
     before = {
         number: signal.signal(number, lambda *_: os.write(stopper, b"."))
@@ -99,29 +78,6 @@ def aggregate(
         os.close(stop)
         os.close(stopper)
         aggregator.close()
-
-
-def _aggregator(
-    path: _Path, host: str, port: int, interface: str | None, options: dict[str, Any]
-) -> UserSpaceAggregator:
-    if path is _Path.sockets:
-        from paceline.aggregator.udp import UserSpaceAggregator
-
-        if interface is not None:
-            raise UsageError("--interface belongs to --path xdp")
-        return UserSpaceAggregator(host, port, **options)
-    from paceline.aggregator.xdp.aggregator import XdpAggregator
-
-    if interface is None:
-        raise UsageError(
-            "--path xdp: expected --interface, by which workers are reached, such as eth0"
-        )
-    aggregator = XdpAggregator(host, port, interface=interface, **options)
-    where = (
-        "in its driver" if aggregator.how == "native" else "behind its driver, slower"
-    )
-    print(f"paceline: XDP at {interface}, {aggregator.how} ({where})", file=sys.stderr)
-    return aggregator
 
 
 class _Progress:
