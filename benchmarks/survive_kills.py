@@ -24,23 +24,32 @@ WORKERS = 3
 METHODS = ("backup:wait_for=2", "asp", "ssp:staleness=2", "gssp")
 PAUSE = 0.1
 LAST_SECOND = 1.2
-"""How long after the first step the kill comes at the latest: six steps take about 0.7 s, and the end follows."""
+"""How long after the first step the first kill comes at the latest: six steps take about 0.7 s, and the end follows."""
 
 
 def main() -> None:
     """Print a line for each kill, and a table of all."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument(
+        "--kills", type=int, default=40, help="of workers that had not ended yet"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     choose = random.Random(arguments.seed)
     found: dict[str, list[str]] = {method: [] for method in METHODS}
+    latest = dict.fromkeys(METHODS, LAST_SECOND)
     for number in range(arguments.kills):
         method, rank = METHODS[number % len(METHODS)], choose.randrange(WORKERS)
-        after = choose.uniform(0.3, LAST_SECOND)
-        ended = _killed(method, rank, after)
-        found[method].append(ended)
-        print(f"{number + 1:3} {method:18} worker {rank} after {after:.2f} s: {ended}")
+        ended = "had ended"
+        while ended == "had ended":
+            after = choose.uniform(latest[method] / 3, latest[method])
+            ended = _killed(method, rank, after)
+            found[method].append(ended)
+            print(
+                f"{number + 1:3} {method:18} worker {rank} after {after:.2f} s: {ended}"
+            )
+            # A kill that comes too late tells where the end is: the next ones come about there.
+            latest[method] *= 0.9 if ended == "had ended" else 1.05
     print(
         "\n| method | kills | started again | ended before | failed |\n|---|---|---|---|---|"
     )
