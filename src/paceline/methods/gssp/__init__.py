@@ -31,8 +31,8 @@ updates is momentum: ``momentum=updates`` leaves it to torch, so that its horizo
 shorter than under bsp, as it is under ssp. With ``momentum=samples`` an update of weight w
 forgets m^w, for SGD and Adam: see `weighting`.
 
-Hyperparameters travel with pushes. A parcel has its last push's, but for learning rates: each gradient
-in it counts at that of its own step (`GradientSum`). So a schedule that counts a worker's
+Pushes carry their hyperparameters. A parcel carries those of its last push, except learning rates: each
+gradient is applied at the rate of its own step (`GradientSum`). So a schedule that counts a worker's
 own steps is ahead in a fast group and behind in a slow one. `DistributedOptimizer.steps_of_all` counts
 samples instead: gradients of all that are in the model, divided by n. A schedule follows it so:
 
