@@ -13,7 +13,7 @@ from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.newcomer.rows import TOYS, registered
 from tests.newcomer.table import chosen
-from tests.test_structure import FORBIDDEN_TO_METHODS, LEVEL_OF, METHODS_MAY_IMPORT
+from tests.test_structure import FORBIDDEN_TO_METHODS, METHODS_MAY_IMPORT, PARTS
 
 FILES = sorted((Path(__file__).parent / "toys").glob("[!_]*.py"))
 MOST_LINES = 75
@@ -37,7 +37,7 @@ def test_a_toy_is_one_short_file_that_touches_nothing_else(path):
     names = set(names_of(path))
     assert FORBIDDEN_TO_METHODS.isdisjoint(names)
     parts = {name.split(".")[1] for name in names if name.startswith("paceline.")}
-    assert parts & set(LEVEL_OF) <= MAY_IMPORT
+    assert parts & PARTS <= MAY_IMPORT
     assert not [name for name in names if name.split(".")[0] in ("tests", "")]
 
 
