@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from paceline.network import uniform_cluster
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 
 RESULTS = Path(__file__).parent / "results" / "auto.json"
 EMULATED = {

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import paceline
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 
 WORKERS = 8
 SEED = 1

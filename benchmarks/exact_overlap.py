@@ -36,7 +36,7 @@ import collectives
 import osp
 import paceline
 from paceline.network import Cluster, Rack, Workload, uniform_cluster
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.worlds.virtual import Simulation
 
 METHODS = ("bsp", "osp:collective=native,budget=constant", "dear", "priority")

@@ -29,7 +29,7 @@ import torch
 
 import paceline
 from paceline.network import Cluster, Rack
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.job import EmulatedJob
 from paceline.worlds.virtual import Simulation

@@ -22,7 +22,7 @@ from paceline import fusion
 from paceline.collectives.schedule import Ring
 from paceline.network import Workload
 from paceline.network.cluster import Cluster, Rack
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.worlds.virtual import Simulation
 
 WORKERS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from paceline.network import uniform_cluster
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 
 LAYERS, SIDE, FORWARD, BACKWARD = 16, 354, 0.1, 0.2
 BYTES = LAYERS * SIDE * SIDE * 4

@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 
 import paceline
+from paceline.buckets import nearly_square
 from paceline.chosen import read_spec
 from paceline.compression import full_spec
 from paceline.network import Workload
 from paceline.network.cluster_file import cluster_toml, load_cluster
-from paceline.options import RunOptions
 from paceline.plan import plan
 from paceline.plan.codes import codes_in_front, revised
 from paceline.plan.predict import Job
@@ -41,8 +41,8 @@ from paceline.plan.together import in_processes
 from paceline.profiling.busy import coding_times_of_busy
 from paceline.profiling.coding import threads_set
 from paceline.profiling.gradients import KeptGradients
+from paceline.run_options import RunOptions
 from paceline.spec import parse
-from paceline.tensors import nearly_square
 
 RESULTS = Path(__file__).parent / "results" / "regret_emulated.json"
 CLASSES = ("exact", "late", "lossy", "local")

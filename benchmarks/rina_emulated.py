@@ -24,7 +24,7 @@ import paceline
 from paceline.collectives import make, over
 from paceline.collectives.comm import TorchComm
 from paceline.network import Cluster, Rack
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation
 

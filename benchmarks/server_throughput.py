@@ -22,9 +22,9 @@ import time
 
 import torch
 
-from paceline.instruments import Journal
 from paceline.interfaces import Answer, Work
 from paceline.messages import Reduce, Reduced
+from paceline.records import Journal
 from paceline.server.client import RemoteServer
 from paceline.server.serve import Shell
 

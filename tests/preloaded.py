@@ -14,7 +14,7 @@ import paceline.cli
 import paceline.distributing
 import paceline.testing
 import paceline.worlds.real  # noqa: F401
-from paceline.torch_private import load_lazy_modules
+from paceline.torch_internals import load_lazy_modules
 
 load_lazy_modules()
 

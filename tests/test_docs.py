@@ -6,7 +6,7 @@ from pathlib import Path
 from paceline.collectives.table import collectives_page
 from paceline.compression.table import compression_page
 from paceline.methods.table import methods_page
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 
 TEXTS = ("method", "records", "report_to", "cluster")
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.buckets import make_buckets
 from paceline.same_data import MOST_STEPS, STEPS, SameData
-from paceline.tensors import make_buckets
 from tests.training.cases import inputs, small_model
 from tests.virtual.helpers import run
 

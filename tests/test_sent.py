@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.buckets import make_buckets
 from paceline.sent import WATCHED_STEPS, SentGradients
-from paceline.tensors import make_buckets
 
 
 def buckets_of(dtype=torch.float32):

@@ -13,8 +13,8 @@ import torch
 
 import paceline
 from paceline.errors import UsageError
-from paceline.instruments import StepRecord
-from paceline.options import RunOptions
+from paceline.records import StepRecord
+from paceline.run_options import RunOptions
 from paceline.sinks import SINKS, numbers_of, sink_for
 from tests import forked
 from tests.virtual.helpers import run, simulation

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import paceline
+from paceline.buckets import wire_bytes, wire_shape
 from paceline.collectives.schedule import Ring
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import Workload
 from paceline.network.workload import builtin_names
-from paceline.tensors import wire_bytes, wire_shape
 from paceline.testing import inspect
 from paceline.worlds.virtual import ComputeModel
 from tests.virtual.helpers import run, run_on, simulation

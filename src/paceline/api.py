@@ -8,9 +8,9 @@ from typing import Any, TypeVar, overload
 
 from paceline.context import current_world
 from paceline.errors import UsageError
-from paceline.instruments import StepRecord
 from paceline.interfaces import World
 from paceline.job import Job
+from paceline.records import StepRecord
 from paceline.sinks import Told, report
 from paceline.worlds.join import join_world
 

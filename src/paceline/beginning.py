@@ -17,6 +17,7 @@ from typing import cast
 import torch
 
 from paceline import collectives, methods, spec
+from paceline.buckets import wire_bytes, wire_shape
 from paceline.chosen import brief_spec, compressed, own_compression
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
@@ -42,8 +43,7 @@ from paceline.server.code_checks import check_answers, check_pushed, spec_of_cod
 from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
 from paceline.startup import check_same_everywhere, describe
-from paceline.tensors import wire_bytes, wire_shape
-from paceline.torch_private import is_compiled_whole
+from paceline.torch_internals import is_compiled_whole
 from paceline.training import MakeRemote, Present, Training
 from paceline.training.method_hooks import check_declared, check_hooks
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from paceline.errors import UsageError
-from paceline.torch_private import (
+from paceline.torch_internals import (
     SHARDING,
     active_ddp,
     is_distributed_tensor,

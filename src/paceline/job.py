@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 
 _OPTIMIZER = "_trained_by_paceline"
 Watcher = Callable[

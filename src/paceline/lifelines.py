@@ -42,7 +42,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from paceline.options import seconds_from
+from paceline.run_options import seconds_from
 from paceline.timeouts import timeouts
 
 UNREACHABLE_VARIABLE = "PACELINE_UNREACHABLE_SECONDS"

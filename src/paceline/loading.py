@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.hooks import Uncopied
 from paceline.server.remote import RemoteParameters
+from paceline.torch_internals import Uncopied
 
 IGNORED = (
     "paceline: worker {rank} was started again and has joined a job that goes on: what its "

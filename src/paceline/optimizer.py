@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import match_strides
 from paceline.errors import UsageError
 from paceline.interfaces import World
-from paceline.tensors import match_strides
-from paceline.torch_private import inside_scaler, note_step
+from paceline.torch_internals import inside_scaler, note_step
 from paceline.training import Present, Training
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.tensors import Bucket
+from paceline.buckets import Bucket
 
 STEPS = 3
 """In so many steps the gradient is to be the mean before anything is said."""

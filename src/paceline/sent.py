@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.tensors import Bucket
-from paceline.torch_private import version_of
+from paceline.buckets import Bucket
+from paceline.torch_internals import version_of
 
 WATCHED_STEPS = 8
 """After so many steps without a write no contents are summed up any more, and a write is

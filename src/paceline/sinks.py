@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from paceline.errors import UsageError, unknown
-from paceline.instruments import Span, StepRecord
 from paceline.interfaces import World
+from paceline.records import Span, StepRecord
 
 
 class Sink(Protocol):

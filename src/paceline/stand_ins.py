@@ -6,11 +6,11 @@ import math
 
 import torch
 
+from paceline.buckets import nearly_square, stand_in_for, stands_in, wire_bytes
 from paceline.context import current_world
 from paceline.errors import UsageError
 from paceline.interfaces import World
 from paceline.network.workload import Workload
-from paceline.tensors import nearly_square, stand_in_for, stands_in, wire_bytes
 
 
 class StandIn(torch.nn.Module):

@@ -26,6 +26,7 @@ from weakref import WeakSet
 
 import torch
 
+from paceline.buckets import in_strides_of
 from paceline.errors import UsageError
 from paceline.interfaces import Hyperparameters, Piece
 from paceline.pieces import (
@@ -37,8 +38,7 @@ from paceline.pieces import (
     split_pieces,
     whole_pieces,
 )
-from paceline.tensors import in_strides_of
-from paceline.torch_private import version_of
+from paceline.torch_internals import version_of
 
 __all__ = [
     "Piece",

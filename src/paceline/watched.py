@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.torch_private import without_overrides
+from paceline.torch_internals import without_overrides
 
 Tell = Callable[[torch.Tensor], None]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.errors import UsageError
 from paceline.sampler import Sampler
-from paceline.torch_private import queue_callback
+from paceline.torch_internals import queue_callback
 
 
 class Weights:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, LOSS_VARIABLE
-from paceline.options import CLUSTER_VARIABLE
+from paceline.run_options import CLUSTER_VARIABLE
 from paceline.server.security import SECRET, TOKEN
 from tests import forked
 from tests.hanging import SECONDS

@@ -11,7 +11,7 @@ from paceline.auto.wish import Auto
 from paceline.auto.words import paragraph
 from paceline.errors import UsageError
 from paceline.network import uniform_cluster
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 
 ABOUT = About(model="abc", optimizer="SGD", workers=4, quality="late", world="real")
 TRIED = Tried(

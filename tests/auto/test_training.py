@@ -11,7 +11,7 @@ from paceline.auto import course, senses
 from paceline.auto.found import Answer, Predicted
 from paceline.auto.kept import Decision
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from tests import forked
 from tests.auto.cases import assert_equal_everywhere, changing, flat
 from tests.plan.helpers import layers

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from paceline.doctor.faults import Diagnosis, Fault
 from paceline.doctor.page import doctor_page
-from paceline.instruments import STEP_ROW, Span, StepRecord
 from paceline.interfaces import QUALITIES
 from paceline.network import uniform_cluster
 from paceline.plan.found import LeftOut, Plan, Row
@@ -14,6 +13,7 @@ from paceline.plan.help import BreakEven, Help, Helps
 from paceline.plan.page import plan_page
 from paceline.plan.until import Reached
 from paceline.plan.what_if import RATES, WORKERS, Point
+from paceline.records import STEP_ROW, Span, StepRecord
 from paceline.report.comparison import write_report
 from paceline.report.page import NAME, write_page
 from paceline.report.timelines import Step, step_of

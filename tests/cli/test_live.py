@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.live import describe
-from paceline.instruments import Journal
+from paceline.records import Journal
 from paceline.worlds.progress import Standing, noted, read, write_there
 from tests.cli.terminal import SECONDS, on_terminal
 from tests.emulated.conftest import refusal

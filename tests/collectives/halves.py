@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 import torch
 
+from paceline.buckets import wire_bytes
 from paceline.collectives import make, over
 from paceline.collectives.comm import TorchComm
 from paceline.collectives.halves import OwnHalves, scatter
-from paceline.tensors import wire_bytes
 from paceline.worlds.join import join_world
 from tests.collectives.helpers import skew
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline.aggregator.fixed_point import FixedPoint, exponents_of
+from paceline.buckets import stand_in_for
 from paceline.collectives import aggregated, make, over
 from paceline.collectives.aggregated import BLOCK
 from paceline.collectives.comm import TorchComm
 from paceline.collectives.halving_doubling import HalvingDoubling
 from paceline.collectives.pricing import seconds
 from paceline.errors import WorkerFailedError
-from paceline.tensors import stand_in_for
 from paceline.worlds.join import join_world
 from tests.collectives.test_rina import LAYOUTS, cluster_of, shape
 from tests.profiles import examples

@@ -8,7 +8,7 @@ import torch
 
 from paceline.collectives.chains import Chain, ThreadRunner, WaitingRunner
 from paceline.errors import UsageError
-from paceline.instruments import Journal
+from paceline.records import Journal
 from tests.hanging import SECONDS
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.buckets import stand_in_for
 from paceline.collectives import make
 from paceline.collectives.combined import InTurn, Some
 from paceline.collectives.comm import TorchComm
@@ -17,7 +18,6 @@ from paceline.collectives.pricing import seconds
 from paceline.collectives.rows import ParameterServer
 from paceline.collectives.schedule import Ring, Star, Tree
 from paceline.errors import UsageError
-from paceline.tensors import stand_in_for
 from paceline.worlds.join import join_world
 from tests.collectives.halves import CASES, random
 from tests.collectives.test_schedule import racked

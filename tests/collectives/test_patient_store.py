@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import UsageError
-from paceline.patient_store import PatientStore, meet
+from paceline.polling_store import PatientStore, meet
 from tests.hanging import SECONDS
 
 SOON = timedelta(seconds=0.01)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from paceline.buckets import stand_in_for
 from paceline.collectives import COLLECTIVES, make, over
 from paceline.collectives.comm import TorchComm
-from paceline.tensors import stand_in_for
 from paceline.worlds.join import join_world
 from tests.virtual.helpers import cluster, rack, run
 

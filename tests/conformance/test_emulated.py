@@ -7,7 +7,7 @@ import pytest
 
 import paceline.testing.__main__ as kit
 from paceline.network import ServerHost
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.testing.cases import cluster_of
 from paceline.testing.checks import WORLD_CHECKS, sample, trials
 from paceline.worlds.emulated.fabric import Fabric

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, MTU_VARIABLE
 from paceline.network import Cluster, Rack, cluster_toml
-from paceline.options import CLUSTER_VARIABLE
+from paceline.run_options import CLUSTER_VARIABLE
 from paceline.server.security import TOKEN, TRUSTED
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.messages import INTERFACE

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.buckets import stand_in_for
 from paceline.compression import Identity, make
 from paceline.methods.local import SparseLoCo
-from paceline.tensors import stand_in_for
 from paceline.testing import inspect
 from paceline.testing.task import Counting
 from tests.local.helpers import double, momentum, sgd, simulate, train

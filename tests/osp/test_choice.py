@@ -10,6 +10,7 @@ from benchmarks.osp_comparisons import Inverse, InverseOSP, Random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.buckets import make_buckets
 from paceline.chosen import read_spec
 from paceline.errors import UsageError
 from paceline.methods.osp.choice import (
@@ -27,7 +28,6 @@ from paceline.methods.osp.decision import Decision
 from paceline.methods.osp.layout import Layout
 from paceline.methods.osp.options import EPOCHS, Importance, OSPOptions
 from paceline.methods.osp.watch import Growth
-from paceline.tensors import make_buckets
 from paceline.updater import TorchUpdater, split_pieces
 
 # ---- what to defer ----

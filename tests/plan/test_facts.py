@@ -7,13 +7,13 @@ import torch
 
 from paceline.auto.watch import with_all
 from paceline.network import Workload, uniform_cluster
-from paceline.options import RunOptions
 from paceline.plan.facts import facts_of
 from paceline.plan.limits import alone, limit_seconds
 from paceline.plan.predict import Job, Prediction, predict
 from paceline.profiling import StepHabits
 from paceline.profiling.habits import MOST_STEPS
 from paceline.report.result import Summary
+from paceline.run_options import RunOptions
 from paceline.watched import is_watched
 from paceline.worlds.virtual import ComputeModel, Simulation
 from paceline.worlds.virtual.profile import profile_script

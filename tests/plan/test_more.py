@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.instruments import StepRecord
 from paceline.plan.found import Plan, Row
 from paceline.plan.pictures import write_pictures
 from paceline.plan.predict import Job
 from paceline.plan.until import Trained, until
 from paceline.plan.what_if import seconds_at_most, shortlist, what_if
+from paceline.records import StepRecord
 from paceline.report.goal import Goal
 from paceline.worlds.virtual import ComputeModel
 from tests.plan.helpers import cluster, layers

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from paceline.errors import UsageError
-from paceline.instruments import Journal
 from paceline.interfaces import Service, ServiceJob
+from paceline.records import Journal
 from paceline.server.security import SECRET, TOKEN, dedicated_token
 from paceline.worlds.handover import Address, Board, Posted, Sheet, Way, way_of
 from paceline.worlds.services import RealServices, Where

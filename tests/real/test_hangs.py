@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.instruments import Journal
+from paceline.records import Journal
 from paceline.timeouts import timeouts
 from paceline.worlds.hangs import (
     MOST_FRAMES,

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.worlds import launch, own_groups
 from paceline.worlds.failures import Failure, summary
 from paceline.worlds.processes import LAUNCHER_VARIABLE, as_launcher

@@ -13,7 +13,7 @@ import torch
 
 from paceline.cli import app
 from paceline.errors import PeerLostError, UsageError
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.server.security import SECRET
 from paceline.server.surviving import SurvivingJob
 from paceline.server.wire import BEFORE_IT_STOOD, IS_HERE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.instruments import STEP_ROW, Span
+from paceline.records import STEP_ROW, Span
 from paceline.report.result import Result
 from paceline.report.trace import chrome_trace
 from paceline.report.variants import Variant, VariantStep

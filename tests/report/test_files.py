@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.instruments import Span, StepRecord
+from paceline.records import Span, StepRecord
 from paceline.report.files import (
     WorkerRecords,
     claim,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.instruments import Span
+from paceline.records import Span
 from paceline.report.merged_trace import merge_traces
 from paceline.report.trace import chrome_trace, spans_in
 

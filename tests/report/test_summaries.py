@@ -4,7 +4,7 @@ import pytest
 
 from paceline.report.result import Summary, exchange_summaries
 from paceline.timeouts import timeouts
-from paceline.torch_private import local_store
+from paceline.torch_internals import local_store
 
 
 def summary(rank):

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.instruments import STEP_ROW, Span, StepRecord
+from paceline.records import STEP_ROW, Span, StepRecord
 from paceline.report.comparison import SPANS, write_report
 from paceline.report.timelines import (
     MOST_ROWS,

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from paceline.buckets import Bucket, make_buckets
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush, ServerJob, Shard, Told
 from paceline.methods.push_pull import AppliesOnArrival
 from paceline.server.protocol import ParameterServer
 from paceline.server.remote import RemoteParameters
-from paceline.tensors import Bucket, make_buckets
 from tests.server.test_protocol import Case, pushed, zeros
 from tests.server.test_two_stages import Direct
 

@@ -13,7 +13,6 @@ import torch
 import zmq
 
 from paceline.errors import PeerLostError, UsageError
-from paceline.instruments import Journal, Kept
 from paceline.messages import (
     DTYPES,
     PROTOCOL,
@@ -28,6 +27,7 @@ from paceline.messages import (
     Reduced,
     Refused,
 )
+from paceline.records import Journal, Kept
 from paceline.server import client, payloads, wire
 from paceline.server.channel import Channel
 from paceline.server.process import make_machine

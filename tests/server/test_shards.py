@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.buckets import Bucket, make_buckets, stand_in_for
 from paceline.pieces import cut_every
 from paceline.server.shards import SMALL_BYTES, Part, split
-from paceline.tensors import Bucket, make_buckets, stand_in_for
 from tests.profiles import examples
 
 

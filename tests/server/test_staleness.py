@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from paceline import methods
+from paceline.buckets import make_buckets
 from paceline.interfaces import Sender, ServerJob
 from paceline.server.protocol import ParameterServer
 from paceline.server.remote import RemoteParameters
 from paceline.spec import parse
-from paceline.tensors import make_buckets
 
 METHODS = {
     "asp": 3,

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.buckets import Bucket, make_buckets
 from paceline.errors import UsageError
 from paceline.interfaces import Work
 from paceline.messages import Join, Unit
 from paceline.server.shards import Part, split
 from paceline.server.spread import _NOT_SENT
 from paceline.server.store import Store
-from paceline.tensors import Bucket, make_buckets
 
 SHAPES = [(300, 64), (64, 33), (512, 128), (17, 40), (256, 256)]
 GROUPS = [[0, 1], [2, 3, 4]]

@@ -7,8 +7,8 @@ from itertools import permutations
 import pytest
 import torch
 
+from paceline.buckets import stand_in_for
 from paceline.server.sums import Order, Sum
-from paceline.tensors import stand_in_for
 
 PARTS = [
     torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(4)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from paceline.buckets import make_buckets
 from paceline.interfaces import (
     Answer,
     Informed,
@@ -43,7 +44,6 @@ from paceline.methods.osp.reports import Measured, read_mask, written_report
 from paceline.methods.ssp import SSP
 from paceline.server.protocol import ParameterServer
 from paceline.server.remote import RemoteParameters
-from paceline.tensors import make_buckets
 from tests.server.test_protocol import HOW, Case
 
 UNITS = [[2, 3, 1], [4, 2]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.instruments import StepRecord
-from paceline.options import RunOptions
+from paceline.records import StepRecord
+from paceline.run_options import RunOptions
 from tests.virtual.helpers import run
 
 STEPS = 24

@@ -11,7 +11,7 @@ from torch import nn
 import paceline
 from paceline.errors import UsageError
 from paceline.optimizer import TrainingEnded
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.testing import inspect
 from paceline.worlds.join import join_world
 from tests.training.cases import inputs, small_model

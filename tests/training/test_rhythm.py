@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import paceline
+from paceline.buckets import stand_in_for
 from paceline.errors import UsageError
 from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rhythm
 from paceline.methods.bsp import BSP
 from paceline.report.result import Summary
-from paceline.tensors import stand_in_for
 from paceline.testing import inspect
 from paceline.testing.task import Counting
 from paceline.worlds.join import join_world

@@ -31,8 +31,8 @@ from paceline.errors import (
     WorkerFailedError,
 )
 from paceline.network import Cluster, Rack
-from paceline.options import RunOptions
-from paceline.torch_private import load_lazy_modules
+from paceline.run_options import RunOptions
+from paceline.torch_internals import load_lazy_modules
 from paceline.worlds.virtual import Simulation
 from paceline.worlds.virtual.world import place_of
 from tests.hanging import SECONDS

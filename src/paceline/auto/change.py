@@ -30,9 +30,9 @@ from paceline.chosen import read_spec
 from paceline.collectives.comm import TorchComm
 from paceline.errors import UsageError
 from paceline.exchange import gather_bytes
-from paceline.instruments import Span
 from paceline.interfaces import QUALITIES, Method, Quality
 from paceline.optimizer import DistributedOptimizer, present_of
+from paceline.records import Span
 from paceline.settings import Settings
 from paceline.training import Present, Training
 from paceline.training.method_hooks import rhythms_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from paceline.buckets import Bucket, stamps
 from paceline.interfaces import Method
 from paceline.settings import Settings
-from paceline.tensors import Bucket, stamps
 from paceline.training import Training
 
 

@@ -21,7 +21,7 @@ from paceline.auto.words import paragraph
 from paceline.beginning import Subject
 from paceline.collectives.comm import TorchComm
 from paceline.settings import Settings
-from paceline.torch_private import moves_host_tensors
+from paceline.torch_internals import moves_host_tensors
 from paceline.training import Training
 
 

@@ -18,7 +18,7 @@ from paceline.auto.found import Found
 from paceline.auto.wish import Auto
 from paceline.errors import UsageError
 from paceline.interfaces import Quality
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 
 VARIABLE = "PACELINE_AUTO_FILE"
 FILE = "paceline-auto.json"

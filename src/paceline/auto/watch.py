@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from paceline.hooks import Uncopied
 from paceline.interfaces import Stopwatch
 from paceline.network import Workload
 from paceline.profiling import Profiler
+from paceline.torch_internals import Uncopied
 
 ENOUGH = 12
 """Steps whose times are taken."""

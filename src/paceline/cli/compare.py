@@ -19,17 +19,17 @@ from paceline.cli.live import describe
 from paceline.cli.planned import classes, plan_script, processes
 from paceline.cli.telling import rows, telling
 from paceline.errors import UsageError
-from paceline.options import RunOptions
 from paceline.report.files import clear
+from paceline.run_options import RunOptions
 from paceline.units import show_seconds
 from paceline.worlds.processes import as_launcher, end_all
 from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:
-    from paceline.instruments import StepRecord
     from paceline.interfaces import Quality
     from paceline.network import Cluster
     from paceline.plan import Plan
+    from paceline.records import StepRecord
     from paceline.report.goal import Goal
     from paceline.report.result import Outcome, Result
     from paceline.report.variants import Variant

@@ -13,7 +13,7 @@ from paceline.cli import options as o
 from paceline.cli.live import live_line
 from paceline.cli.telling import telling
 from paceline.errors import UsageError
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.worlds.scratch import scratch_folder
 
 

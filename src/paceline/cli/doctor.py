@@ -18,7 +18,7 @@ from paceline.cli.arguments import LaunchCommand, torchrun_words
 from paceline.cli.live import live_line
 from paceline.cli.telling import telling
 from paceline.errors import PacelineError, UsageError
-from paceline.options import CLUSTER_VARIABLE, RunOptions
+from paceline.run_options import CLUSTER_VARIABLE, RunOptions
 from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from paceline.cli import options as o
 from paceline.cli.live import live_line
 from paceline.cli.telling import telling
 from paceline.network import Workload
-from paceline.options import RunOptions
 from paceline.report.files import forget_workers, merge_workers
+from paceline.run_options import RunOptions
 from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline.cli.options import SCRATCH, standard_output_for_result
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import Cluster, Workload
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.units import show_age
 from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
 from paceline.worlds.virtual.checkpoints import redirect_checkpoints

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli import options as o
 from paceline.errors import UsageError, unknown
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 
 if TYPE_CHECKING:
     from paceline.interfaces import Quality

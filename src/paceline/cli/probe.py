@@ -17,8 +17,8 @@ from paceline.cli.live import live_line
 from paceline.cli.telling import telling
 from paceline.errors import UsageError
 from paceline.network import ServerHost, cluster_toml
-from paceline.options import CLUSTER_VARIABLE, RunOptions
 from paceline.report.files import make_folder
+from paceline.run_options import CLUSTER_VARIABLE, RunOptions
 from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from paceline.cli.live import live_line
 from paceline.cli.telling import telling
 from paceline.errors import UsageError
 from paceline.network import Workload
-from paceline.options import RunOptions
 from paceline.report.files import make_folder
+from paceline.run_options import RunOptions
 from paceline.worlds.scratch import scratch_folder
 
 

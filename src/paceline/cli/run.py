@@ -14,8 +14,8 @@ from paceline.cli.arguments import torchrun_words
 from paceline.cli.live import live_line
 from paceline.errors import UsageError
 from paceline.network import load_cluster
-from paceline.options import RunOptions
 from paceline.report.files import forget_workers, merge_workers
+from paceline.run_options import RunOptions
 from paceline.worlds.scratch import scratch_folder
 
 

@@ -11,8 +11,8 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.live import describe
 from paceline.cli.telling import telling
-from paceline.options import RunOptions
 from paceline.report.files import make_folder, write_run
+from paceline.run_options import RunOptions
 from paceline.worlds.progress import Standing, place
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from paceline.aggregator.packets import MOST_WORKERS, Array
 from paceline.aggregator.protocol import all_bits
 from paceline.aggregator.ring import Group
 from paceline.aggregator.ring_end import RingEnd
+from paceline.buckets import stand_in_for, stands_in, wire_bytes
 from paceline.collectives.aggregation import Aggregation, ScheduledAggregation
 from paceline.collectives.datagram_line import MakeEnd
 from paceline.collectives.datagram_sums import (
@@ -44,8 +45,7 @@ from paceline.collectives.messages import flat_of
 from paceline.collectives.rows import Scheduled
 from paceline.collectives.schedule import Ring
 from paceline.interfaces import Comm, Pending, ReduceOperation, Schedule, World
-from paceline.tensors import stand_in_for, stands_in, wire_bytes
-from paceline.torch_private import virtual_end
+from paceline.torch_internals import virtual_end
 
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm

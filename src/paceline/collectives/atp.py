@@ -26,7 +26,7 @@ from paceline.interfaces import (
     ServiceJob,
     World,
 )
-from paceline.torch_private import virtual_end
+from paceline.torch_internals import virtual_end
 
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from paceline.aggregator.packets import MOST_WORKERS
+from paceline.buckets import wire_bytes
 from paceline.collectives.aggregated import exponent_bytes, suits_switches
 from paceline.collectives.messages import real
 from paceline.collectives.places import aggregating_racks
@@ -43,7 +44,6 @@ from paceline.interfaces import (
     World,
 )
 from paceline.network import Cluster
-from paceline.tensors import wire_bytes
 from paceline.units import show_bytes
 
 if TYPE_CHECKING:

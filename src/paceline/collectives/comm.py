@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from paceline.buckets import wire_bytes
 from paceline.collectives import chains, executor
 from paceline.collectives.chains import Chain
 from paceline.collectives.messages import Messages, real
@@ -23,8 +24,7 @@ from paceline.interfaces import (
     Schedule,
     World,
 )
-from paceline.tensors import wire_bytes
-from paceline.torch_private import (
+from paceline.torch_internals import (
     all_gather_options,
     all_reduce_options,
     all_to_all_options,

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from paceline.aggregator.client import SLOTS
+from paceline.buckets import wire_bytes
 from paceline.collectives import chains
 from paceline.collectives.datagram_line import Line, MakeEnd, Terms
 from paceline.collectives.pending import WorkPending
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Schedule, World
 from paceline.server.security import SECRET, TOKEN, dedicated_token
-from paceline.tensors import wire_bytes
-from paceline.torch_private import default_store
+from paceline.torch_internals import default_store
 
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm

@@ -21,6 +21,7 @@ from typing import cast
 
 import torch
 
+from paceline.buckets import stand_alike, stands_in, wire_bytes
 from paceline.collectives.auto import CANDIDATES, Auto
 from paceline.collectives.combined import Among, InTurn, SideBySide, Some
 from paceline.collectives.comm import TorchComm
@@ -39,8 +40,7 @@ from paceline.interfaces import (
     Scattered,
     Schedule,
 )
-from paceline.tensors import stand_alike, stands_in, wire_bytes
-from paceline.torch_private import virtual_end
+from paceline.torch_internals import virtual_end
 
 
 def scatter(

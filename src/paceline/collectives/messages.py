@@ -9,6 +9,7 @@ from zlib import crc32
 
 import torch
 
+from paceline.buckets import stand_alike, wire_bytes
 from paceline.collectives import chains, executor
 from paceline.collectives.chains import Chain
 from paceline.collectives.pending import Job, OneWait, WorkPending
@@ -22,8 +23,7 @@ from paceline.interfaces import (
     servers_of,
     switches_of,
 )
-from paceline.tensors import stand_alike, wire_bytes
-from paceline.torch_private import follows_streams, virtual_end
+from paceline.torch_internals import follows_streams, virtual_end
 
 _LANES = 2
 """Schedules that a communicator performs at a time: as many collectives as gloo moves."""

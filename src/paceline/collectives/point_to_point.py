@@ -12,14 +12,14 @@ from typing import NoReturn
 
 import torch
 
+from paceline.buckets import stand_alike, stand_in_for, stands_in, wire_bytes
 from paceline.collectives.chains import Chain
 from paceline.collectives.comm import TorchComm, check_parts
 from paceline.collectives.pending import AllOf
 from paceline.collectives.schedule import Ring, Tree
 from paceline.errors import UsageError
 from paceline.interfaces import Pending, ReduceOperation
-from paceline.tensors import stand_alike, stand_in_for, stands_in, wire_bytes
-from paceline.torch_private import virtual_end
+from paceline.torch_internals import virtual_end
 
 
 class PointToPointComm(TorchComm):

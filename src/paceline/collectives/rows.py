@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
+from paceline.buckets import stands_in, wire_bytes
 from paceline.collectives import schedule as schedules
 from paceline.collectives.combined import InTurn
 from paceline.collectives.halving_doubling import HalvingDoubling as Halves
@@ -19,7 +20,6 @@ from paceline.interfaces import (
     ReduceOperation,
     Schedule,
 )
-from paceline.tensors import stands_in, wire_bytes
 
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm

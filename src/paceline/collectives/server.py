@@ -9,6 +9,7 @@ from typing import ClassVar, NoReturn
 import torch
 import torch.distributed as dist
 
+from paceline.buckets import stand_in_for, stands_in, wire_bytes
 from paceline.collectives import chains
 from paceline.collectives.chains import Chain, Work
 from paceline.collectives.comm import TorchComm
@@ -17,7 +18,6 @@ from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, World
 from paceline.messages import Leave, Reduce
 from paceline.server.shards import SMALL_BYTES
-from paceline.tensors import stand_in_for, stands_in, wire_bytes
 
 
 class ServerComm(TorchComm):

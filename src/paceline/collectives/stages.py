@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paceline.buckets import stand_alike
 from paceline.collectives.hierarchical import grouped, racks_or_rows
 from paceline.collectives.messages import flat_of
 from paceline.interfaces import Pending, ReduceOperation
-from paceline.tensors import stand_alike
 
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import wire_bytes
 from paceline.doctor.evidence import Measured, StepEvidence
-from paceline.hooks import Uncopied
-from paceline.instruments import Span, StepRecord
 from paceline.interfaces import World
-from paceline.tensors import wire_bytes
-from paceline.torch_private import is_compiled_whole
+from paceline.records import Span, StepRecord
+from paceline.torch_internals import Uncopied, is_compiled_whole
 
 MOST_STEPS = 200
 """What is kept: the last ones."""

@@ -26,7 +26,6 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from paceline.api import init
 from paceline.distributing import distribute
 from paceline.errors import UsageError
-from paceline.hooks import Uncopied
 from paceline.integrations.chosen import (
     accumulating,
     check_chosen,
@@ -35,6 +34,7 @@ from paceline.integrations.chosen import (
     owner_of,
 )
 from paceline.optimizer import DistributedOptimizer
+from paceline.torch_internals import Uncopied
 
 _Averaged = tuple[weakref.ref[torch.nn.Parameter], weakref.ref[DistributedOptimizer]]
 """A parameter, and the optimizer that averages its gradient."""

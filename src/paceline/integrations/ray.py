@@ -41,7 +41,7 @@ from paceline.integrations.ray_room import (
 )
 from paceline.integrations.versions import require
 from paceline.interfaces import UpdatesOnServer
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.server import snapshot as snapshots
 from paceline.settings import Settings
 from paceline.timeouts import timeouts

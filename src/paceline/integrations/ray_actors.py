@@ -37,7 +37,7 @@ from paceline.integrations.ray_coordinator import (
     Life,
     is_consequence,
 )
-from paceline.options import seconds_from
+from paceline.run_options import seconds_from
 from paceline.server.orders import IsDone
 from paceline.server.security import SECRET, TOKEN, TRUSTED
 from paceline.server.surviving import SurvivingJob

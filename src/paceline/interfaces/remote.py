@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from paceline.buckets import Bucket
 from paceline.interfaces.groups import SpeedClass
 from paceline.interfaces.updates import Piece, Updater
-from paceline.tensors import Bucket
 
 
 class UnitPlace(NamedTuple):

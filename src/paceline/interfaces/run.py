@@ -10,13 +10,13 @@ from typing import Protocol
 
 import torch
 
+from paceline.buckets import Bucket
 from paceline.interfaces.communication import Comm, Pending, Scattered
 from paceline.interfaces.remote import Remote
 from paceline.interfaces.sending import Message
 from paceline.interfaces.timing import Stopwatch
 from paceline.interfaces.updates import Updater
 from paceline.network import Cluster
-from paceline.tensors import Bucket
 
 
 class Run(Protocol):

@@ -13,7 +13,6 @@ from typing import ClassVar, Literal, Protocol
 
 import torch
 
-from paceline.instruments import Journal
 from paceline.interfaces.communication import Endpoint, Runner
 from paceline.interfaces.groups import Groups
 from paceline.interfaces.method import UpdatesOnServer
@@ -21,6 +20,7 @@ from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.job import Job
 from paceline.messages import Answers
 from paceline.network import Cluster, Workload
+from paceline.records import Journal
 
 
 @dataclass(frozen=True)

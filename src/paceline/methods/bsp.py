@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from paceline.buckets import Bucket
 from paceline.interfaces import (
     EVERY_STEP,
     Clips,
@@ -24,7 +25,6 @@ from paceline.interfaces import (
     Run,
     UpdatesOn,
 )
-from paceline.tensors import Bucket
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from paceline.buckets import Bucket
 from paceline.interfaces import (
     ON_SERVERS,
     Clips,
@@ -20,7 +21,6 @@ from paceline.interfaces import (
     Shard,
     UpdatesOn,
 )
-from paceline.tensors import Bucket
 
 
 @dataclass

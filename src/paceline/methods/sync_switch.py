@@ -31,6 +31,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from paceline.buckets import Bucket
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Clips,
@@ -41,7 +42,6 @@ from paceline.interfaces import (
     Shard,
 )
 from paceline.methods.push_pull import PushPull, PushPullState
-from paceline.tensors import Bucket
 
 
 @dataclass

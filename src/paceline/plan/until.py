@@ -15,8 +15,8 @@ import msgspec
 from paceline.errors import PacelineError
 from paceline.interfaces import Quality
 from paceline.network import Cluster
-from paceline.options import RunOptions
 from paceline.report.goal import Goal
+from paceline.run_options import RunOptions
 from paceline.units import show_seconds
 from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
 from paceline.worlds.virtual.checkpoints import redirect_checkpoints

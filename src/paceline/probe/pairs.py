@@ -16,7 +16,7 @@ from paceline.errors import PeerLostError
 from paceline.exchange import gather_bytes
 from paceline.interfaces import World
 from paceline.probe import kernel
-from paceline.torch_private import moves_host_tensors
+from paceline.torch_internals import moves_host_tensors
 from paceline.worlds.described import seat
 
 FIRST_BYTES = 64 * 1024

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline import fusion
+from paceline.buckets import kind_of, wire_bytes
 from paceline.compression import full_spec
 from paceline.interfaces import (
     Asked,
@@ -30,7 +31,6 @@ from paceline.interfaces import (
 from paceline.network.workload import CodingTimes
 from paceline.profiling.gradients import KeptGradients, Named
 from paceline.stopwatch import stopwatch_for
-from paceline.tensors import kind_of, wire_bytes
 
 SETTLES = 2
 """Gradients that are coded before times are taken: memory is touched for the first time, and

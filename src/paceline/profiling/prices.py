@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.buckets import wire_bytes
 from paceline.compression import make
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, Leg
 from paceline.profiling.coding import Coders, repeat, threads_set
 from paceline.profiling.gradients import KeptGradients, Named
 from paceline.stopwatch import stopwatch_for
-from paceline.tensors import wire_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

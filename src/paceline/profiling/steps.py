@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from paceline.buckets import stands_in, wire_bytes
 from paceline.errors import UsageError
-from paceline.hooks import Uncopied
 from paceline.interfaces import CodingStage, Compressor, Stopwatch
 from paceline.network.workload import Workload
 from paceline.profiling.gradients import KeptGradients
 from paceline.profiling.habits import StepHabits
-from paceline.tensors import stands_in, wire_bytes
+from paceline.torch_internals import Uncopied
 
 WARM_UP_STEPS = 1
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from paceline.instruments import StepRecord
+from paceline.records import StepRecord
 from paceline.report.colours import COLOURS
 from paceline.report.curves import read_steps
 from paceline.report.page import NAME, write_page

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.instruments import Span, StepRecord
+from paceline.records import Span, StepRecord
 from paceline.report.trace import chrome_trace
 
 _WORKERS = "worker-*.jsonl"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.instruments import StepRecord
+from paceline.records import StepRecord
 
 ROUNDING = 1e-6
 """Relative: 342 of 360 in single precision is a little less than 0.95."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.instruments import Journal
+from paceline.records import Journal
 from paceline.timeouts import timeouts
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.instruments import StepRecord
 from paceline.network.workload import Workload
+from paceline.records import StepRecord
 from paceline.report.goal import Goal
 from paceline.report.result import Failed, Outcome, Result
 from paceline.units import show_bytes, show_seconds

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from paceline.instruments import STEP_ROW, Span, StepRecord
+from paceline.records import STEP_ROW, Span, StepRecord
 from paceline.units import show_seconds
 
 MOST_WORKERS = 4

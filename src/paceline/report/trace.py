@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.instruments import STEP_ROW, Span
+from paceline.records import STEP_ROW, Span
 
 _FIRST = (STEP_ROW, "compute", "wait")
 _OPENS, _CLOSES = b'"traceEvents":[', b'],"displayTimeUnit":"ms"}'

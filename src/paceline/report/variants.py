@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.instruments import StepRecord
 from paceline.lifelines import without_interrupts
+from paceline.records import StepRecord
 from paceline.report.files import claim, make_folder
 from paceline.report.goal import Goal
 from paceline.report.result import Failed, Outcome, Result

@@ -37,8 +37,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline import lifelines
 from paceline.errors import PeerLostError, UsageError
-from paceline.instruments import Journal
 from paceline.messages import PROTOCOL, Reply, Request
+from paceline.records import Journal
 from paceline.server import payloads, wire
 from paceline.server.channel import Channel, Reception
 from paceline.server.poll_loop import PollLoop, Source

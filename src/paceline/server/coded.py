@@ -34,13 +34,13 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.buckets import stands_in
 from paceline.compression import make, pure
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, State
 from paceline.messages import Join, Push, Unit
 from paceline.server.code_checks import check_stands_alone
 from paceline.server.store import Store
-from paceline.tensors import stands_in
 
 
 def shape_of(unit: Unit) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.buckets import Bucket, stand_in_for, stands_in, wire_bytes, wire_shape
 from paceline.compression import make, pure
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import CodingStage, Compressor, SpeedClass, StandsAlone, State
@@ -14,13 +15,6 @@ from paceline.messages import Answers, Parameters, Unit
 from paceline.server.code_checks import check_stands_alone
 from paceline.server.coded import code_bytes, views
 from paceline.server.spread import HeldPart, Spread, cut
-from paceline.tensors import (
-    Bucket,
-    stand_in_for,
-    stands_in,
-    wire_bytes,
-    wire_shape,
-)
 
 Charge = Callable[[Compressor, int, float, CodingStage], None]
 """Is told what was coded and decoded, see `Compute.coded`."""

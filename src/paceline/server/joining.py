@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import stand_alike
 from paceline.interfaces import Reception
 from paceline.messages import Arrive, Join, Joined, Load, Met, Note, Parameters, Pull
 from paceline.server.spread import HeldPart, Spread
 from paceline.server.states import States
 from paceline.server.untrained import Untrained
-from paceline.tensors import stand_alike
 
 
 class Joining:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
+from paceline.buckets import stand_in_for, wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, Meshed, Parcel, Sender
 from paceline.mesh_messages import Buffers, Gradients
@@ -28,7 +29,6 @@ from paceline.messages import (
 from paceline.server.admission import Make
 from paceline.server.checks import in_words
 from paceline.server.protocol import ParameterServer
-from paceline.tensors import stand_in_for, wire_bytes
 
 NOW = 0.0
 """A deadline that has passed."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.buckets import Bucket, stand_alike
 from paceline.interfaces import (
     Arrived,
     Endpoint,
@@ -40,7 +41,6 @@ from paceline.server.joining import Joining
 from paceline.server.spread import HeldPart, Spread, cut
 from paceline.server.states import LATE_CHANNEL, States
 from paceline.server.untrained import Untrained
-from paceline.tensors import Bucket, stand_alike
 from paceline.timeouts import timeouts
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

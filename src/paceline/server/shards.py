@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from paceline.buckets import Bucket, wire_bytes
 from paceline.messages import Unit
 from paceline.pieces import cut_every, parameters_of
-from paceline.tensors import Bucket, wire_bytes
 
 SMALL_BYTES = 64 * 1024
 """A part smaller than this is not worth a message of its own."""

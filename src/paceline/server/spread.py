@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import Bucket, stand_alike, wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Piece, Told, UnitPlace
 from paceline.messages import Hyperparameters, Parameters, Unit
 from paceline.server.layout import Copies, Layout, SharedOut
 from paceline.server.shards import Part, split
-from paceline.tensors import Bucket, stand_alike, wire_bytes
-from paceline.torch_private import version_of
+from paceline.torch_internals import version_of
 from paceline.updater import IMPLEMENTATION, TorchUpdater
 
 _NOT_SENT = {"params", "param_names", *IMPLEMENTATION}

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.buckets import in_strides_of, stand_in_for, stands_in, wire_bytes
 from paceline.interfaces import Reception
 from paceline.messages import LoadState, OptimizerState, PullState
 from paceline.server.spread import HeldPart, Spread
 from paceline.server.store import is_per_element
-from paceline.tensors import in_strides_of, stand_in_for, stands_in, wire_bytes
 
 MOST_STATES = 4
 """No optimizer of torch has more tensors of its parameter's shape."""

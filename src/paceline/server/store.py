@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Hyperparameters, Piece, Work
 from paceline.messages import DTYPES, Join, Unit
 from paceline.pieces import ELEMENTWISE, WHOLE_TENSOR
-from paceline.tensors import wire_bytes
 from paceline.updater import IMPLEMENTATION, TorchUpdater, whole_pieces
 
 OPTIMIZERS = {kind.__name__: kind for kind in (*ELEMENTWISE, *WHOLE_TENSOR)}

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
+from paceline.buckets import stand_alike, wire_bytes
 from paceline.ring_sum import ring_sum
-from paceline.tensors import stand_alike, wire_bytes
 
 Order = Literal["rank", "arrival", "ring"]
 

@@ -41,7 +41,7 @@ from paceline.testing.trial import (
     sgd,
     step,
 )
-from paceline.torch_private import step_was_noted
+from paceline.torch_internals import step_was_noted
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation
 

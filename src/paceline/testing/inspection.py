@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from paceline.instruments import Journal
 from paceline.interfaces import Comm, Endpoint, OwnState, Run
 from paceline.optimizer import present_of
 from paceline.planning import Planner
+from paceline.records import Journal
 from paceline.server.remote import RemoteParameters
 from paceline.training.present import Changes
 from paceline.worlds.join import join_world

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.errors import UsageError
-from paceline.tensors import (
+from paceline.buckets import (
     Bucket,
     make_buckets,
     stand_for_the_same,
     strides_in_bucket,
     view_in_bucket,
 )
+from paceline.errors import UsageError
 from paceline.weights import Weights
 
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]

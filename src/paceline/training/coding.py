@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import stand_in_for, stands_in, wire_bytes, wire_shape
 from paceline.errors import UsageError
 from paceline.interfaces import (
     COMMON,
@@ -33,7 +34,6 @@ from paceline.interfaces import (
     State,
     Sum,
 )
-from paceline.tensors import stand_in_for, stands_in, wire_bytes, wire_shape
 from paceline.training.presence import Presence
 
 

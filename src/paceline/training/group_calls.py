@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.buckets import Bucket
 from paceline.interfaces import Comm, Pending
-from paceline.tensors import Bucket
 from paceline.training.presence import Presence
 
 

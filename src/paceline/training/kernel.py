@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import Bucket
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.errors import UsageError
@@ -32,7 +33,6 @@ from paceline.planning.sides import Side
 from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
-from paceline.tensors import Bucket
 from paceline.training.figures import Figures
 from paceline.training.parts import MakeRemote, Parts
 from paceline.training.run import UpdatingWorkerRun

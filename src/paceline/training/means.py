@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from paceline.buckets import Bucket, stand_alike
 from paceline.collectives import halves
 from paceline.collectives.pending import PutBack
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Rhythm, Scattered
-from paceline.tensors import Bucket, stand_alike
 from paceline.training.coding import Codes
 from paceline.training.group_calls import GroupCall, GroupCalls
 from paceline.training.presence import Presence

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.buckets import match_strides
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, Method, OwnState, State, refused
-from paceline.tensors import match_strides
 from paceline.training.method_hooks import MethodHooks
 
 

@@ -9,13 +9,13 @@ from functools import partial
 
 import torch
 
+from paceline.buckets import Bucket, kind_of, wire_bytes
 from paceline.clipping import clip
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.compression import Identity
 from paceline.exchange import SharedBuffers, broadcast_tensors
 from paceline.fusion import MEASURED
-from paceline.hooks import Uncopied
 from paceline.interfaces import CodingStage, Compressor, Message, Method, World
 from paceline.loading import Loading
 from paceline.planning import GoesPast, Planner
@@ -25,8 +25,7 @@ from paceline.sent import SentGradients
 from paceline.server.encoding import Charge
 from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
-from paceline.tensors import Bucket, kind_of, wire_bytes
-from paceline.torch_private import moves_host_tensors
+from paceline.torch_internals import Uncopied, moves_host_tensors
 from paceline.training.agreement import Agreement
 from paceline.training.arrival import Arrivals
 from paceline.training.coding import Codes

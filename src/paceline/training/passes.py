@@ -10,9 +10,9 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.guards import check_not_inside_ddp, check_trained_by_nobody_else
-from paceline.hooks import Uncopied
 from paceline.interfaces import GradientSeen
-from paceline.torch_private import (
+from paceline.torch_internals import (
+    Uncopied,
     accumulator_of,
     inside_backward,
     inside_function_transform,

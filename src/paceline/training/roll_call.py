@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from paceline.buckets import Bucket
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending
-from paceline.tensors import Bucket
 from paceline.training.presence import Presence
 
 BEHIND = -1.0

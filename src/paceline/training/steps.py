@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paceline.buckets import Bucket
 from paceline.clipping import clip
 from paceline.errors import UsageError
 from paceline.exchange import SharedBuffers
@@ -15,7 +16,6 @@ from paceline.interfaces import Rhythm
 from paceline.loading import Loading
 from paceline.planning import Planner
 from paceline.settings import Settings
-from paceline.tensors import Bucket
 from paceline.training.agreement import Agreement
 from paceline.training.arrival import Arrivals
 from paceline.training.faults import Faults

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from paceline.hooks import Uncopied
-from paceline.tensors import Bucket
-from paceline.torch_private import has_no_hooks, is_compiled_whole
+from paceline.buckets import Bucket
+from paceline.torch_internals import Uncopied, has_no_hooks, is_compiled_whole
 from paceline.training.observers import Observers
 from paceline.watched import release, watch
 

@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 
 from paceline import launchers, methods, spec
 from paceline.errors import PeerLostError, UsageError
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.server.client import RemoteServer
 from paceline.server.security import choose
 from paceline.server.wire import BEFORE_IT_STOOD, IS_HERE

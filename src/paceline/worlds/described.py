@@ -23,7 +23,7 @@ import msgspec
 
 from paceline.errors import ClusterError, PacelineError
 from paceline.network import Cluster, cluster_toml, load_cluster, parse_cluster
-from paceline.options import CLUSTER_VARIABLE
+from paceline.run_options import CLUSTER_VARIABLE
 from paceline.worlds.handover import Board, Store
 
 KEY = "paceline/cluster"

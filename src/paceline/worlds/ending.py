@@ -49,7 +49,7 @@ import torch.distributed as dist
 
 from paceline.errors import PacelineError, PeerLostError
 from paceline.python_private import call_finalizers, end_children
-from paceline.torch_private import forget_default_group
+from paceline.torch_internals import forget_default_group
 from paceline.worlds.processes import end_with_parent, reader_has_gone
 
 LOST_PEER = (

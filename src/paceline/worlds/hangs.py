@@ -26,11 +26,11 @@ from types import FrameType
 
 import msgspec
 
-from paceline import patient_store
-from paceline.instruments import Journal
+from paceline import polling_store
 from paceline.python_private import frames_of
+from paceline.records import Journal
 from paceline.timeouts import timeouts
-from paceline.torch_private import AUTOGRAD, COLLECTIVES
+from paceline.torch_internals import AUTOGRAD, COLLECTIVES
 
 LOOKS = 10
 """How often a rank looks at itself in `Timeouts.rank_hang`."""
@@ -41,11 +41,11 @@ MOST_FRAMES = 8
 PLACE_CHARACTERS, NAME_CHARACTERS = 80, 30
 """Of each frame. In UTF-8, all frames fit into a line of the hub's."""
 
-_WAIT_IN = (COLLECTIVES, patient_store.__name__)
+_WAIT_IN = (COLLECTIVES, polling_store.__name__)
 """A script that is in these modules waits for other ranks."""
 _NOT_THE_SCRIPT = (
     "<",
-    f"{Path(patient_store.__file__).parent}{os.sep}",
+    f"{Path(polling_store.__file__).parent}{os.sep}",
     *(
         f"{sysconfig.get_path(name)}{os.sep}"
         for name in ("stdlib", "platstdlib", "purelib", "platlib")

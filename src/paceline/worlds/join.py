@@ -6,7 +6,7 @@ import os
 
 from paceline.context import current_world, enter_world
 from paceline.interfaces import World
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.worlds.emulated.world import WORLD_VARIABLE, EmulatedWorld
 from paceline.worlds.real import RealWorld
 from paceline.worlds.seeding import seed_everything

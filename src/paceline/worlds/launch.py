@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.errors import UsageError
-from paceline.options import RunOptions
 from paceline.python_private import options_of
+from paceline.run_options import RunOptions
 from paceline.timeouts import timeouts
 from paceline.worlds.failures import Failure, summary
 from paceline.worlds.processes import as_launcher

@@ -36,7 +36,7 @@ import msgspec
 from paceline import lifelines
 from paceline.errors import UsageError
 from paceline.job import Place, Places
-from paceline.options import seconds_from
+from paceline.run_options import seconds_from
 from paceline.timeouts import timeouts
 from paceline.worlds import addresses
 from paceline.worlds.handover import Board, Store

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.instruments import Journal
+from paceline.records import Journal
 
 FILE_VARIABLE = "PACELINE_PROGRESS_FILE"
 """Where a worker writes its `Standing`."""

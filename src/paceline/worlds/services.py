@@ -24,8 +24,8 @@ import msgspec
 
 from paceline import lifelines
 from paceline.errors import PeerLostError, UsageError
-from paceline.instruments import Journal
 from paceline.interfaces import Service, ServiceJob
+from paceline.records import Journal
 from paceline.server.client import RemoteServer, check_listens
 from paceline.server.orders import Introduction, Order, PeerAddress, Place
 from paceline.server.wire import HAS_BEEN_HERE

@@ -43,7 +43,7 @@ from typing import cast
 from paceline import methods, spec
 from paceline.errors import UsageError
 from paceline.interfaces import UpdatesOnServer
-from paceline.options import CLUSTER_VARIABLE, RunOptions
+from paceline.run_options import CLUSTER_VARIABLE, RunOptions
 from paceline.server.security import TOKEN
 from paceline.server.snapshot import claimed
 from paceline.settings import Settings

@@ -13,7 +13,7 @@ from paceline.errors import ClusterError
 from paceline.network import cluster_toml
 from paceline.testing import Case
 from paceline.testing.checks import final_parameters
-from paceline.torch_private import default_store
+from paceline.torch_internals import default_store
 from paceline.worlds.described import find_cluster
 from paceline.worlds.join import join_world
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from paceline.buckets import Bucket
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Clips,
@@ -31,7 +32,6 @@ from paceline.interfaces import (
 )
 from paceline.methods.ds_sync.options import DSSyncOptions
 from paceline.methods.ds_sync.worker import GroupWorker
-from paceline.tensors import Bucket
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import stamps
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Run
 from paceline.methods.flat import Flat
-from paceline.tensors import stamps
 
 StateOf = Callable[[torch.Tensor], Mapping[str, Any]]
 """What the optimizer keeps of a parameter; empty before its first step."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import by_kind
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Run
 from paceline.methods.ds_sync.parcels import BufferParcel, Parcel, StateParcel
 from paceline.methods.flat import Flat
-from paceline.tensors import by_kind
 
 HALF = (torch.float16, torch.bfloat16)
 

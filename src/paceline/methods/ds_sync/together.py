@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from paceline.buckets import by_kind
 from paceline.interfaces import Comm, Run
 from paceline.methods.ds_sync.shares import HALF, floating
 from paceline.methods.flat import Flat
-from paceline.tensors import by_kind
 
 
 class Weighted:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import Bucket
 from paceline.interfaces import Run
 from paceline.methods.ds_sync.current_plan import CurrentPlan
 from paceline.methods.ds_sync.group_times import GroupTimes
@@ -24,7 +25,6 @@ from paceline.methods.ds_sync.options import DSSyncOptions
 from paceline.methods.ds_sync.shares import Shares, state_keys
 from paceline.methods.ds_sync.together import Weighted, copies
 from paceline.methods.ds_sync.trajectory import Trajectory, together
-from paceline.tensors import Bucket
 
 
 class GroupWorker:

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.buckets import Bucket
 from paceline.interfaces import Groups, ServerRun, read_members
 from paceline.methods.gssp.discipline import Topology
 from paceline.methods.gssp.speeds import Report, read_groups, read_news, written
 from paceline.methods.push_pull import PushPull, PushPullState
-from paceline.tensors import Bucket
 
 
 @dataclass

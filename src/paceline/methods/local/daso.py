@@ -33,6 +33,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from paceline.buckets import Bucket
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Clips,
@@ -58,7 +59,6 @@ from paceline.methods.local.nodes import (
 from paceline.methods.local.options import Options
 from paceline.methods.local.parts import Part, Since, make_parts
 from paceline.methods.local.saved import means, put
-from paceline.tensors import Bucket
 
 
 @dataclass

@@ -11,12 +11,12 @@ from collections import defaultdict
 
 import torch
 
+from paceline.buckets import stand_alike
 from paceline.errors import UsageError
 from paceline.interfaces import Run
 from paceline.methods.flat import Flat
 from paceline.methods.local.options import Options
 from paceline.methods.local.parts import Part, wide
-from paceline.tensors import stand_alike
 
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """The names under which torch's optimizers keep them."""

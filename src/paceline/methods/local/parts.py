@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.buckets import by_kind, wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Run
 from paceline.methods.flat import Flat
 from paceline.methods.local.options import Options
-from paceline.tensors import by_kind, wire_bytes
 
 HALF = (torch.float16, torch.bfloat16)
 

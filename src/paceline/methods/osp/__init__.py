@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from paceline.buckets import Bucket
 from paceline.interfaces import (
     EVERY_STEP,
     ON_SERVERS,
@@ -34,7 +35,6 @@ from paceline.methods.osp.discipline import TwoStages
 from paceline.methods.osp.native import NativeWorker
 from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.remote import RemoteWorker
-from paceline.tensors import Bucket
 
 
 @dataclass(frozen=True, kw_only=True)

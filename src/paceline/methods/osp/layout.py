@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.interfaces import Piece, Updater
-from paceline.methods.osp.choice import Parts
-from paceline.tensors import (
+from paceline.buckets import (
     Bucket,
     kind_of,
     stand_in_for,
@@ -17,6 +15,8 @@ from paceline.tensors import (
     view_in_bucket,
     wire_bytes,
 )
+from paceline.interfaces import Piece, Updater
+from paceline.methods.osp.choice import Parts
 
 
 class Message(NamedTuple):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import Bucket
 from paceline.errors import UsageError
 from paceline.interfaces import Hyperparameters, Pending, UpdatingRun
 from paceline.methods.osp.choice import Rate, StepTimes
@@ -27,7 +28,6 @@ from paceline.methods.osp.decision import LOOK, Decision
 from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.watch import FADES
 from paceline.methods.osp.worker import Worker
-from paceline.tensors import Bucket
 
 SECOND = "stage 2"
 """The channel that stage 2 has for itself."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from paceline.buckets import Bucket, in_strides_of
 from paceline.interfaces import Hyperparameters, Remote, ServerRun
 from paceline.methods.osp.choice import Rate
 from paceline.methods.osp.decision import looks_in
@@ -20,7 +21,6 @@ from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.reports import read_mask, written_report
 from paceline.methods.osp.watch import FADES
 from paceline.methods.osp.worker import Worker
-from paceline.tensors import Bucket, in_strides_of
 
 Found = TypeVar("Found")
 Values = dict[int, torch.Tensor]

@@ -7,11 +7,11 @@ from typing import Generic, TypeVar
 
 import torch
 
+from paceline.buckets import Bucket
 from paceline.interfaces import Hyperparameters, Run, Updater
 from paceline.methods.osp.layout import Layout
 from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.watch import StepWatch
-from paceline.tensors import Bucket
 
 AnyRun = TypeVar("AnyRun", bound=Run)
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from paceline.buckets import Bucket
 from paceline.interfaces import Message, MethodSummary, Pending, Scattered, UpdatingRun
 from paceline.methods.past_backward.priority import Priority
 from paceline.methods.past_backward.worker import LateWorker, part
-from paceline.tensors import Bucket
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from paceline.buckets import Bucket
 from paceline.interfaces import (
     EVERY_STEP,
     Clips,
@@ -27,7 +28,6 @@ from paceline.interfaces import (
     UpdatingRun,
 )
 from paceline.methods.past_backward.worker import LateWorker, part
-from paceline.tensors import Bucket
 
 
 @dataclass(frozen=True, kw_only=True)

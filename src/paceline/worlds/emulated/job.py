@@ -18,7 +18,7 @@ from pathlib import Path
 from paceline.errors import PacelineError
 from paceline.network.cluster_file import cluster_toml
 from paceline.network.rules import Rule
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 from paceline.server.security import TOKEN, TRUSTED
 from paceline.timeouts import timeouts
 from paceline.worlds import progress

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.buckets import wire_bytes
 from paceline.interfaces import Compute
 from paceline.network.cluster import Cluster
 from paceline.network.workload import Workload
-from paceline.options import RunOptions
-from paceline.tensors import wire_bytes
+from paceline.run_options import RunOptions
 from paceline.units import show_seconds
 from paceline.worlds import progress
 from paceline.worlds.described import load_of

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.buckets import stand_alike, wire_bytes
 from paceline.collectives.executor import combining, worked_out
 from paceline.collectives.schedule import (
     Ring,
@@ -24,8 +25,7 @@ from paceline.collectives.schedule import (
 from paceline.errors import UsageError
 from paceline.interfaces import ReduceOperation, Schedule
 from paceline.ring_sum import ring_sum
-from paceline.tensors import stand_alike, wire_bytes
-from paceline.torch_private import ProcessGroupBase, reduce_operation_name
+from paceline.torch_internals import ProcessGroupBase, reduce_operation_name
 from paceline.worlds.virtual.communicator import Communicator, Deliver, Operation
 from paceline.worlds.virtual.mailbox import Mailbox
 from paceline.worlds.virtual.work import VirtualWork

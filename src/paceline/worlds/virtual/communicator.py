@@ -28,9 +28,9 @@ from typing import Any
 
 from paceline.collectives.playing import Phases, Play, Prices
 from paceline.errors import CollectiveMismatchError, UsageError
-from paceline.instruments import Span
 from paceline.interfaces import Schedule
 from paceline.network.links import Links
+from paceline.records import Span
 from paceline.units import show_bytes
 from paceline.worlds.virtual.clock import MAX_NAMED, Clock, Completion
 

@@ -13,9 +13,9 @@ import torch
 
 from paceline.compression import full_spec
 from paceline.errors import UsageError
-from paceline.hooks import Uncopied
 from paceline.interfaces import CodingStage, Compressor
 from paceline.network.workload import Workload
+from paceline.torch_internals import Uncopied
 from paceline.units import show_seconds
 from paceline.worlds.virtual.inputs import Shapes, shapes_of
 

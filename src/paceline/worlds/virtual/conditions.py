@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from paceline.errors import WorkerFailedError
-from paceline.instruments import Span
 from paceline.network.links import Links
 from paceline.network.rules import Rule
+from paceline.records import Span
 from paceline.units import show_seconds
 from paceline.worlds.virtual.clock import QUESTION, Clock
 

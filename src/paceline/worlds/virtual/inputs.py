@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.hooks import Uncopied
+from paceline.torch_internals import Uncopied
 
 Shapes = list[list[int]]
 """Of the tensors that a model is called with, without their first dimension, the samples."""

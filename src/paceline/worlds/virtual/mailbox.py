@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from paceline.instruments import Span
+from paceline.records import Span
 from paceline.units import show_bytes
 from paceline.worlds.virtual.clock import Completion
 from paceline.worlds.virtual.communicator import Communicator

@@ -17,8 +17,8 @@ from paceline.compression import make
 from paceline.network.cluster import Cluster
 from paceline.network.cluster_file import uniform_cluster
 from paceline.network.workload import CodingTimes, Workload
-from paceline.options import RunOptions
 from paceline.profiling import KeptGradients, coding_times, coding_times_of_busy
+from paceline.run_options import RunOptions
 from paceline.worlds.virtual.inputs import Shapes
 from paceline.worlds.virtual.script import run_script
 from paceline.worlds.virtual.simulation import Simulation, SimulationResult

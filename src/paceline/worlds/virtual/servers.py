@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
+from paceline.buckets import stand_alike, stands_in, wire_bytes
 from paceline.errors import UsageError
-from paceline.instruments import Journal
 from paceline.interfaces import (
     Answer,
     AnyServer,
@@ -31,10 +31,10 @@ from paceline.messages import Refused, Reply, Request
 from paceline.network.cluster import Cluster
 from paceline.network.links import Links
 from paceline.network.workload import Workload
+from paceline.records import Journal
 from paceline.server import kinds
 from paceline.server.peers import no_peer
 from paceline.server.wire import HEADER_BYTES
-from paceline.tensors import stand_alike, stands_in, wire_bytes
 from paceline.worlds import places
 from paceline.worlds.virtual.clock import Clock, Completion
 from paceline.worlds.virtual.ways import Observe, Ways

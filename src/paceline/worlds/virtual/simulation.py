@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from paceline.context import current_world, enter_world_in_this_thread
 from paceline.errors import UsageError
-from paceline.instruments import Journal, Kept, Span
 from paceline.interfaces import ServiceJob
 from paceline.job import Job, Place
 from paceline.network.cluster import Cluster
 from paceline.network.links import Links
-from paceline.options import RunOptions
 from paceline.profiling import KeptGradients, Profiler
-from paceline.torch_private import (
+from paceline.records import Journal, Kept, Span
+from paceline.run_options import RunOptions
+from paceline.torch_internals import (
     GLOO_LANES,
     group_id_of,
     load_lazy_modules,

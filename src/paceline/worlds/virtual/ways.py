@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.instruments import Span
 from paceline.interfaces import Sender
 from paceline.messages import Reply, Request
+from paceline.records import Span
 from paceline.units import show_bytes
 from paceline.worlds.virtual.clock import Clock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 
-from paceline.torch_private import WorkBase
+from paceline.torch_internals import WorkBase
 from paceline.worlds.virtual.clock import Clock, Completion
 
 _ASKING = 1e-6

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.distributed as dist
 
-from paceline.instruments import Journal, Kept, Span
+from paceline.buckets import stand_in_for, wire_bytes
 from paceline.interfaces import ServiceJob
 from paceline.job import Job
 from paceline.network.workload import Workload
 from paceline.profiling import Profiler
+from paceline.records import Journal, Kept, Span
 from paceline.stopwatch import HostStopwatch
-from paceline.tensors import stand_in_for, wire_bytes
 from paceline.worlds.virtual.clock import Actor, Worker
 from paceline.worlds.virtual.compute import ModelCompute, VirtualCompute
 from paceline.worlds.virtual.continuations import EventRunner

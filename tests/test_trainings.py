@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.job import Job
-from paceline.options import RunOptions
+from paceline.run_options import RunOptions
 
 
 @dataclass

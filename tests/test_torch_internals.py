@@ -19,7 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline import torch_private
+from paceline import torch_internals
 from tests import forked
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def group():
     """A default process group of this process alone."""
-    store = torch_private.local_store()
+    store = torch_internals.local_store()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -51,7 +51,7 @@ def test_queue_callback():
 
     def hook(_):
         if not order:
-            torch_private.queue_callback(lambda: order.append("end"))
+            torch_internals.queue_callback(lambda: order.append("end"))
         order.append("gradient")
 
     for weight in weights:
@@ -59,29 +59,29 @@ def test_queue_callback():
     sum(weight.sum() for weight in weights).backward()
     assert order == ["gradient", "gradient", "end"]
     with pytest.raises(RuntimeError):
-        torch_private.queue_callback(lambda: None)
+        torch_internals.queue_callback(lambda: None)
 
 
 def test_accumulator_of():
     weight = nn.Parameter(torch.ones(2))
-    node = torch_private.accumulator_of(weight)
+    node = torch_internals.accumulator_of(weight)
     with torch.no_grad():
-        assert torch_private.accumulator_of(weight) is node
+        assert torch_internals.accumulator_of(weight) is node
     assert (2 * weight).grad_fn.next_functions[0][0] is node
     assert node.variable is weight
 
 
 def test_will_run():
     used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    nodes = [torch_private.accumulator_of(weight) for weight in (used, unused)]
+    nodes = [torch_internals.accumulator_of(weight) for weight in (used, unused)]
     found = []
 
     def ask():
-        found.append([torch_private.will_run(node) for node in nodes])
+        found.append([torch_internals.will_run(node) for node in nodes])
 
     def hook(_):
         ask()
-        torch_private.queue_callback(ask)
+        torch_internals.queue_callback(ask)
 
     used.register_post_accumulate_grad_hook(hook)
     (2 * used).sum().backward()
@@ -92,17 +92,17 @@ def test_will_run():
 
 
 def test_inside_backward():
-    assert not torch_private.inside_backward()
-    assert during_backward(lambda _: torch_private.inside_backward())
+    assert not torch_internals.inside_backward()
+    assert during_backward(lambda _: torch_internals.inside_backward())
 
 
 def test_inside_reentrant_checkpoint():
-    assert not torch_private.inside_reentrant_checkpoint()
+    assert not torch_internals.inside_reentrant_checkpoint()
     for reentrant in (True, False):
         layer, found = nn.Linear(2, 2), []
         layer.weight.register_post_accumulate_grad_hook(
             lambda _, found=found: found.append(
-                torch_private.inside_reentrant_checkpoint()
+                torch_internals.inside_reentrant_checkpoint()
             )
         )
         x = torch.ones(1, 2, requires_grad=True)
@@ -112,7 +112,7 @@ def test_inside_reentrant_checkpoint():
 
 def test_inside_function_transform():
     def ask(x):
-        found.append(torch_private.inside_function_transform())
+        found.append(torch_internals.inside_function_transform())
         return x.sum()
 
     found = []
@@ -124,10 +124,10 @@ def test_inside_function_transform():
 def test_version_of():
     whole = torch.zeros(4)
     part = whole[:2]
-    before = torch_private.version_of(whole)
+    before = torch_internals.version_of(whole)
     part.add_(1)
-    assert torch_private.version_of(whole) == torch_private.version_of(part)
-    assert torch_private.version_of(whole) > before
+    assert torch_internals.version_of(whole) == torch_internals.version_of(part)
+    assert torch_internals.version_of(whole) > before
 
 
 def test_without_overrides():
@@ -139,7 +139,7 @@ def test_without_overrides():
     loud = torch.ones(2).as_subclass(Loud)
     with pytest.raises(AssertionError):
         torch.add(loud, 1)
-    with torch_private.without_overrides():
+    with torch_internals.without_overrides():
         assert torch.equal(torch.add(loud, 1), torch.full((2,), 2.0))
 
 
@@ -153,7 +153,7 @@ def schedule_over(optimizer):
 def test_note_step():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
     schedule = schedule_over(optimizer)
-    torch_private.note_step(optimizer)
+    torch_internals.note_step(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedule.step()
@@ -162,17 +162,17 @@ def test_note_step():
 def test_step_was_noted():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
     schedule = schedule_over(optimizer)
-    assert not torch_private.step_was_noted(optimizer)
+    assert not torch_internals.step_was_noted(optimizer)
     with pytest.warns(UserWarning, match="lr_scheduler.step"):
         schedule.step()
     optimizer.step()
-    assert torch_private.step_was_noted(optimizer)
+    assert torch_internals.step_was_noted(optimizer)
 
 
 def test_inside_scaler():
     class Asks(torch.optim.SGD):
         def step(self, closure=None):
-            found.append(torch_private.inside_scaler())
+            found.append(torch_internals.inside_scaler())
 
     weight, found = nn.Parameter(torch.ones(2)), []
     optimizer = Asks([weight], 0.1)
@@ -185,7 +185,7 @@ def test_inside_scaler():
 
 LAZY = """
 import sys, torch
-from paceline.torch_private import load_lazy_modules
+from paceline.torch_internals import load_lazy_modules
 load_lazy_modules()
 weight = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.AdamW([weight])
@@ -212,39 +212,39 @@ def test_load_lazy_modules():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_is_compiled_whole():
     model = nn.Sequential(nn.Linear(2, 2))
-    assert not torch_private.is_compiled_whole(model)
-    assert torch_private.is_compiled_whole(torch.compile(model))
+    assert not torch_internals.is_compiled_whole(model)
+    assert torch_internals.is_compiled_whole(torch.compile(model))
     model[0].compile()
-    assert not torch_private.is_compiled_whole(model)
+    assert not torch_internals.is_compiled_whole(model)
     model.compile()
-    assert torch_private.is_compiled_whole(model)
+    assert torch_internals.is_compiled_whole(model)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_has_no_hooks():
     model = nn.Linear(2, 2)
-    assert not torch_private.has_no_hooks(model)
-    assert torch_private.has_no_hooks(torch.jit.script(model))
+    assert not torch_internals.has_no_hooks(model)
+    assert torch_internals.has_no_hooks(torch.jit.script(model))
     model.compile()
-    assert torch_private.has_no_hooks(model)
+    assert torch_internals.has_no_hooks(model)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_uncompiled():
     model = nn.Linear(2, 2)
-    assert torch_private.uncompiled(torch.compile(model)) is model
-    assert torch_private.uncompiled(model) is model
+    assert torch_internals.uncompiled(torch.compile(model)) is model
+    assert torch_internals.uncompiled(model) is model
 
 
 def test_active_ddp(group):
     class Asks(nn.Linear):
         def forward(self, x):
-            found.append(torch_private.active_ddp())
+            found.append(torch_internals.active_ddp())
             return super().forward(x)
 
     found = []
     ddp = nn.parallel.DistributedDataParallel(Asks(2, 2))
-    assert torch_private.active_ddp() is None
+    assert torch_internals.active_ddp() is None
     ddp(torch.ones(1, 2))
     assert found[-1] is ddp
 
@@ -255,7 +255,7 @@ def test_parallel_by_others(group):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    by = torch_private.parallel_by_others
+    by = torch_internals.parallel_by_others
     assert by(nn.Linear(2, 2)) is None
     assert by(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))) is not None
     assert by(replicate(nn.Linear(2, 2))) == "replicate"
@@ -271,22 +271,22 @@ def test_is_distributed_tensor(group):
     from torch.distributed.tensor import distribute_tensor
 
     shared = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
-    assert torch_private.is_distributed_tensor(shared)
-    assert not torch_private.is_distributed_tensor(torch.ones(2))
+    assert torch_internals.is_distributed_tensor(shared)
+    assert not torch_internals.is_distributed_tensor(torch.ones(2))
 
 
 # ---- process groups ----
 
 
 def test_local_store():
-    store = torch_private.local_store()
+    store = torch_internals.local_store()
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert store.check(["key"])
 
 
 def test_default_store(group):
-    torch_private.default_store().set("key", "value")
+    torch_internals.default_store().set("key", "value")
     assert c10d._get_default_store().get("key") == b"value"
 
 
@@ -303,24 +303,24 @@ def test_forget_default_group(group, monkeypatch):
     vars(module).update(of_module=of_module, OfClass=OfClass)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert of_module() is group
-    torch_private.forget_default_group()
+    torch_internals.forget_default_group()
     assert of_module() is None
     assert OfClass().method() == (3, None)
 
 
 def test_group_beside(group):
     known = dict(c10d._world.pg_map)
-    beside = torch_private.group_beside(group, "beside", [0])
+    beside = torch_internals.group_beside(group, "beside", [0])
     assert (beside.rank(), beside.size()) == (0, 1)
     assert dict(c10d._world.pg_map) == known
     buffer = torch.ones(3)
-    options = torch_private.all_reduce_options(dist.ReduceOp.SUM)
+    options = torch_internals.all_reduce_options(dist.ReduceOp.SUM)
     beside.allreduce([buffer], options).wait()
     assert torch.equal(buffer, torch.ones(3))
 
 
 def test_groups_named(group):
-    with torch_private.groups_named("by this name"):
+    with torch_internals.groups_named("by this name"):
         made = dist.new_group([0], use_local_synchronization=True)
     assert made.group_name == "by this name"
     assert dist.new_group([0]).group_name != "by this name"
@@ -330,7 +330,7 @@ def test_process_groups_per_thread():
     found = []
 
     def body():
-        store = torch_private.local_store()
+        store = torch_internals.local_store()
         before = dist.is_initialized()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         both.wait(60)  # both threads have a default group now
@@ -339,7 +339,7 @@ def test_process_groups_per_thread():
 
     both = threading.Barrier(2)
     world = c10d._world
-    with torch_private.process_groups_per_thread():
+    with torch_internals.process_groups_per_thread():
         threads = [threading.Thread(target=body) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -351,7 +351,7 @@ def test_process_groups_per_thread():
 
 COLLECTIVES = """
 import torch, torch.distributed as dist
-from paceline import torch_private as private
+from paceline import torch_internals as torch_private as private
 dist.init_process_group("gloo")
 group, rank = dist.group.WORLD, dist.get_rank()
 one = torch.full((2,), 1.0 + rank)
@@ -388,27 +388,27 @@ def collectives(tmp_path_factory):
 
 def test_all_reduce_options(collectives):
     assert collectives == ["all collectives\n"] * 2
-    assert torch_private.all_reduce_options(dist.ReduceOp.SUM).asyncOp
+    assert torch_internals.all_reduce_options(dist.ReduceOp.SUM).asyncOp
 
 
 def test_broadcast_options(collectives):
     assert collectives == ["all collectives\n"] * 2
-    assert torch_private.broadcast_options(1).rootRank == 1
+    assert torch_internals.broadcast_options(1).rootRank == 1
 
 
 def test_reduce_scatter_options(collectives):
     assert collectives == ["all collectives\n"] * 2
-    assert torch_private.reduce_scatter_options(dist.ReduceOp.SUM).asyncOp
+    assert torch_internals.reduce_scatter_options(dist.ReduceOp.SUM).asyncOp
 
 
 def test_all_gather_options(collectives):
     assert collectives == ["all collectives\n"] * 2
-    assert torch_private.all_gather_options().asyncOp
+    assert torch_internals.all_gather_options().asyncOp
 
 
 def test_all_to_all_options(collectives):
     assert collectives == ["all collectives\n"] * 2
-    assert torch_private.all_to_all_options().asyncOp
+    assert torch_internals.all_to_all_options().asyncOp
 
 
 def test_virtual_end(group):
@@ -416,30 +416,30 @@ def test_virtual_end(group):
         lanes = 3
 
     virtual = Virtual()
-    assert torch_private.virtual_end(group) is None
-    assert torch_private.virtual_end(virtual) is virtual
+    assert torch_internals.virtual_end(group) is None
+    assert torch_internals.virtual_end(virtual) is virtual
 
 
 def test_follows_streams(group):
-    assert not torch_private.follows_streams(group, CPU)
+    assert not torch_internals.follows_streams(group, CPU)
 
 
 def test_moves_host_tensors(group):
-    assert torch_private.moves_host_tensors(group)
+    assert torch_internals.moves_host_tensors(group)
 
 
 def test_lanes_of(group):
     backend = group._get_backend(CPU)
     assert backend.name() == "gloo"
-    assert backend.options._threads == torch_private.GLOO_LANES
-    assert torch_private.lanes_of(group, CPU) == torch_private.GLOO_LANES
+    assert backend.options._threads == torch_internals.GLOO_LANES
+    assert torch_internals.lanes_of(group, CPU) == torch_internals.GLOO_LANES
 
 
 def test_reduce_operation_name():
     for name in ("SUM", "AVG", "MAX", "MIN"):
         kind = getattr(dist.ReduceOp, name)
-        assert torch_private.reduce_operation_name(kind) == name
-        assert torch_private.reduce_operation_name(dist.ReduceOp(kind)) == name
+        assert torch_internals.reduce_operation_name(kind) == name
+        assert torch_internals.reduce_operation_name(dist.ReduceOp(kind)) == name
 
 
 def _created(group):
@@ -455,8 +455,8 @@ def _created(group):
         return Group(distributed.group_rank, distributed.group_size)
 
     name = "paceline-of-this-test"
-    torch_private.register_python_backend(name, create)
-    torch_private.register_python_backend(name, create)  # again is harmless
+    torch_internals.register_python_backend(name, create)
+    torch_internals.register_python_backend(name, create)  # again is harmless
     return dist.new_group([0], backend=name), made
 
 
@@ -474,7 +474,7 @@ def test_register_python_backend(created):
 
 def test_group_id_of(created):
     made, [(distributed, _)] = created
-    assert torch_private.group_id_of(distributed) == c10d._world.pg_names[made]
+    assert torch_internals.group_id_of(distributed) == c10d._world.pg_names[made]
 
 
 # ---- all of them ----
@@ -483,7 +483,7 @@ def test_group_id_of(created):
 def test_each_name_has_its_test():
     functions = [
         node.name
-        for node in ast.parse(inspect.getsource(torch_private)).body
+        for node in ast.parse(inspect.getsource(torch_internals)).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     ]
     assert {f"test_{name}" for name in functions} <= set(globals())

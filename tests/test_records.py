@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from paceline.instruments import STEPS_KEPT, Journal, Kept
+from paceline.records import STEPS_KEPT, Journal, Kept
 from paceline.report.result import Result, Summary
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.checkpoint
 
-from paceline.patient_store import PatientStore, meet
+from paceline.polling_store import PatientStore, meet
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _SCALER_FILE = torch.amp.grad_scaler.__file__
@@ -403,3 +403,17 @@ def is_distributed_tensor(tensor: torch.Tensor) -> bool:
     """Whether *tensor* is a DTensor: a part, or a copy, of one that several ranks hold."""
     home = sys.modules.get("torch.distributed.tensor")
     return home is not None and isinstance(tensor, home.DTensor)
+
+
+class Uncopied:
+    """A hook of this model alone: its deep copies (a moving average of the weights, say)
+    and pickles get one that does nothing."""
+
+    def __init__(self, hook: Callable[..., None] = lambda *arguments: None) -> None:
+        self._hook = hook
+
+    def __call__(self, *arguments: Any) -> None:
+        self._hook(*arguments)
+
+    def __reduce__(self) -> tuple[type[Uncopied], tuple[()]]:
+        return Uncopied, ()

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from paceline.torch_private import version_of
+from paceline.torch_internals import version_of
 
 Kind = tuple[torch.dtype, torch.device]
 """Tensors of one kind can share a bucket."""
