@@ -10,7 +10,7 @@ import time
 import torch
 
 import paceline
-from paceline.context import current_world
+from paceline.interfaces.current_runtime import current_world
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--layers", type=int, default=8)

@@ -46,7 +46,7 @@ import torch
 
 import paceline
 from paceline.interfaces import Groups
-from paceline.mesh_messages import Pass
+from paceline.interfaces.group_messages import Pass
 from paceline.methods import GSSP
 from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
 from paceline.methods.gssp.measuring import StepTimes, smoothed

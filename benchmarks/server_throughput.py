@@ -23,7 +23,7 @@ import time
 import torch
 
 from paceline.interfaces import Answer, Work
-from paceline.messages import Reduce, Reduced
+from paceline.interfaces.server_messages import Reduce, Reduced
 from paceline.records import Journal
 from paceline.server.client import RemoteServer
 from paceline.server.serve import Shell

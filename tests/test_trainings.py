@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from paceline.job import Job
+from paceline.interfaces.trainings import Job
 from paceline.run_options import RunOptions
 
 

@@ -34,8 +34,8 @@ from paceline.interfaces import (
     UpdatesOnServer,
     World,
 )
-from paceline.job import Job
-from paceline.messages import Join
+from paceline.interfaces.server_messages import Join
+from paceline.interfaces.trainings import Job
 from paceline.optimizer import DistributedOptimizer
 from paceline.pieces import check_servers_can_hold
 from paceline.sampler import Sampler

@@ -17,7 +17,7 @@ from paceline.compression import Exactly, as_by_default, make
 from paceline.errors import UsageError
 from paceline.guards import check_trained_by_nobody_else
 from paceline.interfaces import Compressor, Method, World
-from paceline.messages import Answers
+from paceline.interfaces.server_messages import Answers
 from paceline.optimizer import DistributedOptimizer
 from paceline.sampler import Sampler
 from paceline.settings import UNSAID, ModuleBuffers, Settings, Sums

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.context import current_world
 from paceline.errors import UsageError
+from paceline.interfaces.current_runtime import current_world
 
 
 class Sampler(torch.utils.data.Sampler[list[int]]):

@@ -14,7 +14,7 @@ from paceline.compression import Identity
 from paceline.errors import UsageError, unknown
 from paceline.fusion import check_rule
 from paceline.interfaces import Compressor
-from paceline.messages import Answers
+from paceline.interfaces.server_messages import Answers
 
 ModuleBuffers = Literal["rank0", "mean", "local"]
 Sums = Literal["rank", "arrival", "ring"]

@@ -7,9 +7,9 @@ import math
 import torch
 
 from paceline.buckets import nearly_square, stand_in_for, stands_in, wire_bytes
-from paceline.context import current_world
 from paceline.errors import UsageError
 from paceline.interfaces import World
+from paceline.interfaces.current_runtime import current_world
 from paceline.network.workload import Workload
 
 

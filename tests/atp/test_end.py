@@ -17,7 +17,7 @@ from paceline.collectives.atp_end import ServedEnd
 from paceline.collectives.atp_ways import Server, Ways, beside_workers
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Sender
-from paceline.messages import Introduce, Refused, Said, Say
+from paceline.interfaces.server_messages import Introduce, Refused, Said, Say
 from paceline.server.client import RemoteServer
 from paceline.server.dedicated import make_shell
 from paceline.server.serve import Listener

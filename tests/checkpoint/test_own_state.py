@@ -10,7 +10,7 @@ import paceline
 from paceline.checkpoint import files
 from paceline.checkpoint import folder as folders
 from paceline.errors import UsageError
-from paceline.interfaces.state import refused, shares_of
+from paceline.interfaces.worker_state import refused, shares_of
 from paceline.testing import inspect
 
 from .test_save_load import begin, on

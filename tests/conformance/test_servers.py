@@ -5,7 +5,7 @@ from msgspec import structs
 
 from paceline import methods
 from paceline.errors import UsageError
-from paceline.messages import Refused
+from paceline.interfaces.server_messages import Refused
 from paceline.methods.asp import ApplyOnArrival
 from paceline.spec import parse
 from paceline.testing import CheckFailedError

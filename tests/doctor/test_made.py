@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import paceline
-from paceline.context import current_world
 from paceline.doctor import diagnose
 from paceline.doctor.virtual import examined
+from paceline.interfaces.current_runtime import current_world
 from paceline.network import Cluster, Rack
 from paceline.network.rules import throttle
 from paceline.worlds.virtual import Simulation

@@ -8,7 +8,15 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask, Sender, Service, Work
-from paceline.messages import Done, Introduce, Join, Reduce, Reduced, Refused, Say
+from paceline.interfaces.server_messages import (
+    Done,
+    Introduce,
+    Join,
+    Reduce,
+    Reduced,
+    Refused,
+    Say,
+)
 from paceline.server import kinds
 from paceline.server.dedicated import MOST_SERVICES, Dedicated
 from paceline.worlds import dedicated

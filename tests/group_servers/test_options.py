@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from paceline.interfaces import Sender
-from paceline.messages import Done, Join, Joined, Pull, Refused, Unit
+from paceline.interfaces.server_messages import Done, Join, Joined, Pull, Refused, Unit
 from paceline.methods.gssp import GSSP
 from paceline.server import kinds
 

@@ -24,7 +24,7 @@ from paceline.interfaces import (
     Sender,
     UpdatesOnServer,
 )
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Done,
     Join,
     Joined,

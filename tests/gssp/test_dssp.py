@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.interfaces import UpdatesOnServer
-from paceline.messages import Parameters
+from paceline.interfaces.server_messages import Parameters
 from paceline.methods.asp import ASP
 from paceline.methods.contrib.dssp import DSSP
 from paceline.methods.ssp import SSP

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.interfaces import Groups, Parcel, UpdatesOnServer
-from paceline.messages import Parameters
+from paceline.interfaces.server_messages import Parameters
 from paceline.methods.asp import ASP
 from paceline.methods.contrib.cluster_hybrid import ClusterHybrid
 from paceline.methods.contrib.grouping_sgd import GroupingSGD

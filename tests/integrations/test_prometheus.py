@@ -10,7 +10,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Sender
-from paceline.messages import DTYPES, Done, Introduce, Load, Pull
+from paceline.interfaces.server_messages import DTYPES, Done, Introduce, Load, Pull
 from paceline.server import metrics
 from paceline.server.dedicated import make_shell
 from paceline.server.metrics import Endpoint, Figures, figures_of

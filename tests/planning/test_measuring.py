@@ -8,9 +8,9 @@ import torch
 import paceline
 from paceline.collectives.comm import TorchComm
 from paceline.collectives.schedule import Ring
-from paceline.context import current_world
 from paceline.fusion import TableCost
 from paceline.fusion.measure import LARGEST_BYTES, SMALLEST_BYTES, measure_mean
+from paceline.interfaces.current_runtime import current_world
 from tests.tables import crossed
 from tests.virtual.helpers import LATENCY, LINK
 

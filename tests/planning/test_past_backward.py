@@ -14,9 +14,9 @@ import torch
 import paceline
 from paceline import fusion, planning
 from paceline.collectives.comm import TorchComm
-from paceline.context import current_world
 from paceline.fusion import past_backward
 from paceline.interfaces import Message
+from paceline.interfaces.current_runtime import current_world
 from paceline.network import Workload
 from paceline.planning import PROFILED_STEPS, TRIAL_STEPS, GoesPast, Planner
 from paceline.planning.sides import from_numbers, to_numbers

@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from paceline.interfaces import Answer, Work
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     PROTOCOL,
     Done,
     Leave,

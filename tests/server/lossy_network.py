@@ -7,10 +7,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.interfaces import Answer, Sender
-from paceline.messages import (
-    Refused,
-    Request,
-)
+from paceline.interfaces.server_messages import Refused, Request
 from paceline.server.protocol import ParameterServer
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from paceline.interfaces import Answer, Sender, UpdatesOnServer
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Arrive,
     Done,
     Join,

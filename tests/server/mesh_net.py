@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from paceline.interfaces import Answer, Ask, Groups, Sender
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Arrive,
     Blend,
     Join,

@@ -5,7 +5,15 @@ from collections import Counter
 import torch
 
 from paceline.interfaces import Sender
-from paceline.messages import Join, Joined, Load, Parameters, Pull, Push, Unit
+from paceline.interfaces.server_messages import (
+    Join,
+    Joined,
+    Load,
+    Parameters,
+    Pull,
+    Push,
+    Unit,
+)
 
 METHODS = [
     *("asp", "r2sp", "ssp", "ssp:staleness=0", "backup", "backup:wait_for=2"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.interfaces import Answer, UpdatesOnServer
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Done,
     Join,
     Joined,

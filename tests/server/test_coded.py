@@ -15,7 +15,7 @@ from paceline.compression.alone import Alone
 from paceline.compression.packing import Reader, to_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, State
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     DTYPES,
     Join,
     Joined,

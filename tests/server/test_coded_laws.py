@@ -18,7 +18,7 @@ from msgspec import structs
 
 from paceline.compression import COMPRESSORS, make
 from paceline.interfaces import Answer, State
-from paceline.messages import Join, Parameters, Push, Refused, Unit
+from paceline.interfaces.server_messages import Join, Parameters, Push, Refused, Unit
 from paceline.methods.asp import ASP
 from paceline.server.coded import views
 from tests.profiles import examples

@@ -10,7 +10,7 @@ import pytest
 import torch
 import zmq
 
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     PROTOCOL,
     Join,
     Leave,

@@ -12,7 +12,14 @@ import torch
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Sender
-from paceline.messages import PROTOCOL, Done, Join, Leave, Load, PullState
+from paceline.interfaces.server_messages import (
+    PROTOCOL,
+    Done,
+    Join,
+    Leave,
+    Load,
+    PullState,
+)
 from paceline.server import sessions, wire
 from paceline.server.orders import IsDone
 from paceline.server.process import SilenceWatch, make_machine

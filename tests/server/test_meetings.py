@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.interfaces import UpdatesOnServer
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Arrive,
     Blend,
     Blended,

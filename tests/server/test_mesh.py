@@ -12,8 +12,15 @@ from msgspec import structs
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender
-from paceline.mesh_messages import Away, Buffers, Drain, Gradients, Pass, Tell
-from paceline.messages import (
+from paceline.interfaces.group_messages import (
+    Away,
+    Buffers,
+    Drain,
+    Gradients,
+    Pass,
+    Tell,
+)
+from paceline.interfaces.server_messages import (
     Arrive,
     Done,
     Join,

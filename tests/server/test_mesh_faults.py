@@ -5,8 +5,8 @@ import random
 import pytest
 
 from paceline.errors import UsageError
-from paceline.mesh_messages import Agree, Copy, Drain, Enter, Stand
-from paceline.messages import Done, Refused
+from paceline.interfaces.group_messages import Agree, Copy, Drain, Enter, Stand
+from paceline.interfaces.server_messages import Done, Refused
 from paceline.server import mesh_copies
 from paceline.server.store import Store
 from tests.server.mesh_net import Case, MeshNet

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.errors import PeerLostError
-from paceline.messages import Join, Leave, Load, Pull, Push, Unit
+from paceline.interfaces.server_messages import Join, Leave, Load, Pull, Push, Unit
 from paceline.server import kinds
 from paceline.server.client import RemoteServer
 from paceline.server.orders import Introduction, Order

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, Sender, UpdatesOnServer, Work
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Arrive,
     Done,
     Join,

@@ -9,7 +9,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Join,
     Leave,
     Load,

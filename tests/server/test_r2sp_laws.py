@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.interfaces import Answer
-from paceline.messages import Done, Joined, Leave, Parameters
+from paceline.interfaces.server_messages import Done, Joined, Leave, Parameters
 from paceline.methods.r2sp import R2SP, RoundRobin
 from tests.profiles import examples
 from tests.server.test_r2sp import Talk, one, push

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.interfaces import Sender
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Join,
     Joined,
     Reduce,

@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from paceline.errors import PeerLostError, UsageError
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     DTYPES,
     PROTOCOL,
     Done,

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from paceline.messages import Join, Leave
+from paceline.interfaces.server_messages import Join, Leave
 from paceline.server import dedicated, serving
 from paceline.server.client import RemoteServer
 from paceline.server.security import TOKEN as VARIABLE

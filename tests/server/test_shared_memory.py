@@ -9,7 +9,7 @@ import socket
 import pytest
 import torch
 
-from paceline.messages import Done, Load, Parameters, Pull, Reduce
+from paceline.interfaces.server_messages import Done, Load, Parameters, Pull, Reduce
 from paceline.server import payloads, shared_memory, wire
 from paceline.server.shared_memory import (
     ANSWERS,

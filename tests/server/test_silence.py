@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from paceline.messages import Done, Joined, Leave, Load, Note
+from paceline.interfaces.server_messages import Done, Joined, Leave, Load, Note
 from paceline.server.__main__ import Supervised
 from paceline.server.orders import Evicted, IsDone
 from paceline.server.process import SilenceWatch, make_machine

@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from paceline.errors import UsageError
-from paceline.messages import Leave, Load, Refused
+from paceline.interfaces.server_messages import Leave, Load, Refused
 from paceline.server import snapshot
 from paceline.server.client import RemoteServer
 from paceline.server.process import make_machine

@@ -12,7 +12,7 @@ import paceline
 from paceline.compression import make
 from paceline.compression.gd_top_k import RATIOS
 from paceline.interfaces import SpeedClass
-from paceline.messages import Join, Load, Refused, Unit
+from paceline.interfaces.server_messages import Join, Load, Refused, Unit
 from paceline.methods.asp import ASP
 from paceline.network import Cluster, Rack, ServerHost
 from paceline.server.code_checks import check_brings_nearer

@@ -11,7 +11,7 @@ import torch
 from paceline.buckets import Bucket, make_buckets
 from paceline.errors import UsageError
 from paceline.interfaces import Work
-from paceline.messages import Join, Unit
+from paceline.interfaces.server_messages import Join, Unit
 from paceline.server.shards import Part, split
 from paceline.server.spread import _NOT_SENT
 from paceline.server.store import Store

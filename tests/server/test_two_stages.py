@@ -20,7 +20,7 @@ from paceline.interfaces import (
     UpdatesOnServer,
     Work,
 )
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Join,
     Joined,
     Leave,

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.interfaces import Answer, UpdatesOnServer
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Done,
     Join,
     Joined,

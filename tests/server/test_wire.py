@@ -8,7 +8,15 @@ import torch
 import zmq
 
 from paceline.errors import UsageError
-from paceline.messages import DTYPES, Done, Join, Load, Push, Refused, Unit
+from paceline.interfaces.server_messages import (
+    DTYPES,
+    Done,
+    Join,
+    Load,
+    Push,
+    Refused,
+    Unit,
+)
 from paceline.server import payloads, wire
 from paceline.server.wire import RefusalError
 

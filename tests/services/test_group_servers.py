@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from paceline.interfaces import Groups
-from paceline.messages import Join, Joined, Leave, Load, Parameters, Pull, Push, Unit
+from paceline.interfaces.server_messages import (
+    Join,
+    Joined,
+    Leave,
+    Load,
+    Parameters,
+    Pull,
+    Push,
+    Unit,
+)
 from paceline.server.mesh import GroupServer
 from paceline.server.mesh_home import Home
 from paceline.server.orders import PeerAddress

@@ -10,7 +10,13 @@ import torch
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Answer, Ask, Work
-from paceline.messages import PROTOCOL, Leave, Reduce, Reduced, Refused
+from paceline.interfaces.server_messages import (
+    PROTOCOL,
+    Leave,
+    Reduce,
+    Reduced,
+    Refused,
+)
 from paceline.server import wire
 from paceline.server.orders import PeerAddress
 from paceline.server.peers import ATTEMPTS_A_LIFE, Peers

@@ -10,7 +10,7 @@ import signal
 import torch
 
 from paceline.interfaces import Answer, Ask, Service, ServiceJob, Work
-from paceline.messages import Refused, Said, Say
+from paceline.interfaces.server_messages import Refused, Said, Say
 
 KIND = f"{__name__}:Level"
 DIE = b"die"

@@ -7,7 +7,7 @@ import torch
 
 import paceline
 from paceline.errors import PacelineError, UsageError
-from paceline.job import Places
+from paceline.interfaces.trainings import Places
 from paceline.network import uniform_cluster
 from paceline.worlds.virtual import Simulation
 from tests import forked

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from paceline.interfaces import Answer, Sender, Work
-from paceline.messages import Note, Request
+from paceline.interfaces.server_messages import Note, Request
 from paceline.network import uniform_cluster
 from paceline.network.links import Links
 from paceline.worlds.virtual.clock import Clock, Completion

@@ -23,13 +23,13 @@ import torch.multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.context import current_world
 from paceline.errors import (
     CollectiveMismatchError,
     DeadlockError,
     UsageError,
     WorkerFailedError,
 )
+from paceline.interfaces.current_runtime import current_world
 from paceline.network import Cluster, Rack
 from paceline.run_options import RunOptions
 from paceline.torch_internals import load_lazy_modules

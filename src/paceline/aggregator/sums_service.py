@@ -22,7 +22,7 @@ from paceline.aggregator.jobs import MOST_JOBS, key_of, number_of
 from paceline.aggregator.packets import FEWEST_ELEMENTS, LARGEST_DATAGRAM, MOST_WORKERS
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Answer, Sender, Work
-from paceline.messages import Refused, Request, Said, Say
+from paceline.interfaces.server_messages import Refused, Request, Said, Say
 
 if TYPE_CHECKING:
     from paceline.server.client import RemoteServer

@@ -22,9 +22,9 @@ from paceline.checkpoint.changing import trained_by
 from paceline.checkpoint.own import VERSION, OwnPart, Saved, pack_own
 from paceline.checkpoint.structure import as_data
 from paceline.checkpoint.together import together
-from paceline.context import current_world
 from paceline.errors import UsageError
 from paceline.interfaces import World
+from paceline.interfaces.current_runtime import current_world
 from paceline.optimizer import DistributedOptimizer, training_of
 from paceline.training import Training
 

@@ -16,7 +16,7 @@ from paceline.collectives.comm import TorchComm
 from paceline.collectives.pending import call_when_all_in
 from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, World
-from paceline.messages import Leave, Reduce
+from paceline.interfaces.server_messages import Leave, Reduce
 from paceline.server.shards import SMALL_BYTES
 
 

@@ -9,8 +9,8 @@ from accelerate.state import (
     ThreadLocalSharedDict,
 )
 
-from paceline.context import current_world
 from paceline.errors import UsageError
+from paceline.interfaces.current_runtime import current_world
 
 
 def states_of_threads() -> None:

@@ -13,11 +13,11 @@ import torch
 
 from paceline import spec
 from paceline.chosen import read_spec
-from paceline.context import current_world
 from paceline.distributing import distribute
 from paceline.errors import UsageError, unknown
 from paceline.guards import check_trained_by_nobody_else
 from paceline.interfaces import Method
+from paceline.interfaces.current_runtime import current_world
 from paceline.optimizer import DistributedOptimizer
 from paceline.worlds.servers import SURVIVE_VARIABLE
 

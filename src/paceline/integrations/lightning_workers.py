@@ -15,8 +15,8 @@ from lightning.fabric.plugins.environments import ClusterEnvironment  # noqa: E4
 
 from paceline import launchers  # noqa: E402
 from paceline.api import init, rank, world_size  # noqa: E402
-from paceline.context import current_world  # noqa: E402
 from paceline.integrations.dealing import dealt  # noqa: E402
+from paceline.interfaces.current_runtime import current_world  # noqa: E402
 
 _LIGHTNINGS = (
     *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),

@@ -2,7 +2,7 @@
 
 Files are split by who implements a seam and who uses it. Low to high:
 
-- `updates`: parameters and updates. `Updater` is the optimizer, applied piece by piece.
+- `partial_optimizer`: parameters and updates. `Updater` is the optimizer, applied piece by piece.
 - `timing`: what charges or measures compute time, and what times work.
 - `schedule`: a collective as data: who sends which part of a buffer to whom.
 - `communication`: `Comm` has asynchronous collectives; each returns a `Pending`, and work can
@@ -10,18 +10,18 @@ Files are split by who implements a seam and who uses it. Low to high:
   a server.
 - `discipline`: what a server does with gradients, in a method's words.
 - `groups`: servers that hold the whole model each, for a group of workers.
-- `summing`: one gradient in place of several, of which each has its own learning rate.
+- `gradient_sum`: one gradient in place of several, of which each has its own learning rate.
 - `server`: a server, or another service, as a state machine, and what it sends.
-- `remote`: a model's parameters on their servers, as one worker's method sees them.
+- `remote_model`: a model's parameters on their servers, as one worker's method sees them.
 - `compression`: a `Compressor` says what is sent of a mean's tensors.
-- `quality`: what becomes of a gradient, from exact to asynchronous.
-- `rhythm`: in which steps workers communicate.
-- `sending`: in which messages gradients travel that the next forward pass waits for.
+- `consistency`: what becomes of a gradient, from exact to asynchronous.
+- `rounds`: in which steps workers communicate.
+- `message`: in which messages gradients travel that the next forward pass waits for.
 - `run`: one worker's training as its method sees it, and sees nothing else: parameters,
   buckets, means, who takes part.
 - `method`: `Method` says when, and with whom, workers agree.
-- `state`: `OwnState` is what a worker has of its own, and a checkpoint keeps per worker.
-- `world`: where a worker lives: its rank, its clock, its way to spend compute time.
+- `worker_state`: `OwnState` is what a worker has of its own, and a checkpoint keeps per worker.
+- `runtime`: where a worker lives: its rank, its clock, its way to spend compute time.
 
 No seam here has a time-out of its own: when a peer is gone, the world's transport raises
 (gloo and NCCL by connection loss, the virtual world at once), and every call here lets
@@ -58,6 +58,7 @@ from paceline.interfaces.compression import (
     StateKind,
     Sum,
 )
+from paceline.interfaces.consistency import QUALITIES, Quality, weaker
 from paceline.interfaces.discipline import (
     Coordinated,
     Discipline,
@@ -70,6 +71,7 @@ from paceline.interfaces.discipline import (
     Sparing,
     Timed,
 )
+from paceline.interfaces.gradient_sum import GradientSum
 from paceline.interfaces.groups import (
     Groups,
     Meshed,
@@ -78,6 +80,7 @@ from paceline.interfaces.groups import (
     members_text,
     read_members,
 )
+from paceline.interfaces.message import Half, Message
 from paceline.interfaces.method import (
     HOOKS,
     Clips,
@@ -87,10 +90,11 @@ from paceline.interfaces.method import (
     UpdatesOn,
     UpdatesOnServer,
 )
-from paceline.interfaces.quality import QUALITIES, Quality, weaker
-from paceline.interfaces.remote import Arrived, Remote, Told, UnitPlace
-from paceline.interfaces.rhythm import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rhythm
+from paceline.interfaces.partial_optimizer import Hyperparameters, Piece, Updater
+from paceline.interfaces.remote_model import Arrived, Remote, Told, UnitPlace
+from paceline.interfaces.rounds import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rhythm
 from paceline.interfaces.run import Run, ServerRun, UpdatingRun
+from paceline.interfaces.runtime import ServerJob, Service, ServiceJob, World
 from paceline.interfaces.schedule import (
     Priced,
     Schedule,
@@ -98,7 +102,6 @@ from paceline.interfaces.schedule import (
     servers_of,
     switches_of,
 )
-from paceline.interfaces.sending import Half, Message
 from paceline.interfaces.server import (
     Answer,
     AnyServer,
@@ -109,11 +112,8 @@ from paceline.interfaces.server import (
     Server,
     Work,
 )
-from paceline.interfaces.state import OwnState, refused, shares_of
-from paceline.interfaces.summing import GradientSum
 from paceline.interfaces.timing import CodingStage, Compute, Stopwatch
-from paceline.interfaces.updates import Hyperparameters, Piece, Updater
-from paceline.interfaces.world import ServerJob, Service, ServiceJob, World
+from paceline.interfaces.worker_state import OwnState, refused, shares_of
 
 __all__ = [
     "AGREE_EVERY",

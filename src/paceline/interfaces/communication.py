@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from paceline.interfaces.schedule import Schedule
-from paceline.messages import Reply, Request
+from paceline.interfaces.server_messages import Reply, Request
 
 ReduceOperation = Literal["mean", "sum", "max"]
 

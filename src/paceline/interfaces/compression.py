@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 
 import torch
 
+from paceline.interfaces.consistency import Quality
 from paceline.interfaces.groups import SpeedClass
-from paceline.interfaces.quality import Quality
 
 
 @dataclass(frozen=True)

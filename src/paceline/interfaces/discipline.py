@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from paceline.interfaces.updates import Hyperparameters
+from paceline.interfaces.partial_optimizer import Hyperparameters
 
 
 class HeldPush(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces.discipline import Discipline, Shard
-from paceline.interfaces.updates import Hyperparameters
+from paceline.interfaces.partial_optimizer import Hyperparameters
 
 SpeedClass = Literal["fastest", "middle", "slowest"]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 
 from paceline.interfaces.discipline import Discipline
 from paceline.interfaces.groups import Groups
-from paceline.interfaces.rhythm import Rhythm
+from paceline.interfaces.rounds import Rhythm
 
 UpdatesOn = Literal["worker", "method", "server"]
 """Who applies the optimizer: the user's ``step()``, the method piece by piece, a server."""

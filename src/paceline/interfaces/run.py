@@ -12,10 +12,10 @@ import torch
 
 from paceline.buckets import Bucket
 from paceline.interfaces.communication import Comm, Pending, Scattered
-from paceline.interfaces.remote import Remote
-from paceline.interfaces.sending import Message
+from paceline.interfaces.message import Message
+from paceline.interfaces.partial_optimizer import Updater
+from paceline.interfaces.remote_model import Remote
 from paceline.interfaces.timing import Stopwatch
-from paceline.interfaces.updates import Updater
 from paceline.network import Cluster
 
 

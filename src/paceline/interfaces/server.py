@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from paceline.messages import Reply, Request
+from paceline.interfaces.server_messages import Reply, Request
 
 
 class Sender(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Discipline, Led, Sender
-from paceline.messages import Join, Joined
+from paceline.interfaces.server_messages import Join, Joined
 from paceline.server.answers import Answers
 from paceline.server.checks import require_same
 from paceline.server.meetings import Meetings

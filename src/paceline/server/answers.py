@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from paceline.interfaces import Answer, Sender
-from paceline.messages import Refused, Reply
+from paceline.interfaces.server_messages import Refused, Reply
 from paceline.server.members import Channel, Members
 
 

@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from paceline.errors import PeerLostError, UsageError
-from paceline.messages import Refused, Reply, Request
+from paceline.interfaces.server_messages import Refused, Reply, Request
 from paceline.server import payloads, wire
 from paceline.server.shared_memory import WorkerEnd
 from paceline.server.wire import RefusalError

@@ -8,7 +8,7 @@ from itertools import pairwise, zip_longest
 
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush
-from paceline.messages import Join
+from paceline.interfaces.server_messages import Join
 
 SAME = (
     *("options", "method", "sums", "clip_norm", "servers"),

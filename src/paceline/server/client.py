@@ -37,7 +37,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline import lifelines
 from paceline.errors import PeerLostError, UsageError
-from paceline.messages import PROTOCOL, Reply, Request
+from paceline.interfaces.server_messages import PROTOCOL, Reply, Request
 from paceline.records import Journal
 from paceline.server import payloads, wire
 from paceline.server.channel import Channel, Reception

@@ -9,7 +9,7 @@ import torch
 from paceline.compression import COMPRESSORS, Identity, keys_of, make
 from paceline.errors import UsageError
 from paceline.interfaces import COMMON, Compressor, Method, StandsAlone
-from paceline.messages import Answers
+from paceline.interfaces.server_messages import Answers
 from paceline.spec import nested
 
 

@@ -38,7 +38,7 @@ from paceline.buckets import stands_in
 from paceline.compression import make, pure
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, State
-from paceline.messages import Join, Push, Unit
+from paceline.interfaces.server_messages import Join, Push, Unit
 from paceline.server.code_checks import check_stands_alone
 from paceline.server.store import Store
 

@@ -25,7 +25,7 @@ from paceline.interfaces import (
     Sender,
     Work,
 )
-from paceline.messages import Done, Introduce, Refused, Reply, Request
+from paceline.interfaces.server_messages import Done, Introduce, Refused, Reply, Request
 from paceline.server import kinds
 from paceline.server.orders import PeerAddress
 from paceline.server.process import make_machine

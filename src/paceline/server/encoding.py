@@ -11,7 +11,7 @@ from paceline.buckets import Bucket, stand_in_for, stands_in, wire_bytes, wire_s
 from paceline.compression import make, pure
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import CodingStage, Compressor, SpeedClass, StandsAlone, State
-from paceline.messages import Answers, Parameters, Unit
+from paceline.interfaces.server_messages import Answers, Parameters, Unit
 from paceline.server.code_checks import check_stands_alone
 from paceline.server.coded import code_bytes, views
 from paceline.server.spread import HeldPart, Spread, cut

@@ -9,7 +9,16 @@ import torch
 
 from paceline.buckets import stand_alike
 from paceline.interfaces import Reception
-from paceline.messages import Arrive, Join, Joined, Load, Met, Note, Parameters, Pull
+from paceline.interfaces.server_messages import (
+    Arrive,
+    Join,
+    Joined,
+    Load,
+    Met,
+    Note,
+    Parameters,
+    Pull,
+)
 from paceline.server.spread import HeldPart, Spread
 from paceline.server.states import States
 from paceline.server.untrained import Untrained

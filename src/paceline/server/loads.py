@@ -10,7 +10,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Sender
-from paceline.messages import Arrive, Done, Load, LoadRest, LoadState
+from paceline.interfaces.server_messages import Arrive, Done, Load, LoadRest, LoadState
 from paceline.server.answers import Answers
 from paceline.server.meetings import HOW_TO_LOAD, Meetings
 from paceline.server.rest import HeldRest

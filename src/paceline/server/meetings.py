@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.errors import UsageError
 from paceline.interfaces import Sender
-from paceline.messages import Arrive, Met
+from paceline.interfaces.server_messages import Arrive, Met
 from paceline.server.answers import Answers
 from paceline.server.pulls import Pulls
 from paceline.server.pushes import Pushes

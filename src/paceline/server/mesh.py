@@ -61,11 +61,8 @@ import torch
 from paceline import lifelines
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask, Sender, Server, Work
-from paceline.mesh_messages import (
-    Pass,
-    PeerRequest,
-)
-from paceline.messages import (
+from paceline.interfaces.group_messages import Pass, PeerRequest
+from paceline.interfaces.server_messages import (
     Blend,
     Pull,
     PullBuffers,

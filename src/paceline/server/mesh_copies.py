@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.mesh_messages import Copied, Copy, Manifest
-from paceline.messages import DTYPES, Join, Refused, Reply
+from paceline.interfaces.group_messages import Copied, Copy, Manifest
+from paceline.interfaces.server_messages import DTYPES, Join, Refused, Reply
 from paceline.server.checks import difference, in_words
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Letter, Mail, Peer, expected

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from paceline.errors import UsageError
-from paceline.mesh_messages import Enter, Manifest, Stand, Standing
-from paceline.messages import Refused, Reply
+from paceline.interfaces.group_messages import Enter, Manifest, Stand, Standing
+from paceline.interfaces.server_messages import Refused, Reply
 from paceline.server.mesh_copies import Arriving
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Letter, Mail, Peer, expected

@@ -9,7 +9,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask, Sender
-from paceline.mesh_messages import (
+from paceline.interfaces.group_messages import (
     Away,
     Copied,
     Copy,
@@ -24,7 +24,7 @@ from paceline.mesh_messages import (
     Tell,
     Trains,
 )
-from paceline.messages import Done, Refused
+from paceline.interfaces.server_messages import Done, Refused
 from paceline.server.checks import difference
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Item, Peer

@@ -12,8 +12,8 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask
-from paceline.mesh_messages import Away, Buffers, Gradients, Nothing
-from paceline.messages import Refused, Reply, Request
+from paceline.interfaces.group_messages import Away, Buffers, Gradients, Nothing
+from paceline.interfaces.server_messages import Refused, Reply, Request
 
 ReplyKind = TypeVar("ReplyKind")
 

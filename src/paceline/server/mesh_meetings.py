@@ -14,8 +14,8 @@ from functools import partial
 import torch
 
 from paceline.interfaces import Answer, Sender
-from paceline.mesh_messages import Agree, Drain, Drained, Manifest
-from paceline.messages import Done, Refused, Reply
+from paceline.interfaces.group_messages import Agree, Drain, Drained, Manifest
+from paceline.interfaces.server_messages import Done, Refused, Reply
 from paceline.server.mesh_copies import Arriving
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Letter, Mail, Peer, expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from paceline.errors import UsageError
-from paceline.mesh_messages import Manifest, Standing
+from paceline.interfaces.group_messages import Manifest, Standing
 from paceline.server.mesh_copies import HAS_ALL, Captured, Part
 from paceline.server.mesh_entering import Entering
 from paceline.server.mesh_home import Home

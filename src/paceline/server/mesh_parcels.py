@@ -17,8 +17,8 @@ from functools import partial
 
 import torch
 
-from paceline.mesh_messages import Away, Buffers, Gradients, Nothing, Pass
-from paceline.messages import Refused, Reply
+from paceline.interfaces.group_messages import Away, Buffers, Gradients, Nothing, Pass
+from paceline.interfaces.server_messages import Refused, Reply
 from paceline.server.mesh_mail import Item, Letter, Mail, Peer
 
 Line = tuple[int, int]

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from paceline.interfaces import Answer, GradientSum, Parcel, Sender
-from paceline.mesh_messages import Gradients, Nothing
-from paceline.messages import Done
+from paceline.interfaces.group_messages import Gradients, Nothing
+from paceline.interfaces.server_messages import Done
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_parcels import Covers, Passing, What
 

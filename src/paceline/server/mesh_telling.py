@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from paceline.mesh_messages import Away, Buffers, Gradients, Tell, Trains
-from paceline.messages import Refused, Reply
+from paceline.interfaces.group_messages import Away, Buffers, Gradients, Tell, Trains
+from paceline.interfaces.server_messages import Refused, Reply
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Letter, Mail, Peer
 from paceline.server.mesh_parcels import Passing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.errors import UsageError
 from paceline.interfaces import Sender
-from paceline.messages import Done, Norm, NormPart, PullNorm
+from paceline.interfaces.server_messages import Done, Norm, NormPart, PullNorm
 from paceline.server.answers import Answers
 from paceline.server.clipping import ClippedSteps
 from paceline.server.shard import HeldShard

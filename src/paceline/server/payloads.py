@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from paceline.errors import UsageError
-from paceline.messages import DTYPES
+from paceline.interfaces.server_messages import DTYPES
 from paceline.server import wire
 from paceline.server.shared_memory import ServerEnd, WorkerEnd
 from paceline.server.wire import Answered, Begin, More, RefusalError, encode

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Answer, Ask, AskingServer, ReturningServer
-from paceline.messages import Reply
+from paceline.interfaces.server_messages import Reply
 from paceline.server.client import RemoteServer, check_listens
 from paceline.server.orders import PeerAddress
 from paceline.server.poll_loop import PollLoop

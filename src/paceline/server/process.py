@@ -21,7 +21,7 @@ from paceline.interfaces import (
     UpdatesOnServer,
     Work,
 )
-from paceline.messages import Joined, Leave, Push, Request
+from paceline.interfaces.server_messages import Joined, Leave, Push, Request
 from paceline.server.protocol import ParameterServer
 from paceline.spec import parse
 from paceline.timeouts import timeouts

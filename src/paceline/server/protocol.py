@@ -78,8 +78,8 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Coordinated, Discipline, Meshed, Sender, Work
-from paceline.mesh_messages import PeerRequest
-from paceline.messages import (
+from paceline.interfaces.group_messages import PeerRequest
+from paceline.interfaces.server_messages import (
     Arrive,
     Blend,
     Blended,

@@ -9,7 +9,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush, Sender
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Blended,
     OptimizerState,
     Parameters,

@@ -21,7 +21,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush, Sender
-from paceline.messages import Push
+from paceline.interfaces.server_messages import Push
 from paceline.server.members import Member
 from paceline.server.shard import HeldShard
 

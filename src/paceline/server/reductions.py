@@ -8,7 +8,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Sender
-from paceline.messages import Reduce, Reduced
+from paceline.interfaces.server_messages import Reduce, Reduced
 from paceline.server.answers import Answers
 from paceline.server.members import Members
 from paceline.server.sums import Order, Sum

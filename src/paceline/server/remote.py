@@ -23,7 +23,7 @@ from paceline.interfaces import (
     UnitPlace,
     Updater,
 )
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     DTYPES,
     Decide,
     Join,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.errors import UsageError
-from paceline.messages import Blend
+from paceline.interfaces.server_messages import Blend
 
 MOST_BYTES = 16 << 20
 """In one message."""

@@ -33,7 +33,7 @@ import zmq
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, AnyServer, Ask, AskingServer, Sender
-from paceline.messages import Join, Leave, Refused
+from paceline.interfaces.server_messages import Join, Leave, Refused
 from paceline.server import payloads, wire
 from paceline.server.orders import PeerAddress
 from paceline.server.peers import Peers

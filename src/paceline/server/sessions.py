@@ -46,8 +46,8 @@ from collections.abc import Callable
 from functools import partial
 
 from paceline.interfaces import Sender
+from paceline.interfaces.server_messages import PROTOCOL
 from paceline.lifelines import Callers, unanswered
-from paceline.messages import PROTOCOL
 from paceline.server import payloads, wire
 from paceline.server.poll_loop import PollLoop
 from paceline.server.shared_memory import ServerEnd

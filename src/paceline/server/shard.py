@@ -22,7 +22,7 @@ from paceline.interfaces import (
     Timed,
     Work,
 )
-from paceline.messages import Join, Push
+from paceline.interfaces.server_messages import Join, Push
 from paceline.server.checks import (
     different_hyperparameters,
     different_units,

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from paceline.buckets import Bucket, wire_bytes
-from paceline.messages import Unit
+from paceline.interfaces.server_messages import Unit
 from paceline.pieces import cut_every, parameters_of
 
 SMALL_BYTES = 64 * 1024

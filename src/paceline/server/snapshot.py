@@ -28,7 +28,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender, Work
-from paceline.messages import Request
+from paceline.interfaces.server_messages import Request
 from paceline.server.protocol import ParameterServer
 
 _MAGIC = b"paceline snapshot 3\n"

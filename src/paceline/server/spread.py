@@ -14,7 +14,7 @@ import torch
 from paceline.buckets import Bucket, stand_alike, wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Piece, Told, UnitPlace
-from paceline.messages import Hyperparameters, Parameters, Unit
+from paceline.interfaces.server_messages import Hyperparameters, Parameters, Unit
 from paceline.server.layout import Copies, Layout, SharedOut
 from paceline.server.shards import Part, split
 from paceline.torch_internals import version_of

@@ -9,7 +9,7 @@ import torch
 
 from paceline.buckets import in_strides_of, stand_in_for, stands_in, wire_bytes
 from paceline.interfaces import Reception
-from paceline.messages import LoadState, OptimizerState, PullState
+from paceline.interfaces.server_messages import LoadState, OptimizerState, PullState
 from paceline.server.spread import HeldPart, Spread
 from paceline.server.store import is_per_element
 

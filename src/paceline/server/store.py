@@ -11,7 +11,7 @@ import torch
 from paceline.buckets import wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Hyperparameters, Piece, Work
-from paceline.messages import DTYPES, Join, Unit
+from paceline.interfaces.server_messages import DTYPES, Join, Unit
 from paceline.pieces import ELEMENTWISE, WHOLE_TENSOR
 from paceline.updater import IMPLEMENTATION, TorchUpdater, whole_pieces
 

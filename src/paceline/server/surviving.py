@@ -24,7 +24,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender, Server, Work
-from paceline.messages import Join, Leave, Request
+from paceline.interfaces.server_messages import Join, Leave, Request
 from paceline.server import snapshot as snapshots
 from paceline.server.metrics import Figures, figures_of
 from paceline.server.orders import IsDone

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.messages import Request
+from paceline.interfaces.server_messages import Request
 from paceline.server.payloads import size_of
 from paceline.server.wire import HEADER_BYTES
 

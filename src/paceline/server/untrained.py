@@ -11,7 +11,14 @@ from collections.abc import Collection, Sequence
 import torch
 
 from paceline.interfaces import Endpoint, Reception
-from paceline.messages import Blend, Blended, LoadRest, PullBuffers, PullRest, Rest
+from paceline.interfaces.server_messages import (
+    Blend,
+    Blended,
+    LoadRest,
+    PullBuffers,
+    PullRest,
+    Rest,
+)
 from paceline.server.rest import MOST_BYTES
 from paceline.server.spread import Spread
 

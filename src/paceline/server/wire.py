@@ -29,7 +29,7 @@ import msgspec
 import zmq
 
 from paceline import lifelines
-from paceline.messages import Reply, Request
+from paceline.interfaces.server_messages import Reply, Request
 
 CHUNK_BYTES = 2 << 20
 """1 to 4 MiB were equally fast on loopback; smaller ones cost more processor time."""

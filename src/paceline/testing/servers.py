@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from paceline.interfaces import Answer, Coordinated, Discipline, Sender
-from paceline.messages import (
+from paceline.interfaces.server_messages import (
     Arrive,
     Blend,
     Decide,

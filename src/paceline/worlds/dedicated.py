@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Service, ServiceJob
-from paceline.messages import Introduce
+from paceline.interfaces.server_messages import Introduce
 from paceline.server.security import SECRET, TOKEN, dedicated_token
 from paceline.worlds.handover import Address
 from paceline.worlds.servers import (

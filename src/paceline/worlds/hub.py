@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from paceline import lifelines
-from paceline.job import Place
+from paceline.interfaces.trainings import Place
 from paceline.server.poll_loop import PollLoop
 from paceline.timeouts import timeouts
 from paceline.worlds import addresses

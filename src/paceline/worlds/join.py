@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from paceline.context import current_world, enter_world
 from paceline.interfaces import World
+from paceline.interfaces.current_runtime import current_world, enter_world
 from paceline.run_options import RunOptions
 from paceline.worlds.emulated.world import WORLD_VARIABLE, EmulatedWorld
 from paceline.worlds.real import RealWorld

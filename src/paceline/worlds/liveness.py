@@ -35,7 +35,7 @@ import msgspec
 
 from paceline import lifelines
 from paceline.errors import UsageError
-from paceline.job import Place, Places
+from paceline.interfaces.trainings import Place, Places
 from paceline.run_options import seconds_from
 from paceline.timeouts import timeouts
 from paceline.worlds import addresses

@@ -19,7 +19,7 @@ from paceline.collectives.chains import ThreadRunner, WaitingRunner
 from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, aggregators_from
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
-from paceline.job import Job
+from paceline.interfaces.trainings import Job
 from paceline.launchers import Place
 from paceline.network import Cluster, Workload
 from paceline.profiling import KeptGradients, Profiler, times_of, with_times

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline.messages import Leave, Note
+from paceline.interfaces.server_messages import Leave, Note
 from paceline.server.joining import Joining
 from paceline.server.remote import RemoteParameters
 from paceline.testing.task import Quadratic, centers_of, flat_parameters

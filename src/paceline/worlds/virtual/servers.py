@@ -27,7 +27,7 @@ from paceline.interfaces import (
     Sender,
     ServiceJob,
 )
-from paceline.messages import Refused, Reply, Request
+from paceline.interfaces.server_messages import Refused, Reply, Request
 from paceline.network.cluster import Cluster
 from paceline.network.links import Links
 from paceline.network.workload import Workload

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.context import current_world, enter_world_in_this_thread
 from paceline.errors import UsageError
 from paceline.interfaces import ServiceJob
-from paceline.job import Job, Place
+from paceline.interfaces.current_runtime import (
+    current_world,
+    enter_world_in_this_thread,
+)
+from paceline.interfaces.trainings import Job, Place
 from paceline.network.cluster import Cluster
 from paceline.network.links import Links
 from paceline.profiling import KeptGradients, Profiler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.interfaces import Sender
-from paceline.messages import Reply, Request
+from paceline.interfaces.server_messages import Reply, Request
 from paceline.records import Span
 from paceline.units import show_bytes
 from paceline.worlds.virtual.clock import Clock

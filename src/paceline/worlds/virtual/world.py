@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from paceline.buckets import stand_in_for, wire_bytes
 from paceline.interfaces import ServiceJob
-from paceline.job import Job
+from paceline.interfaces.trainings import Job
 from paceline.network.workload import Workload
 from paceline.profiling import Profiler
 from paceline.records import Journal, Kept, Span

@@ -16,9 +16,9 @@ import torch
 from paceline.interfaces.communication import Endpoint, Runner
 from paceline.interfaces.groups import Groups
 from paceline.interfaces.method import UpdatesOnServer
+from paceline.interfaces.server_messages import Answers
 from paceline.interfaces.timing import Compute, Stopwatch
-from paceline.job import Job
-from paceline.messages import Answers
+from paceline.interfaces.trainings import Job
 from paceline.network import Cluster, Workload
 from paceline.records import Journal
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from paceline.mesh_messages import PeerReply, PeerRequest
+from paceline.interfaces.group_messages import PeerReply, PeerRequest
 
 PROTOCOL = 8
 """Both ends must speak the same version."""

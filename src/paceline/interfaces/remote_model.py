@@ -17,7 +17,7 @@ import torch
 
 from paceline.buckets import Bucket
 from paceline.interfaces.groups import SpeedClass
-from paceline.interfaces.updates import Piece, Updater
+from paceline.interfaces.partial_optimizer import Piece, Updater
 
 
 class UnitPlace(NamedTuple):

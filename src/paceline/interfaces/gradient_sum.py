@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.interfaces.discipline import Shard
-from paceline.interfaces.updates import Hyperparameters
+from paceline.interfaces.partial_optimizer import Hyperparameters
 
 
 class GradientSum:
