@@ -25,8 +25,8 @@ import torch
 from paceline.interfaces import Answer, Work
 from paceline.interfaces.server_messages import Reduce, Reduced
 from paceline.records import Journal
-from paceline.server.client import RemoteServer
-from paceline.server.serve import Shell
+from paceline.transport.connection import RemoteServer
+from paceline.transport.listener import Shell
 
 WARM_UP = 2
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, LOSS_VARIABLE
 from paceline.run_options import CLUSTER_VARIABLE
-from paceline.server.security import SECRET, TOKEN
+from paceline.transport.security import SECRET, TOKEN
 from tests import forked
 from tests.hanging import SECONDS
 from tests.real.helpers import wait_until

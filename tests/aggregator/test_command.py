@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.aggregator.client import AggregatorClient
-from paceline.server.security import SECRET, TOKEN, TRUSTED
+from paceline.transport.security import SECRET, TOKEN, TRUSTED
 from tests import forked
 from tests.hanging import SECONDS
 from tests.real.helpers import wait_until

@@ -20,8 +20,8 @@ from paceline.aggregator.jobs import key_of, number_of
 from paceline.aggregator.packets import Flag, Kind, Seal, blank, sizes
 from paceline.aggregator.udp import UserSpaceAggregator
 from paceline.errors import PeerLostError, UsageError
-from paceline.server.security import TRUSTED
 from paceline.timeouts import timeouts
+from paceline.transport.security import TRUSTED
 from tests import forked
 from tests.aggregator.places import (
     TOKEN,

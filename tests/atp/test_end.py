@@ -18,9 +18,9 @@ from paceline.collectives.atp_ways import Server, Ways, beside_workers
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Sender
 from paceline.interfaces.server_messages import Introduce, Refused, Said, Say
-from paceline.server.client import RemoteServer
 from paceline.server.dedicated import make_shell
-from paceline.server.serve import Listener
+from paceline.transport.connection import RemoteServer
+from paceline.transport.listener import Listener
 from tests.aggregation.test_ring_end import Exchanges, addresses, aggregators
 from tests.aggregator.test_udp import TOKEN, lossy, together
 from tests.hanging import SECONDS

@@ -11,8 +11,8 @@ from paceline.cli import app
 from paceline.cli.serve import serve as serve_command
 from paceline.errors import UsageError
 from paceline.server import dedicated, serving, snapshot
-from paceline.server.security import SECRET, TOKEN, dedicated_token
-from paceline.server.serve import Listener
+from paceline.transport.listener import Listener
+from paceline.transport.security import SECRET, TOKEN, dedicated_token
 
 LONG = "a secret of the job"
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, MTU_VARIABLE
 from paceline.network import Cluster, Rack, cluster_toml
 from paceline.run_options import CLUSTER_VARIABLE
-from paceline.server.security import TOKEN, TRUSTED
+from paceline.transport.security import TOKEN, TRUSTED
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.messages import INTERFACE
 from paceline.worlds.emulated.plan import JUMBO_MTU

@@ -23,8 +23,8 @@ pytestmark = [
 ]
 WORKER = """
 import sys
-from paceline.server.client import RemoteServer
-from paceline.server.security import PLAIN
+from paceline.transport.connection import RemoteServer
+from paceline.transport.security import PLAIN
 address, port, token = sys.argv[1:]
 end = RemoteServer("server 0", address, int(port), worker=0, incarnation=None,
                    token=token, security=PLAIN)

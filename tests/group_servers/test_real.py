@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from paceline.server.security import TOKEN
+from paceline.transport.security import TOKEN
 from tests import forked
 from tests.emulated.conftest import refusal
 from tests.hanging import free_port

@@ -14,9 +14,9 @@ from paceline.interfaces.server_messages import DTYPES, Done, Introduce, Load, P
 from paceline.server import metrics
 from paceline.server.dedicated import make_shell
 from paceline.server.metrics import Endpoint, Figures, figures_of
-from paceline.server.serve import Listener
 from paceline.server.surviving import SurvivingJob
-from paceline.server.wire import HEADER_BYTES
+from paceline.transport.listener import Listener
+from paceline.transport.protocol import HEADER_BYTES
 from tests.hanging import SECONDS, eventually
 from tests.server import TOKEN, Adder, connect, running, time_limit
 

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.integrations.ray_coordinator import Coordinator, Life, is_consequence
-from paceline.server.wire import HAS_BEEN_HERE
+from paceline.transport.protocol import HAS_BEEN_HERE
 
 SNAPSHOT = "/shared/snapshot"
 

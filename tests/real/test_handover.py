@@ -13,7 +13,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.interfaces import Service, ServiceJob
 from paceline.records import Journal
-from paceline.server.security import SECRET, TOKEN, dedicated_token
+from paceline.transport.security import SECRET, TOKEN, dedicated_token
 from paceline.worlds.handover import Address, Board, Posted, Sheet, Way, way_of
 from paceline.worlds.services import RealServices, Where
 from tests.hanging import SECONDS

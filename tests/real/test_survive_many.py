@@ -14,10 +14,10 @@ import torch
 from paceline.cli import app
 from paceline.errors import PeerLostError, UsageError
 from paceline.run_options import RunOptions
-from paceline.server.security import SECRET
 from paceline.server.surviving import SurvivingJob
-from paceline.server.wire import BEFORE_IT_STOOD, IS_HERE
 from paceline.timeouts import timeouts
+from paceline.transport.protocol import BEFORE_IT_STOOD, IS_HERE
+from paceline.transport.security import SECRET
 from paceline.worlds import alone, real
 from tests.hanging import free_port
 from tests.real.engine import TOKEN, Engine

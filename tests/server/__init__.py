@@ -25,10 +25,10 @@ from paceline.interfaces.server_messages import (
     Reduced,
     Refused,
 )
-from paceline.server import wire
-from paceline.server.client import RemoteServer
-from paceline.server.security import PLAIN
-from paceline.server.serve import Shell
+from paceline.transport import protocol
+from paceline.transport.connection import RemoteServer
+from paceline.transport.listener import Shell
+from paceline.transport.security import PLAIN
 from tests.hanging import SECONDS
 
 TOKEN = "the token of this job"
@@ -172,7 +172,7 @@ class Peer:
         self.socket.connect(f"tcp://127.0.0.1:{port}")
         self.liveness = None
         if known:
-            self.say(wire.Hello(PROTOCOL, TOKEN, worker, incarnation, ""))
+            self.say(protocol.Hello(PROTOCOL, TOKEN, worker, incarnation, ""))
             welcome = self.hear()
             address = "127.0.0.1", welcome.port
             self.liveness = socket.create_connection(address, SECONDS)
@@ -180,10 +180,10 @@ class Peer:
             assert self.liveness.recv(1) == b"\n"
 
     def say(self, words, *frames):
-        self.socket.send_multipart([wire.encode(words), *frames])
+        self.socket.send_multipart([protocol.encode(words), *frames])
 
     def hear(self):
-        return wire.decode_from_server(self.socket.recv_multipart()[0])
+        return protocol.decode_from_server(self.socket.recv_multipart()[0])
 
     def close(self):
         if self.liveness is not None:

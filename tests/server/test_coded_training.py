@@ -14,8 +14,8 @@ from paceline.errors import UsageError, WorkerFailedError
 from paceline.network import Cluster, Rack, ServerHost
 from paceline.network.workload import Workload
 from paceline.server.coded import code_bytes
-from paceline.server.wire import HEADER_BYTES
 from paceline.testing import inspect
+from paceline.transport.protocol import HEADER_BYTES
 from paceline.worlds.virtual import ComputeModel, Simulation
 from tests.compression.test_training import counted
 from tests.compression.test_training import step as do_step

@@ -20,13 +20,13 @@ from paceline.interfaces.server_messages import (
     Load,
     PullState,
 )
-from paceline.server import sessions, wire
 from paceline.server.orders import IsDone
 from paceline.server.process import SilenceWatch, make_machine
-from paceline.server.security import PLAIN
-from paceline.server.serve import REFUSALS_SAID, Shell
 from paceline.server.surviving import MissingWatch, SurvivingJob
 from paceline.timeouts import timeouts
+from paceline.transport import protocol, sessions
+from paceline.transport.listener import REFUSALS_SAID, Shell
+from paceline.transport.security import PLAIN
 from tests.hanging import SECONDS
 from tests.server import TOKEN, Adder, Peer, connect, running, time_limit
 
@@ -207,8 +207,8 @@ def test_who_said_hello_and_never_came_is_not_waited_for_for_ever(monkeypatch):
     shell = Shell(Adder(2), workers=2, token=TOKEN, security=PLAIN)
     thread = serve(shell)
     with Peer(shell.port, known=False) as gone:
-        gone.say(wire.Hello(PROTOCOL, TOKEN, 1, 0, ""))
-        assert isinstance(gone.hear(), wire.Welcome)
+        gone.say(protocol.Hello(PROTOCOL, TOKEN, 1, 0, ""))
+        assert isinstance(gone.hear(), protocol.Welcome)
         lost = connect(shell)
         del lost  # without a goodbye
         gc.collect()

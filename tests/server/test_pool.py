@@ -12,9 +12,9 @@ import torch
 from paceline.errors import PeerLostError
 from paceline.interfaces.server_messages import Join, Leave, Load, Pull, Push, Unit
 from paceline.server import kinds
-from paceline.server.client import RemoteServer
 from paceline.server.orders import Introduction, Order
 from paceline.server.pool import Pool
+from paceline.transport.connection import RemoteServer
 from tests.real.helpers import wait_until
 from tests.server import SECONDS, TOKEN, time_limit
 

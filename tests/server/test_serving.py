@@ -8,9 +8,9 @@ import pytest
 
 from paceline.interfaces.server_messages import Join, Leave
 from paceline.server import dedicated, serving
-from paceline.server.client import RemoteServer
-from paceline.server.security import TOKEN as VARIABLE
 from paceline.server.serving import Serving
+from paceline.transport.connection import RemoteServer
+from paceline.transport.security import TOKEN as VARIABLE
 from tests.server import SECONDS, TOKEN, time_limit
 
 

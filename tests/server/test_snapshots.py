@@ -12,10 +12,10 @@ from torch.testing import assert_close
 from paceline.errors import UsageError
 from paceline.interfaces.server_messages import Leave, Load, Refused
 from paceline.server import snapshot
-from paceline.server.client import RemoteServer
 from paceline.server.process import make_machine
 from paceline.server.snapshot import Snapshots
 from paceline.server.surviving import SurvivingJob
+from paceline.transport.connection import RemoteServer
 from tests.hanging import SECONDS
 from tests.server.talk import HOW, METHODS, WORKERS, Talk, ring
 

@@ -6,7 +6,7 @@ import torch
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.interfaces import Service, ServiceJob
 from paceline.network import Cluster, Rack
-from paceline.server.wire import HEADER_BYTES
+from paceline.transport.protocol import HEADER_BYTES
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation
 from tests.services.two_levels import KIND, add, job_of

@@ -8,8 +8,8 @@ from paceline.chosen import read_spec
 from paceline.errors import GradientError, UsageError, WorkerFailedError
 from paceline.methods import METHODS
 from paceline.network import Cluster, Rack, ServerHost, uniform_cluster
-from paceline.server.wire import HEADER_BYTES
 from paceline.testing.task import Quadratic, centers_of, flat_parameters
+from paceline.transport.protocol import HEADER_BYTES
 from paceline.worlds.virtual import ComputeModel, Simulation
 from paceline.worlds.virtual.servers import ServerRates
 from tests.tables import crossed

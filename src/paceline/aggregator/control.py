@@ -34,11 +34,11 @@ from typing import NoReturn
 
 import msgspec
 
-from paceline import lifelines
 from paceline.aggregator.jobs import Rules, Terms
 from paceline.errors import PeerLostError, UsageError
-from paceline.server.security import TRUSTED, derived, is_loopback
 from paceline.timeouts import timeouts
+from paceline.transport import liveness
+from paceline.transport.security import TRUSTED, derived, is_loopback
 
 VERSION = 1
 LINE_BYTES = 16384
@@ -178,7 +178,7 @@ class Registration:
             )
         except OSError as error:
             raise PeerLostError(f"{self._where} cannot be reached: {error}") from None
-        lifelines.watch(self.socket)
+        liveness.watch(self.socket)
 
     def register(self, wish: Register) -> Granted:
         """Raises `UsageError` with the aggregator's reason, and `PeerLostError`."""
@@ -256,4 +256,4 @@ class Registration:
             ) from None
 
     def _lost(self, error: OSError | None) -> NoReturn:
-        raise PeerLostError(f"{self._where} {lifelines.how_it_ended(error)}") from None
+        raise PeerLostError(f"{self._where} {liveness.how_it_ended(error)}") from None

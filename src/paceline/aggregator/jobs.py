@@ -25,7 +25,7 @@ from paceline.aggregator.best_effort import BestEffort
 from paceline.aggregator.packets import Array, Kind, Seal, well_formed
 from paceline.aggregator.protocol import Memory, Outgoing, Slots, all_bits, joined
 from paceline.errors import UsageError
-from paceline.server.security import derived
+from paceline.transport.security import derived
 
 Rules = Literal["slots", "best-effort"]
 MOST_JOBS = 256

@@ -3,7 +3,7 @@
 ``paceline serve`` becomes one where workers introduce it so (`server.kinds`). It opens a
 `UdpFallbackServer` for each job that it is asked for, on a thread of its own, and tells where.
 Its datagrams are signed with the job's key, which comes over the connection that
-`paceline.server.security` protects.
+`paceline.transport.security` protects.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.interfaces import Answer, Sender, Work
 from paceline.interfaces.server_messages import Refused, Request, Said, Say
 
 if TYPE_CHECKING:
-    from paceline.server.client import RemoteServer
     from paceline.server.kinds import Start
+    from paceline.transport.connection import RemoteServer
 
 KIND = "fallback-server"
 """The row of `server.kinds`."""

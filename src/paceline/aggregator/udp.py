@@ -20,7 +20,6 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from paceline import lifelines
 from paceline.aggregator.control import (
     LINE_BYTES,
     VERSION,
@@ -52,7 +51,8 @@ from paceline.aggregator.packets import (
 )
 from paceline.aggregator.protocol import EVERYONE, NEXT, Outgoing
 from paceline.errors import UsageError
-from paceline.server.poll_loop import PollLoop
+from paceline.transport import liveness
+from paceline.transport.poll_loop import PollLoop
 
 SLOTS = 1024
 """Of 1432 values twice: 3 MB."""
@@ -146,7 +146,7 @@ class UserSpaceAggregator:
         self.jobs = Jobs(slots, places, elements, token, most_slots=room)
         self.counts: Counter[str] = self.jobs.counts
         self._token = token
-        self._callers = lifelines.Callers(STRANGERS, LINE_BYTES)
+        self._callers = liveness.Callers(STRANGERS, LINE_BYTES)
         self._known: dict[socket.socket, _Caller] = {}
         self._ways: dict[int, _Ways] = {}
         self._loop = PollLoop()
@@ -154,7 +154,7 @@ class UserSpaceAggregator:
         self._loop.watch(self._listener, self._accept)
         self._stopped = False
         for end in (self._listener, self._udp):
-            lifelines.close_in_children(end)
+            liveness.close_in_children(end)
 
     # ---- the loop ----
 
@@ -233,7 +233,7 @@ class UserSpaceAggregator:
                 return
             self._hear(peer, line)
         if said.over and peer in self._callers:
-            self._lose(peer, lifelines.how_it_ended(said.error))
+            self._lose(peer, liveness.how_it_ended(said.error))
 
     def _hear(self, peer: socket.socket, line: bytes) -> None:
         caller = self._known[peer]

@@ -43,7 +43,7 @@ def aggregate(
     training.
     """
     from paceline.aggregator.udp import UserSpaceAggregator
-    from paceline.server.security import TOKEN, dedicated_token
+    from paceline.transport.security import TOKEN, dedicated_token
 
     host, port = _host_and_port(listen)
     token = dedicated_token()

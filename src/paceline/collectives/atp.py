@@ -30,7 +30,7 @@ from paceline.torch_internals import virtual_end
 
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm
-    from paceline.server.client import RemoteServer
+    from paceline.transport.connection import RemoteServer
 
 
 class ATP(Aggregated):

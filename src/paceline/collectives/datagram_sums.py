@@ -16,8 +16,8 @@ from paceline.collectives.datagram_line import Line, MakeEnd, Terms
 from paceline.collectives.pending import WorkPending
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Schedule, World
-from paceline.server.security import SECRET, TOKEN, dedicated_token
 from paceline.torch_internals import default_store
+from paceline.transport.security import SECRET, TOKEN, dedicated_token
 
 if TYPE_CHECKING:
     from paceline.collectives.comm import TorchComm

@@ -44,7 +44,7 @@ class ServerComm(TorchComm):
         self._numbers = 0
 
     threads: ClassVar[bool] = False
-    """An endpoint's answers are taken by whoever asked for them: see `server.client`."""
+    """An endpoint's answers are taken by whoever asked for them: see `transport.connection`."""
 
     def all_reduce(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"

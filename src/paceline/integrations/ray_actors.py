@@ -39,9 +39,9 @@ from paceline.integrations.ray_coordinator import (
 )
 from paceline.run_options import seconds_from
 from paceline.server.orders import IsDone
-from paceline.server.security import SECRET, TOKEN, TRUSTED
 from paceline.server.surviving import SurvivingJob
 from paceline.timeouts import timeouts
+from paceline.transport.security import SECRET, TOKEN, TRUSTED
 from paceline.worlds.alone import environment_of
 from paceline.worlds.ending import end_at_once
 from paceline.worlds.join import join_world
@@ -226,7 +226,7 @@ def called(job: str, kind: type) -> str:
 
 def protection(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that protect the server's connections: what *environment* says, else a secret of
-    this job's own. With a secret they are encrypted (see `server.security`)."""
+    this job's own. With a secret they are encrypted (see `transport.security`)."""
     said = {
         name: environment[name] for name in (SECRET, TRUSTED) if environment.get(name)
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import PeerLostError, UsageError
-from paceline.server.wire import HAS_BEEN_HERE
+from paceline.transport.protocol import HAS_BEEN_HERE
 from paceline.worlds.surviving import MOST_IN_VAIN, MOST_RESTARTS
 
 SERVER = "the server"

@@ -14,11 +14,11 @@ import torch
 
 from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS
-from paceline.lifelines import end_with_parent, without_interrupts
 from paceline.methods import METHODS
 from paceline.plan.predict import Job, Prediction, Refused, predict
 from paceline.plan.price import cost
 from paceline.python_private import end_pool
+from paceline.transport.liveness import end_with_parent, without_interrupts
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -15,12 +15,12 @@ from statistics import fmean
 from threading import Barrier, BrokenBarrierError
 
 from paceline.compression import make
-from paceline.lifelines import end_with_parent, without_interrupts
 from paceline.network.workload import CodingTimes
 from paceline.profiling.coding import coding_times
 from paceline.profiling.gradients import KeptGradients
 from paceline.python_private import end_pool
 from paceline.timeouts import timeouts
+from paceline.transport.liveness import end_with_parent, without_interrupts
 
 _together: Barrier | None = None
 """Of all processes of the pool, in each of them."""

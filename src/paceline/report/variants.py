@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.lifelines import without_interrupts
 from paceline.records import StepRecord
 from paceline.report.files import claim, make_folder
 from paceline.report.goal import Goal
 from paceline.report.result import Failed, Outcome, Result
+from paceline.transport.liveness import without_interrupts
 
 _VERBS = {"virtual": "simulate", "real": "run", "emulated": "emulate"}
 

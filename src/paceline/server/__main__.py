@@ -44,8 +44,8 @@ from paceline.server.orders import (
 )
 from paceline.server.process import SilenceWatch, make_machine
 from paceline.server.protocol import ParameterServer
-from paceline.server.serve import Shell
 from paceline.timeouts import timeouts
+from paceline.transport.listener import Shell
 
 
 def main() -> int:

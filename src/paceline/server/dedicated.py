@@ -29,7 +29,7 @@ from paceline.interfaces.server_messages import Done, Introduce, Refused, Reply,
 from paceline.server import kinds
 from paceline.server.orders import PeerAddress
 from paceline.server.process import make_machine
-from paceline.server.serve import Listener, Shell
+from paceline.transport.listener import Listener, Shell
 
 MOST_SERVICES = 64
 """A job has no more servers than that which know each other."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender
-from paceline.server.wire import TAKEN_FOR_LOST
+from paceline.transport.protocol import TAKEN_FOR_LOST
 
 MOST_STEPS_AHEAD = 100_000
 """A step that is further ahead of all workers is a mistake, and refused."""

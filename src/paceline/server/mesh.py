@@ -58,7 +58,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline import lifelines
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask, Sender, Server, Work
 from paceline.interfaces.group_messages import Pass, PeerRequest
@@ -81,6 +80,7 @@ from paceline.server.mesh_root import Root
 from paceline.server.mesh_telling import Telling
 from paceline.server.process import discipline_of
 from paceline.server.protocol import ParameterServer
+from paceline.transport import liveness
 
 if TYPE_CHECKING:
     from paceline.server.kinds import Start
@@ -389,7 +389,7 @@ def make_group_machine(
         names,
         life=life,
         enters=enters,
-        patience=lifelines.patience(),
+        patience=liveness.patience(),
         around=around,
         entered=entered,
         gone=gone,

@@ -16,10 +16,10 @@ from paceline.server.checks import difference, in_words
 from paceline.server.mesh_home import Home
 from paceline.server.mesh_mail import Letter, Mail, Peer, expected
 from paceline.server.mesh_parcels import Passing
-from paceline.server.payloads import described
 from paceline.server.states import MOST_STATES
 from paceline.server.store import State
-from paceline.server.wire import LARGEST_PAYLOAD_BYTES
+from paceline.transport.payloads import described
+from paceline.transport.protocol import LARGEST_PAYLOAD_BYTES
 
 HAS_ALL = -1
 """In place of a part: the copy was taken, and need not be kept."""

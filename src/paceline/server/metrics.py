@@ -24,8 +24,8 @@ from paceline.interfaces import AnyServer
 from paceline.server.dedicated import Dedicated
 from paceline.server.mesh import GroupServer
 from paceline.server.protocol import ParameterServer
-from paceline.server.serve import Shell
 from paceline.timeouts import timeouts
+from paceline.transport.listener import Shell
 
 if TYPE_CHECKING:
     from prometheus_client import Metric

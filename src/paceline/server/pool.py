@@ -30,8 +30,8 @@ from paceline.server import kinds
 from paceline.server.mesh import GroupServer
 from paceline.server.orders import Introduction, Order, Place
 from paceline.server.protocol import ParameterServer
-from paceline.server.serve import Shell
 from paceline.timeouts import timeouts
+from paceline.transport.listener import Shell
 
 
 @dataclass(frozen=True)

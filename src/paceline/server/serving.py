@@ -18,10 +18,10 @@ from typing import Self
 from paceline.errors import UsageError
 from paceline.server import dedicated
 from paceline.server.metrics import Endpoint, Figures, figures_of
-from paceline.server.security import SECRET, TOKEN, dedicated_token
-from paceline.server.serve import Listener
 from paceline.server.snapshot import claimed
 from paceline.server.surviving import SurvivingJob, checked
+from paceline.transport.listener import Listener
+from paceline.transport.security import SECRET, TOKEN, dedicated_token
 
 
 class Serving:

@@ -30,8 +30,8 @@ from paceline.server.metrics import Figures, figures_of
 from paceline.server.orders import IsDone
 from paceline.server.process import SilenceWatch, make_machine
 from paceline.server.protocol import ParameterServer
-from paceline.server.serve import Listener, Shell
 from paceline.timeouts import timeouts
+from paceline.transport.listener import Listener, Shell
 
 COUNTS_VARIABLE = "PACELINE_SERVER_COUNTS"
 """A file where a server writes at its end what it has counted."""

@@ -22,11 +22,11 @@ from typing import NoReturn, TypeVar
 from paceline import launchers, methods, spec
 from paceline.errors import PeerLostError, UsageError
 from paceline.run_options import RunOptions
-from paceline.server.client import RemoteServer
-from paceline.server.security import choose
-from paceline.server.wire import BEFORE_IT_STOOD, IS_HERE
 from paceline.settings import Settings
 from paceline.timeouts import timeouts
+from paceline.transport.connection import RemoteServer
+from paceline.transport.protocol import BEFORE_IT_STOOD, IS_HERE
+from paceline.transport.security import choose
 from paceline.worlds.addresses import found_at
 from paceline.worlds.dedicated import addresses_at
 from paceline.worlds.servers import ADDRESSES_VARIABLE, SURVIVE_VARIABLE

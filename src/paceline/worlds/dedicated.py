@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Service, ServiceJob
 from paceline.interfaces.server_messages import Introduce
-from paceline.server.security import SECRET, TOKEN, dedicated_token
+from paceline.transport.security import SECRET, TOKEN, dedicated_token
 from paceline.worlds.handover import Address
 from paceline.worlds.servers import (
     ADDRESSES_VARIABLE,

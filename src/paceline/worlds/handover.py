@@ -20,7 +20,7 @@ process that has it.
 
 The last way keeps out strays and scanners, and nobody who reads the store. Servers are on
 it only where ``PACELINE_TRUSTED_NETWORK=1`` says that there is nobody else: see
-`paceline.server.security`.
+`paceline.transport.security`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Protocol
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.server.security import SECRET, derived, is_loopback, job_key
+from paceline.transport.security import SECRET, derived, is_loopback, job_key
 
 _LARGEST_BYTES = 4096
 

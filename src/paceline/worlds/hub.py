@@ -13,10 +13,10 @@ from functools import partial
 
 import msgspec
 
-from paceline import lifelines
 from paceline.interfaces.trainings import Place
-from paceline.server.poll_loop import PollLoop
 from paceline.timeouts import timeouts
+from paceline.transport import liveness
+from paceline.transport.poll_loop import PollLoop
 from paceline.worlds import addresses
 from paceline.worlds.handover import Address, Board
 from paceline.worlds.hangs import Hangs, Whereabouts
@@ -68,7 +68,7 @@ class Hub:
             backlog=min(size, 1024),
         )
         self._listener.setblocking(False)
-        self._callers = lifelines.Callers(size + STRANGERS, LINE_BYTES)
+        self._callers = liveness.Callers(size + STRANGERS, LINE_BYTES)
         self._ranks: dict[socket.socket, Hello] = {}
         self._loop = PollLoop()
         self._loop.watch(self._listener, self._accept)
@@ -76,7 +76,7 @@ class Hub:
         self._loop.watch(self._waker, self._begin_to_close)
         self._closing = False
         for end in (self._listener, self._wake, self._waker):
-            lifelines.close_in_children(end)
+            liveness.close_in_children(end)
         port = self._listener.getsockname()[1]
         board.post(KEY, Address(host=meeting.publish, port=port, token=self._token))
         self._thread = threading.Thread(
@@ -159,7 +159,7 @@ class Hub:
         hello = self._ranks.pop(peer, None)
         self._drop(peer)
         if hello is not None:
-            fault = f"{_process_of(hello)} {lifelines.how_it_ended(error)}"
+            fault = f"{_process_of(hello)} {liveness.how_it_ended(error)}"
             self._tell_all(News(rank=hello.rank, fault=fault))
 
     def _drop(self, peer: socket.socket) -> None:

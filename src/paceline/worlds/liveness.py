@@ -33,11 +33,11 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from paceline import lifelines
 from paceline.errors import UsageError
 from paceline.interfaces.trainings import Place, Places
 from paceline.run_options import seconds_from
 from paceline.timeouts import timeouts
+from paceline.transport import liveness
 from paceline.worlds import addresses
 from paceline.worlds.handover import Board, Store
 from paceline.worlds.hangs import LOOKS, HangWatch
@@ -100,7 +100,7 @@ class Liveness:
             self._goes_unwatched(f"cannot reach rank 0 at {host}:{port}: {error}")
             return
         self._socket.settimeout(None)
-        lifelines.watch(self._socket)
+        liveness.watch(self._socket)
         self._say(
             Hello(
                 token=address.token,
@@ -179,7 +179,7 @@ class Liveness:
         except msgspec.MsgspecError as error:
             self._tell(f"rank 0 sent what is not a line of news: {error}")
             return
-        self._tell(f"rank 0 {lifelines.how_it_ended(lost)}")
+        self._tell(f"rank 0 {liveness.how_it_ended(lost)}")
 
     def _lines(self) -> Iterator[bytes]:
         """What the hub says. Between its words, this rank looks at itself."""

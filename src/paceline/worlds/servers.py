@@ -18,7 +18,6 @@ from typing import IO
 
 import msgspec
 
-from paceline import lifelines
 from paceline.errors import UsageError
 from paceline.server.orders import (
     Entered,
@@ -31,6 +30,7 @@ from paceline.server.orders import (
     Over,
 )
 from paceline.timeouts import timeouts
+from paceline.transport import liveness
 
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 """Where dedicated servers are, HOST:PORT joined by "+"."""
@@ -77,7 +77,7 @@ class ServerProcess:
             env=os.environ | SERVER_ENVIRONMENT,
         )
         assert isinstance(self.process.stdin, io.BufferedWriter)
-        lifelines.close_in_children(self.process.stdin)
+        liveness.close_in_children(self.process.stdin)
         self._write(self.token.encode())
         self._heard = b""
         """What it said, beyond its last whole line."""

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from paceline import lifelines
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Service, ServiceJob
 from paceline.records import Journal
-from paceline.server.client import RemoteServer, check_listens
 from paceline.server.orders import Introduction, Order, PeerAddress, Place
-from paceline.server.wire import HAS_BEEN_HERE
 from paceline.timeouts import timeouts
+from paceline.transport import liveness
+from paceline.transport.connection import RemoteServer, check_listens
+from paceline.transport.protocol import HAS_BEEN_HERE
 from paceline.worlds import alone, dedicated, places
 from paceline.worlds.addresses import Meeting, at_master, found_at, towards_master
 from paceline.worlds.handover import Address, Board, Store
@@ -57,7 +57,7 @@ class ServicePool:
             env=os.environ | SERVER_ENVIRONMENT,
         )
         assert isinstance(self._process.stdin, io.BufferedWriter)
-        lifelines.close_in_children(self._process.stdin)
+        liveness.close_in_children(self._process.stdin)
 
     def start(self, order: Order, meeting: Meeting) -> Address:
         """One more service. Raises `UsageError` if it does not start."""

@@ -44,10 +44,10 @@ from paceline import methods, spec
 from paceline.errors import UsageError
 from paceline.interfaces import UpdatesOnServer
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
-from paceline.server.security import TOKEN
 from paceline.server.snapshot import claimed
 from paceline.settings import Settings
 from paceline.timeouts import timeouts
+from paceline.transport.security import TOKEN
 from paceline.worlds.described import load_of
 from paceline.worlds.processes import as_launcher, end_all, how_it_ended, wait_for_all
 from paceline.worlds.progress import Standing

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from paceline.errors import PacelineError
-from paceline.server.client import RemoteServer
+from paceline.transport.connection import RemoteServer
 
 # Whatever is imported late: afterwards this interpreter's files may be out of reach.
 with contextlib.suppress(PacelineError):

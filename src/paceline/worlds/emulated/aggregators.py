@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, MTU_VARIABLE
 from paceline.errors import UsageError
-from paceline.server.security import TRUSTED
 from paceline.timeouts import timeouts
+from paceline.transport.security import TRUSTED
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.plan import JUMBO_MTU, Host
 from paceline.worlds.emulated.process import HostProcess

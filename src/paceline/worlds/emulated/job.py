@@ -19,8 +19,8 @@ from paceline.errors import PacelineError
 from paceline.network.cluster_file import cluster_toml
 from paceline.network.rules import Rule
 from paceline.run_options import RunOptions
-from paceline.server.security import TOKEN, TRUSTED
 from paceline.timeouts import timeouts
+from paceline.transport.security import TOKEN, TRUSTED
 from paceline.worlds import progress
 from paceline.worlds.emulated.aggregators import Aggregators
 from paceline.worlds.emulated.fabric import Fabric

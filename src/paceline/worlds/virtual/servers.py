@@ -33,8 +33,8 @@ from paceline.network.links import Links
 from paceline.network.workload import Workload
 from paceline.records import Journal
 from paceline.server import kinds
-from paceline.server.peers import no_peer
-from paceline.server.wire import HEADER_BYTES
+from paceline.transport.peers import no_peer
+from paceline.transport.protocol import HEADER_BYTES
 from paceline.worlds import places
 from paceline.worlds.virtual.clock import Clock, Completion
 from paceline.worlds.virtual.ways import Observe, Ways

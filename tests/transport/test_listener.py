@@ -28,12 +28,12 @@ from paceline.interfaces.server_messages import (
     Refused,
 )
 from paceline.records import Journal, Kept
-from paceline.server import client, payloads, wire
-from paceline.server.channel import Channel
 from paceline.server.process import make_machine
-from paceline.server.security import PLAIN, from_secret
-from paceline.server.serve import Shell
 from paceline.timeouts import timeouts
+from paceline.transport import connection, payloads, protocol
+from paceline.transport.channel import Channel
+from paceline.transport.listener import Shell
+from paceline.transport.security import PLAIN, from_secret
 from tests.server import (
     SECONDS,
     TOKEN,
@@ -59,7 +59,7 @@ def values(count, dtype):
     return (torch.arange(count) % 100).to(dtype)
 
 
-CHUNK = wire.CHUNK_BYTES
+CHUNK = protocol.CHUNK_BYTES
 SIZES = (0, 1, 3, CHUNK - 4, CHUNK, CHUNK + 4, 3 * CHUNK + 12)
 
 
@@ -111,7 +111,7 @@ def test_more_requests_than_credits_wait_their_turn():
     adder = Adder(2)
     with running(adder, 2) as shell:
         server, other = connect(shell), connect(shell, 1)
-        count = wire.CREDITS + 300
+        count = protocol.CREDITS + 300
         receptions = [
             server.request(Reduce(channel="", number=i, operation="sum"), torch.ones(1))
             for i in range(count)
@@ -128,7 +128,7 @@ def test_more_requests_than_credits_wait_their_turn():
 
 
 def test_bytes_beyond_the_credits_wait_their_turn(monkeypatch):
-    monkeypatch.setattr(wire, "CREDIT_BYTES", 3 * CHUNK)
+    monkeypatch.setattr(protocol, "CREDIT_BYTES", 3 * CHUNK)
     busy = Busy(1)
     with running(busy, 1) as shell:
         server = connect(shell)
@@ -174,7 +174,7 @@ def test_bytes_and_waits_are_counted():
         server.request(Pull(bucket=0), into=torch.ones(1000)).wait()
         journal.step()
         server.close()
-    assert journal.steps[0].bytes_sent == 4000 + 2 * wire.HEADER_BYTES
+    assert journal.steps[0].bytes_sent == 4000 + 2 * protocol.HEADER_BYTES
     names = [span.name for span in kept.spans]
     assert names == ["server", "server", "step 1"]
 
@@ -236,7 +236,7 @@ def test_a_killed_worker_is_lost():
 def test_a_killed_server_is_noticed_by_everything_that_waits():
     with ended(child("serve_as_a_child()")) as process:
         port = int(process.stdout.readline())
-        server = client.RemoteServer(
+        server = connection.RemoteServer(
             "server 7", "127.0.0.1", port, worker=0, token=TOKEN
         )
         waiting = [server.request(PullState(bucket=0), channel=c) for c in ("", "x")]
@@ -295,7 +295,9 @@ def test_a_server_that_listens_later_is_waited_for():
     made = []
     first = threading.Thread(
         target=lambda: made.append(
-            client.RemoteServer("server 0", "127.0.0.1", port, worker=0, token=TOKEN)
+            connection.RemoteServer(
+                "server 0", "127.0.0.1", port, worker=0, token=TOKEN
+            )
         )
     )
     first.start()
@@ -400,7 +402,9 @@ def test_nobody_there(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(PeerLostError, match="did not answer"):
-            client.RemoteServer("server 0", "127.0.0.1", port, worker=0, token=TOKEN)
+            connection.RemoteServer(
+                "server 0", "127.0.0.1", port, worker=0, token=TOKEN
+            )
 
 
 @pytest.mark.parametrize(
@@ -509,7 +513,7 @@ def test_nothing_is_left_behind():
 
 
 def begin(number=0, dtype=None, elements=0, received=0):
-    return wire.Begin(number, received, Load(bucket=0), dtype, elements)
+    return protocol.Begin(number, received, Load(bucket=0), dtype, elements)
 
 
 REFUSED_REQUESTS = {
@@ -523,8 +527,8 @@ REFUSED_REQUESTS = {
     "payload     ": [(begin(elements=1),)],
     "payload      ": [
         (begin(dtype="uint8", elements=CHUNK + 2), b"1" * CHUNK),
-        (wire.More(0), b"1"),
-        (wire.More(0), b"1"),
+        (protocol.More(0), b"1"),
+        (protocol.More(0), b"1"),
     ],
 }
 
@@ -540,7 +544,7 @@ def test_a_wrong_request_is_refused_and_the_next_is_taken(kind):
         assert isinstance(answer.message, Refused)
         assert shell.refused == {kind.strip(): 1}
         peer.say(begin(1, "float32", 1), b"1234")
-        assert peer.hear() == wire.Answered(1, Done())
+        assert peer.hear() == protocol.Answered(1, Done())
 
 
 def long(count):
@@ -548,8 +552,8 @@ def long(count):
 
 
 DROPPED = {
-    "order": [(wire.Hello(PROTOCOL, TOKEN, 0, 1, ""),)],
-    "order ": [(wire.More(0), b"1")],
+    "order": [(protocol.Hello(PROTOCOL, TOKEN, 0, 1, ""),)],
+    "order ": [(protocol.More(0), b"1")],
     "order  ": [(begin(1),)],
     "order   ": [(begin(2**60, received=2**60),)],
     "order    ": [(begin(0, received=1),)],
@@ -558,9 +562,12 @@ DROPPED = {
         (begin(1),),
     ],
     "credits": [
-        (wire.Begin(i, i, PullState(bucket=0)),) for i in range(wire.CREDITS + 1)
+        (protocol.Begin(i, i, PullState(bucket=0)),)
+        for i in range(protocol.CREDITS + 1)
     ],
-    "credits ": [(wire.Begin(i, 0, Load(bucket=0)),) for i in range(wire.CREDITS + 1)],
+    "credits ": [
+        (protocol.Begin(i, 0, Load(bucket=0)),) for i in range(protocol.CREDITS + 1)
+    ],
 }
 
 
@@ -570,7 +577,7 @@ def test_a_worker_that_breaks_the_protocol_is_dropped(kind):
     with running(adder, 1) as shell, Peer(shell.port) as peer:
         for message in DROPPED[kind]:
             peer.say(*message)
-        while not isinstance(peer.hear(), wire.Rejected):
+        while not isinstance(peer.hear(), protocol.Rejected):
             pass
         assert adder.news.wait(SECONDS)
         assert peer.liveness.recv(1) == b""
@@ -587,7 +594,7 @@ def test_a_worker_that_does_not_take_its_answers_is_dropped():
     with running_shell as shell, Peer(shell.port, queue=1) as peer:
         adder.buckets[0] = torch.zeros(largest, dtype=torch.uint8)
         for i in range(3 * payloads.most_messages(largest)):
-            peer.say(wire.Begin(i, i, Pull(bucket=0)))
+            peer.say(protocol.Begin(i, i, Pull(bucket=0)))
         assert adder.news.wait(SECONDS)
         assert shell.refused["unread"] == 1
         assert adder.lost == [(0, 0)]
@@ -596,38 +603,38 @@ def test_a_worker_that_does_not_take_its_answers_is_dropped():
 @pytest.mark.parametrize(
     ("kind", "header"),
     [
-        ("version", wire.encode(wire.Hello(PROTOCOL + 1, TOKEN, 0, 0, ""))),
-        ("token", wire.encode(wire.Hello(PROTOCOL, "another", 0, 0, ""))),
-        ("worker", wire.encode(wire.Hello(PROTOCOL, TOKEN, 1, 0, ""))),
-        ("incarnation", wire.encode(wire.Hello(PROTOCOL, TOKEN, 0, 0, "x"))),
-        ("stranger", wire.encode(begin())),
+        ("version", protocol.encode(protocol.Hello(PROTOCOL + 1, TOKEN, 0, 0, ""))),
+        ("token", protocol.encode(protocol.Hello(PROTOCOL, "another", 0, 0, ""))),
+        ("worker", protocol.encode(protocol.Hello(PROTOCOL, TOKEN, 1, 0, ""))),
+        ("incarnation", protocol.encode(protocol.Hello(PROTOCOL, TOKEN, 0, 0, "x"))),
+        ("stranger", protocol.encode(begin())),
         ("stranger", b""),
-        ("stranger", b"x" * (wire.HELLO_BYTES + 1)),
+        ("stranger", b"x" * (protocol.HELLO_BYTES + 1)),
     ],
 )
 def test_strangers_are_answered_and_counted(kind, header):
     with running(Adder(1), 1) as shell, Peer(shell.port, known=False) as peer:
         peer.socket.send(header)
-        assert isinstance(peer.hear(), wire.Rejected)
+        assert isinstance(peer.hear(), protocol.Rejected)
         assert shell.refused == {kind: 1}
 
 
 def test_channels_have_a_limit():
     with running(Adder(1), 1) as shell:
         server = connect(shell)
-        for i in range(wire.CHANNELS - 1):
+        for i in range(protocol.CHANNELS - 1):
             server.request(Load(bucket=0), torch.ones(1), channel=str(i)).wait()
         with pytest.raises(UsageError, match="channel 'more'"):
             server.request(Leave(), channel="more")
         with Peer(shell.port, known=False) as peer:
-            peer.say(wire.Hello(PROTOCOL, TOKEN, 0, 0, "more"))
-            assert isinstance(peer.hear(), wire.Rejected)
+            peer.say(protocol.Hello(PROTOCOL, TOKEN, 0, 0, "more"))
+            assert isinstance(peer.hear(), protocol.Rejected)
         server.close()
 
 
 def test_a_wrong_ticket_is_shown_out():
     with running(Adder(1), 1) as shell, Peer(shell.port, known=False) as peer:
-        peer.say(wire.Hello(PROTOCOL, TOKEN, 0, 0, ""))
+        peer.say(protocol.Hello(PROTOCOL, TOKEN, 0, 0, ""))
         address = "127.0.0.1", peer.hear().port
         for words in (b"a guess\n", b"x" * 1000, b"bye\n"):
             with socket.create_connection(address, SECONDS) as liveness:
@@ -636,4 +643,4 @@ def test_a_wrong_ticket_is_shown_out():
                     assert liveness.recv(1) == b""
         assert shell.refused == {"liveness": 3}
         peer.say(begin())
-        assert isinstance(peer.hear(), wire.Rejected)  # not without its ticket
+        assert isinstance(peer.hear(), protocol.Rejected)  # not without its ticket

@@ -11,9 +11,9 @@ import zmq
 
 from paceline.errors import UsageError
 from paceline.interfaces.server_messages import DTYPES
-from paceline.server import wire
-from paceline.server.shared_memory import ServerEnd, WorkerEnd
-from paceline.server.wire import Answered, Begin, More, RefusalError, encode
+from paceline.transport import protocol
+from paceline.transport.protocol import Answered, Begin, More, RefusalError, encode
+from paceline.transport.shared_memory import ServerEnd, WorkerEnd
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -76,8 +76,8 @@ def messages(
         yield encode(first), None
         return
     memory = as_bytes(payload)
-    for start in range(0, len(memory), wire.CHUNK_BYTES):
-        chunk = memory[start : start + wire.CHUNK_BYTES]
+    for start in range(0, len(memory), protocol.CHUNK_BYTES):
+        chunk = memory[start : start + protocol.CHUNK_BYTES]
         words = More(first.number) if start else first
         words.slot = None if shared is None else shared.put(payload, start, chunk)
         yield encode(words), chunk.numpy().data if words.slot is None else None
@@ -85,7 +85,10 @@ def messages(
 
 def most_messages(payload_bytes_: int) -> int:
     """How many messages at most may wait for a worker that keeps to its credits."""
-    return 2 * wire.CREDITS + (wire.CREDIT_BYTES + payload_bytes_) // wire.CHUNK_BYTES
+    return (
+        2 * protocol.CREDITS
+        + (protocol.CREDIT_BYTES + payload_bytes_) // protocol.CHUNK_BYTES
+    )
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class Assembly:
     def receive(self, chunk: Chunk) -> None:
         """Take what comes next. Raises `RefusalError` if it is missing, or not of the size that
         it must have."""
-        place = self._memory[self._got : self._got + wire.CHUNK_BYTES]
+        place = self._memory[self._got : self._got + protocol.CHUNK_BYTES]
         if len(place):
             chunk.copy_to(place)
             self._got += len(place)
@@ -186,7 +189,7 @@ class Inbox:
         size = payload_bytes(words.dtype, words.elements, self._limit)
         ahead = self._unanswered
         count, total = 1 + max(len(ahead), number - words.received), self._bytes + size
-        if count > wire.CREDITS or (ahead and total > wire.CREDIT_BYTES):
+        if count > protocol.CREDITS or (ahead and total > protocol.CREDIT_BYTES):
             reason = f"{count} requests, of {total} bytes, without an answer"
             raise RefusalError("credits", reason, fatal=True)
         if words.dtype is not None:

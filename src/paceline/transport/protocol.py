@@ -28,8 +28,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from paceline import lifelines
 from paceline.interfaces.server_messages import Reply, Request
+from paceline.transport import liveness
 
 CHUNK_BYTES = 2 << 20
 """1 to 4 MiB were equally fast on loopback; smaller ones cost more processor time."""
@@ -212,7 +212,7 @@ def endpoint(host: str, port: int | str) -> str:
 def keep_alive(messages: zmq.Socket[Any]) -> None:
     """Let the kernel notice when the machine at the other end vanishes: a little later than
     on the liveness connection, which has the words for it."""
-    interval, probes = lifelines.keep_alive()
+    interval, probes = liveness.keep_alive()
     messages.setsockopt(zmq.TCP_KEEPALIVE, 1)
     messages.setsockopt(zmq.TCP_KEEPALIVE_IDLE, interval)
     messages.setsockopt(zmq.TCP_KEEPALIVE_INTVL, interval)

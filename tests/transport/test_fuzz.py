@@ -24,9 +24,9 @@ from paceline.interfaces.server_messages import (
 )
 from paceline.methods.backup import Backup
 from paceline.methods.osp.reports import Measured, written_report
-from paceline.server import wire
 from paceline.server.protocol import ParameterServer
-from paceline.server.serve import REFUSALS_SAID
+from paceline.transport import protocol
+from paceline.transport.listener import REFUSALS_SAID
 from tests.hanging import SECONDS
 from tests.server import TOKEN, Adder, Peer, connect, running, time_limit
 
@@ -60,16 +60,19 @@ MESSAGES = [
     Reduce(channel="", number=0, operation="sum"),
 ]
 HEADERS = [
-    *(wire.encode(wire.Begin(0, 0, message, "float32", 4)) for message in MESSAGES),
-    *(wire.encode(wire.Begin(0, 0, message)) for message in MESSAGES),
-    wire.encode(wire.Hello(PROTOCOL, TOKEN, ROGUE, 1 << 40, "x")),
-    wire.encode(wire.Hello(PROTOCOL, TOKEN, 0, 0, "")),
-    wire.encode(wire.More(0)),
-    wire.encode(wire.More(0, 3)),
-    wire.encode(wire.Reads()),
-    wire.encode(wire.Share(wire.Memory(1, 2, b"0123456789abcdef"))),
-    wire.encode(wire.Bye()),
-    wire.encode(wire.Welcome(1, "x")),
+    *(
+        protocol.encode(protocol.Begin(0, 0, message, "float32", 4))
+        for message in MESSAGES
+    ),
+    *(protocol.encode(protocol.Begin(0, 0, message)) for message in MESSAGES),
+    protocol.encode(protocol.Hello(PROTOCOL, TOKEN, ROGUE, 1 << 40, "x")),
+    protocol.encode(protocol.Hello(PROTOCOL, TOKEN, 0, 0, "")),
+    protocol.encode(protocol.More(0)),
+    protocol.encode(protocol.More(0, 3)),
+    protocol.encode(protocol.Reads()),
+    protocol.encode(protocol.Share(protocol.Memory(1, 2, b"0123456789abcdef"))),
+    protocol.encode(protocol.Bye()),
+    protocol.encode(protocol.Welcome(1, "x")),
 ]
 
 
@@ -108,8 +111,8 @@ def strangers(rng, shell, peer):
         peer.socket.send_multipart(message(rng))
     for _ in range(BATCH):
         words = peer.hear()
-        assert isinstance(words, wire.Rejected | wire.Welcome)
-        if isinstance(words, wire.Welcome):  # it is somebody now, and starts anew
+        assert isinstance(words, protocol.Rejected | protocol.Welcome)
+        if isinstance(words, protocol.Welcome):  # it is somebody now, and starts anew
             return False
     return True
 
@@ -118,11 +121,11 @@ def rogues(rng, shell, incarnation):
     """A batch from a worker that has gone mad; it is dropped soon, or leaves."""
     with Peer(shell.port, ROGUE, incarnation) as peer:
         for number in range(BATCH):
-            begin = wire.Begin(number, number, rng.choice(MESSAGES), "float32", 4)
+            begin = protocol.Begin(number, number, rng.choice(MESSAGES), "float32", 4)
             if rng.random() < 0.5:
                 peer.say(begin, rng.randbytes(16))
             elif rng.random() < 0.9:
-                header = mutated(rng, wire.encode(begin))
+                header = mutated(rng, protocol.encode(begin))
                 peer.socket.send_multipart([header, rng.randbytes(16)])
             else:
                 peer.socket.send_multipart(message(rng))
@@ -274,12 +277,12 @@ def test_messages_of_many_and_of_large_frames():
         running(Adder(HONEST), HONEST + 1) as shell,
         Peer(shell.port, ROGUE) as peer,
     ):
-        begin = wire.Begin(0, 0, Load(bucket=0), "uint8", 1)
+        begin = protocol.Begin(0, 0, Load(bucket=0), "uint8", 1)
         peer.say(begin, *[b"x"] * 1000)
-        assert isinstance(peer.hear(), wire.Answered)
+        assert isinstance(peer.hear(), protocol.Answered)
         assert shell.refused == {"payload": 1}
         # More than a frame may hold: ZeroMQ itself ends the connection.
         monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        peer.socket.send(bytes(wire.FRAME_BYTES + 1))
+        peer.socket.send(bytes(protocol.FRAME_BYTES + 1))
         assert monitor.poll(1000 * SECONDS)
         connect(shell, 0).close()

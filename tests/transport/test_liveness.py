@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from paceline import lifelines
 from paceline.errors import UsageError
+from paceline.transport import liveness
 from paceline.worlds.liveness import Liveness
 from tests.server import Adder, connect, running
 
-VARIABLE = lifelines.UNREACHABLE_VARIABLE
+VARIABLE = liveness.UNREACHABLE_VARIABLE
 
 
 class DictStore(dict):
@@ -61,7 +61,7 @@ def test_a_shorter_cut_ends_no_connection(job, allowed, monkeypatch):
     if allowed is not None:
         monkeypatch.setenv(VARIABLE, allowed)
     with socket.socket() as plain:
-        lifelines.watch(plain)
+        liveness.watch(plain)
         idle, interval, probes = settings(plain)
     seconds = float(allowed or 300)
     assert interval * (probes - 1) >= seconds
@@ -71,7 +71,7 @@ def test_a_shorter_cut_ends_no_connection(job, allowed, monkeypatch):
 def test_all_ends_of_all_connections_are_equally_patient(job):
     watched, _, messenger = job
     assert len(watched) == 6
-    interval, probes = lifelines.keep_alive()
+    interval, probes = liveness.keep_alive()
     for connection in watched:
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert settings(connection) == [interval, interval, probes]
@@ -87,17 +87,17 @@ def test_all_ends_of_all_connections_are_equally_patient(job):
 def test_a_time_that_makes_no_sense_is_refused(text, monkeypatch):
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(UsageError, match=f"{VARIABLE}: expected seconds above 0"):
-        lifelines.keep_alive()
+        liveness.keep_alive()
 
 
 def test_a_silent_network_is_no_death(monkeypatch):
     monkeypatch.setenv(VARIABLE, "7")
     for number in (errno.ETIMEDOUT, errno.EHOSTUNREACH):
-        words = lifelines.how_it_ended(OSError(number, "..."))
+        words = liveness.how_it_ended(OSError(number, "..."))
         assert words.startswith("was unreachable for 7 s")
         assert "died" not in words
     for error in (None, OSError(errno.ECONNRESET, "...")):
-        assert lifelines.how_it_ended(error).startswith("died")
+        assert liveness.how_it_ended(error).startswith("died")
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -106,7 +106,7 @@ def test_a_forked_child_keeps_nothing_alive(job):
     watched, alone, _ = job
     reading, writing = os.pipe()
     with open(reading, "rb"), open(writing, "wb") as pipe:
-        lifelines.close_in_children(pipe)
+        liveness.close_in_children(pipe)
         ours = {os.fstat(end.fileno()).st_ino for end in (*watched, *alone)}
         assert len(ours) == len(watched) + len(alone)
         child = os.fork()
@@ -151,7 +151,7 @@ def heard(callers, peer):
 
 def test_a_crowd_of_strangers_loses_its_oldest_and_nobody_who_is_known(door):
     listener, knock = door
-    callers = lifelines.Callers(strangers=2, line_bytes=64)
+    callers = liveness.Callers(strangers=2, line_bytes=64)
     ends = [knock() for _ in range(4)]
     first, second, third = (callers.accept(listener, callers.close) for _ in range(3))
     assert list(callers) == [second, third]
@@ -167,7 +167,7 @@ def test_a_crowd_of_strangers_loses_its_oldest_and_nobody_who_is_known(door):
 
 def test_lines_are_given_whole_however_they_come(door):
     listener, knock = door
-    callers = lifelines.Callers(strangers=2, line_bytes=64)
+    callers = liveness.Callers(strangers=2, line_bytes=64)
     end = knock()
     peer = callers.accept(listener, callers.close)
     assert callers.read(peer) == ((), False, None)
@@ -182,7 +182,7 @@ def test_lines_are_given_whole_however_they_come(door):
 
 def test_a_line_without_an_end_is_the_end(door):
     listener, knock = door
-    callers = lifelines.Callers(strangers=2, line_bytes=64)
+    callers = liveness.Callers(strangers=2, line_bytes=64)
     end = knock()
     peer = callers.accept(listener, callers.close)
     end.sendall(b"x" * 65)
@@ -195,7 +195,7 @@ def test_a_line_without_an_end_is_the_end(door):
 
 def test_a_connection_that_breaks_says_how(door):
     listener, knock = door
-    callers = lifelines.Callers(strangers=2, line_bytes=64)
+    callers = liveness.Callers(strangers=2, line_bytes=64)
     end = knock()
     peer = callers.accept(listener, callers.close)
     # Closed with something unread or in haste, it is reset.

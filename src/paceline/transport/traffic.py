@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.interfaces.server_messages import Request
-from paceline.server.payloads import size_of
-from paceline.server.wire import HEADER_BYTES
+from paceline.transport.payloads import size_of
+from paceline.transport.protocol import HEADER_BYTES
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.errors import UsageError
-from paceline.server.security import (
+from paceline.transport.security import (
     PLAIN,
     SECRET,
     TRUSTED,

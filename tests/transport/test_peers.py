@@ -17,10 +17,10 @@ from paceline.interfaces.server_messages import (
     Reduced,
     Refused,
 )
-from paceline.server import wire
 from paceline.server.orders import PeerAddress
-from paceline.server.peers import ATTEMPTS_A_LIFE, Peers
-from paceline.server.poll_loop import PollLoop
+from paceline.transport import protocol
+from paceline.transport.peers import ATTEMPTS_A_LIFE, Peers
+from paceline.transport.poll_loop import PollLoop
 from tests.real.helpers import wait_until
 from tests.server import SECONDS, TOKEN, Adder, Line, connect, running, time_limit
 
@@ -284,7 +284,7 @@ def test_a_peer_that_refuses_this_service_for_good_is_a_lost_peer():
             loop.handle(1000)
             peers.collect()
         end = peers._peers[PEER].end
-        end._channels[""].say(wire.Hello(PROTOCOL, TOKEN, 1, 0, ""))  # out of order
+        end._channels[""].say(protocol.Hello(PROTOCOL, TOKEN, 1, 0, ""))  # out of order
         while end.failure is None:
             loop.handle(1000)
         # The refusal, or the end of the connection beside it: whichever is read first.

@@ -35,17 +35,16 @@ import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from paceline import lifelines
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces.server_messages import PROTOCOL, Reply, Request
 from paceline.records import Journal
-from paceline.server import payloads, wire
-from paceline.server.channel import Channel, Reception
-from paceline.server.poll_loop import PollLoop, Source
-from paceline.server.security import SECRET, TOKEN, Security, choose
-from paceline.server.shared_memory import ANSWERS, PUSHES, Region, WorkerEnd
-from paceline.server.wire import RefusalError
 from paceline.timeouts import timeouts
+from paceline.transport import liveness, payloads, protocol
+from paceline.transport.channel import Channel, Reception
+from paceline.transport.poll_loop import PollLoop, Source
+from paceline.transport.protocol import RefusalError
+from paceline.transport.security import SECRET, TOKEN, Security, choose
+from paceline.transport.shared_memory import ANSWERS, PUSHES, Region, WorkerEnd
 
 NEVER_MILLISECONDS = 1 << 30
 """Until ZeroMQ makes a connection again. Where it is told not to (-1), it throws away what has
@@ -135,7 +134,7 @@ class RemoteServer:
                 payloads.check_flat(what, tensor)
         self._check()
         if self._journal is not None:
-            self._journal.sent(wire.HEADER_BYTES + payloads.size_of(payload))
+            self._journal.sent(protocol.HEADER_BYTES + payloads.size_of(payload))
         there = self._channels.get(channel) or self._open(channel)
         if payload is not None and payload.device.type != "cpu":
             payload = payload.cpu()
@@ -188,7 +187,7 @@ class RemoteServer:
         try:
             if self._failure is None and self._liveness is not None:
                 for channel in self._channels.values():
-                    channel.say(wire.Bye())
+                    channel.say(protocol.Bye())
                 self._poll_until(
                     lambda: all(one.farewell for one in self._channels.values()),
                     time.monotonic() + timeouts.server_goodbye,
@@ -217,7 +216,7 @@ class RemoteServer:
         try:
             left = max(1.0, deadline - time.monotonic())
             self._liveness = socket.create_connection((self._host, port), left)
-            lifelines.watch(self._liveness)
+            liveness.watch(self._liveness)
             self._liveness.sendall(ticket.encode() + b"\n")
             if self._liveness.recv(1) != b"\n":
                 raise OSError("it was closed")
@@ -237,13 +236,13 @@ class RemoteServer:
         if own is None:
             return
         with contextlib.closing(own):
-            main.say(wire.Share(own.place))
+            main.say(protocol.Share(own.place))
             self._await(lambda: main.shared is not None, deadline)
         assert main.shared is not None
         place = main.shared.memory
         answers = None if place is None else Region.open(place, ANSWERS)
         if answers is not None:
-            main.say(wire.Reads())
+            main.say(protocol.Reads())
             self.shared = WorkerEnd(own, answers)
 
     def _await(self, done: Callable[[], bool], deadline: float) -> None:
@@ -273,14 +272,17 @@ class RemoteServer:
             threading.Event().wait(timeouts.connect_retry)
 
     def _open(self, name: str) -> Channel:
-        if len(name) > wire.CHANNEL_CHARACTERS or len(self._channels) >= wire.CHANNELS:
+        if (
+            len(name) > protocol.CHANNEL_CHARACTERS
+            or len(self._channels) >= protocol.CHANNELS
+        ):
             raise UsageError(
-                f"channel {name!r}: expected at most {wire.CHANNELS} channels, with "
-                f"names of at most {wire.CHANNEL_CHARACTERS} characters"
+                f"channel {name!r}: expected at most {protocol.CHANNELS} channels, with "
+                f"names of at most {protocol.CHANNEL_CHARACTERS} characters"
             )
         channel = self._channels[name] = Channel(self, name, self._socket())
-        channel.socket.connect(wire.endpoint(self._host, self._port))
-        hello = wire.Hello(
+        channel.socket.connect(protocol.endpoint(self._host, self._port))
+        hello = protocol.Hello(
             PROTOCOL,
             self._token,
             self._worker,
@@ -311,10 +313,10 @@ class RemoteServer:
         # Credits are the limit, in both directions.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, protocol.FRAME_BYTES)
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MILLISECONDS)
         socket.setsockopt(zmq.IPV6, ":" in self._host)
-        wire.keep_alive(socket)
+        protocol.keep_alive(socket)
         self._security.protect_worker(socket, self._token)
         return socket
 
@@ -359,7 +361,7 @@ class RemoteServer:
         else:
             mine = "encrypted" if self._security.encrypted else "plain"
             self.give_up(
-                f"closed a connection (here {mine}) {wire.BEFORE_IT_STOOD}: either it has just "
+                f"closed a connection (here {mine}) {protocol.BEFORE_IT_STOOD}: either it has just "
                 f"ended, or {SECRET} differs between the two"
             )
 
@@ -368,11 +370,11 @@ class RemoteServer:
         try:
             if self._liveness.recv(64):
                 return
-            how = lifelines.how_it_ended(None)
+            how = liveness.how_it_ended(None)
         except BlockingIOError:
             return
         except OSError as error:
-            how = lifelines.how_it_ended(error)
+            how = liveness.how_it_ended(error)
         for channel in self._channels.values():
             channel.read()  # what it said last
         self.give_up(f"is lost: its process {how}")

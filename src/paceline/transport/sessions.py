@@ -47,12 +47,12 @@ from functools import partial
 
 from paceline.interfaces import Sender
 from paceline.interfaces.server_messages import PROTOCOL
-from paceline.lifelines import Callers, unanswered
-from paceline.server import payloads, wire
-from paceline.server.poll_loop import PollLoop
-from paceline.server.shared_memory import ServerEnd
-from paceline.server.wire import RefusalError
 from paceline.timeouts import timeouts
+from paceline.transport import payloads, protocol
+from paceline.transport.liveness import Callers, unanswered
+from paceline.transport.poll_loop import PollLoop
+from paceline.transport.protocol import RefusalError
+from paceline.transport.shared_memory import ServerEnd
 
 _LINE_BYTES = 64
 _STRANGERS = 16
@@ -217,7 +217,7 @@ class Sessions:
 
     # ---- coming ----
 
-    def greet(self, identity: bytes, hello: wire.Hello) -> wire.Welcome:
+    def greet(self, identity: bytes, hello: protocol.Hello) -> protocol.Welcome:
         """A connection introduces itself. Raises `RefusalError`."""
         if hello.protocol != PROTOCOL:
             reason = f"protocol {hello.protocol}; this server speaks {PROTOCOL}: install the same paceline everywhere"
@@ -238,19 +238,19 @@ class Sessions:
             )
             raise RefusalError("worker", reason)
         if hello.asks:
-            return wire.Welcome(workers=self._workers)
+            return protocol.Welcome(workers=self._workers)
         if hello.channel:
             session = self._check_channel(hello)
-            welcome = wire.Welcome()
+            welcome = protocol.Welcome()
         else:
             session = self._expect(hello)
-            welcome = wire.Welcome(self.port, session.ticket, session.incarnation)
+            welcome = protocol.Welcome(self.port, session.ticket, session.incarnation)
         connection = Connection(identity, session, hello.channel, self._max_payload)
         session.connections[hello.channel] = connection
         self._connections[identity] = connection
         return welcome
 
-    def _expect(self, hello: wire.Hello) -> Session:
+    def _expect(self, hello: protocol.Hello) -> Session:
         """A worker's first connection: the worker is to show a ticket now."""
         newest = self._newest.get(hello.worker, -1)
         incarnation = hello.incarnation
@@ -262,7 +262,7 @@ class Sessions:
             self.another_is_wanted = self.another_is_wanted or departed
             reason = (
                 f"incarnation {incarnation} of worker {hello.worker}, "
-                f"{wire.HAS_BEEN_HERE} {newest}; come back with a larger one"
+                f"{protocol.HAS_BEEN_HERE} {newest}; come back with a larger one"
             )
             raise RefusalError("incarnation", reason)
         before = self._pending.pop(hello.worker, None)
@@ -291,22 +291,22 @@ class Sessions:
         elif now > here.asked + timeouts.worker_acknowledge:
             return  # its machine is gone
         reason = (
-            f"worker {worker} {wire.IS_HERE} {place}: two processes were started with this rank, "
+            f"worker {worker} {protocol.IS_HERE} {place}: two processes were started with this rank, "
             "or the other one hangs; start each rank once"
         )
         raise RefusalError("rank", reason)
 
-    def _check_channel(self, hello: wire.Hello) -> Session:
+    def _check_channel(self, hello: protocol.Hello) -> Session:
         """A further connection: the worker that it belongs to is here."""
         session = self._present.get(hello.worker)
         if session is None or session.incarnation != hello.incarnation:
             raise RefusalError("incarnation", "a channel of a worker that is not here")
         if hello.channel in session.connections:
             raise RefusalError("channel", "this channel has a connection already")
-        if len(session.connections) >= wire.CHANNELS:
-            raise RefusalError("channel", f"more than {wire.CHANNELS} channels")
-        if len(hello.channel) > wire.CHANNEL_CHARACTERS:
-            reason = f"a name of more than {wire.CHANNEL_CHARACTERS} characters"
+        if len(session.connections) >= protocol.CHANNELS:
+            raise RefusalError("channel", f"more than {protocol.CHANNELS} channels")
+        if len(hello.channel) > protocol.CHANNEL_CHARACTERS:
+            reason = f"a name of more than {protocol.CHANNEL_CHARACTERS} characters"
             raise RefusalError("channel", reason)
         return session
 

@@ -17,10 +17,10 @@ from paceline.interfaces.server_messages import (
     Refused,
     Unit,
 )
-from paceline.server import payloads, wire
-from paceline.server.wire import RefusalError
+from paceline.transport import payloads, protocol
+from paceline.transport.protocol import RefusalError
 
-CHUNK = wire.CHUNK_BYTES
+CHUNK = protocol.CHUNK_BYTES
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def send(socket, first, payload):
 
 
 def take(inbox, socket):
-    words = wire.decode_from_worker(socket.recv())
+    words = protocol.decode_from_worker(socket.recv())
     return inbox.take(words, payloads.Chunk(socket))
 
 
@@ -51,36 +51,39 @@ UNITS = [[Unit(0, 0, 4, 0, (2, 2)), Unit(1, 0, 3, 0)], []]
 @pytest.mark.parametrize(
     ("decode", "words"),
     [
-        (wire.decode_hello, wire.Hello(1, "token", 2, 3, "channel")),
-        (wire.decode_from_worker, wire.Bye()),
-        (wire.decode_from_worker, wire.More(7)),
-        (wire.decode_from_worker, wire.More(7, 3)),
-        (wire.decode_from_worker, wire.Share(wire.Memory(1, 2, b"nonce"))),
-        (wire.decode_from_worker, wire.Begin(7, 3, Load(bucket=2), "float32", 9)),
+        (protocol.decode_hello, protocol.Hello(1, "token", 2, 3, "channel")),
+        (protocol.decode_from_worker, protocol.Bye()),
+        (protocol.decode_from_worker, protocol.More(7)),
+        (protocol.decode_from_worker, protocol.More(7, 3)),
+        (protocol.decode_from_worker, protocol.Share(protocol.Memory(1, 2, b"nonce"))),
         (
-            wire.decode_from_worker,
-            wire.Begin(
+            protocol.decode_from_worker,
+            protocol.Begin(7, 3, Load(bucket=2), "float32", 9),
+        ),
+        (
+            protocol.decode_from_worker,
+            protocol.Begin(
                 0,
                 0,
                 Push(step=1, bucket=2, used=[True], hyperparameters=[{"lr": 0.1}]),
             ),
         ),
         (
-            wire.decode_from_worker,
-            wire.Begin(0, 0, Join(options="", units=UNITS, dtypes=["float32"] * 2)),
+            protocol.decode_from_worker,
+            protocol.Begin(0, 0, Join(options="", units=UNITS, dtypes=["float32"] * 2)),
         ),
-        (wire.decode_from_server, wire.Welcome(1, "ticket")),
-        (wire.decode_from_server, wire.Answered(1, Refused(reason="no"))),
-        (wire.decode_from_server, wire.Answered(1, Done(), "int64", 2)),
-        (wire.decode_from_worker, wire.Reads()),
-        (wire.decode_from_server, wire.Shared(None)),
-        (wire.decode_from_server, wire.Shared(wire.Memory(1, 2, b"nonce"))),
-        (wire.decode_from_server, wire.Farewell()),
-        (wire.decode_from_server, wire.Rejected("no")),
+        (protocol.decode_from_server, protocol.Welcome(1, "ticket")),
+        (protocol.decode_from_server, protocol.Answered(1, Refused(reason="no"))),
+        (protocol.decode_from_server, protocol.Answered(1, Done(), "int64", 2)),
+        (protocol.decode_from_worker, protocol.Reads()),
+        (protocol.decode_from_server, protocol.Shared(None)),
+        (protocol.decode_from_server, protocol.Shared(protocol.Memory(1, 2, b"nonce"))),
+        (protocol.decode_from_server, protocol.Farewell()),
+        (protocol.decode_from_server, protocol.Rejected("no")),
     ],
 )
 def test_what_is_written_is_read(decode, words):
-    header = wire.encode(words)
+    header = protocol.encode(words)
     assert decode(header) == words
     for wrong in (header[:-1], header + b"x", b"", b"\xc1", header[1:]):
         with pytest.raises(RefusalError):
@@ -99,16 +102,16 @@ def test_what_nobody_says_is_not_read():
         [["more"] * 3] * 3,
     ):
         with pytest.raises(RefusalError):
-            wire.decode_from_worker(msgspec.msgpack.encode(wrong))
+            protocol.decode_from_worker(msgspec.msgpack.encode(wrong))
     with pytest.raises(RefusalError):
-        wire.decode_from_worker(b"\x91" * 100_000)  # deeply nested
+        protocol.decode_from_worker(b"\x91" * 100_000)  # deeply nested
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("size", [0, 16, CHUNK, CHUNK + 16, 3 * CHUNK - 16])
 def test_payloads_travel_in_chunks(dtype, size):
     sent = (torch.arange(size // dtype.itemsize) % 97).to(dtype)
-    begin = wire.Begin(0, 0, Load(bucket=0), *payloads.described(sent))
+    begin = protocol.Begin(0, 0, Load(bucket=0), *payloads.described(sent))
     inbox = payloads.Inbox(size)
     with pair() as (one, other):
         send(one, begin, sent)
@@ -125,7 +128,7 @@ def test_payloads_travel_in_chunks(dtype, size):
 
 def test_chunks_are_views_of_the_tensors_own_memory():
     tensor = torch.zeros(CHUNK, requires_grad=True)
-    begin = wire.Begin(0, 0, Load(bucket=0), *payloads.described(tensor))
+    begin = protocol.Begin(0, 0, Load(bucket=0), *payloads.described(tensor))
     (_, first), (_, second), *_ = payloads.messages(begin, tensor, None)
     with torch.no_grad():
         tensor.fill_(1.0)
@@ -133,8 +136,10 @@ def test_chunks_are_views_of_the_tensors_own_memory():
 
 
 def test_a_message_without_payload_is_one_frame():
-    begin = wire.Begin(0, 0, Load(bucket=0))
-    assert list(payloads.messages(begin, None, None)) == [(wire.encode(begin), None)]
+    begin = protocol.Begin(0, 0, Load(bucket=0))
+    assert list(payloads.messages(begin, None, None)) == [
+        (protocol.encode(begin), None)
+    ]
     assert payloads.described(None) == (None, 0)
     assert payloads.payload_bytes(None, 0, 0) == 0
 
@@ -159,32 +164,40 @@ def test_payloads_that_cannot_be(kind, dtype, elements):
 def test_credits_are_given_back_with_the_answer():
     inbox = payloads.Inbox(1 << 30)
     with pair() as (_, socket):
-        for number in range(wire.CREDITS):
-            inbox.take(wire.Begin(number, 0, Load(bucket=0)), payloads.Chunk(socket))
+        for number in range(protocol.CREDITS):
+            inbox.take(
+                protocol.Begin(number, 0, Load(bucket=0)), payloads.Chunk(socket)
+            )
         inbox.answered(0)
         inbox.answered(0)
-        inbox.take(wire.Begin(wire.CREDITS, 1, Load(bucket=0)), payloads.Chunk(socket))
+        inbox.take(
+            protocol.Begin(protocol.CREDITS, 1, Load(bucket=0)), payloads.Chunk(socket)
+        )
         with pytest.raises(RefusalError) as caught:
             inbox.take(
-                wire.Begin(wire.CREDITS + 1, 1, Load(bucket=0)), payloads.Chunk(socket)
+                protocol.Begin(protocol.CREDITS + 1, 1, Load(bucket=0)),
+                payloads.Chunk(socket),
             )
     assert caught.value.kind == "credits"
     assert caught.value.fatal
 
 
 def test_credits_in_bytes_let_one_large_request_pass_alone():
-    size = wire.CREDIT_BYTES + 1
+    size = protocol.CREDIT_BYTES + 1
     inbox = payloads.Inbox(size)
     with pair() as (_, socket):
-        begin = wire.Begin(0, 0, Load(bucket=0), "uint8", size)
+        begin = protocol.Begin(0, 0, Load(bucket=0), "uint8", size)
         with pytest.raises(RefusalError, match="missing"):
             inbox.take(begin, payloads.Chunk(socket))
         assert inbox.abandon() == 0
-        assert inbox.take(wire.More(0), payloads.Chunk(socket)) is None  # thrown away
-        inbox.take(wire.Begin(1, 0, Load(bucket=0)), payloads.Chunk(socket))
+        assert (
+            inbox.take(protocol.More(0), payloads.Chunk(socket)) is None
+        )  # thrown away
+        inbox.take(protocol.Begin(1, 0, Load(bucket=0)), payloads.Chunk(socket))
         with pytest.raises(RefusalError) as caught:
             inbox.take(
-                wire.Begin(2, 0, Load(bucket=0), "uint8", size), payloads.Chunk(socket)
+                protocol.Begin(2, 0, Load(bucket=0), "uint8", size),
+                payloads.Chunk(socket),
             )
     assert caught.value.kind == "credits"
 
@@ -201,5 +214,5 @@ def test_tensors_that_cannot_travel(tensor):
 
 
 def test_addresses():
-    assert wire.endpoint("10.0.0.1", 5) == "tcp://10.0.0.1:5"
-    assert wire.endpoint("::1", "*") == "tcp://[::1]:*"
+    assert protocol.endpoint("10.0.0.1", 5) == "tcp://10.0.0.1:5"
+    assert protocol.endpoint("::1", "*") == "tcp://[::1]:*"

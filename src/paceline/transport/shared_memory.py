@@ -36,7 +36,7 @@ from typing import Self
 
 import torch
 
-from paceline.server.wire import CHUNK_BYTES, Memory, RefusalError
+from paceline.transport.protocol import CHUNK_BYTES, Memory, RefusalError
 
 SWITCH = "PACELINE_SHARED_MEMORY"
 """With the value ``0`` nothing is offered, and payloads go over ZeroMQ."""

@@ -12,9 +12,9 @@ import zmq
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces.server_messages import Refused, Reply, Request
-from paceline.server import payloads, wire
-from paceline.server.shared_memory import WorkerEnd
-from paceline.server.wire import RefusalError
+from paceline.transport import payloads, protocol
+from paceline.transport.protocol import RefusalError
+from paceline.transport.shared_memory import WorkerEnd
 
 _BROKEN = (
     zmq.EVENT_DISCONNECTED
@@ -68,7 +68,7 @@ class Reception:
         if isinstance(self.reply, Refused):
             kind = (
                 PeerLostError
-                if self.reply.reason == wire.TAKEN_FOR_LOST
+                if self.reply.reason == protocol.TAKEN_FOR_LOST
                 else UsageError
             )
             raise kind(f"{self.channel.server.name}: {self.reply.reason}")
@@ -96,18 +96,18 @@ class Channel:
         self.unanswered: dict[int, Reception] = {}  # in the order they were sent
         self.unanswered_bytes = 0
         self.queue: deque[Reception] = deque()
-        self.welcome: wire.Welcome | None = None
+        self.welcome: protocol.Welcome | None = None
         self.farewell = False
-        self.shared: wire.Shared | None = None
+        self.shared: protocol.Shared | None = None
         """What the server has said about memory, once it has."""
-        self._begun: wire.Answered | None = None
+        self._begun: protocol.Answered | None = None
         self._assembly: payloads.Assembly | None = None
         self._host: torch.Tensor | None = None
         self.socket = socket
         self.monitor = socket.get_monitor_socket(_BROKEN)
 
     def say(self, words: msgspec.Struct) -> None:
-        self.socket.send(wire.encode(words), zmq.NOBLOCK)
+        self.socket.send(protocol.encode(words), zmq.NOBLOCK)
 
     def submit(self, reception: Reception) -> None:
         """Send at once, or as soon as credits allow."""
@@ -123,7 +123,7 @@ class Channel:
             return True
         count = self.next - next(iter(self.unanswered)) + 1
         total = self.unanswered_bytes + self.queue[0].cost
-        return count <= wire.CREDITS and total <= wire.CREDIT_BYTES
+        return count <= protocol.CREDITS and total <= protocol.CREDIT_BYTES
 
     def _send_what_may_be_sent(self) -> None:
         while self._may_send():
@@ -133,7 +133,7 @@ class Channel:
             self.unanswered[number] = reception
             self.unanswered_bytes += reception.cost
             payload = reception.payload
-            begin = wire.Begin(
+            begin = protocol.Begin(
                 number, received, reception.message, *payloads.described(payload)
             )
             shared = self.server.shared
@@ -152,35 +152,37 @@ class Channel:
             except zmq.Again:
                 return
             try:
-                self._hear(wire.decode_from_server(header))
+                self._hear(protocol.decode_from_server(header))
             finally:
                 payloads.finish_message(self.socket)
 
-    def _hear(self, words: wire.FromServer) -> None:
-        if isinstance(words, wire.Answered | wire.More):
+    def _hear(self, words: protocol.FromServer) -> None:
+        if isinstance(words, protocol.Answered | protocol.More):
             chunk = payloads.Chunk(self.socket, words.slot, self.server.shared)
             try:
                 self._take(words, chunk)
             finally:
                 chunk.let_go()
-        elif isinstance(words, wire.Shared):
+        elif isinstance(words, protocol.Shared):
             self.shared = words
-        elif isinstance(words, wire.Welcome):
+        elif isinstance(words, protocol.Welcome):
             self.welcome = words
-        elif isinstance(words, wire.Farewell):
+        elif isinstance(words, protocol.Farewell):
             self.farewell = True
         else:
             self.server.give_up(f"refused this worker: {words.reason}", UsageError)
 
-    def _take(self, words: wire.Answered | wire.More, chunk: payloads.Chunk) -> None:
-        if isinstance(words, wire.Answered):
+    def _take(
+        self, words: protocol.Answered | protocol.More, chunk: payloads.Chunk
+    ) -> None:
+        if isinstance(words, protocol.Answered):
             self._begin(words)
         elif self._begun is None or self._begun.number != words.number:
             return  # of an answer that did not fit
         if self._begun is not None:
             self._continue(self._begun, chunk)
 
-    def _begin(self, words: wire.Answered) -> None:
+    def _begin(self, words: protocol.Answered) -> None:
         reception = self.unanswered.get(words.number)
         if reception is None or self._begun is not None:
             raise RefusalError("order", f"an answer to {words.number}, out of order")
@@ -199,7 +201,7 @@ class Channel:
             self._host = into if into.device.type == "cpu" else into.cpu()
             self._assembly = payloads.Assembly(self._host)
 
-    def _continue(self, begun: wire.Answered, chunk: payloads.Chunk) -> None:
+    def _continue(self, begun: protocol.Answered, chunk: payloads.Chunk) -> None:
         assembly = self._assembly
         if assembly is not None:
             assembly.receive(chunk)

@@ -34,16 +34,16 @@ import zmq
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, AnyServer, Ask, AskingServer, Sender
 from paceline.interfaces.server_messages import Join, Leave, Refused
-from paceline.server import payloads, wire
 from paceline.server.orders import PeerAddress
-from paceline.server.peers import Peers
-from paceline.server.poll_loop import PollLoop
-from paceline.server.security import ZAP_ADDRESS, Security, choose
-from paceline.server.sessions import Connection, Session, Sessions
-from paceline.server.shared_memory import ServerMemory
-from paceline.server.traffic import Traffic
-from paceline.server.wire import RefusalError
 from paceline.timeouts import timeouts
+from paceline.transport import payloads, protocol
+from paceline.transport.peers import Peers
+from paceline.transport.poll_loop import PollLoop
+from paceline.transport.protocol import RefusalError
+from paceline.transport.security import ZAP_ADDRESS, Security, choose
+from paceline.transport.sessions import Connection, Session, Sessions
+from paceline.transport.shared_memory import ServerMemory
+from paceline.transport.traffic import Traffic
 
 REFUSALS_SAID = 10
 """Of each kind: so one that comes again and again hides no other."""
@@ -68,7 +68,7 @@ class Listener:
         *,
         workers: int,
         security: Security | None = None,
-        max_payload_bytes: int = wire.LARGEST_PAYLOAD_BYTES,
+        max_payload_bytes: int = protocol.LARGEST_PAYLOAD_BYTES,
     ) -> None:
         self.address = address
         self.security = choose(address) if security is None else security
@@ -85,18 +85,18 @@ class Listener:
     def _bind(self, address: str, port: int, workers: int, max_payload: int) -> None:
         router = self.router
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_BYTES)
+        router.setsockopt(zmq.MAXMSGSIZE, protocol.FRAME_BYTES)
         router.setsockopt(zmq.RCVHWM, QUEUED_IN)
         # ZeroMQ opens a full queue again when it is half empty: hence twice.
         router.setsockopt(zmq.SNDHWM, 2 * payloads.most_messages(max_payload))
         router.setsockopt(zmq.LINGER, int(1000 * timeouts.last_replies))
         router.setsockopt(zmq.BACKLOG, max(100, workers))
         router.setsockopt(zmq.IPV6, ":" in address)
-        wire.keep_alive(router)
+        protocol.keep_alive(router)
         self.security.protect_server(router)
         self.zap.setsockopt(zmq.LINGER, 0)
         self.zap.bind(ZAP_ADDRESS)
-        router.bind(wire.endpoint(address, port or "*"))
+        router.bind(protocol.endpoint(address, port or "*"))
         bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(bound.rpartition(":")[2])
 
@@ -133,7 +133,7 @@ class Shell:
         token: str,
         listener: Listener | None = None,
         security: Security | None = None,
-        max_payload_bytes: int = wire.LARGEST_PAYLOAD_BYTES,
+        max_payload_bytes: int = protocol.LARGEST_PAYLOAD_BYTES,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         if not token:
@@ -319,31 +319,33 @@ class Shell:
             try:
                 header = self._router.recv(zmq.NOBLOCK)
                 if connection is None:
-                    hello = wire.decode_hello(header)
+                    hello = protocol.decode_hello(header)
                     self._say(identity, self._sessions.greet(identity, hello))
                 else:
-                    self._hear(connection, wire.decode_from_worker(header))
+                    self._hear(connection, protocol.decode_from_worker(header))
             except RefusalError as refusal:
                 self._refuse(refusal, identity, connection)
             finally:
                 payloads.finish_message(self._router)
 
-    def _hear(self, connection: Connection, words: wire.FromWorker) -> None:
+    def _hear(self, connection: Connection, words: protocol.FromWorker) -> None:
         """A known worker says something."""
-        if isinstance(words, wire.Begin | wire.More):
+        if isinstance(words, protocol.Begin | protocol.More):
             self._take(connection, words)
-        elif isinstance(words, wire.Share):
+        elif isinstance(words, protocol.Share):
             self._share_memory(connection, words)
-        elif isinstance(words, wire.Reads):
+        elif isinstance(words, protocol.Reads):
             if connection.session.shared is not None:
                 connection.session.shared.reads = True
-        elif isinstance(words, wire.Bye):
-            self._say(connection.identity, wire.Farewell())
+        elif isinstance(words, protocol.Bye):
+            self._say(connection.identity, protocol.Farewell())
             self._sessions.leave(connection, self._report)
         else:
             raise RefusalError("order", "a second hello", fatal=True)
 
-    def _take(self, connection: Connection, words: wire.Begin | wire.More) -> None:
+    def _take(
+        self, connection: Connection, words: protocol.Begin | protocol.More
+    ) -> None:
         """A request, or a further part of it, has come in."""
         session = connection.session
         if not session.is_admitted:
@@ -370,7 +372,7 @@ class Shell:
             self._server.on_message(sender, begun.message, payload, self._now())
         )
 
-    def _share_memory(self, connection: Connection, offer: wire.Share) -> None:
+    def _share_memory(self, connection: Connection, offer: protocol.Share) -> None:
         """A worker of this machine, as it seems, offers memory."""
         session = connection.session
         if not session.is_admitted or session.shared is not None:
@@ -378,7 +380,7 @@ class Shell:
             raise RefusalError("order", reason, fatal=True)
         session.shared = self._memory.share(offer.memory)
         place = None if session.shared is None else session.shared.place
-        self._say(connection.identity, wire.Shared(place))
+        self._say(connection.identity, protocol.Shared(place))
 
     # ---- refusals ----
 
@@ -388,14 +390,14 @@ class Shell:
         """Count, and answer where there is somebody to answer to."""
         self._count(refusal.kind, str(refusal))
         if connection is None or refusal.kind == "undecodable":
-            self._say(identity, wire.Rejected(str(refusal)))
+            self._say(identity, protocol.Rejected(str(refusal)))
             return
         if refusal.fatal:
-            self._say(identity, wire.Rejected(str(refusal)))
+            self._say(identity, protocol.Rejected(str(refusal)))
             self._sessions.lose(connection.session, self._report)
             return
         number = connection.inbox.abandon()
-        self._say(identity, wire.Answered(number, Refused(reason=str(refusal))))
+        self._say(identity, protocol.Answered(number, Refused(reason=str(refusal))))
 
     def _count(self, kind: str, reason: str) -> None:
         self.refused[kind] += 1
@@ -437,7 +439,7 @@ class Shell:
         worker, number = answer.to.worker, answer.to.number
         connection.inbox.answered(number)
         dtype, elements = payloads.described(answer.payload)
-        first = wire.Answered(number, answer.message, dtype, elements)
+        first = protocol.Answered(number, answer.message, dtype, elements)
         shared = session.shared
         for words, chunk in payloads.messages(first, answer.payload, shared):
             if not self._put(connection.identity, words, chunk):
@@ -448,7 +450,7 @@ class Shell:
 
     def _say(self, identity: bytes, words: msgspec.Struct) -> None:
         """Send a short message; whoever does not take it has his own trouble."""
-        self._put(identity, wire.encode(words), None)
+        self._put(identity, protocol.encode(words), None)
 
     def _put(self, identity: bytes, header: bytes, chunk: memoryview | None) -> bool:
         """Whether the message is on its way: the peer is there, and its queue not full."""

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from paceline.interfaces.server_messages import Done, Load, Parameters, Pull, Reduce
-from paceline.server import payloads, shared_memory, wire
-from paceline.server.shared_memory import (
+from paceline.transport import payloads, protocol, shared_memory
+from paceline.transport.protocol import RefusalError
+from paceline.transport.shared_memory import (
     ANSWERS,
     PUSHES,
     Answers,
@@ -19,10 +20,9 @@ from paceline.server.shared_memory import (
     ServerEnd,
     WorkerEnd,
 )
-from paceline.server.wire import RefusalError
 from tests.server import SECONDS, Adder, Busy, Peer, connect, running, time_limit
 
-CHUNK = wire.CHUNK_BYTES
+CHUNK = protocol.CHUNK_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +188,7 @@ def file(size, seals, nonce=b"n" * shared_memory.NONCE_BYTES):
         os.ftruncate(descriptor, size)
         os.pwrite(descriptor, nonce, 0)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        yield wire.Memory(os.getpid(), descriptor, b"n" * shared_memory.NONCE_BYTES)
+        yield protocol.Memory(os.getpid(), descriptor, b"n" * shared_memory.NONCE_BYTES)
     finally:
         os.close(descriptor)
 
@@ -219,10 +219,10 @@ def test_descriptors_that_are_no_memory(tmp_path):
     os.ftruncate(plain, SIZE)
     with socket.socket() as peer, open("/dev/null", "r+b") as device:
         for number in (read, write, plain, peer.fileno(), device.fileno(), 1 << 20, -1):
-            place = wire.Memory(os.getpid(), number, bytes(16))
+            place = protocol.Memory(os.getpid(), number, bytes(16))
             assert Region.open(place, PUSHES) is None, number
     for process in (0, -1, 1 << 60):
-        assert Region.open(wire.Memory(process, 0, bytes(16)), PUSHES) is None
+        assert Region.open(protocol.Memory(process, 0, bytes(16)), PUSHES) is None
     for descriptor in (read, write, plain):
         os.close(descriptor)
 
@@ -386,10 +386,10 @@ def test_workers_keep_no_descriptor_of_memory_open(frames):
 
 def test_a_slot_without_memory_is_refused():
     with running(Adder(1), 1) as shell, Peer(shell.port) as peer:
-        peer.say(wire.Reads())  # what was not offered
-        peer.say(wire.Share(wire.Memory(os.getpid(), 1 << 20, bytes(16))))
-        assert peer.hear() == wire.Shared(None)
-        peer.say(wire.Begin(0, 0, Load(bucket=0), "uint8", 1, slot=0))
+        peer.say(protocol.Reads())  # what was not offered
+        peer.say(protocol.Share(protocol.Memory(os.getpid(), 1 << 20, bytes(16))))
+        assert peer.hear() == protocol.Shared(None)
+        peer.say(protocol.Begin(0, 0, Load(bucket=0), "uint8", 1, slot=0))
         assert "no memory is shared" in peer.hear().message.reason
     assert shell.refused == {"payload": 1}
 
@@ -398,10 +398,10 @@ def test_memory_is_taken_once():
     adder = Adder(1)
     with running(adder, 1) as shell, Peer(shell.port) as peer:
         with contextlib.closing(Region.make(PUSHES)) as own:
-            peer.say(wire.Share(own.place))
+            peer.say(protocol.Share(own.place))
             assert Region.open(peer.hear().memory, ANSWERS) is not None
-            peer.say(wire.Share(own.place))
-            assert isinstance(peer.hear(), wire.Rejected)
+            peer.say(protocol.Share(own.place))
+            assert isinstance(peer.hear(), protocol.Rejected)
         assert adder.news.wait(SECONDS)  # it was taken for lost
     assert shell.refused == {"order": 1}
 

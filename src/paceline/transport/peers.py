@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Answer, Ask, AskingServer, ReturningServer
 from paceline.interfaces.server_messages import Reply
-from paceline.server.client import RemoteServer, check_listens
 from paceline.server.orders import PeerAddress
-from paceline.server.poll_loop import PollLoop
 from paceline.timeouts import timeouts
+from paceline.transport.connection import RemoteServer, check_listens
+from paceline.transport.poll_loop import PollLoop
 
 
 def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:

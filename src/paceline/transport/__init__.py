@@ -1,0 +1,1 @@
+"""Messages over ZeroMQ: authentication, framing, and who is still there."""
