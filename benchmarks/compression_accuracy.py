@@ -30,7 +30,7 @@ from accuracy import BASE, RACKS, SEEDS, Results, Table, Training, train
 from accuracy_tasks import TASKS, Task
 
 from paceline.compression import COMPRESSORS
-from paceline.compression.identity import summed
+from paceline.compression.no_compression import summed
 from paceline.compression.packing import dense, reals
 from paceline.interfaces import Coding, Compressor, Place, State, StateKind
 from paceline.spec import parse

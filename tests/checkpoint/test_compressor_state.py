@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paceline.compression.casts import BF16
-from paceline.compression.int8 import Int8
-from paceline.compression.residuals import Residuals
+from paceline.compression.error_feedback import Residuals
+from paceline.compression.quantization import Int8
 from paceline.errors import UsageError
 from paceline.training.coding import Codes
 from paceline.training.means import Nothing

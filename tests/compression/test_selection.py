@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from paceline.compression.bins import decode_values, encode_values, size_of_values
 from paceline.compression.packing import Reader
 from paceline.compression.selection import cut, largest, pick
 from paceline.compression.sparse import add_at, coded, opened, size_of
+from paceline.compression.value_bins import decode_values, encode_values, size_of_values
 from paceline.errors import UsageError
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

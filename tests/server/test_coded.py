@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 
 from paceline.compression import COMPRESSORS, make
-from paceline.compression.alone import Alone
+from paceline.compression.gathered import Alone
 from paceline.compression.packing import Reader, to_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, State

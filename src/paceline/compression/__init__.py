@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from paceline.compression.casts import BF16, FP16
+from paceline.compression.contrib.ef21 import EF21
+from paceline.compression.contrib.ef_sign import EFSign
+from paceline.compression.contrib.qsgd import QSGD
+from paceline.compression.contrib.random_block import RandomBlock
+from paceline.compression.dense_warmup import Later
 from paceline.compression.dgc import DGC
-from paceline.compression.ef21 import EF21
-from paceline.compression.ef_sign import EFSign
+from paceline.compression.error_feedback import Residuals
 from paceline.compression.gd_top_k import GDTopK
-from paceline.compression.identity import Identity
-from paceline.compression.int8 import Int4, Int8
-from paceline.compression.later import Later
+from paceline.compression.no_compression import Identity
 from paceline.compression.powersgd import PowerSGD
-from paceline.compression.qsgd import QSGD
-from paceline.compression.random_block import RandomBlock
-from paceline.compression.residuals import Residuals
+from paceline.compression.quantization import Int4, Int8
 from paceline.compression.top_k import TopK
 from paceline.compression.wrapper import Wrapper, pure
 from paceline.errors import UnknownNameError, UsageError, unknown

@@ -30,9 +30,9 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.compression.chance import Chance
-from paceline.compression.grains import SCALE, Grain, mark
+from paceline.compression.counter_random import Chance
 from paceline.compression.packing import Reader
+from paceline.compression.quantizer import SCALE, Grain, mark
 from paceline.errors import UsageError
 from paceline.interfaces import Shape
 

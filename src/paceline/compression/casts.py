@@ -17,8 +17,8 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.alone import Alone
-from paceline.compression.identity import summed
+from paceline.compression.gathered import Alone
+from paceline.compression.no_compression import summed
 from paceline.compression.packing import (
     Reader,
     dense,

@@ -31,7 +31,7 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.identity import summed
+from paceline.compression.no_compression import summed
 from paceline.compression.packing import extremes, is_lossy, is_small
 from paceline.compression.selection import Cut, cut, pick, require_density
 from paceline.compression.sparse import (

@@ -41,7 +41,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from paceline.compression.identity import summed
+from paceline.compression.no_compression import summed
 from paceline.compression.packing import (
     dense,
     elements,

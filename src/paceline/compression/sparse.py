@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.compression.bins import decode_values, encode_values, size_of_values
 from paceline.compression.packing import (
     Reader,
     dense,
@@ -20,6 +19,7 @@ from paceline.compression.packing import (
     reals,
 )
 from paceline.compression.selection import Cut, cut
+from paceline.compression.value_bins import decode_values, encode_values, size_of_values
 from paceline.errors import UsageError
 from paceline.interfaces import Coding, Gather, Leg, Shape, State
 

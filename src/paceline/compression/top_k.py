@@ -19,8 +19,7 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.alone import Alone
-from paceline.compression.bins import require_bits
+from paceline.compression.gathered import Alone
 from paceline.compression.selection import Cut, cut, pick, require_density
 from paceline.compression.sparse import (
     add_at,
@@ -29,6 +28,7 @@ from paceline.compression.sparse import (
     passes_to_add_up,
     size_of,
 )
+from paceline.compression.value_bins import require_bits
 from paceline.errors import UsageError
 from paceline.interfaces import CompressorSummary, Shape, State, StateKind
 

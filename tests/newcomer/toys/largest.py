@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.identity import summed
+from paceline.compression.no_compression import summed
 from paceline.compression.packing import dense, elements, flat, put, real_type, reals
 from paceline.interfaces import (
     Coding,

@@ -19,10 +19,10 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression import chance
-from paceline.compression.alone import Alone
+from paceline.compression import counter_random
 from paceline.compression.blocks import Blocks, blocks_of, check_block
-from paceline.compression.grains import Grain
+from paceline.compression.gathered import Alone
+from paceline.compression.quantizer import Grain
 from paceline.errors import UsageError
 from paceline.interfaces import CompressorSummary, Shape, State, StateKind
 
@@ -67,16 +67,16 @@ class QSGD(Alone):
         return 16.0, 3.0 * workers
 
     def init(self, like: torch.Tensor, name: str, rank: int) -> State:
-        return chance.stream(self.seed, name, rank)
+        return counter_random.stream(self.seed, name, rank)
 
     def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
         """Numbers that were drawn are not drawn again."""
-        chance.go_on(state, former)
+        counter_random.go_on(state, former)
 
     def _encode(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]
     ) -> torch.Tensor:
-        return self._blocks(parts).encode(parts, chance.draw(states)[0])
+        return self._blocks(parts).encode(parts, counter_random.draw(states)[0])
 
     def _decode(
         self,

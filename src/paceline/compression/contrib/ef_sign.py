@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.alone import Alone
+from paceline.compression.gathered import Alone
 from paceline.compression.packing import BLOCK, Reader, elements, to_bytes
 from paceline.interfaces import CompressorSummary, Shape, State, StateKind
 

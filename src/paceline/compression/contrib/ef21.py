@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from paceline.compression.identity import summed
+from paceline.compression.no_compression import summed
 from paceline.compression.packing import is_lossy, is_small
 from paceline.compression.selection import cut, pick, require_density
 from paceline.compression.sparse import (

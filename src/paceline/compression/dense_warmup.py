@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.compression.identity import summed
+from paceline.compression.no_compression import summed
 from paceline.compression.packing import reals
 from paceline.compression.wrapper import Wrapper
 from paceline.interfaces import COMMON, Coding, Compressor, Place, State, StateKind

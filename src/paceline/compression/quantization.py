@@ -25,12 +25,12 @@ from typing import ClassVar, Literal
 
 import torch
 
-from paceline.compression import chance
-from paceline.compression.alone import Alone
+from paceline.compression import counter_random
 from paceline.compression.blocks import Blocks, blocks_of, check_block
-from paceline.compression.grains import Grain
-from paceline.compression.identity import summed
+from paceline.compression.gathered import Alone
+from paceline.compression.no_compression import summed
 from paceline.compression.packing import dense, is_lossy, real_type
+from paceline.compression.quantizer import Grain
 from paceline.interfaces import (
     Coding,
     CompressorSummary,
@@ -108,12 +108,12 @@ class Int8(Alone):
     def init(self, like: torch.Tensor, name: str, rank: int) -> State:
         if self.rounding == "nearest":
             return {}
-        return chance.stream(self.seed, name, rank)
+        return counter_random.stream(self.seed, name, rank)
 
     def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
         """Numbers that were drawn are not drawn again."""
         if state:
-            chance.go_on(state, former)
+            counter_random.go_on(state, former)
 
     def average(
         self,
@@ -130,7 +130,7 @@ class Int8(Alone):
         if not coded:
             return
         blocks = self._blocks(coded, place.workers)
-        mine, shared = chance.draw(own) if own[0] else (None, None)
+        mine, shared = counter_random.draw(own) if own[0] else (None, None)
         code = blocks.encode(coded, mine)
 
         theirs = yield Exchange(code)
@@ -154,7 +154,7 @@ class Int8(Alone):
     def _encode(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]
     ) -> torch.Tensor:
-        mine = chance.draw(states)[0] if states[0] else None
+        mine = counter_random.draw(states)[0] if states[0] else None
         return self._blocks(parts, 1).encode(parts, mine)
 
     def _decode(

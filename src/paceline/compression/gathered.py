@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.identity import summed
+from paceline.compression.no_compression import summed
 from paceline.compression.packing import (
     Reader,
     dense,

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from paceline.compression.chance import Chance
+from paceline.compression.counter_random import Chance
 
 SCALE = 4
 """Bytes of a scale: a float32."""

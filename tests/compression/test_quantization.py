@@ -8,7 +8,7 @@ import torch
 import paceline
 from paceline.compression import QSGD, EFSign, Int4, Int8, Residuals
 from paceline.compression.blocks import Blocks
-from paceline.compression.chance import Chance
+from paceline.compression.counter_random import Chance
 from paceline.testing import inspect
 from paceline.testing.lockstep import Workers
 from tests.compression.test_blocks import STOCHASTIC, mean_of, random, through
