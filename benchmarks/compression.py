@@ -36,7 +36,7 @@ from typing import ClassVar
 import torch
 
 import paceline
-from paceline import fusion
+from paceline import bucketing
 from paceline.compression import COMPRESSORS, full_spec, make
 from paceline.interfaces import Compressor, Leg
 from paceline.network import Cluster, Rack, Workload
@@ -112,7 +112,7 @@ class Declared(Compressor):
 def in_buckets(workload, text, workers):
     """A tensor for each of DDP's buckets, and what is sent of it."""
     compressor = make(text).settled()
-    edges = [0, *itertools.accumulate(fusion.plan("ddp", workload.gradient_bytes))]
+    edges = [0, *itertools.accumulate(bucketing.plan("ddp", workload.gradient_bytes))]
     buckets = [workload.order[i:j] for i, j in itertools.pairwise(edges)]
 
     def total(values, bucket):

@@ -15,7 +15,7 @@ import json
 import random
 import time
 
-from paceline import fusion
+from paceline import bucketing
 
 COUNTS = (100, 1_000, 3_000)
 LANES = (1, 2)
@@ -34,10 +34,10 @@ def step(count):
 
 def costs():
     """The same network twice: as a formula, and as a curve of 40 points that bends."""
-    affine = fusion.AffineCost(START_UP, 1 / BANDWIDTH)
+    affine = bucketing.AffineCost(START_UP, 1 / BANDWIDTH)
     sizes = [4 * 1.5**i for i in range(40)]
     seconds = [affine(size) + START_UP * (size > 2**16) for size in sizes]
-    curve = fusion.TableCost(sizes, seconds, START_UP)
+    curve = bucketing.TableCost(sizes, seconds, START_UP)
     return {"affine": affine, "table": curve}
 
 
@@ -46,12 +46,12 @@ def measure(count, cost, lanes, tries):
     seconds = []
     for _ in range(tries):
         start = time.perf_counter()
-        lengths = fusion.plan("optimal", sizes, ready, cost, lanes=lanes)
+        lengths = bucketing.plan("optimal", sizes, ready, cost, lanes=lanes)
         seconds.append(time.perf_counter() - start)
-    end = fusion.finish(lengths, sizes, ready, cost, lanes=lanes)
+    end = bucketing.finish(lengths, sizes, ready, cost, lanes=lanes)
     least = end  # one lane: exact
     if lanes > 1:
-        least = fusion.bound(sizes, ready, cost, [0] * count)
+        least = bucketing.bound(sizes, ready, cost, [0] * count)
     return {
         "tensors": count,
         "lanes": lanes,

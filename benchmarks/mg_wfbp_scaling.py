@@ -5,7 +5,7 @@
 
 GoogLeNet's published trace on a K80 GPU, a ring of 45.25 us a message (times N / (N - 1),
 as the authors' script has it) and its constants per byte. Each plan is timed
-twice: by the formulas of `paceline.fusion`, and by training a stand-in with the trace's
+twice: by the formulas of `paceline.bucketing`, and by training a stand-in with the trace's
 tensors in the virtual world. The two must agree to 1e-9.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline import fusion
+from paceline import bucketing
 from paceline.collectives.schedule import Ring
 from paceline.network import Workload
 from paceline.network.cluster import Cluster, Rack
@@ -36,8 +36,8 @@ PICTURE = Path(__file__).parent.parent / "docs" / "mg_wfbp_scaling.png"
 
 def affine_cost(workers):
     """The authors' script's a = 2 N alpha; b as in the paper's table 2."""
-    b = fusion.ALL_REDUCES["ring"](workers, 0.0, TRANSMISSION, ADDITION)
-    return fusion.AffineCost(2 * workers * LATENCY, b.seconds_per_byte)
+    b = bucketing.ALL_REDUCES["ring"](workers, 0.0, TRANSMISSION, ADDITION)
+    return bucketing.AffineCost(2 * workers * LATENCY, b.seconds_per_byte)
 
 
 def network_of(workers):
@@ -85,16 +85,16 @@ def measure(workers, workload, rule):
     cluster = network_of(workers)
     sizes, ready = workload.gradient_bytes, workload.ready_seconds
     affine, exact = affine_cost(workers), exact_cost(cluster)
-    plan = fusion.plan(rule, sizes, ready, affine)
+    plan = bucketing.plan(rule, sizes, ready, affine)
     start = time.perf_counter()
     virtual = in_virtual_time(cluster, workload, plan)
     took = time.perf_counter() - start
-    formula = fusion.finish(plan, sizes, ready, exact)
+    formula = bucketing.finish(plan, sizes, ready, exact)
     return {
         "workers": workers,
         "rule": rule,
         "buckets": len(plan),
-        "affine_seconds": fusion.finish(plan, sizes, ready, affine),
+        "affine_seconds": bucketing.finish(plan, sizes, ready, affine),
         "formula_seconds": formula,
         "virtual_seconds": virtual,
         "relative_difference": abs(virtual / formula - 1),

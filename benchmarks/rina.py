@@ -24,8 +24,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from paceline import fusion
+from paceline import bucketing
 from paceline.aggregator.ring import ring_of_racks
+from paceline.bucketing import AffineCost
 from paceline.collectives.aggregated import BLOCK
 from paceline.collectives.atp_schedule import ServerBehindSwitches
 from paceline.collectives.atp_ways import Server, Ways, beside_workers
@@ -34,7 +35,6 @@ from paceline.collectives.hierarchical import hierarchical
 from paceline.collectives.pricing import seconds
 from paceline.collectives.rina import RingOfRacks
 from paceline.collectives.schedule import Ring
-from paceline.fusion import AffineCost
 from paceline.network import Cluster, Rack, ServerHost, Workload
 
 SIZES = ((4, 4), (16, 8), (64, 16))
@@ -122,7 +122,7 @@ def measure(racks, workers, core, start_up):
         for model in MODELS:
             workload = Workload.load(model)
             sizes, ready = workload.gradient_bytes, workload.ready_seconds
-            plan = fusion.plan("ddp", sizes, ready, costs[RING][0])
+            plan = bucketing.plan("ddp", sizes, ready, costs[RING][0])
             trained = racks * workers * workload.batch
             rows.append(
                 {
@@ -138,7 +138,9 @@ def measure(racks, workers, core, start_up):
                     },
                     "throughput": {
                         way: trained
-                        / fusion.finish(plan, sizes, [t + later for t in ready], price)
+                        / bucketing.finish(
+                            plan, sizes, [t + later for t in ready], price
+                        )
                         for way, (price, later) in costs.items()
                     },
                 }

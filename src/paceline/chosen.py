@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from paceline import collectives, methods, spec
+from paceline.bucketing import RULES
 from paceline.compression import COMPRESSORS, Identity, make
 from paceline.errors import UsageError
-from paceline.fusion import RULES
 from paceline.interfaces import Compressor, Method
 from paceline.settings import UNSAID, Settings
 

@@ -50,7 +50,7 @@ def distribute(
 
     *method* is a name (``"bsp"``, the default), a spec (``"bsp:fusion=wfbp"``), a method object, or
     ``"auto"``: the best is found out while it trains (docs/auto.md);
-    *fusion* the rule that groups gradients into buckets (see `paceline.fusion`):
+    *fusion* the rule that groups gradients into buckets (see `paceline.bucketing`):
     ``"optimal"``, planned from measured times in the first steps and kept if it is faster
     than DDP's in a trial; ``"ddp"``, ``"single"``, ``"wfbp"``, ``"mg-wfbp"``, or bucket
     lengths such as ``"3+5+2"``. Measured plans, and so the order of sums on three workers

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from paceline import compression, spec
+from paceline.bucketing import check_rule
 from paceline.clipping import check_clip_norm
 from paceline.compression import Identity
 from paceline.errors import UsageError, unknown
-from paceline.fusion import check_rule
 from paceline.interfaces import Compressor
 from paceline.interfaces.server_messages import Answers
 

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.auto import program
 from paceline.auto.program import typical
-from paceline.fusion.trial import WORTH_IT
+from paceline.bucketing.trial import WORTH_IT
 from tests.auto.fleet import World
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from paceline import fusion
+from paceline import bucketing
 from paceline.network import cluster_toml
 from paceline.testing import CASES, CHECKS
 from paceline.testing.__main__ import rows
@@ -60,7 +60,7 @@ def check_job(workers, words, tried, ends, folder):
         )
         theirs = torch.tensor(real[f"{case.name} {rule}"])
         for ours in virtual.values():
-            if rule in fusion.MEASURED:  # another plan adds in another order
+            if rule in bucketing.MEASURED:  # another plan adds in another order
                 torch.testing.assert_close(torch.tensor(ours), theirs)
             else:  # gloo's order of adding is known, so worlds agree to the last bit
                 assert torch.equal(torch.tensor(ours), theirs)

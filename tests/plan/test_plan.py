@@ -5,10 +5,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from paceline.bucketing import RULES
 from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError
-from paceline.fusion import RULES
 from paceline.interfaces import QUALITIES
 from paceline.methods import METHODS
 from paceline.network import Cluster, Rack

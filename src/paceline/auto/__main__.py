@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from paceline.auto.found import Answer, Predicted, Question
+from paceline.bucketing.trial import WORTH_IT
 from paceline.errors import PacelineError
-from paceline.fusion.trial import WORTH_IT
 from paceline.interfaces import QUALITIES, Quality
 from paceline.network import Workload, parse_cluster
 from paceline.plan.decide import plan

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import torch
 
+from paceline.bucketing.bucket_plan import Side
 from paceline.exchange import broadcast_tensors, gather_bytes, mean_of_tensors
 from paceline.interfaces import Comm
-from paceline.planning.sides import Side
 from paceline.training import Training
 
 

@@ -3,7 +3,7 @@
 Training begins with one method. Once its buckets have settled, its steps are measured. Where
 they hardly wait for the network there is nothing to gain. Else links are measured, candidates are
 predicted beside the training, and the best of them are tried in turn with what runs: each is
-trained with for some steps, as `paceline.fusion.trial` judges plans of buckets. A candidate that has won
+trained with for some steps, as `paceline.bucketing.trial` judges plans of buckets. A candidate that has won
 stays. Then steps are looked at, ever more rarely, and all of this happens again when they have
 changed for good.
 
@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 from paceline.auto.found import Found, Tried
 from paceline.auto.interfaces import LeftError, Ranks, Senses
-from paceline.fusion.trial import Verdict, judge
+from paceline.bucketing.trial import Verdict, judge
 
 Waiting = Generator[str | None, None, None]
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from paceline.aggregator.packets import MOST_WORKERS
+from paceline.bucketing import TableCost
 from paceline.buckets import wire_bytes
 from paceline.collectives.aggregated import exponent_bytes, suits_switches
 from paceline.collectives.messages import real
@@ -34,7 +35,6 @@ from paceline.collectives.rows import (
     Ring,
     Tree,
 )
-from paceline.fusion import TableCost
 from paceline.interfaces import (
     CollectiveSummary,
     Comm,

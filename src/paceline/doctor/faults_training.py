@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from paceline.bucketing import FIXED
 from paceline.chosen import brief_spec, read_spec
 from paceline.collectives import COLLECTIVES
 from paceline.doctor.faults_kinds import Found, command_of
@@ -22,7 +23,6 @@ from paceline.doctor.faults_limits import (
 )
 from paceline.doctor.faults_patient import Patient
 from paceline.doctor.faults_picture import Picture
-from paceline.fusion import FIXED
 from paceline.interfaces import QUALITIES, Quality, weaker
 from paceline.network import Processor
 from paceline.plan.candidates import first, quality_of

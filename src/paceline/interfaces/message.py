@@ -1,6 +1,6 @@
 """In which messages a step's gradients travel, where the next forward pass waits for them.
 
-`paceline.planning` makes the plan; methods that go past backward follow it.
+`paceline.bucketing.tuner` makes the plan; methods that go past backward follow it.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from paceline.bucketing import FIXED, RULES
 from paceline.chosen import read_spec
 from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS, Identity, make
 from paceline.errors import UsageError
-from paceline.fusion import FIXED, RULES
 from paceline.interfaces import Method, Quality, weaker
 from paceline.methods import METHODS
 from paceline.network import Cluster

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.bucketing import MEASURED
 from paceline.chosen import read_spec
-from paceline.fusion import MEASURED
 from paceline.network import Workload
 from paceline.spec import Spec, parse
 

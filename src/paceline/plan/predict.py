@@ -30,11 +30,11 @@ import msgspec
 import torch
 
 from paceline.beginning import Subject, train
+from paceline.bucketing import MEASURED
 from paceline.buckets import nearly_square
 from paceline.chosen import read_spec
 from paceline.compression import warm_up_of
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
-from paceline.fusion import MEASURED
 from paceline.interfaces import Compressor, Method, World
 from paceline.network import Cluster, Workload
 from paceline.records import Journal, StepRecord

@@ -14,12 +14,12 @@ from typing import Any, cast
 
 import torch
 
+from paceline.bucketing import MEASURED
 from paceline.chosen import read_spec
 from paceline.collectives import COLLECTIVES
 from paceline.collectives.places import Places, aggregating_racks
 from paceline.compression import Identity
 from paceline.errors import UsageError
-from paceline.fusion import MEASURED
 from paceline.interfaces import Comm, Schedule
 from paceline.network import Cluster
 from paceline.plan.predict import (

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from paceline import fusion
+from paceline import bucketing
+from paceline.bucketing import AffineCost
 from paceline.collectives.aggregated import Aggregated, exponent_bytes
 from paceline.collectives.atp import ATP
 from paceline.collectives.halving_doubling import HalvingDoubling
@@ -30,7 +31,6 @@ from paceline.collectives.pricing import seconds
 from paceline.collectives.rina import Rina
 from paceline.collectives.rows import Hierarchical, Ring
 from paceline.errors import UsageError
-from paceline.fusion import AffineCost
 from paceline.interfaces import Collective, Comm
 from paceline.network import Cluster, Workload
 
@@ -140,7 +140,7 @@ def stage(
     sizes, pace = workload.gradient_bytes, 1 / min(cluster.speeds)
     price, later = _cost(way, _upgraded(cluster, racks, upgrade))
     ready = [pace * seconds_of + later for seconds_of in workload.ready_seconds]
-    step = fusion.finish(fusion.plan("ddp", sizes), sizes, ready, price)
+    step = bucketing.finish(bucketing.plan("ddp", sizes), sizes, ready, price)
     batch = workload.batch
     return Stage(
         switches=len(racks),

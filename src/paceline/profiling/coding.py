@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline import fusion
+from paceline import bucketing
 from paceline.buckets import kind_of, wire_bytes
 from paceline.compression import full_spec
 from paceline.interfaces import (
@@ -72,7 +72,7 @@ class Coder:
         tensors = [tensor for _, tensor in like]
         kinds = [kind_of(tensor) for tensor in tensors]
         sizes = [wire_bytes(tensor) for tensor in tensors]
-        self.buckets = fusion.group("ddp", sizes, kinds)
+        self.buckets = bucketing.group("ddp", sizes, kinds)
         self.parts = [torch.empty_like(tensor) for tensor in tensors]
         for bucket in self.buckets:
             members = [tensors[i] for i in bucket]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline import fusion
+from paceline import bucketing
 from paceline.collectives.comm import TorchComm
 from paceline.errors import PacelineError
 from paceline.optimizer import DistributedOptimizer
@@ -262,7 +262,7 @@ def _has_reference(case: Case, rule: str, workers: int) -> bool:
 def repeats(case: Case, rule: str, workers: int) -> bool:
     """Whether the same training ends with the same bits: neither who is fast decides, nor
     a plan that was measured, on whose buckets the order of sums depends."""
-    return case.timing_free and rule not in fusion.MEASURED
+    return case.timing_free and rule not in bucketing.MEASURED
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Check:
         self.law(case, rule)
 
 
-RULES = (*fusion.FIXED, "optimal")
+RULES = (*bucketing.FIXED, "optimal")
 """Under which each check runs."""
 
 CHECKS: dict[str, Check] = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from paceline.bucketing.tuner import Planner
 from paceline.interfaces import Comm, Endpoint, OwnState, Run
 from paceline.optimizer import present_of
-from paceline.planning import Planner
 from paceline.records import Journal
 from paceline.server.remote import RemoteParameters
 from paceline.training.present import Changes

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
+from paceline.bucketing.bucket_plan import Side
+from paceline.bucketing.tuner import Planner
 from paceline.buckets import Bucket
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.errors import UsageError
 from paceline.interfaces import Method, World
 from paceline.loading import Loading
-from paceline.planning import Planner
-from paceline.planning.sides import Side
 from paceline.sampler import Sampler
 from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings

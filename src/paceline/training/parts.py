@@ -9,16 +9,16 @@ from functools import partial
 
 import torch
 
+from paceline.bucketing import MEASURED
+from paceline.bucketing.tuner import GoesPast, Planner
 from paceline.buckets import Bucket, kind_of, wire_bytes
 from paceline.clipping import clip
 from paceline.collectives.alone import AloneComm
 from paceline.collectives.comm import TorchComm
 from paceline.compression import Identity
 from paceline.exchange import SharedBuffers, broadcast_tensors
-from paceline.fusion import MEASURED
 from paceline.interfaces import CodingStage, Compressor, Message, Method, World
 from paceline.loading import Loading
-from paceline.planning import GoesPast, Planner
 from paceline.same_data import SameData
 from paceline.sampler import Sampler
 from paceline.sent import SentGradients

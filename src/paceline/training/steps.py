@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paceline.bucketing.tuner import Planner
 from paceline.buckets import Bucket
 from paceline.clipping import clip
 from paceline.errors import UsageError
 from paceline.exchange import SharedBuffers
 from paceline.interfaces import Rhythm
 from paceline.loading import Loading
-from paceline.planning import Planner
 from paceline.settings import Settings
 from paceline.training.agreement import Agreement
 from paceline.training.arrival import Arrivals

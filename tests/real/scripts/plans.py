@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
-from paceline import planning
+from paceline.bucketing import tuner
 from paceline.testing import inspect
 
-planning.watch.every, planning.watch.steps = 6, 3
+tuner.watch.every, tuner.watch.steps = 6, 3
 STEPS = 40
 ENDS = [int(word) for word in sys.argv[1:]]
 

@@ -4,7 +4,7 @@ ByteScheduler (Peng et al., SOSP 2019) and P3 (Jayarajan et al., MLSys 2019): gr
 cut into pieces, pieces of the layers that compute first overtake others, and the next
 forward pass waits layer by layer instead of for all at once. Where both order pieces while
 they run, by a race that all-reduces cannot have, here the order is a plan that all ranks
-share (`paceline.fusion.past_backward`; unequal pieces as in US-Byte, Gao et al., 2023).
+share (`paceline.bucketing.message_plan`; unequal pieces as in US-Byte, Gao et al., 2023).
 
 """
 

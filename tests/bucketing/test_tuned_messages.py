@@ -12,20 +12,17 @@ import pytest
 import torch
 
 import paceline
-from paceline import fusion, planning
+from paceline import bucketing
+from paceline.bucketing import message_plan, tuner
+from paceline.bucketing.bucket_plan import from_numbers, to_numbers
+from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS, GoesPast, Planner
 from paceline.collectives.comm import TorchComm
-from paceline.fusion import past_backward
 from paceline.interfaces import Message
 from paceline.interfaces.current_runtime import current_world
 from paceline.network import Workload
-from paceline.planning import PROFILED_STEPS, TRIAL_STEPS, GoesPast, Planner
-from paceline.planning.sides import from_numbers, to_numbers
 from paceline.testing import inspect
-from tests.fusion.test_past_backward import random_cases
-from tests.tables import crossed
-from tests.virtual.helpers import cluster, rack
-
-from .helpers import (
+from tests.bucketing.test_message_plan import random_cases
+from tests.bucketing.tunings import (
     UNEVEN,
     Watched,
     ended,
@@ -35,6 +32,8 @@ from .helpers import (
     sgd,
     train_stand_in,
 )
+from tests.tables import crossed
+from tests.virtual.helpers import cluster, rack
 
 CPU = torch.device("cpu")
 SETTLED = 1 + PROFILED_STEPS + 2 * 2 * TRIAL_STEPS
@@ -134,16 +133,16 @@ def steps_of(
     return steps
 
 
-def predicted(made: past_backward.Plan, workers: int, lanes: int) -> float:
+def predicted(made: message_plan.Plan, workers: int, lanes: int) -> float:
     cost = ring_cost(workers, lanes)
-    return past_backward.period(made, SIZES, READY, USES, cost, lanes=lanes)
+    return message_plan.period(made, SIZES, READY, USES, cost, lanes=lanes)
 
 
-def last_plan(steps: Steps) -> past_backward.Plan:
+def last_plan(steps: Steps) -> message_plan.Plan:
     sending = steps.sending[-1]
     assert sending is not None
     groups = [[ORDER.index(index) for index in group] for group in steps.groups[-1]]
-    return past_backward.Plan(groups, tuple(sending))
+    return message_plan.Plan(groups, tuple(sending))
 
 
 def periods(steps: Steps, after: int) -> list[float]:
@@ -159,9 +158,7 @@ def test_a_plan_is_adopted_that_takes_what_it_predicts(
         workers, lambda rank: steps_of("optimal", "whole", SETTLED + 8), lanes=lanes
     )
     cost = ring_cost(workers, lanes)
-    best = past_backward.plan(
-        SIZES, [None] * len(SIZES), READY, USES, cost, lanes=lanes
-    )
+    best = message_plan.plan(SIZES, [None] * len(SIZES), READY, USES, cost, lanes=lanes)
     for steps in answers:
         assert steps.groups == answers[0].groups
         assert steps.sending == answers[0].sending
@@ -176,10 +173,10 @@ def test_a_plan_is_adopted_that_takes_what_it_predicts(
         assert second.endswith(": the plan is used")
         assert f" in {len(made.messages)} messages, " in second
     # What was settled for bsp is longer, and was the other side of the trial.
-    groups = fusion.group(
+    groups = bucketing.group(
         "optimal", SIZES, [None] * len(SIZES), READY, cost, lanes=lanes
     )
-    end = fusion.finish_groups(groups, SIZES, READY, cost, lanes=lanes)
+    end = bucketing.finish_groups(groups, SIZES, READY, cost, lanes=lanes)
     assert seconds < 0.99 * end
     assert f", {1e3 * end:.4g} ms: " in second
 
@@ -229,13 +226,13 @@ def test_fixed_rules_go_past_backward_from_the_second_pass_on(
         groups = steps.groups[0]
         lengths = [len(group) for group in groups]
         assert [index for group in groups for index in group] == list(ORDER)
-        expected = past_backward.fixed(
+        expected = message_plan.fixed(
             [[ORDER.index(index) for index in group] for group in groups],
             USES,
             halves=goes_past == "halves",
         )
         assert steps.sending == [expected.messages] * 8
-        assert lengths == fusion.plan(rule, SIZES)
+        assert lengths == bucketing.plan(rule, SIZES)
         assert not steps.said
 
 
@@ -245,7 +242,7 @@ def test_mg_wfbps_buckets_are_measured_for_and_then_fixed(goes_past: GoesPast) -
     for steps in answers:
         assert steps.sending[:PROFILED_STEPS] == [None] * PROFILED_STEPS
         plan = last_plan(steps)
-        assert plan == past_backward.fixed(
+        assert plan == message_plan.fixed(
             plan.groups, USES, halves=goes_past == "halves"
         )
         assert steps.groups[-1] == answers[0].groups[-1]
@@ -273,8 +270,8 @@ def test_a_method_that_does_not_go_past_backward_is_told_of_no_messages(
 
 
 def test_a_change_for_good_is_measured_where_backward_ends(monkeypatch: Any) -> None:
-    monkeypatch.setattr(planning.watch, "every", 12)
-    monkeypatch.setattr(planning.watch, "steps", 4)
+    monkeypatch.setattr(tuner.watch, "every", 12)
+    monkeypatch.setattr(tuner.watch, "steps", 4)
     slower = Workload(
         names=UNEVEN.names,
         sizes=UNEVEN.sizes,
@@ -366,7 +363,7 @@ def test_methods_take_what_is_predicted(method: str, lanes: int) -> None:
     assert all(other.groups == watched.groups for other, _, _ in answers)
     place = {UNEVEN.names[index]: position for position, index in enumerate(ORDER)}
     groups = [[place[name] for name in group] for group in watched.plan]
-    seconds = predicted(past_backward.Plan(groups, tuple(sending)), 4, lanes)
+    seconds = predicted(message_plan.Plan(groups, tuple(sending)), 4, lanes)
     # The optimizer runs bucket by bucket within the next forward pass.
     after = watched.step_seconds[SETTLED + 2 : -1]
     assert len(after) == 7

@@ -7,13 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline import planning
-from paceline.planning import PROFILED_STEPS, TRIAL_STEPS
+from paceline.bucketing import tuner
+from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
 from paceline.worlds.virtual import Simulation
+from tests.bucketing.test_phases import Crossed
+from tests.bucketing.tunings import Watched, batch, ended, note, sgd
 from tests.virtual.helpers import cluster, rack, run_on, simulation
-
-from .helpers import Watched, batch, ended, note, sgd
-from .test_phases import Crossed
 
 EVERY, WATCHED = 12, 4
 SETTLED = 1 + PROFILED_STEPS + 2 * TRIAL_STEPS
@@ -28,8 +27,8 @@ SLOW = cluster(rack(2, link=1.25e6))
 
 @pytest.fixture(autouse=True)
 def _watch_more_often(monkeypatch):
-    monkeypatch.setattr(planning.watch, "every", EVERY)
-    monkeypatch.setattr(planning.watch, "steps", WATCHED)
+    monkeypatch.setattr(tuner.watch, "every", EVERY)
+    monkeypatch.setattr(tuner.watch, "steps", WATCHED)
 
 
 def train(

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline import fusion
+from paceline import bucketing
+from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
 from paceline.collectives.schedule import Ring
 from paceline.network import Workload
-from paceline.planning import PROFILED_STEPS, TRIAL_STEPS
 from paceline.report.result import Summary
 from paceline.worlds.virtual.script import result_of
+from tests.bucketing.tunings import UNEVEN, Watched, on, ring_cost, train_stand_in
 from tests.virtual.helpers import cluster, rack
-
-from .helpers import UNEVEN, Watched, on, ring_cost, train_stand_in
 
 TRIED = 1 + PROFILED_STEPS + 2 * TRIAL_STEPS
 """Backward passes until a plan was tried once: the first, those profiled, both sides."""
@@ -26,9 +25,9 @@ def planned(
     """The buckets that *rule* makes of the workload's own times, and when they end."""
     cost = ring_cost(workers, lanes)
     sizes, ready = workload.gradient_bytes, workload.ready_seconds
-    groups = fusion.group(rule, sizes, [None] * len(sizes), ready, cost, lanes=lanes)
+    groups = bucketing.group(rule, sizes, [None] * len(sizes), ready, cost, lanes=lanes)
     names = [workload.names[i] for i in workload.order]
-    end = fusion.finish([len(g) for g in groups], sizes, ready, cost, lanes=lanes)
+    end = bucketing.finish([len(g) for g in groups], sizes, ready, cost, lanes=lanes)
     return [tuple(names[p] for p in positions) for positions in groups], end
 
 
@@ -47,7 +46,7 @@ def test_the_plan_adopted_is_that_of_the_workloads_own_times(workers, lanes):
     assert [name for group in plan for name in group] == [
         UNEVEN.names[i] for i in UNEVEN.order
     ]
-    adopted = fusion.finish(
+    adopted = bucketing.finish(
         lengths(plan),
         UNEVEN.gradient_bytes,
         UNEVEN.ready_seconds,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.planning.passes import Passes
+from paceline.bucketing.step_timer import Passes
 from paceline.stopwatch import HostStopwatch
 
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+from paceline.bucketing.cost_models import Cost, overlapping_seconds
 from paceline.errors import UsageError
-from paceline.fusion.cost import Cost, overlapping_seconds
 
 
 def finish(

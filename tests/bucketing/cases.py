@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.fusion import AffineCost, Cost, TableCost
+from paceline.bucketing import AffineCost, Cost, TableCost
 
 
 @dataclass(frozen=True)

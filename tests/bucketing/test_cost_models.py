@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 
+from paceline.bucketing import ALL_REDUCES, AffineCost, TableCost
+from paceline.bucketing.cost_models import fit, many, overlapping_seconds
 from paceline.errors import UsageError
-from paceline.fusion import ALL_REDUCES, AffineCost, TableCost
-from paceline.fusion.cost import fit, many, overlapping_seconds
-from tests.fusion.cases import random_cost
+from tests.bucketing.cases import random_cost
 
 
 def test_affine_is_a_start_up_and_a_price_per_byte() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.fusion.trial import ROUNDS, judge
+from paceline.bucketing.trial import ROUNDS, judge
 
 NOISY = 0.1
 

@@ -11,8 +11,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from paceline.fusion.cost import AffineCost, Cost, Seconds, many, overlapping_seconds
-from paceline.fusion.finish import finish
+from paceline.bucketing.cost_models import (
+    AffineCost,
+    Cost,
+    Seconds,
+    many,
+    overlapping_seconds,
+)
+from paceline.bucketing.timeline import finish
 
 SEARCH_TRIALS = 400
 """Plans that `optimal` tries by small changes, where several lanes make it inexact."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.fusion.cost import TableCost
+from paceline.bucketing.cost_models import TableCost
 from paceline.interfaces import Comm, Pending, Stopwatch
 
 SMALLEST_BYTES = 4096

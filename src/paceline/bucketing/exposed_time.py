@@ -16,8 +16,8 @@ import heapq
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.fusion.cost import Cost, lines_below, overlapping_seconds
-from paceline.fusion.finish import arrivals
+from paceline.bucketing.cost_models import Cost, lines_below, overlapping_seconds
+from paceline.bucketing.timeline import arrivals
 from paceline.interfaces import Half
 
 LANES_COST = 20

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.fusion.past_backward import UNITS, Plan
-from paceline.fusion.trial import Verdict, judge
+from paceline.bucketing.message_plan import UNITS, Plan
+from paceline.bucketing.trial import Verdict, judge
 from paceline.interfaces import Half, Message
 
 Groups = list[list[int]]

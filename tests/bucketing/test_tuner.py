@@ -11,15 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline
-from paceline.fusion.trial import ROUNDS
-from paceline.planning import PROFILED_STEPS, TRIAL_STEPS, Planner
-from paceline.planning.sides import Side
+from paceline.bucketing.bucket_plan import Side
+from paceline.bucketing.trial import ROUNDS
+from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS, Planner
 from paceline.training import parts
 from paceline.worlds.virtual import ComputeModel
+from tests.bucketing.tunings import Watched, batch, ended, note, on, sgd
 from tests.training.cases import assert_gradients, mean_gradients
 from tests.virtual.helpers import cluster, rack
-
-from .helpers import Watched, batch, ended, note, on, sgd
 
 SLOW = cluster(rack(3, link=1.25e6))
 """10 Mbit/s: which pieces gradients travel in matters, also for small models."""

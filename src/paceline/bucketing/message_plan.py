@@ -6,7 +6,7 @@ first, and the rest moves beside the next forward pass (ByteScheduler, Peng et a
 2019; P3, Jayarajan et al., MLSys 2019; US-Byte, Gao et al., 2023). `plan` says which
 tensors share a bucket, in which parts buckets are cut, and in which order these go;
 `period` says how long a step then takes, and `bound` how short it can be at best. All are
-pure functions of what was measured. See `paceline.fusion.lateness` for what is minimised.
+pure functions of what was measured. See `paceline.bucketing.exposed_time` for what is minimised.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline import fusion
-from paceline.errors import UsageError
-from paceline.fusion.by_use import (
+from paceline.bucketing import rules
+from paceline.bucketing.cost_models import Cost
+from paceline.bucketing.exposed_time import Group, Piece, Problem, least_lateness
+from paceline.bucketing.local_search import neighbours
+from paceline.bucketing.message_search import (
     MOST_FOR_EXACT,
     Grain,
     InReadyOrder,
@@ -27,10 +29,8 @@ from paceline.fusion.by_use import (
     groupings,
     scatters_first,
 )
-from paceline.fusion.cost import Cost
-from paceline.fusion.finish import check
-from paceline.fusion.improve import neighbours
-from paceline.fusion.lateness import Group, Piece, Problem, least_lateness
+from paceline.bucketing.timeline import check
+from paceline.errors import UsageError
 from paceline.interfaces import Message
 
 SPARE = 0.05
@@ -278,7 +278,7 @@ def _search_halves(problem: Problem, search: _Search) -> None:
 
 def _by_rule(problem: Problem, rule: str) -> list[Group]:
     known = problem.sizes, problem.kinds, problem.ready, problem.cost
-    groups = fusion.group(rule, *known, lanes=problem.lanes)
+    groups = rules.group(rule, *known, lanes=problem.lanes)
     return [problem.group(group) for group in groups]
 
 

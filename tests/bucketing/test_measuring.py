@@ -6,15 +6,14 @@ import pytest
 import torch
 
 import paceline
+from paceline.bucketing import TableCost
+from paceline.bucketing.measure import LARGEST_BYTES, SMALLEST_BYTES, measure_mean
 from paceline.collectives.comm import TorchComm
 from paceline.collectives.schedule import Ring
-from paceline.fusion import TableCost
-from paceline.fusion.measure import LARGEST_BYTES, SMALLEST_BYTES, measure_mean
 from paceline.interfaces.current_runtime import current_world
+from tests.bucketing.tunings import on
 from tests.tables import crossed
 from tests.virtual.helpers import LATENCY, LINK
-
-from .helpers import on
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline import fusion
+from paceline import bucketing
 from paceline.network import Cluster, Workload
 from paceline.testing import inspect
 from paceline.worlds.virtual import Simulation
@@ -30,12 +30,12 @@ UNEVEN = Workload(
 
 def ring_cost(
     workers: int, lanes: int, link: float = LINK, latency: float = LATENCY
-) -> fusion.AffineCost:
+) -> bucketing.AffineCost:
     """A ring all-reduce in the virtual world, of sizes that are multiples of *workers*."""
     rounds = 2 * (workers - 1)
     start_up = rounds * latency
     overlapping = start_up if lanes > 1 else 0.0
-    return fusion.AffineCost(start_up, rounds / workers / link, overlapping)
+    return bucketing.AffineCost(start_up, rounds / workers / link, overlapping)
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline import fusion
+from paceline import bucketing
+from paceline.bucketing import AffineCost, Cost, TableCost
 from paceline.errors import UsageError
-from paceline.fusion import AffineCost, Cost, TableCost
-from tests.fusion.cases import (
+from tests.bucketing.cases import (
     Step,
     all_plans,
     one_lane_end,
@@ -47,10 +47,10 @@ def paper_cost(workers: int) -> AffineCost:
 
 def ends(rule: str, step: Step, lanes: int = 1) -> float:
     """When the last all-reduce ends by *rule*'s plan."""
-    plan = fusion.plan(
+    plan = bucketing.plan(
         rule, step.sizes, step.ready, step.cost, kinds=step.kinds, lanes=lanes
     )
-    return fusion.finish(plan, step.sizes, step.ready, step.cost, lanes=lanes)
+    return bucketing.finish(plan, step.sizes, step.ready, step.cost, lanes=lanes)
 
 
 # ---- the paper's trace ----
@@ -80,7 +80,7 @@ def test_efficiencies_of_figure_10a(rule: str) -> None:
 def test_numbers_of_messages_that_the_paper_gives() -> None:
     figure = GOLDEN["paper_efficiency_fig10a"]
     counts = [
-        len(fusion.plan("mg-wfbp", SIZES, READY, paper_cost(n)))
+        len(bucketing.plan("mg-wfbp", SIZES, READY, paper_cost(n)))
         for n in figure["workers"]
     ]
     assert counts == figure["buckets_mg_wfbp"]
@@ -91,9 +91,9 @@ def test_numbers_of_messages_that_the_paper_gives() -> None:
 
 def test_three_tensors_for_which_the_papers_rule_is_not_optimal() -> None:
     step = Step([3.0] * 3, [0.0, 3.0, 6.0], AffineCost(4.0, 1.0))
-    assert fusion.plan("mg-wfbp", step.sizes, step.ready, step.cost) == [3]
+    assert bucketing.plan("mg-wfbp", step.sizes, step.ready, step.cost) == [3]
     assert ends("mg-wfbp", step) == 19.0
-    assert fusion.plan("optimal", step.sizes, step.ready, step.cost) == [1, 2]
+    assert bucketing.plan("optimal", step.sizes, step.ready, step.cost) == [1, 2]
     assert ends("optimal", step) == 17.0
 
 
@@ -102,7 +102,7 @@ def test_ten_tensors_that_snowball() -> None:
     assert ends("mg-wfbp", step) == 61.0
     assert ends("optimal", step) == 46.0
     assert ends("wfbp", step) == 70.0
-    one = fusion.finish([2, 3, 5], step.sizes, step.ready, step.cost)
+    one = bucketing.finish([2, 3, 5], step.sizes, step.ready, step.cost)
     assert one == 46.0  # the notes' plan
 
 
@@ -114,7 +114,7 @@ def best_by_trying(step: Step, lanes: int = 1) -> float:
     if lanes == 1:
         return min(one_lane_end(plan, step) for plan in plans)
     return min(
-        fusion.finish(plan, step.sizes, step.ready, step.cost, lanes=lanes)
+        bucketing.finish(plan, step.sizes, step.ready, step.cost, lanes=lanes)
         for plan in plans
     )
 
@@ -198,7 +198,7 @@ def runs_of(kinds: list[str] | None, count: int) -> list[int]:
 
 
 def bound_of(step: Step) -> float:
-    return fusion.bound(
+    return bucketing.bound(
         step.sizes, step.ready, step.cost, runs_of(step.kinds, len(step.sizes))
     )
 
@@ -210,7 +210,7 @@ def test_optimal_is_never_worse_and_nothing_beats_the_bound(
 ) -> None:
     for step in random_steps(5, 80, 30, kinds=kinds, overlap=True):
         best = ends("optimal", step, lanes)
-        for rule in fusion.RULES:
+        for rule in bucketing.RULES:
             assert best <= ends(rule, step, lanes) * (1 + 1e-12), (rule, step)
         least = bound_of(step)
         assert least <= best * (1 + 1e-12), step
@@ -224,12 +224,12 @@ def test_no_plan_at_all_beats_the_bound(lanes: int) -> None:
         assert bound_of(step) <= best_by_trying(step, lanes) * (1 + 1e-12), step
 
 
-@pytest.mark.parametrize("rule", fusion.RULES)
+@pytest.mark.parametrize("rule", bucketing.RULES)
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_kinds_are_never_mixed(rule: str, lanes: int) -> None:
     for step in random_steps(7, 60, 20, kinds=True, overlap=True):
         assert step.kinds is not None
-        plan = fusion.plan(
+        plan = bucketing.plan(
             rule, step.sizes, step.ready, step.cost, kinds=step.kinds, lanes=lanes
         )
         assert sum(plan) == len(step.sizes)
@@ -245,18 +245,18 @@ def test_without_start_up_a_bucket_per_tensor_is_optimal() -> None:
         assert ends("mg-wfbp", step) == ends("optimal", step)
 
 
-@pytest.mark.parametrize("rule", fusion.MEASURED)
+@pytest.mark.parametrize("rule", bucketing.MEASURED)
 def test_without_bandwidth_cost_a_huge_start_up_makes_one_bucket(rule: str) -> None:
     for step in affine_cases(9, start_up=0.0):
         cost = AffineCost(2 * step.ready[-1] + 1, 0.0)
-        plan = fusion.plan(rule, step.sizes, step.ready, cost)
+        plan = bucketing.plan(rule, step.sizes, step.ready, cost)
         assert plan == [len(step.sizes)]
 
 
 def test_gradients_that_are_ready_together_travel_together() -> None:
     for step in affine_cases(10, start_up=3.0):
         cuts = itertools.accumulate(
-            fusion.plan("mg-wfbp", step.sizes, step.ready, step.cost)[:-1]
+            bucketing.plan("mg-wfbp", step.sizes, step.ready, step.cost)[:-1]
         )
         assert all(step.ready[cut - 1] < step.ready[cut] for cut in cuts)
         # The optimum may tie with plans that part them, and then prefers fewer messages.
@@ -272,15 +272,15 @@ def test_gradients_that_are_ready_together_travel_together() -> None:
             step.cost,
         )
         assert ends("optimal", merged) == ends("optimal", step)
-    assert fusion.plan("optimal", [1] * 5, [7.0] * 5, AffineCost(1.0, 1.0)) == [5]
+    assert bucketing.plan("optimal", [1] * 5, [7.0] * 5, AffineCost(1.0, 1.0)) == [5]
 
 
-@pytest.mark.parametrize("rule", fusion.MEASURED)
+@pytest.mark.parametrize("rule", bucketing.MEASURED)
 def test_plans_do_not_depend_on_the_unit_of_time(rule: str) -> None:
     for step in affine_cases(11, start_up=3.0):
         cost = AffineCost(3.0 / 1024, 1.0 / 1024)
         scaled = [time / 1024 for time in step.ready]
-        assert fusion.plan(rule, step.sizes, scaled, cost) == fusion.plan(
+        assert bucketing.plan(rule, step.sizes, scaled, cost) == bucketing.plan(
             rule, step.sizes, step.ready, step.cost
         )
 
@@ -329,12 +329,12 @@ def test_the_paper_s_algorithm_in_one_pass() -> None:
     for _ in range(1500):
         step = random_step(draw, 25)
         a, b = float(draw.randint(0, 12)), float(draw.randint(0, 3))
-        ours = fusion.plan("mg-wfbp", step.sizes, step.ready, AffineCost(a, b))
+        ours = bucketing.plan("mg-wfbp", step.sizes, step.ready, AffineCost(a, b))
         assert ours == algorithm_1(step, a, b), (step, a, b)
     for workers in range(2, 600, 20):
         cost = paper_cost(workers)
         step = Step(SIZES, READY, cost)
-        ours = fusion.plan("mg-wfbp", SIZES, READY, cost)
+        ours = bucketing.plan("mg-wfbp", SIZES, READY, cost)
         assert ours == algorithm_1(step, cost.start_up, cost.seconds_per_byte)
 
 
@@ -343,7 +343,7 @@ def test_the_paper_s_rule_fits_a_line_to_a_curve() -> None:
     line = AffineCost(5e-3, 4.4e-9)
     curve = TableCost(at, tuple(line(size) for size in at))
     sizes = [size + 1e4 for size in SIZES]
-    assert fusion.plan("mg-wfbp", sizes, READY, curve) == fusion.plan(
+    assert bucketing.plan("mg-wfbp", sizes, READY, curve) == bucketing.plan(
         "mg-wfbp", sizes, READY, line
     )
 
@@ -351,7 +351,7 @@ def test_the_paper_s_rule_fits_a_line_to_a_curve() -> None:
 # ---- groups where kinds alternate ----
 
 
-@pytest.mark.parametrize("rule", fusion.RULES)
+@pytest.mark.parametrize("rule", bucketing.RULES)
 def test_groups_partition_the_tensors_whatever_the_times(rule: str) -> None:
     for step in random_steps(13, 60, 15, kinds=True, overlap=True):
         groups = group(rule, step)
@@ -368,7 +368,7 @@ def test_groups_partition_the_tensors_whatever_the_times(rule: str) -> None:
 def test_optimal_groups_never_end_later_than_another_rule_s(lanes: int) -> None:
     for step in random_steps(14, 150, 10, kinds=True, overlap=True):
         best = group_end(group("optimal", step, lanes), step, lanes)
-        for rule in fusion.RULES:
+        for rule in bucketing.RULES:
             other = group_end(group(rule, step, lanes), step, lanes)
             assert best <= other * (1 + 1e-12), (rule, step)
 
@@ -376,12 +376,12 @@ def test_optimal_groups_never_end_later_than_another_rule_s(lanes: int) -> None:
 def group(rule: str, step: Step, lanes: int = 1) -> list[list[int]]:
     sizes = [int(size) for size in step.sizes]
     kinds = step.kinds or [""] * len(sizes)
-    return fusion.group(rule, sizes, kinds, step.ready, step.cost, lanes=lanes)
+    return bucketing.group(rule, sizes, kinds, step.ready, step.cost, lanes=lanes)
 
 
 def group_end(groups: list[list[int]], step: Step, lanes: int = 1) -> float:
     sizes = [int(size) for size in step.sizes]
-    return fusion.finish_groups(groups, sizes, step.ready, step.cost, lanes=lanes)
+    return bucketing.finish_groups(groups, sizes, step.ready, step.cost, lanes=lanes)
 
 
 def test_a_huge_start_up_sends_alternating_kinds_one_message_each() -> None:
@@ -402,20 +402,20 @@ def test_without_times_groups_of_fixed_rules_are_as_ever() -> None:
     step = random_step(random.Random(15), 20, kinds=True)
     assert step.kinds is not None
     sizes = [int(size) for size in step.sizes]
-    for rule in fusion.FIXED:
-        assert fusion.group(rule, sizes, step.kinds) == group(rule, step)
+    for rule in bucketing.FIXED:
+        assert bucketing.group(rule, sizes, step.kinds) == group(rule, step)
 
 
 # ---- bad input ----
 
 
-@pytest.mark.parametrize("rule", fusion.RULES)
+@pytest.mark.parametrize("rule", bucketing.RULES)
 def test_no_tensors_make_no_buckets(rule: str) -> None:
-    assert fusion.plan(rule, [], [], AffineCost(1.0, 1.0)) == []
-    assert fusion.group(rule, [], [], [], AffineCost(1.0, 1.0)) == []
+    assert bucketing.plan(rule, [], [], AffineCost(1.0, 1.0)) == []
+    assert bucketing.group(rule, [], [], [], AffineCost(1.0, 1.0)) == []
 
 
-@pytest.mark.parametrize("rule", fusion.MEASURED)
+@pytest.mark.parametrize("rule", bucketing.MEASURED)
 @pytest.mark.parametrize(
     ("sizes", "ready", "lanes", "message"),
     [
@@ -433,17 +433,17 @@ def test_times_and_sizes_that_cannot_be(
     rule: str, sizes: list[float], ready: list[float], lanes: int, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        fusion.plan(rule, sizes, ready, AffineCost(1.0, 1.0), lanes=lanes)
+        bucketing.plan(rule, sizes, ready, AffineCost(1.0, 1.0), lanes=lanes)
 
 
 def test_a_measured_rule_needs_a_cost() -> None:
     with pytest.raises(UsageError, match=r"'optimal': expected ready_seconds and a"):
-        fusion.plan("optimal", [1], [0.0])
+        bucketing.plan("optimal", [1], [0.0])
 
 
 def test_one_kind_per_tensor() -> None:
     with pytest.raises(UsageError, match=r"kinds: .*2, got 1"):
-        fusion.plan("single", [1, 2], kinds=["a"])
+        bucketing.plan("single", [1, 2], kinds=["a"])
 
 
 def test_random_costs_never_fall() -> None:

@@ -25,14 +25,8 @@ from typing import Literal
 
 import torch
 
-from paceline import fusion
-from paceline.fusion import past_backward
-from paceline.fusion.measure import measure_mean
-from paceline.fusion.trial import REPEATABLE
-from paceline.interfaces import Comm, Message, Pending, Stopwatch
-from paceline.planning.passes import Passes
-from paceline.planning.ranks import Ranks
-from paceline.planning.sides import (
+from paceline.bucketing import message_plan, rules
+from paceline.bucketing.bucket_plan import (
     Agreed,
     Groups,
     Side,
@@ -40,6 +34,11 @@ from paceline.planning.sides import (
     from_numbers,
     to_numbers,
 )
+from paceline.bucketing.measure import measure_mean
+from paceline.bucketing.rank_agreement import Ranks
+from paceline.bucketing.step_timer import Passes
+from paceline.bucketing.trial import REPEATABLE
+from paceline.interfaces import Comm, Message, Pending, Stopwatch
 
 PROFILED_STEPS = 4
 TRIAL_STEPS = 4
@@ -100,11 +99,11 @@ class Planner:
         starts_after: int = 0,
     ) -> None:
         self._comm, self._starts_after = comm, starts_after
-        self._rule = fusion.check_rule(rule)
+        self._rule = rules.check_rule(rule)
         self._lock_step = lock_step
         together = comm.size > 1 and lock_step
-        self._measures = rule in fusion.MEASURED and together
-        self._fixed_rule = "ddp" if rule in fusion.MEASURED else rule
+        self._measures = rule in rules.MEASURED and together
+        self._fixed_rule = "ddp" if rule in rules.MEASURED else rule
         self._goes_past: GoesPast = goes_past if together else "no"
         self._sizes, self._kinds = list(sizes), list(kinds)
         self._device, self._stopwatch, self._blank = device, stopwatch, blank
@@ -193,7 +192,7 @@ class Planner:
             self._measures = False
         passes.order = theirs
         groups = self._by_rule(self._fixed_rule)
-        if self._goes_past == "no" or self._rule in fusion.MEASURED:
+        if self._goes_past == "no" or self._rule in rules.MEASURED:
             return self._use(Side(groups))
         uses: Sequence[float] = ()
         if self._goes_past == "halves":
@@ -249,7 +248,7 @@ class Planner:
         return planned if trial.verdict.better else plain
 
     def _try_past_backward(
-        self, settled: Side, agreed: Agreed, cost: fusion.Cost
+        self, settled: Side, agreed: Agreed, cost: rules.Cost
     ) -> Generator[bool, None, Side]:
         """A plan of messages for the time after backward, too, against what is *settled*
         for the time before its end."""
@@ -358,10 +357,10 @@ class Planner:
         return Agreed(list(itertools.accumulate(times[:count], max)), times[count:])
 
     def _by_rule(
-        self, rule: str, times: Sequence[float] = (), cost: fusion.Cost | None = None
+        self, rule: str, times: Sequence[float] = (), cost: rules.Cost | None = None
     ) -> Groups:
         order = self._passes.order
-        groups = fusion.group(
+        groups = rules.group(
             rule, *self._in_order, times, cost, lanes=self._lanes if cost else 1
         )
         groups = [[order[position] for position in group] for group in groups]
@@ -378,7 +377,7 @@ class Planner:
         return agreed
 
     def _by_search(
-        self, settled: Side, agreed: Agreed, cost: fusion.Cost
+        self, settled: Side, agreed: Agreed, cost: rules.Cost
     ) -> Side | None:
         """Rank 0's plan of messages; None where it predicts nothing better than what is
         *settled*."""
@@ -387,13 +386,13 @@ class Planner:
         numbers: list[int] = []
         if self._comm.rank == 0:
             halves = self._goes_past == "halves"
-            plan = past_backward.plan(
+            plan = message_plan.plan(
                 sizes, kinds, ready, uses, cost, lanes=lanes, halves=halves
             )
-            ours = past_backward.period(plan, sizes, ready, uses, cost, lanes=lanes)
+            ours = message_plan.period(plan, sizes, ready, uses, cost, lanes=lanes)
             place = {index: position for position, index in enumerate(order)}
             groups = [[place[index] for index in group] for group in settled.groups]
-            theirs = fusion.finish_groups(groups, sizes, ready, cost, lanes=lanes)
+            theirs = rules.finish_groups(groups, sizes, ready, cost, lanes=lanes)
             if ours < theirs * (1 - REPEATABLE):
                 numbers = to_numbers(plan)
         numbers = self._ranks.told_by_rank_0(numbers)
@@ -406,7 +405,7 @@ class Planner:
     def _fixed(self, groups: Groups, uses: Sequence[float]) -> Side:
         """Each bucket as one message, or in halves; *uses* by index."""
         halves = self._goes_past == "halves"
-        return Side(groups, past_backward.fixed(groups, uses, halves=halves).messages)
+        return Side(groups, message_plan.fixed(groups, uses, halves=halves).messages)
 
     def _use(self, side: Side) -> bool:
         """Returns whether that changes anything."""

@@ -9,12 +9,20 @@ import torch
 from torch import nn
 
 import paceline
-from paceline import planning
+from paceline.bucketing import tuner
 from paceline.worlds.virtual import ComputeModel
+from tests.bucketing.tunings import (
+    Watched,
+    batch,
+    ended,
+    flat,
+    groups_of,
+    note,
+    on,
+    sgd,
+)
 from tests.training.cases import assert_gradients, mean_gradients
 from tests.virtual.helpers import cluster, rack
-
-from .helpers import Watched, batch, ended, flat, groups_of, note, on, sgd
 
 SLOW = cluster(rack(2, link=1.25e6))
 NOISY = ComputeModel(jitter=0.3, seed=2)
@@ -73,8 +81,8 @@ def uneven(steps: list[int], watch_every: int | None = None) -> Watched:
     ],
 )
 def test_data_may_end_in_any_phase(short, compute, stride, monkeypatch, capsys):
-    monkeypatch.setattr(planning.watch, "every", 5)
-    monkeypatch.setattr(planning.watch, "steps", 2)
+    monkeypatch.setattr(tuner.watch, "every", 5)
+    monkeypatch.setattr(tuner.watch, "steps", 2)
     for end in range(2 + short, 46, stride):
         steps = [47, 47]
         steps[short] = end
@@ -161,8 +169,8 @@ def test_ranks_that_differ_in_order_use_ddps_rule_and_say_so(capsys):
 
 
 def test_an_order_that_varies_is_not_measured_again_and_again(monkeypatch, capsys):
-    monkeypatch.setattr(planning.watch, "every", 8)
-    monkeypatch.setattr(planning.watch, "steps", 4)
+    monkeypatch.setattr(tuner.watch, "every", 8)
+    monkeypatch.setattr(tuner.watch, "steps", 4)
 
     def body(rank: int) -> Watched:
         model = Crossed()
@@ -182,8 +190,8 @@ def test_an_order_that_varies_is_not_measured_again_and_again(monkeypatch, capsy
 def test_a_tensor_that_is_never_used_is_planned_for_and_no_reason_to_measure(
     monkeypatch, capsys
 ):
-    monkeypatch.setattr(planning.watch, "every", 8)
-    monkeypatch.setattr(planning.watch, "steps", 4)
+    monkeypatch.setattr(tuner.watch, "every", 8)
+    monkeypatch.setattr(tuner.watch, "steps", 4)
 
     def body(rank: int) -> Watched:
         model = Crossed()

@@ -1,7 +1,7 @@
 """In which pieces the gradient travels.
 
 `plan` turns gradients' sizes, their ready times and the cost of an all-reduce into bucket
-lengths; `finish` says when the last all-reduce of a plan ends. Both are used alike by
+lengths; `timeline` says when the last all-reduce of a plan ends. Both are used alike by
 `distribute`, by the planner and by the benchmarks that hold them against virtual time.
 
 ==========  ===============================================================================
@@ -19,17 +19,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
+from paceline.bucketing.cost_models import ALL_REDUCES, AffineCost, Cost, TableCost, fit
+from paceline.bucketing.fixed_rules import ddp, single, wfbp
+from paceline.bucketing.measured_rules import bound, mg_wfbp, optimal
+from paceline.bucketing.timeline import check, check_sizes, finish, finish_buckets
 from paceline.errors import UsageError, unknown
-from paceline.fusion.cost import (
-    ALL_REDUCES,
-    AffineCost,
-    Cost,
-    TableCost,
-    fit,
-)
-from paceline.fusion.finish import check, check_sizes, finish, finish_buckets
-from paceline.fusion.fixed import ddp, single, wfbp
-from paceline.fusion.measured import bound, mg_wfbp, optimal
 
 FIXED: dict[str, Callable[[Sequence[float]], list[int]]] = {
     "ddp": ddp,

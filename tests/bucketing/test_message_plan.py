@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline import fusion
+from paceline import bucketing
+from paceline.bucketing import AffineCost, Cost
+from paceline.bucketing.message_plan import Plan, bound, fixed, period, plan
 from paceline.errors import UsageError
-from paceline.fusion import AffineCost, Cost
-from paceline.fusion.past_backward import Plan, bound, fixed, period, plan
 from paceline.interfaces import Message
-from tests.fusion.cases import Step, random_step
+from tests.bucketing.cases import Step, random_step
 
 CLOSE = 1 + 1e-9
 
@@ -45,10 +45,10 @@ class Case:
     def end_of_bsp(self, lanes: int = 1) -> float:
         """What a step takes whose means are waited for where backward ends."""
         step = self.step
-        groups = fusion.group(
+        groups = bucketing.group(
             "optimal", step.sizes, self.kinds, step.ready, step.cost, lanes=lanes
         )
-        return fusion.finish_groups(
+        return bucketing.finish_groups(
             groups, step.sizes, step.ready, step.cost, lanes=lanes
         )
 
@@ -174,7 +174,7 @@ def test_plans_of_halves(lanes: int) -> None:
         assert ours >= bound(*case.known, halves=True) / CLOSE, case
         if lanes == 1:
             assert ours <= case.end_of_bsp() * CLOSE, case
-        groups = fusion.group("wfbp", case.step.sizes, case.kinds)
+        groups = bucketing.group("wfbp", case.step.sizes, case.kinds)
         dear = fixed(groups, case.uses, halves=True)
         assert_whole(dear, case, halves=True)
         assert ours <= case.period(dear, lanes) * CLOSE, case
@@ -210,11 +210,11 @@ def test_where_start_ups_are_free_jacksons_rule_meets_the_bound() -> None:
 
 def test_a_fixed_rules_plan_is_its_buckets_in_ready_order() -> None:
     for case in random_cases(6, 60, 10, kinds=True):
-        groups = fusion.group("ddp", case.step.sizes, case.kinds)
+        groups = bucketing.group("ddp", case.step.sizes, case.kinds)
         made = fixed(groups, case.uses)
         assert_whole(made, case)
         assert [message.bucket for message in made.messages] == list(range(len(groups)))
-        end = fusion.finish_groups(
+        end = bucketing.finish_groups(
             groups, case.step.sizes, case.step.ready, case.step.cost
         )
         assert case.step.ready[-1] <= case.period(made) <= max(end, case.step.ready[-1])

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.fusion.cost import Seconds, many
-from paceline.fusion.finish import send
-from paceline.fusion.lateness import LANES_COST, Group, Piece, Problem
+from paceline.bucketing.cost_models import Seconds, many
+from paceline.bucketing.exposed_time import LANES_COST, Group, Piece, Problem
+from paceline.bucketing.timeline import send
 from paceline.interfaces import Half
 
 FINEST_EXPONENT = 9
@@ -246,7 +246,7 @@ class InReadyOrder:
     ``f(j) = min over i < j of max(f(i), ready(j)) + cost(P(j) - P(i))``, over those i whose
     message is no later than a limit; a smaller f(j) never makes what follows later. The
     least limit is found by halving. *apart*: seconds of each start-up that do not occupy
-    the wire, as in `fusion.measured`.
+    the wire, as in `bucketing.measured_rules`.
     """
 
     def __init__(self, problem: Problem, apart: float = 0.0) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
-from paceline.fusion.by_use import MOST_PIECES, joined_neighbours
-from paceline.fusion.lateness import Group, Piece, Problem
+from paceline.bucketing.exposed_time import Group, Piece, Problem
+from paceline.bucketing.message_search import MOST_PIECES, joined_neighbours
 
 FEW = 12
 """Among so many messages, any two are merged; among more, those that follow each other."""
