@@ -39,7 +39,7 @@ from accuracy_tasks import TASKS, Task
 from torch import nn
 
 import paceline
-from paceline.network import Cluster, Rack
+from paceline.cluster import Cluster, Rack
 from paceline.worlds.virtual import Simulation
 
 SEEDS = 5

@@ -27,7 +27,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.network import Cluster, Rack, ServerHost, Workload, cluster_toml
+from paceline.cluster import Cluster, Rack, ServerHost, Workload, cluster_toml
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MBIT = 1e6 / 8

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 import paceline
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.collectives import make, over
 from paceline.collectives.comm import TorchComm
-from paceline.network import Cluster, Rack, ServerHost
 from paceline.run_options import RunOptions
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.run_options import RunOptions
 
 RESULTS = Path(__file__).parent / "results" / "auto.json"

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 
 import paceline
+from paceline.cluster import Cluster, Rack, cluster_toml, load_cluster
 from paceline.collectives import make, over
 from paceline.collectives.auto import cheapest
 from paceline.collectives.comm import TorchComm
-from paceline.network import Cluster, Rack, cluster_toml, load_cluster
 from paceline.run_options import RunOptions
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation

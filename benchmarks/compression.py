@@ -37,12 +37,12 @@ import torch
 
 import paceline
 from paceline import bucketing
+from paceline.cluster import Cluster, Rack, Workload
+from paceline.cluster.profiling import measure_coding
+from paceline.cluster.profiling.timers import HostStopwatch
+from paceline.cluster.workload import CodingTimes
 from paceline.compression import COMPRESSORS, full_spec, make
 from paceline.interfaces import Compressor, Leg
-from paceline.network import Cluster, Rack, Workload
-from paceline.network.workload import CodingTimes
-from paceline.profiling import measure_coding
-from paceline.stopwatch import HostStopwatch
 from paceline.worlds.virtual import ComputeModel, Simulation
 
 HERE = Path(__file__).parent

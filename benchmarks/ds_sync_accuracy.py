@@ -17,12 +17,12 @@ from typing import Any
 from accuracy import Table, draw_means, run
 from accuracy_tasks import DIGITS, TASKS
 
+from paceline.cluster import Cluster, Rack
 from paceline.collectives import pricing as prices
 from paceline.collectives.hierarchical import hierarchical
 from paceline.collectives.schedule import Ring
 from paceline.methods.ds_sync import mixing, pricing
 from paceline.methods.ds_sync.plan import make_plan
-from paceline.network import Cluster, Rack
 
 SWA_FROM = DIGITS.steps * 3 // 4
 CONTROL = "fixed groups (control)"

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import paceline
 from paceline import methods, spec
 from paceline.buckets import stand_in_for
-from paceline.network import Cluster, Rack, ServerHost, Workload
+from paceline.cluster import Cluster, Rack, ServerHost, Workload
 from paceline.worlds.virtual import Simulation
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

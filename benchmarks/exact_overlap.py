@@ -35,7 +35,7 @@ import torch.distributed as dist
 import collectives
 import osp
 import paceline
-from paceline.network import Cluster, Rack, Workload, uniform_cluster
+from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
 from paceline.run_options import RunOptions
 from paceline.worlds.virtual import Simulation
 

@@ -45,13 +45,13 @@ from pathlib import Path
 import torch
 
 import paceline
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.interfaces import Groups
 from paceline.interfaces.group_messages import Pass
 from paceline.methods import GSSP
 from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
 from paceline.methods.gssp.measuring import StepTimes, smoothed
 from paceline.methods.gssp.speeds import Known, Looks
-from paceline.network import Cluster, Rack, ServerHost
 from paceline.worlds.virtual import ComputeModel, Simulation
 from paceline.worlds.virtual.servers import VirtualServer
 

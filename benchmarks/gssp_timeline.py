@@ -16,9 +16,9 @@ import matplotlib.pyplot as plt
 import torch
 
 import paceline
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.interfaces import Parcel
 from paceline.methods import gssp
-from paceline.network import Cluster, Rack, ServerHost
 from paceline.worlds.virtual import ComputeModel, Simulation
 
 TIMES = (1.0, 1.0, 2.0, 2.0, 3.0, 3.0)

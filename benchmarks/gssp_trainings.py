@@ -31,7 +31,7 @@ from accuracy_tasks import (
 )
 
 import paceline
-from paceline.network import Cluster, Rack, ServerHost
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.worlds.virtual import ComputeModel, Simulation
 
 MIXES = {

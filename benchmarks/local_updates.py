@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline.network import Cluster, Rack
+from paceline.cluster import Cluster, Rack
 from paceline.run_options import RunOptions
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.job import EmulatedJob

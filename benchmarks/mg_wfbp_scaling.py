@@ -19,9 +19,9 @@ import torch
 
 import paceline
 from paceline import bucketing
+from paceline.cluster import Workload
+from paceline.cluster.cluster import Cluster, Rack
 from paceline.collectives.schedule import Ring
-from paceline.network import Workload
-from paceline.network.cluster import Cluster, Rack
 from paceline.run_options import RunOptions
 from paceline.worlds.virtual import Simulation
 

@@ -24,7 +24,7 @@ import sys
 import torch
 
 import paceline
-from paceline.network import Cluster, Rack, ServerHost, Workload
+from paceline.cluster import Cluster, Rack, ServerHost, Workload
 from paceline.worlds.virtual import ComputeModel, Simulation
 
 WORKERS = 8

@@ -47,8 +47,8 @@ from osp_comparisons import KINDS
 
 import paceline
 from paceline import methods, spec
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.methods.osp import OSP
-from paceline.network import Cluster, Rack, ServerHost
 from paceline.worlds.virtual import ComputeModel, Simulation
 
 WORKERS = 8

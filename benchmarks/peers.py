@@ -29,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.run_options import RunOptions
 
 LAYERS, SIDE, FORWARD, BACKWARD = 16, 354, 0.1, 0.2

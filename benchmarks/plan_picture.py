@@ -12,8 +12,8 @@ from pathlib import Path
 
 from paceline.cli.planned import plan_script
 from paceline.cli.telling import telling
+from paceline.cluster import uniform_cluster
 from paceline.interfaces import QUALITIES
-from paceline.network import uniform_cluster
 from paceline.plan.pictures import draw_plan
 from paceline.plan.price import Budget
 from paceline.report.pictures import house_style

@@ -21,7 +21,7 @@ import json
 import torch
 
 import paceline
-from paceline.network import Cluster, Rack, ServerHost
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.worlds.virtual import ComputeModel, Simulation
 
 WORKERS = 8

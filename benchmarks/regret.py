@@ -22,8 +22,8 @@ from statistics import median
 
 import torch
 
+from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
 from paceline.interfaces import QUALITIES
-from paceline.network import Cluster, Rack, Workload, uniform_cluster
 from paceline.plan import plan
 from paceline.plan.predict import SETTLED, Job, Prediction, predict
 from paceline.units import bytes_per_second

@@ -27,6 +27,7 @@ from pathlib import Path
 from paceline import bucketing
 from paceline.aggregator.ring import ring_of_racks
 from paceline.bucketing import AffineCost
+from paceline.cluster import Cluster, Rack, ServerHost, Workload
 from paceline.collectives.aggregated import BLOCK
 from paceline.collectives.atp_schedule import ServerBehindSwitches
 from paceline.collectives.atp_ways import Server, Ways, beside_workers
@@ -35,7 +36,6 @@ from paceline.collectives.hierarchical import hierarchical
 from paceline.collectives.pricing import seconds
 from paceline.collectives.rina import RingOfRacks
 from paceline.collectives.schedule import Ring
-from paceline.network import Cluster, Rack, ServerHost, Workload
 
 SIZES = ((4, 4), (16, 8), (64, 16))
 """Racks, and workers in each."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.virtual import Simulation
 
 LAYERS = Path(__file__).parent.parent / "examples" / "layers.py"

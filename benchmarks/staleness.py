@@ -17,7 +17,7 @@ import json
 import torch
 
 import paceline
-from paceline.network import Cluster, Rack
+from paceline.cluster import Cluster, Rack
 from paceline.worlds.virtual import ComputeModel, Simulation
 
 STEPS = 400

@@ -8,7 +8,7 @@ import torch
 
 import osp as setting
 import paceline
-from paceline.network import Cluster, Rack
+from paceline.cluster import Cluster, Rack
 from paceline.worlds.virtual import ComputeModel, Simulation
 
 

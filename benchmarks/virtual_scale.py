@@ -43,7 +43,7 @@ def train(steps):
 
 
 def measure(workers, steps):
-    from paceline.network import uniform_cluster
+    from paceline.cluster import uniform_cluster
     from paceline.worlds.virtual import Simulation
 
     start = time.perf_counter()

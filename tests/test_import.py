@@ -17,7 +17,12 @@ NOT_FOR_SCRIPTS = (
     *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo"),
     *("torch.utils.tensorboard", "wandb", "mlflow"),
     *("lightning", "accelerate", "transformers", "ray"),
-    *("paceline.worlds.virtual", "paceline.plan", "paceline.doctor", "paceline.probe"),
+    *(
+        "paceline.worlds.virtual",
+        "paceline.plan",
+        "paceline.doctor",
+        "paceline.cluster.probe",
+    ),
     *("paceline.auto.change", "paceline.auto.course", "paceline.testing"),
     *("paceline.cli", "paceline.integrations", "paceline.report.plots"),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.testing import Case, check_method
 from paceline.testing.checks import checks_of
 from paceline.worlds.virtual import Simulation

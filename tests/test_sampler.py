@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
+from paceline.cluster import parse_cluster, uniform_cluster
 from paceline.errors import UsageError
-from paceline.network import parse_cluster, uniform_cluster
 from paceline.sampler import _cut, _normalized, _stride
 from paceline.worlds.virtual import ComputeModel, Simulation
 from tests.profiles import examples

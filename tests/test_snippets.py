@@ -13,7 +13,7 @@ from typer.main import get_command
 
 import paceline
 from paceline.cli import app
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.virtual import Simulation
 from tests.test_examples import ROOT
 

@@ -17,7 +17,7 @@ from tests.test_examples import ROOT
 NEEDED = ("pyproject.toml", "README.md", "LICENSE")
 PACKAGES = [path for path in sys.path if path.endswith("site-packages")]
 DATA = (
-    *("py.typed", "network/workloads/resnet50.json"),
+    *("py.typed", "cluster/workloads/resnet50.json"),
     *("report/page.html", "report/page.css", "report/page.js", "report/timeline.js"),
 )
 
@@ -148,7 +148,7 @@ def test_types_are_known_from_outside(bare, tmp_path):
     assert told[:3] == [
         'note: Revealed type is "paceline.optimizer.DistributedOptimizer"',
         'note: Revealed type is "int"',
-        'note: Revealed type is "paceline.network.workload.Workload"',
+        'note: Revealed type is "paceline.cluster.workload.Workload"',
     ], done.stdout
     assert [line.rpartition("[")[2] for line in found if "error:" in line] == [
         "arg-type]",

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-PACKAGED = Path(__file__).parents[2] / "src" / "paceline" / "network" / "workloads"
+PACKAGED = Path(__file__).parents[2] / "src" / "paceline" / "cluster" / "workloads"
 
 # What a worker is assumed to sustain, FLOP/s: of the order of one accelerator of the years
 # of these networks in single precision. Another rate scales all of a workload's seconds.

@@ -11,7 +11,7 @@ own simulation takes it as half the backward pass, and so does this one.
 
 from common import write
 
-from paceline.network.workload import Workload
+from paceline.cluster.workload import Workload
 
 # Parameters:microseconds of the backward pass, as gradients become ready.
 TRACE = """

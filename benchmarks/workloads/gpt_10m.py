@@ -7,7 +7,7 @@ import torch
 from common import write
 from models import Gpt
 
-from paceline.network.flops import workload_from_module
+from paceline.cluster.flop_counter import workload_from_module
 
 # FLOP/s with which a forward pass of 32 sequences takes 30 ms: a small GPU's, or a large
 # processor's.

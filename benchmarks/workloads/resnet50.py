@@ -7,7 +7,7 @@ import torch
 from common import ASSUMED_RATE, write
 from models import ResNet50
 
-from paceline.network.flops import workload_from_module
+from paceline.cluster.flop_counter import workload_from_module
 
 
 def workload():

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
         world_size,
     )
     from paceline.checkpoint import load, save
+    from paceline.cluster.stand_in import StandIn, stand_in
+    from paceline.cluster.workload import Workload
     from paceline.distributing import distribute
     from paceline.errors import PacelineError
     from paceline.methods.bsp import BSP
-    from paceline.network.workload import Workload
     from paceline.optimizer import DistributedOptimizer
     from paceline.sampler import Sampler
-    from paceline.stand_ins import StandIn, stand_in
 
 __version__ = "0.1.0"
 
@@ -72,10 +72,10 @@ _HOMES = {
     "distributing": ("distribute",),
     "errors": ("PacelineError",),
     "methods.bsp": ("BSP",),
-    "network.workload": ("Workload",),
+    "cluster.workload": ("Workload",),
     "optimizer": ("DistributedOptimizer",),
     "sampler": ("Sampler",),
-    "stand_ins": ("StandIn", "stand_in"),
+    "cluster.stand_in": ("StandIn", "stand_in"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.collectives.atp_schedule import STAGES, ServerBehindSwitches
 from paceline.collectives.atp_ways import Server, Ways, beside_workers
 from paceline.collectives.executor import combining, worked_out
 from paceline.collectives.pricing import seconds
-from paceline.network import Cluster, Rack, ServerHost
 from tests.atp.net import layouts
 from tests.profiles import examples
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.collectives import make, over
 from paceline.collectives.comm import TorchComm
-from paceline.network import Cluster, Rack, ServerHost
 from paceline.worlds.join import join_world
 from tests.virtual.helpers import run
 

@@ -11,7 +11,7 @@ from paceline.auto import planner
 from paceline.auto.__main__ import answer, optimizer_like, worth_trying
 from paceline.auto.found import Predicted, Question
 from paceline.auto.planner import PlannerProcess
-from paceline.network import cluster_toml
+from paceline.cluster import cluster_toml
 from paceline.plan.found import Plan, Row
 from tests.plan.helpers import cluster, layers
 

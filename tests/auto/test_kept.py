@@ -9,8 +9,8 @@ from paceline.auto.found import Answer, Found, Predicted, Tried
 from paceline.auto.kept import FILE, About, Decision, digest, file_of, read, write
 from paceline.auto.wish import Auto
 from paceline.auto.words import paragraph
+from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError
-from paceline.network import uniform_cluster
 from paceline.run_options import RunOptions
 
 ABOUT = About(model="abc", optimizer="SGD", workers=4, quality="late", world="real")

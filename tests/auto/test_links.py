@@ -6,8 +6,8 @@ import pytest
 
 from paceline.auto.links import _matrix, _rates, _uplinks
 from paceline.auto.senses import _alike, with_speeds
-from paceline.network import Cluster, Rack, uniform_cluster
-from paceline.probe.racks import find_racks
+from paceline.cluster import Cluster, Rack, uniform_cluster
+from paceline.cluster.probe.racks import find_racks
 
 MBIT = 125e3
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.cluster import uniform_cluster
 from paceline.doctor.faults import Diagnosis, Fault
 from paceline.doctor.page import doctor_page
 from paceline.interfaces import QUALITIES
-from paceline.network import uniform_cluster
 from paceline.plan.found import LeftOut, Plan, Row
 from paceline.plan.help import BreakEven, Help, Helps
 from paceline.plan.page import plan_page

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.bucketing.step_timer import Passes
-from paceline.stopwatch import HostStopwatch
+from paceline.cluster.profiling.timers import HostStopwatch
 
 
 class Driven:

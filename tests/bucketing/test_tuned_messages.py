@@ -16,10 +16,10 @@ from paceline import bucketing
 from paceline.bucketing import message_plan, tuner
 from paceline.bucketing.bucket_plan import from_numbers, to_numbers
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS, GoesPast, Planner
+from paceline.cluster import Workload
 from paceline.collectives.comm import TorchComm
 from paceline.interfaces import Message
 from paceline.interfaces.current_runtime import current_world
-from paceline.network import Workload
 from paceline.testing import inspect
 from tests.bucketing.test_message_plan import random_cases
 from tests.bucketing.tunings import (

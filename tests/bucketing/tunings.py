@@ -11,7 +11,7 @@ from torch import nn
 
 import paceline
 from paceline import bucketing
-from paceline.network import Cluster, Workload
+from paceline.cluster import Cluster, Workload
 from paceline.testing import inspect
 from paceline.worlds.virtual import Simulation
 from tests.virtual.helpers import LATENCY, LINK, run_on, simulation

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import uniform_cluster
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.network import uniform_cluster
 from paceline.testing import Case
 from paceline.testing import restarts as laws
 from paceline.worlds.virtual import Simulation

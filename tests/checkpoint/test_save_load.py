@@ -9,8 +9,8 @@ import torch
 
 import paceline
 from paceline.checkpoint import own
+from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError
-from paceline.network import uniform_cluster
 from paceline.worlds.seeding import random_states
 from paceline.worlds.virtual import Simulation
 

@@ -131,7 +131,7 @@ def start(tmp_path, request):
         ("compare paced.py --variant bsp --variant dear --forward 1", "ready"),
         ("plan short.py --no-plots", "spawn_main"),  # which import torch by then
         ("doctor endless.py --steps 1000000", "ready"),
-        ("probe --seconds 1000", "probe/__main__.py"),
+        ("probe --seconds 1000", "cluster/probe/__main__.py"),
         ("profile endless.py --steps 1000000", "ready"),
         ("serve --workers 2 --port 0", "export"),
     ],

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.cli import plan as verb
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.virtual import ComputeModel
 from tests.plan.helpers import layers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.network import Workload
+from paceline.cluster import Workload
 from tests import forked
 
 from .scripts import (

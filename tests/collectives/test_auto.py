@@ -10,12 +10,12 @@ import torch
 import paceline
 from paceline.aggregator.packets import MOST_WORKERS
 from paceline.bucketing.measure import measure_mean
+from paceline.cluster import Cluster
 from paceline.collectives import auto, make, over
 from paceline.collectives.auto import MARGIN, Auto, cheapest, measure
 from paceline.collectives.comm import TorchComm
 from paceline.collectives.places import Places
 from paceline.errors import UsageError
-from paceline.network import Cluster
 from paceline.testing import inspect
 from paceline.worlds.join import join_world
 from tests.virtual.helpers import cluster, rack, run

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
+from paceline.cluster import Cluster, Processor
 from paceline.collectives import make, over
 from paceline.collectives.combined import Among, SideBySide
 from paceline.collectives.comm import TorchComm
@@ -21,7 +22,6 @@ from paceline.collectives.pricing import seconds
 from paceline.collectives.schedule import Ring
 from paceline.errors import UsageError
 from paceline.interfaces import Schedule
-from paceline.network import Cluster, Processor
 from paceline.worlds.join import join_world
 from tests.profiles import examples
 from tests.virtual.helpers import cluster, rack, run

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.aggregator.ring import Group, one_switch, ring_of_racks
+from paceline.cluster import Cluster, Rack
 from paceline.collectives import make, over
 from paceline.collectives.comm import TorchComm
 from paceline.collectives.executor import combining, worked_out
@@ -19,7 +20,6 @@ from paceline.collectives.pricing import seconds
 from paceline.collectives.rina import RingOfRacks
 from paceline.collectives.schedule import Ring
 from paceline.errors import UsageError
-from paceline.network import Cluster, Rack
 from paceline.worlds.join import join_world
 from tests.profiles import examples
 from tests.virtual.helpers import run

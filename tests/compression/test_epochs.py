@@ -10,12 +10,12 @@ import torch
 
 import paceline
 from paceline.auto.__main__ import present_of
+from paceline.cluster import Workload
+from paceline.cluster.stand_in import stand_in
 from paceline.compression import full_spec, make, warm_up_of
 from paceline.compression.gd_top_k import EPOCH_STEPS
-from paceline.network import Workload
 from paceline.plan.facts import facts_of
 from paceline.plan.predict import Job, predict
-from paceline.stand_ins import stand_in
 from paceline.worlds.join import join_world
 from tests.plan.helpers import cluster
 from tests.virtual.helpers import run

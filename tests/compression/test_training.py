@@ -7,10 +7,10 @@ import torch
 
 import paceline
 from paceline.chosen import read_spec
+from paceline.cluster.workload import Workload
 from paceline.collectives.schedule import Ring
 from paceline.compression import BF16, Identity, Int4, Int8, Residuals, make
 from paceline.errors import UsageError
-from paceline.network.workload import Workload
 from paceline.settings import Settings
 from paceline.training.coding import Codes
 from paceline.training.means import Nothing

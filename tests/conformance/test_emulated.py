@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import paceline.testing.__main__ as kit
-from paceline.network import ServerHost
+from paceline.cluster import ServerHost
 from paceline.run_options import RunOptions
 from paceline.testing.cases import cluster_of
 from paceline.testing.checks import WORLD_CHECKS, sample, trials

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline import bucketing
-from paceline.network import cluster_toml
+from paceline.cluster import cluster_toml
 from paceline.testing import CASES, CHECKS
 from paceline.testing.__main__ import rows
 from paceline.testing.cases import cluster_of

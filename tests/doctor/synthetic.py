@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+from paceline.cluster import Workload
 from paceline.doctor.evidence import (
     Evidence,
     Interface,
@@ -12,7 +13,6 @@ from paceline.doctor.evidence import (
     TogetherEvidence,
     WorkerEvidence,
 )
-from paceline.network import Workload
 from tests.plan.helpers import layers
 
 GIGABIT = 125e6

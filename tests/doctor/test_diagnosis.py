@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace as replace_all
 
+from paceline.cluster import Cluster, Rack
 from paceline.doctor import Diagnosis
 from paceline.doctor import diagnose as diagnosed
 from paceline.doctor.faults import FAULTS, LATER
@@ -14,7 +15,6 @@ from paceline.doctor.faults_patient import patient_of
 from paceline.doctor.faults_picture import Picture
 from paceline.doctor.page import doctor_page
 from paceline.errors import UsageError
-from paceline.network import Cluster, Rack
 from paceline.plan.predict import Job, predict
 from paceline.report.sections import Matrix, Words
 from tests.doctor.synthetic import BRIDGE, ETHERNET, Site

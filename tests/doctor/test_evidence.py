@@ -1,5 +1,6 @@
 """Evidence goes to a file and comes back as it was."""
 
+from paceline.cluster import Workload
 from paceline.doctor.evidence import (
     Evidence,
     Interface,
@@ -9,7 +10,6 @@ from paceline.doctor.evidence import (
     TogetherEvidence,
     WorkerEvidence,
 )
-from paceline.network import Workload
 
 
 def test_evidence_survives_json():

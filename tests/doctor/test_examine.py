@@ -5,11 +5,11 @@ import torch
 
 import paceline
 from paceline import exchange
+from paceline.cluster import Cluster, Rack
+from paceline.cluster.rules import throttle
 from paceline.doctor.virtual import examined, examined_network
 from paceline.doctor.watch import StepWatch
 from paceline.errors import UsageError
-from paceline.network import Cluster, Rack
-from paceline.network.rules import throttle
 from paceline.worlds.virtual import ComputeModel, Simulation
 
 LINK = 25e6

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import Cluster, Rack
+from paceline.cluster.rules import throttle
 from paceline.doctor import diagnose
 from paceline.doctor.virtual import examined
 from paceline.interfaces.current_runtime import current_world
-from paceline.network import Cluster, Rack
-from paceline.network.rules import throttle
 from paceline.worlds.virtual import Simulation
 from tests.plan.helpers import layers
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import paceline.doctor
+from paceline.cluster.probe.pairs import Again
+from paceline.cluster.probe.tcp_counters import connections
 from paceline.doctor import machine
 from paceline.doctor.evidence import Evidence
-from paceline.probe.kernel import connections
-from paceline.probe.pairs import Again
 from tests import forked
 
 EXAMINES = Path(paceline.doctor.__file__).parent / "__main__.py"

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from paceline.network import Cluster, Rack
+from paceline.cluster import Cluster, Rack
 
 LINK = 125e6
 

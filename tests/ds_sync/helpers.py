@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import paceline
-from paceline.network import Cluster, uniform_cluster
+from paceline.cluster import Cluster, uniform_cluster
 from paceline.testing import inspect
 from paceline.worlds.virtual import Simulation
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.cluster import Cluster, uniform_cluster
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.adjust import decide, for_members
 from paceline.methods.ds_sync.contention import NONE, Contention
 from paceline.methods.ds_sync.groups import check_partition, parts
 from paceline.methods.ds_sync.plan import make_plan
 from paceline.methods.ds_sync.pricing import group_seconds, steady_seconds
-from paceline.network import Cluster, uniform_cluster
 from tests.ds_sync.clusters import any_cluster, rack, racks
 from tests.profiles import examples
 

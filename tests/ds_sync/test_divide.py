@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.cluster import Cluster, Rack, uniform_cluster
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.divide import divide, sites_of
 from paceline.methods.ds_sync.groups import check_partition, parts
 from paceline.methods.ds_sync.mixing import period_rate
 from paceline.methods.ds_sync.plan import Plan, make_plan
 from paceline.methods.ds_sync.pricing import group_seconds, step_seconds
-from paceline.network import Cluster, Rack, uniform_cluster
 from tests.ds_sync.clusters import LINK, any_cluster, rack, racks
 from tests.profiles import examples
 

@@ -6,8 +6,8 @@ import torch
 
 import paceline
 from paceline.buckets import stand_in_for
-from paceline.network import Cluster, Rack, Rule
-from paceline.network.rules import repair, throttle
+from paceline.cluster import Cluster, Rack, Rule
+from paceline.cluster.rules import repair, throttle
 from paceline.worlds.join import join_world
 from tests.ds_sync.helpers import Walk, equal, simulate, state_of
 

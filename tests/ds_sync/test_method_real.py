@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.ds_sync.ends import FEW, ends

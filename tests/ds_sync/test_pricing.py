@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.cluster import Cluster
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.plan import Plan, make_plan
 from paceline.methods.ds_sync.pricing import (
@@ -11,7 +12,6 @@ from paceline.methods.ds_sync.pricing import (
     steady_seconds,
     step_seconds,
 )
-from paceline.network import Cluster
 from tests.ds_sync.clusters import LINK, any_cluster, rack, racks
 from tests.profiles import examples
 

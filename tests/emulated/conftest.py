@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.emulated.client import Client
 from paceline.worlds.emulated.errors import EmulationError
 from paceline.worlds.emulated.fabric import Fabric

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.network import Cluster, Rack, cluster_toml
+from paceline.cluster import Cluster, Rack, cluster_toml
 from paceline.worlds.emulated.fabric import Fabric
 from paceline.worlds.emulated.plan import JUMBO_MTU, Plan
 from paceline.worlds.emulated.shaping import Bucket

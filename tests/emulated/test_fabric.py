@@ -8,8 +8,8 @@ import threading
 import pytest
 from pyroute2 import NetlinkError
 
+from paceline.cluster import parse_cluster, uniform_cluster
 from paceline.errors import UsageError
-from paceline.network import parse_cluster, uniform_cluster
 from paceline.worlds.emulated import goodput
 from paceline.worlds.emulated.capabilities import capabilities
 from paceline.worlds.emulated.errors import EmulationError, KernelLacksError

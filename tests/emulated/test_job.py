@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.network import Cluster, Rack, Workload, cluster_toml, load_cluster
+from paceline.cluster import Cluster, Rack, Workload, cluster_toml, load_cluster
 from paceline.testing import Case
 from paceline.testing.checks import final_parameters
 from paceline.worlds.scratch import scratch_folder

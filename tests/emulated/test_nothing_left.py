@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.emulated.errors import KeeperLostError
 from paceline.worlds.emulated.fabric import Fabric
 from tests.emulated.helpers import SECONDS, Watch, descendants, network_of, networks

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 RUN = """
 import os, sys
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.emulated.capabilities import capabilities
 from paceline.worlds.emulated.fabric import Fabric
 with Fabric(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0) as fabric:
@@ -28,7 +28,7 @@ print(capabilities().mode)
 
 REFUSED = """
 import os
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.emulated.capabilities import capabilities
 from paceline.worlds.emulated.errors import EmulationPermissionError
 from paceline.worlds.emulated.fabric import Fabric

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.cluster import parse_cluster, uniform_cluster
 from paceline.errors import UsageError
-from paceline.network import parse_cluster, uniform_cluster
 from paceline.worlds.emulated import memory
 from paceline.worlds.emulated.errors import EmulationError
 from paceline.worlds.emulated.fabric import Fabric

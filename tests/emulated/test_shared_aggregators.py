@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cluster import Cluster, Rack, cluster_toml
 from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, MTU_VARIABLE
-from paceline.network import Cluster, Rack, cluster_toml
 from paceline.run_options import CLUSTER_VARIABLE
 from paceline.transport.security import TOKEN, TRUSTED
 from paceline.worlds.emulated.fabric import Fabric

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 import paceline
-from paceline.network import Cluster, parse_cluster
+from paceline.cluster import Cluster, parse_cluster
 from paceline.optimizer import DistributedOptimizer
 from paceline.testing import CASES, Case
 from paceline.worlds.join import join_world

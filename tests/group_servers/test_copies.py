@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import ServerHost
 from paceline.errors import WorkerFailedError
 from paceline.methods import METHODS
-from paceline.network import ServerHost
 from paceline.server import kinds
 from paceline.server.protocol import ParameterServer
 from paceline.testing import inspect

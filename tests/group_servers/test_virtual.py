@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import Cluster
 from paceline.methods import METHODS
 from paceline.methods.gssp import GSSP
-from paceline.network import Cluster
 from paceline.testing.task import Counting, flat_parameters
 from paceline.worlds.virtual.servers import VirtualServer
 from tests.group_servers.toy import Grouped

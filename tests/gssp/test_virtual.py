@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.testing.task import Counting, flat_parameters
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation

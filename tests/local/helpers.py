@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.network import Cluster, uniform_cluster
+from paceline.cluster import Cluster, uniform_cluster
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation
 from tests.osp.helpers import flat, loss_of, network

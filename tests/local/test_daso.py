@@ -12,8 +12,8 @@ from torch import nn
 
 import paceline
 from paceline.chosen import read_spec
+from paceline.cluster import Cluster, Rack
 from paceline.errors import UsageError
-from paceline.network import Cluster, Rack
 from tests.local.helpers import Trained, adam, double, momentum, simulate, spread, train
 from tests.osp.helpers import flat, loss_of
 from tests.tables import crossed

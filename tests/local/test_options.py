@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from paceline.cluster import Cluster, Rack
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.methods import METHODS
 from paceline.methods.local import LocalSGD, LocalUpdates
 from paceline.methods.local.groups import places_of
-from paceline.network import Cluster, Rack
 from tests.local.helpers import train
 from tests.local.test_laws import apart
 

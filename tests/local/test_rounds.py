@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from paceline.buckets import stand_in_for
+from paceline.cluster import Cluster, Rack
 from paceline.methods.local import StreamingDiLoCo
 from paceline.methods.local.parts import deal_out
-from paceline.network import Cluster, Rack
 from paceline.testing.task import Counting
 from tests.local.helpers import double, sgd, spread, train
 from tests.local.test_laws import CLOSE, apart, count, counting

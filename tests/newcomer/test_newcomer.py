@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cluster import uniform_cluster
 from paceline.compression import COMPRESSORS, Residuals
-from paceline.network import uniform_cluster
 from paceline.testing import check_compressor, check_method
 from paceline.worlds.virtual import Simulation
 from tests import forked

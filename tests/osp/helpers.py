@@ -11,8 +11,8 @@ from benchmarks.osp_comparisons import compared
 from torch import nn
 
 import paceline
+from paceline.cluster import uniform_cluster
 from paceline.methods.osp import OSP
-from paceline.network import uniform_cluster
 from paceline.worlds.virtual import Simulation
 
 STEPS = 9

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.network import Cluster, Rack, Workload
-from paceline.network.rules import Rule, throttle
+from paceline.cluster import Cluster, Rack, Workload
+from paceline.cluster.rules import Rule, throttle
 from paceline.testing import inspect
 from paceline.worlds.virtual import ComputeModel, Simulation
 

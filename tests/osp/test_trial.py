@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.methods.osp import OSP
 from paceline.methods.osp.choice import Parts, Rate
 from paceline.methods.osp.decision import LONGER, LOOK, PATIENCE, Seen, Trial
 from paceline.methods.osp.reports import Measured, read_mask
 from paceline.methods.osp.watch import StepWatch
-from paceline.network import Cluster, Rack, ServerHost
 from paceline.testing import inspect
 from paceline.worlds.virtual import Simulation
 from tests.osp import helpers as small

@@ -1,6 +1,6 @@
 """Small jobs to plan."""
 
-from paceline.network import Workload, uniform_cluster
+from paceline.cluster import Workload, uniform_cluster
 
 
 def layers(count=4, megabytes=4.0, forward=0.03, backward=0.06):

@@ -7,10 +7,10 @@ import sys
 import msgspec
 import pytest
 
+from paceline.cluster import Cluster, Rack
 from paceline.collectives import COLLECTIVES
 from paceline.collectives.rows import Scheduled
 from paceline.errors import UsageError
-from paceline.network import Cluster, Rack
 from paceline.plan import Plan, plan
 from paceline.plan.candidates import first
 from paceline.plan.decide import HOPELESS, _by_promise, _Search

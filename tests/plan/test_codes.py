@@ -7,15 +7,15 @@ import pytest
 
 from paceline.cli import planned
 from paceline.cli.planned import _busy_cores, _with_codes
+from paceline.cluster import Processor
+from paceline.cluster.profiling import coding_times_of_busy
+from paceline.cluster.workload import CodingTimes
 from paceline.errors import UsageError
-from paceline.network import Processor
-from paceline.network.workload import CodingTimes
 from paceline.plan import plan
 from paceline.plan.coarse import FEW
 from paceline.plan.codes import code_of, codes_in_front, revised, seconds_of
 from paceline.plan.predict import Job, Prediction, Refused, predict
 from paceline.plan.price import Budget
-from paceline.profiling import coding_times_of_busy
 from paceline.worlds.virtual import profile
 from paceline.worlds.virtual.profile import measured_codes
 from tests.plan.helpers import cluster, layers

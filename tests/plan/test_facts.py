@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from paceline.auto.watch import with_all
-from paceline.network import Workload, uniform_cluster
+from paceline.cluster import Workload, uniform_cluster
+from paceline.cluster.profiling import StepHabits
+from paceline.cluster.profiling.step_habits import MOST_STEPS
 from paceline.plan.facts import facts_of
 from paceline.plan.limits import alone, limit_seconds
 from paceline.plan.predict import Job, Prediction, predict
-from paceline.profiling import StepHabits
-from paceline.profiling.habits import MOST_STEPS
 from paceline.report.result import Summary
 from paceline.run_options import RunOptions
 from paceline.watched import is_watched

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.network import Cluster, Rack
+from paceline.cluster import Cluster, Rack
 from paceline.plan import plan
 from paceline.plan.break_even import _Search, break_evens, with_links
 from paceline.plan.help import fastest_first, helps, with_hosts

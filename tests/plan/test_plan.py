@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from paceline.bucketing import RULES
+from paceline.cluster import Cluster, Rack
 from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError
 from paceline.interfaces import QUALITIES
 from paceline.methods import METHODS
-from paceline.network import Cluster, Rack
 from paceline.plan import Plan, plan
 from paceline.plan.candidates import candidate, first
 from paceline.plan.predict import Job, Prediction, predict

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.network import Cluster, Rack, Workload
+from paceline.cluster import Cluster, Rack, Workload
 from paceline.plan.coarse import FEW, coarse
 from paceline.plan.limits import limit_seconds
 from paceline.plan.predict import SHORTENED, Job, Prediction, Refused, predict

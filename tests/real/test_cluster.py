@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cluster import Cluster, Rack, cluster_toml, uniform_cluster
 from paceline.errors import ClusterError
-from paceline.network import Cluster, Rack, cluster_toml, uniform_cluster
 from paceline.testing import Case
 from paceline.testing.checks import final_parameters
 from paceline.worlds.described import Seat, check_places, seat

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.real.helpers import SCRIPTS, kill

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import Cluster, Rack, ServerHost
+from paceline.cluster.workload import Workload
 from paceline.compression import COMPRESSORS, make
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.network import Cluster, Rack, ServerHost
-from paceline.network.workload import Workload
 from paceline.server.coded import code_bytes
 from paceline.testing import inspect
 from paceline.transport.protocol import HEADER_BYTES

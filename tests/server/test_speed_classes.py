@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.compression import make
 from paceline.compression.gd_top_k import RATIOS
 from paceline.interfaces import SpeedClass
 from paceline.interfaces.server_messages import Join, Load, Refused, Unit
 from paceline.methods.asp import ASP
-from paceline.network import Cluster, Rack, ServerHost
 from paceline.server.code_checks import check_brings_nearer
 from paceline.server.encoding import Encoding
 from paceline.testing import inspect

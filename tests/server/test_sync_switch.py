@@ -15,10 +15,10 @@ import torch
 
 import paceline
 from paceline.chosen import read_spec
+from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush
 from paceline.methods.sync_switch import BSPThenASP
-from paceline.network import uniform_cluster
 from paceline.server.protocol import ParameterServer
 from paceline.testing.task import Counting, flat_parameters
 from paceline.worlds.virtual import Simulation

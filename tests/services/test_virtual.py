@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from paceline.cluster import Cluster, Rack
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.interfaces import Service, ServiceJob
-from paceline.network import Cluster, Rack
 from paceline.transport.protocol import HEADER_BYTES
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation

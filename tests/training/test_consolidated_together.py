@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import uniform_cluster
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces.trainings import Places
-from paceline.network import uniform_cluster
 from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.hanging import SECONDS

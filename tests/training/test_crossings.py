@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.testing.task import Quadratic, centers_of, flat_parameters
 from paceline.worlds.virtual import Simulation
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.virtual import Simulation
 
 from .cuda_cases import CASES, NEED_CPU_TENSORS, moved

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import uniform_cluster
 from paceline.interfaces import Rhythm
-from paceline.network import uniform_cluster
 from paceline.testing import Case
 from paceline.testing.checks import CHECKS
 from paceline.testing.task import Counting

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError
 from paceline.methods.bsp import BSP
-from paceline.network import uniform_cluster
 from paceline.testing import Case
 from paceline.testing.checks import CHECKS
 from paceline.testing.task import Counting

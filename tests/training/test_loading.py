@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.network import uniform_cluster
 from paceline.testing import inspect
 from paceline.worlds.virtual import Simulation
 from tests.tables import crossed

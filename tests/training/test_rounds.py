@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import Cluster, Rack, uniform_cluster
 from paceline.errors import UsageError
 from paceline.interfaces import Rhythm
-from paceline.network import Cluster, Rack, uniform_cluster
 from paceline.testing import inspect
 from paceline.testing.restarts import shared_folder
 from paceline.testing.task import Counting

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.virtual import Simulation
 
 from .cases import CASES, PER_PROCESS

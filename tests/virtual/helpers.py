@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import paceline
-from paceline.network import Cluster, Rack
+from paceline.cluster import Cluster, Rack
 from paceline.worlds.virtual import Simulation
 
 LINK = 25e6

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import paceline
+from paceline.cluster import Cluster
 from paceline.errors import DeadlockError, UsageError, WorkerFailedError
-from paceline.network import Cluster
 from tests.tables import crossed
 from tests.virtual.helpers import cluster, rack, run, run_on, simulation
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.network import uniform_cluster
 from paceline.testing.task import Quadratic, centers_of, flat_parameters
 from paceline.worlds.virtual import Simulation
 

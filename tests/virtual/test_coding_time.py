@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import Cluster, Workload
+from paceline.cluster.cluster import Processor
+from paceline.cluster.workload import CodingTimes
 from paceline.compression import COMPRESSORS, full_spec, make
 from paceline.errors import WorkerFailedError
-from paceline.network import Cluster, Workload
-from paceline.network.cluster import Processor
-from paceline.network.workload import CodingTimes
 from paceline.testing import inspect
 from paceline.worlds.virtual import ComputeModel
 from paceline.worlds.virtual.compute import UnmeasuredCodeError

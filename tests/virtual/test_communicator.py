@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import paceline
+from paceline.cluster import Cluster
 from paceline.errors import CollectiveMismatchError, DeadlockError
-from paceline.network import Cluster
 from tests.tables import crossed
 from tests.virtual.helpers import cluster, rack, run, run_on, simulation
 

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
+from paceline.cluster import uniform_cluster
+from paceline.cluster.links import Links
 from paceline.interfaces import Answer, Sender, Work
 from paceline.interfaces.server_messages import Note, Request
-from paceline.network import uniform_cluster
-from paceline.network.links import Links
 from paceline.worlds.virtual.clock import Clock, Completion
 from paceline.worlds.virtual.servers import ServerRates, VirtualServer
 from tests.virtual.helpers import until_over

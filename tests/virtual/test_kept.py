@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from paceline.cluster import Workload
 from paceline.errors import UsageError
-from paceline.network import Workload
 from paceline.worlds.virtual.kept import Circumstances, find_profile, keep_profile
 
 WORKLOAD = Workload(names=("a",), sizes=(4,), forward=(1.0,), backward=(2.0,))

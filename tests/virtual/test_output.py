@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import paceline
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.virtual import Simulation
 
 

@@ -23,6 +23,7 @@ import torch.multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from paceline.cluster import Cluster, Rack
 from paceline.errors import (
     CollectiveMismatchError,
     DeadlockError,
@@ -30,7 +31,6 @@ from paceline.errors import (
     WorkerFailedError,
 )
 from paceline.interfaces.current_runtime import current_world
-from paceline.network import Cluster, Rack
 from paceline.run_options import RunOptions
 from paceline.torch_internals import load_lazy_modules
 from paceline.worlds.virtual import Simulation

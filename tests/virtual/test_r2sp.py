@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import paceline
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.errors import DeadlockError
-from paceline.network import Cluster, Rack, ServerHost
 from paceline.worlds.virtual import ComputeModel, Simulation
 from paceline.worlds.virtual.servers import HEADER_BYTES, ServerRates
 

@@ -5,9 +5,9 @@ import torch
 
 import paceline
 from paceline.chosen import read_spec
+from paceline.cluster import Cluster, Rack, ServerHost, uniform_cluster
 from paceline.errors import GradientError, UsageError, WorkerFailedError
 from paceline.methods import METHODS
-from paceline.network import Cluster, Rack, ServerHost, uniform_cluster
 from paceline.testing.task import Quadratic, centers_of, flat_parameters
 from paceline.transport.protocol import HEADER_BYTES
 from paceline.worlds.virtual import ComputeModel, Simulation

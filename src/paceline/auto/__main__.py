@@ -19,9 +19,9 @@ import torch
 
 from paceline.auto.found import Answer, Predicted, Question
 from paceline.bucketing.trial import WORTH_IT
+from paceline.cluster import Workload, parse_cluster
 from paceline.errors import PacelineError
 from paceline.interfaces import QUALITIES, Quality
-from paceline.network import Workload, parse_cluster
 from paceline.plan.decide import plan
 from paceline.plan.found import LOSSLESS, Plan, Row
 from paceline.plan.predict import Job, MakeOptimizer, Prediction, plain_sgd, predict

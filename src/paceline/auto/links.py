@@ -15,13 +15,13 @@ from operator import truediv
 import msgspec
 import torch
 
+from paceline.cluster import Cluster
+from paceline.cluster.probe import Findings, infer_cluster
+from paceline.cluster.probe.pairs import FIRST_BYTES, Pairs
+from paceline.cluster.probe.racks import find_racks
+from paceline.cluster.probe.result import Size
 from paceline.exchange import gather_bytes
 from paceline.interfaces import World
-from paceline.network import Cluster
-from paceline.probe import Findings, infer_cluster
-from paceline.probe.findings import Size
-from paceline.probe.pairs import FIRST_BYTES, Pairs
-from paceline.probe.racks import find_racks
 from paceline.worlds.described import Seat, seat
 
 MOST_SHIFTS = 7

@@ -23,10 +23,10 @@ from paceline.auto.watch import Watch, as_one_pass, with_all
 from paceline.auto.wish import FIRST, Auto
 from paceline.beginning import Subject
 from paceline.buckets import wire_bytes
+from paceline.cluster import Cluster, cluster_toml, parse_cluster
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Comm, Method
 from paceline.methods import METHODS
-from paceline.network import Cluster, cluster_toml, parse_cluster
 from paceline.settings import Settings
 from paceline.training import Training
 from paceline.training.method_hooks import rhythms_of

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from paceline.cluster import Workload
+from paceline.cluster.profiling import Profiler
 from paceline.interfaces import Stopwatch
-from paceline.network import Workload
-from paceline.profiling import Profiler
 from paceline.torch_internals import Uncopied
 
 ENOUGH = 12

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import spec
+from paceline.cluster import Cluster, load_cluster
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import QUALITIES, Quality, World
-from paceline.network import Cluster, load_cluster
 
 NAME = "auto"
 FIRST = "bsp"

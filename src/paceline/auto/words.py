@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.auto.found import Answer, Found, Tried
+from paceline.cluster import Cluster
 from paceline.interfaces import Quality
-from paceline.network import Cluster
 from paceline.units import show_rate, show_seconds
 
 

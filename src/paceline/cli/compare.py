@@ -26,8 +26,8 @@ from paceline.worlds.processes import as_launcher, end_all
 from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:
+    from paceline.cluster import Cluster
     from paceline.interfaces import Quality
-    from paceline.network import Cluster
     from paceline.plan import Plan
     from paceline.records import StepRecord
     from paceline.report.goal import Goal

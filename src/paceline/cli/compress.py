@@ -42,8 +42,13 @@ def compress(
     below which bandwidth it pays. The script's own arguments stand after --.
     """
     o.check_job(script, None)
+    from paceline.cluster.profiling import (
+        WARM_UP_STEPS,
+        KeptGradients,
+        check_workers,
+        price,
+    )
     from paceline.compression import COMPRESSORS, Identity, make
-    from paceline.profiling import WARM_UP_STEPS, KeptGradients, check_workers, price
     from paceline.report.prices import prices_as_json, print_prices
     from paceline.worlds.launch import launch
 

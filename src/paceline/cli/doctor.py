@@ -22,8 +22,8 @@ from paceline.run_options import CLUSTER_VARIABLE, RunOptions
 from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:
+    from paceline.cluster import Cluster
     from paceline.doctor import Diagnosis, Evidence
-    from paceline.network import Cluster
 
 SCRIPT = str(Path(__file__).parent.parent / "doctor" / "__main__.py")
 NO_ANSWER = 2

@@ -11,7 +11,7 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.live import live_line
 from paceline.cli.telling import telling
-from paceline.network import Workload
+from paceline.cluster import Workload
 from paceline.report.files import forget_workers, merge_workers
 from paceline.run_options import RunOptions
 from paceline.worlds.scratch import scratch_folder

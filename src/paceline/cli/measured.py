@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cli.options import SCRATCH, standard_output_for_result
+from paceline.cluster import Cluster, Workload
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.network import Cluster, Workload
 from paceline.run_options import RunOptions
 from paceline.units import show_age
 from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 from paceline.cli.registering import may_register
+from paceline.cluster import Cluster, Workload, load_cluster, uniform_cluster
 from paceline.errors import ClusterError, UnknownNameError, UsageError
-from paceline.network import Cluster, Workload, load_cluster, uniform_cluster
 
 if TYPE_CHECKING:
     from paceline.report.result import Result

@@ -21,14 +21,14 @@ from paceline.cli.planned import (
     this_machines_cores,
 )
 from paceline.cli.telling import Telling, telling
+from paceline.cluster import load_cluster
 from paceline.errors import UsageError
-from paceline.network import load_cluster
 from paceline.units import show_age, show_seconds
 from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:
+    from paceline.cluster import Cluster
     from paceline.interfaces import Quality
-    from paceline.network import Cluster
     from paceline.plan.help import Helps
     from paceline.plan.price import Budget
     from paceline.plan.together import Predict

@@ -10,8 +10,8 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.telling import telling
+from paceline.cluster import Workload, load_cluster
 from paceline.errors import UsageError
-from paceline.network import Workload, load_cluster
 from paceline.units import bytes_per_second
 
 

@@ -13,8 +13,8 @@ from paceline.errors import UsageError, unknown
 from paceline.run_options import RunOptions
 
 if TYPE_CHECKING:
+    from paceline.cluster import Cluster, Workload
     from paceline.interfaces import Quality
-    from paceline.network import Cluster, Workload
     from paceline.plan import Plan
     from paceline.plan.facts import Facts
     from paceline.plan.predict import Job
@@ -167,7 +167,7 @@ def _busy_cores(cluster: Cluster) -> int:
 
 def _said(script: Path, compute: ComputeModel, facts: Facts) -> Workload:
     """The times that options say, spread as a training of the script is charged for them."""
-    from paceline.network import Workload
+    from paceline.cluster import Workload
 
     if facts.paced or facts.workload is not None:
         raise UsageError(

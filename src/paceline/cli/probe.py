@@ -15,8 +15,8 @@ from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
 from paceline.cli.live import live_line
 from paceline.cli.telling import telling
+from paceline.cluster import ServerHost, cluster_toml
 from paceline.errors import UsageError
-from paceline.network import ServerHost, cluster_toml
 from paceline.report.files import make_folder
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
 from paceline.worlds.scratch import scratch_folder
@@ -24,7 +24,7 @@ from paceline.worlds.scratch import scratch_folder
 if TYPE_CHECKING:
     from paceline.worlds.virtual import Simulation
 
-SCRIPT = str(Path(__file__).parent.parent / "probe" / "__main__.py")
+SCRIPT = str(Path(__file__).parent.parent / "cluster" / "probe" / "__main__.py")
 
 
 def probe(
@@ -50,8 +50,8 @@ def probe(
     In the real world torchrun's options are passed through: run the same command on each
     machine. The file that is written can be simulated and emulated.
     """
-    from paceline.probe import Findings, infer_cluster
-    from paceline.probe.tables import comment_on, print_findings
+    from paceline.cluster.probe import Findings, infer_cluster
+    from paceline.cluster.probe.tables import comment_on, print_findings
     from paceline.worlds.emulated.fabric import Fabric
     from paceline.worlds.emulated.job import EmulatedJob
     from paceline.worlds.launch import launch
@@ -117,7 +117,7 @@ def probe(
 
 
 def _in_virtual_time(simulation: Simulation, path: Path, seconds: float) -> int:
-    from paceline.probe import measure
+    from paceline.cluster.probe import measure
     from paceline.worlds.join import join_world
 
     def body(rank: int) -> None:

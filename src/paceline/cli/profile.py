@@ -13,8 +13,8 @@ from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
 from paceline.cli.live import live_line
 from paceline.cli.telling import telling
+from paceline.cluster import Workload
 from paceline.errors import UsageError
-from paceline.network import Workload
 from paceline.report.files import make_folder
 from paceline.run_options import RunOptions
 from paceline.worlds.scratch import scratch_folder
@@ -53,8 +53,8 @@ def profile(
     """
     arguments = script_arguments or []
     o.check_job(script, None)
+    from paceline.cluster.profiling import KeptGradients, coding_times
     from paceline.compression import make
-    from paceline.profiling import KeptGradients, coding_times
     from paceline.report.tables import print_workload
     from paceline.worlds.launch import launch
     from paceline.worlds.virtual.kept import profile_name

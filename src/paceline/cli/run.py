@@ -12,8 +12,8 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
 from paceline.cli.live import live_line
+from paceline.cluster import load_cluster
 from paceline.errors import UsageError
-from paceline.network import load_cluster
 from paceline.report.files import forget_workers, merge_workers
 from paceline.run_options import RunOptions
 from paceline.worlds.scratch import scratch_folder

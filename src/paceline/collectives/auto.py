@@ -23,6 +23,7 @@ import torch
 from paceline.aggregator.packets import MOST_WORKERS
 from paceline.bucketing import TableCost
 from paceline.buckets import wire_bytes
+from paceline.cluster import Cluster
 from paceline.collectives.aggregated import exponent_bytes, suits_switches
 from paceline.collectives.messages import real
 from paceline.collectives.places import aggregating_racks
@@ -43,7 +44,6 @@ from paceline.interfaces import (
     Schedule,
     World,
 )
-from paceline.network import Cluster
 from paceline.units import show_bytes
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.cluster import Cluster
 from paceline.errors import UsageError
 from paceline.interfaces import World
-from paceline.network import Cluster
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from paceline.cluster import Cluster
+from paceline.cluster.links import Events, Links
 from paceline.interfaces import Priced, Schedule, Transfer, servers_of, switches_of
-from paceline.network import Cluster
-from paceline.network.links import Events, Links
 
 
 class Price(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.cluster import Cluster
+from paceline.cluster.links import Agenda, Links
 from paceline.collectives.playing import Phases, Play, Prices
 from paceline.errors import UsageError
 from paceline.interfaces import Schedule
-from paceline.network import Cluster
-from paceline.network.links import Agenda, Links
 
 
 def seconds(

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from paceline.network import Workload
+from paceline.cluster import Workload
 
 Kind = Literal["ethernet", "container", "wireless", "virtual", "loopback"]
 """Of a network interface: what has a device of its own, the one that a container (or an emulated

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from paceline.cluster import Workload, cluster_toml
+from paceline.cluster.probe import infer_cluster
+from paceline.cluster.profiling import Profiler
 from paceline.doctor import machine
 from paceline.doctor.evidence import Evidence, WorkerEvidence
 from paceline.doctor.network import NetworkFound, examine_network
@@ -15,9 +18,6 @@ from paceline.doctor.watch import StepWatch
 from paceline.errors import UsageError
 from paceline.exchange import gather_bytes
 from paceline.interfaces import World
-from paceline.network import Workload, cluster_toml
-from paceline.probe import infer_cluster
-from paceline.profiling import Profiler
 from paceline.report.result import unsettled
 
 IDLE_SECONDS = 0.5

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, median
 
+from paceline.cluster import Cluster, Processor, Rack, Workload, parse_cluster
+from paceline.cluster.rules import Rule, throttle
 from paceline.doctor.faults_limits import VARIES
 from paceline.doctor.faults_picture import IN, OUT, Picture
 from paceline.errors import UsageError
-from paceline.network import Cluster, Processor, Rack, Workload, parse_cluster
-from paceline.network.rules import Rule, throttle
 from paceline.plan.coarse import FEW, coarse
 from paceline.plan.limits import limit_seconds
 from paceline.plan.predict import Job, Refused, predict

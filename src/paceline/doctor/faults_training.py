@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from paceline.bucketing import FIXED
 from paceline.chosen import brief_spec, read_spec
+from paceline.cluster import Processor
 from paceline.collectives import COLLECTIVES
 from paceline.doctor.faults_kinds import Found, command_of
 from paceline.doctor.faults_limits import (
@@ -24,7 +25,6 @@ from paceline.doctor.faults_limits import (
 from paceline.doctor.faults_patient import Patient
 from paceline.doctor.faults_picture import Picture
 from paceline.interfaces import QUALITIES, Quality, weaker
-from paceline.network import Processor
 from paceline.plan.candidates import first, quality_of
 from paceline.spec import Spec, parse
 from paceline.units import show_bytes, show_rate, show_seconds

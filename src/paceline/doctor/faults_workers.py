@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from statistics import median, median_high, median_low
 
+from paceline.cluster import Workload
 from paceline.doctor.evidence import Measured, WorkerEvidence
 from paceline.doctor.faults_kinds import Found, Hosts, listed
 from paceline.doctor.faults_limits import (
@@ -19,7 +20,6 @@ from paceline.doctor.faults_limits import (
 )
 from paceline.doctor.faults_patient import Patient
 from paceline.doctor.faults_picture import Picture
-from paceline.network import Workload
 from paceline.units import show_seconds
 
 

@@ -12,8 +12,8 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.cluster.probe.tcp_counters import connections
 from paceline.doctor.evidence import Interface, Kind
-from paceline.probe.kernel import connections
 
 _INTERFACES = Path("/sys/class/net")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")

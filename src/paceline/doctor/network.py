@@ -8,12 +8,12 @@ from statistics import median
 
 import msgspec
 
+from paceline.cluster.probe import Findings, measure
+from paceline.cluster.probe.pairs import MOST_BYTES, TRIES, Pairs
+from paceline.cluster.probe.racks import find_racks
 from paceline.doctor.evidence import PathEvidence, TogetherEvidence
 from paceline.doctor.faults_limits import SLOW_LINK
 from paceline.interfaces import World
-from paceline.probe import Findings, measure
-from paceline.probe.pairs import MOST_BYTES, TRIES, Pairs
-from paceline.probe.racks import find_racks
 
 REPEATS = 4
 """Rounds after the first one."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from paceline.cluster import Cluster
 from paceline.doctor.evidence import Evidence
 from paceline.doctor.examine import Examination
-from paceline.network import Cluster
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation
 

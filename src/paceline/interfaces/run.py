@@ -11,12 +11,12 @@ from typing import Protocol
 import torch
 
 from paceline.buckets import Bucket
+from paceline.cluster import Cluster
 from paceline.interfaces.communication import Comm, Pending, Scattered
 from paceline.interfaces.message import Message
 from paceline.interfaces.partial_optimizer import Updater
 from paceline.interfaces.remote_model import Remote
 from paceline.interfaces.timing import Stopwatch
-from paceline.network import Cluster
 
 
 class Run(Protocol):

@@ -13,13 +13,13 @@ from typing import ClassVar, Literal, Protocol
 
 import torch
 
+from paceline.cluster import Cluster, Workload
 from paceline.interfaces.communication import Endpoint, Runner
 from paceline.interfaces.groups import Groups
 from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.server_messages import Answers
 from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.interfaces.trainings import Job
-from paceline.network import Cluster, Workload
 from paceline.records import Journal
 
 

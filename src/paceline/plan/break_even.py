@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from paceline.network import Cluster
+from paceline.cluster import Cluster
 from paceline.plan.coarse import coarse, unplanned
 from paceline.plan.predict import Job, Refused
 from paceline.plan.price import UNBOUNDED, Budget, cost

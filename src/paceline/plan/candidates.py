@@ -22,12 +22,12 @@ import msgspec
 
 from paceline.bucketing import FIXED, RULES
 from paceline.chosen import read_spec
+from paceline.cluster import Cluster
 from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS, Identity, make
 from paceline.errors import UsageError
 from paceline.interfaces import Method, Quality, weaker
 from paceline.methods import METHODS
-from paceline.network import Cluster
 from paceline.plan.found import LeftOut
 from paceline.settings import Settings
 from paceline.spec import Spec, parse

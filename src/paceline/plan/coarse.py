@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paceline.bucketing import MEASURED
 from paceline.chosen import read_spec
-from paceline.network import Workload
+from paceline.cluster import Workload
 from paceline.spec import Spec, parse
 
 FEW = 16

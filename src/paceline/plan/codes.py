@@ -8,8 +8,8 @@ from dataclasses import replace
 import msgspec
 
 from paceline.chosen import read_spec
+from paceline.cluster.workload import CodingTimes
 from paceline.compression import full_spec
-from paceline.network.workload import CodingTimes
 from paceline.plan.coarse import coarse
 from paceline.plan.found import Plan, Row
 from paceline.plan.predict import Job, Prediction

@@ -21,10 +21,10 @@ from functools import partial
 
 import msgspec
 
+from paceline.cluster import Cluster, Workload
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError
 from paceline.interfaces import QUALITIES, Quality
-from paceline.network import Cluster, Workload
 from paceline.plan.candidates import Candidate, crossed, first
 from paceline.plan.coarse import coarse
 from paceline.plan.found import LeftOut, Plan

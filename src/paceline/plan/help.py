@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
-from paceline.network import Cluster, Rack
+from paceline.cluster import Cluster, Rack
 from paceline.plan.break_even import BreakEven, break_evens
 from paceline.plan.coarse import coarse
 from paceline.plan.found import Plan

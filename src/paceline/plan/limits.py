@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from paceline.cluster import Cluster, Rack, Workload
 from paceline.errors import UsageError
-from paceline.network import Cluster, Rack, Workload
 from paceline.plan.found import Row
 from paceline.plan.predict import Job, Refused, predict
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.cluster import Cluster
 from paceline.interfaces import QUALITIES
-from paceline.network import Cluster
 from paceline.plan.found import Plan, Row
 from paceline.plan.help import Helps
 from paceline.plan.pictures import bars_of

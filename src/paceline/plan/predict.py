@@ -33,16 +33,16 @@ from paceline.beginning import Subject, train
 from paceline.bucketing import MEASURED
 from paceline.buckets import nearly_square
 from paceline.chosen import read_spec
+from paceline.cluster import Cluster, Workload
+from paceline.cluster.stand_in import stand_in
 from paceline.compression import warm_up_of
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Compressor, Method, World
-from paceline.network import Cluster, Workload
 from paceline.records import Journal, StepRecord
 from paceline.report.result import Summary
 from paceline.run_options import RunOptions
 from paceline.settings import Settings
 from paceline.spec import convert_fields
-from paceline.stand_ins import stand_in
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.network import Cluster
+from paceline.cluster import Cluster
 from paceline.plan.coarse import coarse
 from paceline.plan.help import fastest_first, with_hosts
 from paceline.plan.predict import Job

@@ -23,6 +23,7 @@ import msgspec
 
 from paceline import bucketing
 from paceline.bucketing import AffineCost
+from paceline.cluster import Cluster, Workload
 from paceline.collectives.aggregated import Aggregated, exponent_bytes
 from paceline.collectives.atp import ATP
 from paceline.collectives.halving_doubling import HalvingDoubling
@@ -32,7 +33,6 @@ from paceline.collectives.rina import Rina
 from paceline.collectives.rows import Hierarchical, Ring
 from paceline.errors import UsageError
 from paceline.interfaces import Collective, Comm
-from paceline.network import Cluster, Workload
 
 SMALL, LARGE = 1_000_000, 100_000_000
 """Bytes at which a collective is priced: between and beyond, its price is a line."""

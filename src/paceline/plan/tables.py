@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.network import Cluster
+from paceline.cluster import Cluster
 from paceline.plan.found import Plan, Row
 from paceline.plan.help import DDP, Helps
 from paceline.plan.until import Reached

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.interfaces import Quality
-from paceline.network import Cluster
 from paceline.report.goal import Goal
 from paceline.run_options import RunOptions
 from paceline.units import show_seconds

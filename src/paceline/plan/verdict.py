@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from paceline.cluster import Cluster
 from paceline.interfaces import Quality
-from paceline.network import Cluster
 from paceline.plan.found import Plan, Row
 from paceline.plan.help import DDP, Helps
 from paceline.units import show_bytes, show_rate, show_seconds

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import msgspec
 
+from paceline.cluster import Cluster, Rack
 from paceline.interfaces import Quality
-from paceline.network import Cluster, Rack
 from paceline.plan.coarse import coarse, unplanned
 from paceline.plan.decide import NOTHING
 from paceline.plan.found import Plan, Row

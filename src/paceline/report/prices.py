@@ -9,7 +9,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from paceline.profiling import Price, Unsuited
+from paceline.cluster.profiling import Price, Unsuited
 from paceline.report.tables import console_for_tables
 from paceline.units import show_bytes, show_rate, show_seconds
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.network.workload import Workload
+from paceline.cluster.workload import Workload
 from paceline.records import StepRecord
 from paceline.report.goal import Goal
 from paceline.report.result import Failed, Outcome, Result

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from paceline.cluster import Cluster, Rack
 from paceline.interfaces import Method
-from paceline.network import Cluster, Rack
 
 
 @dataclass(frozen=True, kw_only=True)

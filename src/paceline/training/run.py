@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from paceline.buckets import Bucket
+from paceline.cluster import Cluster
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Message, Method, Rhythm, Stopwatch
-from paceline.network import Cluster
 from paceline.server.remote import RemoteParameters
 from paceline.training.means import Means
 from paceline.training.presence import Presence

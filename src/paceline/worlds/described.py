@@ -21,8 +21,8 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.cluster import Cluster, cluster_toml, load_cluster, parse_cluster
 from paceline.errors import ClusterError, PacelineError
-from paceline.network import Cluster, cluster_toml, load_cluster, parse_cluster
 from paceline.run_options import CLUSTER_VARIABLE
 from paceline.worlds.handover import Board, Store
 

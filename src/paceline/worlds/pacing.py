@@ -6,8 +6,8 @@ import time
 from collections import deque
 from statistics import median
 
+from paceline.cluster.workload import Workload
 from paceline.interfaces import CodingStage, Compressor
-from paceline.network.workload import Workload
 
 PASSES_KEPT = 200
 """For a median of how late they were."""

@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 
 from paceline import launchers
+from paceline.cluster import Cluster, Workload
+from paceline.cluster.profiling import KeptGradients, Profiler, times_of, with_times
+from paceline.cluster.profiling.timers import stopwatch_for
 from paceline.collectives.chains import ThreadRunner, WaitingRunner
 from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, aggregators_from
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
 from paceline.interfaces.trainings import Job
 from paceline.launchers import Place
-from paceline.network import Cluster, Workload
-from paceline.profiling import KeptGradients, Profiler, times_of, with_times
 from paceline.python_private import main_thread_is_in
 from paceline.records import Journal
 from paceline.report.files import WorkerRecords
 from paceline.report.result import Result, Summary, exchange_summaries
 from paceline.run_options import RunOptions
-from paceline.stopwatch import stopwatch_for
 from paceline.timeouts import timeouts
 from paceline.torch_internals import COLLECTIVES, default_store, local_store
 from paceline.worlds import alone, own_groups, progress

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from losing import lose
 
 import paceline
-from paceline.probe.pairs import Pairs
+from paceline.cluster.probe.pairs import Pairs
 from paceline.worlds.join import join_world
 
 paceline.init()

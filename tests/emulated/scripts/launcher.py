@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 
-from paceline.network import uniform_cluster
+from paceline.cluster import uniform_cluster
 from paceline.worlds.emulated.fabric import Fabric
 
 # A process, its child, and an orphan in a session of its own that ignores signals.

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from paceline.probe import measure
+from paceline.cluster.probe import measure
 from paceline.worlds.described import Seat
 from paceline.worlds.join import join_world
 

@@ -9,8 +9,8 @@ import sys
 import torch.distributed as dist
 
 import paceline
+from paceline.cluster import cluster_toml
 from paceline.errors import ClusterError
-from paceline.network import cluster_toml
 from paceline.testing import Case
 from paceline.testing.checks import final_parameters
 from paceline.torch_internals import default_store

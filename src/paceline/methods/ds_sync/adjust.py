@@ -22,11 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from paceline.cluster import Cluster, Rack
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.contention import NONE, Contention
 from paceline.methods.ds_sync.plan import Plan, make_plan
 from paceline.methods.ds_sync.pricing import group_seconds, ring_bytes
-from paceline.network import Cluster, Rack
 
 ENTERS = 0.6
 """A link with this part left, or less, is contended."""

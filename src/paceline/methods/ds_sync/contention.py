@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.cluster import Cluster, Rack
 from paceline.methods.ds_sync.divide import sites_of
-from paceline.network import Cluster, Rack
 
 MOST_SELDOM = 4
 """However busy an uplink is, racks meet in every fourth phase that they met in before."""

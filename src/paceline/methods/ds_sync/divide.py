@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_high
 
+from paceline.cluster import Cluster
 from paceline.methods.ds_sync.groups import Groups, cut, in_order, parts
 from paceline.methods.ds_sync.pricing import check_members, ring_bytes
 from paceline.methods.ds_sync.shuffle import digits, shuffled
-from paceline.network import Cluster
 
 SLOW = 0.6
 """A host whose link, or whose speed, is at most this part of its rack's median is slow."""

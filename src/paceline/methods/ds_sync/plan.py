@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from paceline.cluster import Cluster
 from paceline.errors import UsageError, unknown
 from paceline.methods.ds_sync import shuffle as designs
 from paceline.methods.ds_sync.contention import NONE, Contention
 from paceline.methods.ds_sync.divide import divide, is_uneven
 from paceline.methods.ds_sync.groups import Groups, check_partition, parts
-from paceline.network import Cluster
 
 SHUFFLES = ("auto", "digits", "fixed", "pairs", "random", "topology")
 SAMPLE = 16

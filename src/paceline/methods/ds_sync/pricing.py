@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from paceline.cluster import Cluster
+from paceline.cluster.bandwidth import Activity, Sharing
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.groups import Groups
-from paceline.network import Cluster
-from paceline.network.sharing import Activity, Sharing
 
 if TYPE_CHECKING:
     from paceline.methods.ds_sync.plan import Plan

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from paceline import units
+from paceline.cluster.cluster import Cluster
 from paceline.errors import UsageError
-from paceline.network.cluster import Cluster
 from paceline.worlds.emulated import memory
 from paceline.worlds.emulated.client import Client
 from paceline.worlds.emulated.errors import EmulationError

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.cluster.cluster_file import cluster_toml
+from paceline.cluster.rules import Rule
 from paceline.errors import PacelineError
-from paceline.network.cluster_file import cluster_toml
-from paceline.network.rules import Rule
 from paceline.run_options import RunOptions
 from paceline.timeouts import timeouts
 from paceline.transport.security import TOKEN, TRUSTED

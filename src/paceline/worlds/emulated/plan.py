@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from paceline.cluster.cluster import Cluster, ServerHost
 from paceline.errors import UsageError
-from paceline.network.cluster import Cluster, ServerHost
 from paceline.worlds.emulated.messages import INTERFACE, Build, HostPlan, LinkPlan
 from paceline.worlds.emulated.shaping import wire_rate
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.network.sharing import Activity, Sharing
+from paceline.cluster.bandwidth import Activity, Sharing
 from paceline.worlds.emulated.plan import Host
 from paceline.worlds.emulated.shaping import UNLIMITED, wire_rate
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from paceline.buckets import wire_bytes
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.workload import Workload
 from paceline.interfaces import Compute
-from paceline.network.cluster import Cluster
-from paceline.network.workload import Workload
 from paceline.run_options import RunOptions
 from paceline.units import show_seconds
 from paceline.worlds import progress

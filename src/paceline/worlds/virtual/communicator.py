@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from paceline.cluster.links import Links
 from paceline.collectives.playing import Phases, Play, Prices
 from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.interfaces import Schedule
-from paceline.network.links import Links
 from paceline.records import Span
 from paceline.units import show_bytes
 from paceline.worlds.virtual.clock import MAX_NAMED, Clock, Completion

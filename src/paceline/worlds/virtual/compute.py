@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from paceline.cluster.workload import Workload
 from paceline.compression import full_spec
 from paceline.errors import UsageError
 from paceline.interfaces import CodingStage, Compressor
-from paceline.network.workload import Workload
 from paceline.torch_internals import Uncopied
 from paceline.units import show_seconds
 from paceline.worlds.virtual.inputs import Shapes, shapes_of

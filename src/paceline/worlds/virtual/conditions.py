@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from paceline.cluster.links import Links
+from paceline.cluster.rules import Rule
 from paceline.errors import WorkerFailedError
-from paceline.network.links import Links
-from paceline.network.rules import Rule
 from paceline.records import Span
 from paceline.units import show_seconds
 from paceline.worlds.virtual.clock import QUESTION, Clock

@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from paceline.cluster.workload import Workload, made_with
 from paceline.errors import UsageError
-from paceline.network.workload import Workload, made_with
 from paceline.worlds.virtual.inputs import Shapes
 
 OURS = Path(__file__).resolve().parents[2]

@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.cluster_file import uniform_cluster
+from paceline.cluster.profiling import KeptGradients, coding_times, coding_times_of_busy
+from paceline.cluster.workload import CodingTimes, Workload
 from paceline.compression import make
-from paceline.network.cluster import Cluster
-from paceline.network.cluster_file import uniform_cluster
-from paceline.network.workload import CodingTimes, Workload
-from paceline.profiling import KeptGradients, coding_times, coding_times_of_busy
 from paceline.run_options import RunOptions
 from paceline.worlds.virtual.inputs import Shapes
 from paceline.worlds.virtual.script import run_script

@@ -18,6 +18,9 @@ from typing import Protocol
 import torch
 
 from paceline.buckets import stand_alike, stands_in, wire_bytes
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.links import Links
+from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Answer,
@@ -28,9 +31,6 @@ from paceline.interfaces import (
     ServiceJob,
 )
 from paceline.interfaces.server_messages import Refused, Reply, Request
-from paceline.network.cluster import Cluster
-from paceline.network.links import Links
-from paceline.network.workload import Workload
 from paceline.records import Journal
 from paceline.server import kinds
 from paceline.transport.peers import no_peer

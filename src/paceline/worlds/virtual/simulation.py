@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.links import Links
+from paceline.cluster.profiling import KeptGradients, Profiler
 from paceline.errors import UsageError
 from paceline.interfaces import ServiceJob
 from paceline.interfaces.current_runtime import (
@@ -19,9 +22,6 @@ from paceline.interfaces.current_runtime import (
     enter_world_in_this_thread,
 )
 from paceline.interfaces.trainings import Job, Place
-from paceline.network.cluster import Cluster
-from paceline.network.links import Links
-from paceline.profiling import KeptGradients, Profiler
 from paceline.records import Journal, Kept, Span
 from paceline.run_options import RunOptions
 from paceline.torch_internals import (

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.buckets import stand_in_for, wire_bytes
+from paceline.cluster.profiling import Profiler
+from paceline.cluster.profiling.timers import HostStopwatch
+from paceline.cluster.workload import Workload
 from paceline.interfaces import ServiceJob
 from paceline.interfaces.trainings import Job
-from paceline.network.workload import Workload
-from paceline.profiling import Profiler
 from paceline.records import Journal, Kept, Span
-from paceline.stopwatch import HostStopwatch
 from paceline.worlds.virtual.clock import Actor, Worker
 from paceline.worlds.virtual.compute import ModelCompute, VirtualCompute
 from paceline.worlds.virtual.continuations import EventRunner

@@ -1,0 +1,393 @@
+"""A cluster: racks of hosts, their links, their speeds.
+
+Topology: host -- link -- rack switch -- uplink -- core switch. A path inside a rack has
+the rack's latency; a path between two racks has half of each rack's latency plus each
+rack's ``uplink_latency``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass, field
+
+from paceline import units
+from paceline.cluster.rack import PACKET_BYTES, Rack
+from paceline.cluster.rules import Rule
+from paceline.errors import ClusterError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processor:
+    """What communication costs the processors.
+
+    *message*: core-seconds of one message, its sender's and its receiver's together;
+    *byte*: core-seconds of one byte of it. *cores* is the number of cores that all hosts
+    share, as they do in an emulated cluster; None where each rack says what its hosts have.
+    """
+
+    message: float = 0.0
+    byte: float = 0.0
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("message", "byte"):
+            value = getattr(self, key)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ClusterError(
+                    f"key {key!r}: expected a time of zero or more, got {value:g} s"
+                )
+        if self.cores is not None and self.cores < 1:
+            raise ClusterError(f"key 'cores': expected 1 or more, got {self.cores}")
+
+    def crowd(self, workers: int) -> float:
+        """How many of so many workers are on each core where all are busy at once: 1 where
+        every host has cores of its own."""
+        return 1.0 if self.cores is None else max(1.0, workers / self.cores)
+
+    def describe(self) -> str:
+        """One line for people."""
+        text = f"{units.show_seconds(self.message)} of a processor a message"
+        if self.byte:
+            text += f" and {units.show_seconds(1e6 * self.byte)} a megabyte"
+        if self.cores is not None:
+            text += f", {self.cores} cores for all hosts"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerHost:
+    """A host of its own for a parameter server, in rack number *rack*; *link* is its
+    goodput in bytes per second, each direction (None: as that rack's first host)."""
+
+    rack: int = 0
+    link: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.link is not None and not (self.link > 0 and math.isfinite(self.link)):
+            raise ClusterError(
+                f"key 'link': expected a rate above zero, got {self.link:g} bytes/s"
+            )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Racks, and from them every directed link with its capacity; the *rules* of what
+    happens to them during a run; what a message costs a *processor* (None: nothing); and
+    hosts for *servers*.
+
+    Workers and hosts are numbered rack by rack, the servers' hosts after all others, and
+    then each rack's switch, where services may run, too, and what adds up there.
+    ``capacities[i]`` is the goodput of directed link *i* in bytes per second.
+
+    Where a rule names a path from one host to another, what only these two share is a link of its
+    own, numbered after all others; it is never the limit before the rule says so.
+    """
+
+    racks: tuple[Rack, ...]
+    rules: tuple[Rule, ...] = ()
+    processor: Processor | None = None
+    servers: tuple[ServerHost, ...] = ()
+    capacities: tuple[float, ...] = field(init=False, repr=False)
+    _host_of: tuple[int, ...] = field(init=False, repr=False)
+    _rack_of: tuple[int, ...] = field(init=False, repr=False)
+    _paths: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
+    """By hosts, from and to: the number of its link."""
+
+    def __post_init__(self) -> None:
+        if not self.racks:
+            raise ClusterError(
+                "expected at least one [[rack]] table, got none: a cluster needs workers"
+            )
+        rack_of = [i for i, rack in enumerate(self.racks) for _ in range(rack.hosts)]
+        hosts = itertools.count()
+        host_of = [
+            host
+            for rack in self.racks
+            for host in itertools.islice(hosts, rack.hosts)
+            for _ in range(rack.workers_per_host)
+        ]
+        # Directed links: 2h and 2h+1 are host h's out and in, then each rack's uplink
+        # and downlink.
+        capacities: list[float] = []
+        for rack in self.racks:
+            capacities += [rate for link in rack.links for rate in (link, link)]
+        for rack in self.racks:
+            capacities += [math.inf if rack.uplink is None else rack.uplink] * 2
+        for number, server in enumerate(self.servers):
+            if not 0 <= server.rack < len(self.racks):
+                raise ClusterError(
+                    f"server {number}: key 'rack': expected 0 to {len(self.racks) - 1}, "
+                    f"got {server.rack}"
+                )
+            rack_of.append(server.rack)
+            link = server.link or self.racks[server.rack].links[0]
+            capacities += [link, link]
+        object.__setattr__(self, "_rack_of", tuple(rack_of))
+        object.__setattr__(self, "_host_of", tuple(host_of))
+        object.__setattr__(self, "capacities", tuple(capacities))
+        object.__setattr__(self, "_paths", {})
+        self._check_groups()
+        for number, rule in enumerate(self.rules):
+            try:
+                if isinstance(rule.target, str):
+                    self._add_path(rule.target)
+                    self.links_named(rule.target)
+                elif not 0 <= rule.target < self.workers:
+                    raise ClusterError(
+                        f"key 'kill': expected a worker, 0 to {self.workers - 1}, got "
+                        f"{rule.target}"
+                    )
+            except ClusterError as error:
+                raise ClusterError(f"rule {number}: {error}") from None
+
+    def _add_path(self, name: str) -> None:
+        """Give what only two hosts share a link, if *name* is of such a path."""
+        pair = self._pair_named(name)
+        if pair is not None and pair not in self._paths:
+            self._paths[pair] = len(self.capacities)
+            object.__setattr__(self, "capacities", (*self.capacities, math.inf))
+
+    def _pair_named(self, name: str) -> tuple[int, int] | None:
+        """The hosts of ``"worker 1 to worker 3"``, ``"host 0 to server 0"``; None for what is no
+        such name. Raises `ClusterError` where there is no such host."""
+        words = re.fullmatch(r"(\w+) (\d+) to (\w+) (\d+)", name)
+        if words is None:
+            return None
+        one, other = (
+            self._host_named(words[i], int(words[i + 1]), name) for i in (1, 3)
+        )
+        if one == other:
+            raise ClusterError(f"{name!r}: expected two hosts")
+        return one, other
+
+    def _host_named(self, kind: str, number: int, name: str) -> int:
+        if kind == "server" and number < len(self.servers):
+            return self.host_of_server(number)
+        kinds = ("worker", "host") if self.hosts == self.workers else ("host",)
+        if kind in kinds and number < self.hosts:
+            return number
+        raise ClusterError(
+            f"{name!r}: there is no {kind} {number} with a link: expected '{kinds[0]} N' (N: 0 to "
+            f"{self.hosts - 1}) or, of hosts for servers, 'server N'"
+        )
+
+    @property
+    def paths(self) -> tuple[tuple[int, int], ...]:
+        """Hosts, from and to, of the paths that rules name."""
+        return tuple(self._paths)
+
+    def _check_groups(self) -> None:
+        """Raise `ClusterError` where some workers are in groups and others are not."""
+        grouped = [number for number, rack in enumerate(self.racks) if any(rack.groups)]
+        for number in range(len(self.racks)):
+            if grouped and number not in grouped:
+                raise ClusterError(
+                    f"rack {number}: key 'group' is missing: its workers are in no group, "
+                    f"and those of rack {grouped[0]} are: expected each worker in one"
+                )
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """By worker, the number of its group, in the order in which groups are named; empty
+        where nobody has named any."""
+        names = [name for rack in self.racks for name in rack.groups if name]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return tuple(numbers[name] for name in names)
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return len(self._host_of)
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts that workers run on."""
+        return len(self._rack_of) - len(self.servers)
+
+    def name_of(self, host: int) -> str:
+        """What a host calls itself; empty where nobody has said it."""
+        for rack in self.racks:
+            if host < rack.hosts:
+                return rack.names[host] if rack.names else ""
+            host -= rack.hosts
+        return ""
+
+    def host_of_server(self, server: int) -> int:
+        """The host of a server that has one of its own."""
+        return self.hosts + server
+
+    def host_of(self, worker: int) -> int:
+        """The host that a worker runs on."""
+        return self._host_of[worker]
+
+    def switch_of(self, rack: int) -> int:
+        """The number, as of a host, of a rack's switch. It is behind no link of its own: what
+        goes there from a host of the rack crosses that host's link and nothing else."""
+        return len(self._rack_of) + rack
+
+    def aggregator_of(self, rack: int) -> int:
+        """The number, as of a host, of what adds up at a rack's switch: it is where the switch
+        is, and takes in only what `aggregation` says."""
+        return len(self._rack_of) + len(self.racks) + rack
+
+    def is_switch(self, host: int) -> bool:
+        """Whether that is a rack's switch, or what adds up there."""
+        return host >= len(self._rack_of)
+
+    def is_aggregator(self, host: int) -> bool:
+        """Whether that is what adds up at a rack's switch."""
+        return host >= len(self._rack_of) + len(self.racks)
+
+    def rack_of(self, worker: int) -> int:
+        """The rack that a worker's host stands in."""
+        return self._rack_of[self._host_of[worker]]
+
+    def rack_of_host(self, host: int) -> int:
+        """The rack that a host, or a switch, stands in."""
+        beyond = host - len(self._rack_of)
+        return self._rack_of[host] if beyond < 0 else beyond % len(self.racks)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Relative compute speed of each worker."""
+        return tuple(s for rack in self.racks for s in rack.speed)
+
+    def path(self, source: int, destination: int) -> tuple[int, ...]:
+        """The directed links from one worker's host to another's, as indices; none within
+        a host."""
+        return self.host_path(self._host_of[source], self._host_of[destination])
+
+    def host_path(self, source: int, destination: int) -> tuple[int, ...]:
+        """The directed links from one host, or switch, to another, as indices."""
+        if source == destination:
+            return ()
+        from_rack, to_rack = self.rack_of_host(source), self.rack_of_host(destination)
+        base = 2 * self.hosts
+        links: tuple[int, ...] = ()
+        if not self.is_switch(source):
+            links += (self.link_out_of(source),)
+        if from_rack != to_rack:
+            links += (base + 2 * from_rack, base + 2 * to_rack + 1)
+        if self.is_aggregator(destination):
+            links += (len(self.capacities) + to_rack,)
+        elif not self.is_switch(destination):
+            links += (self.link_out_of(destination) + 1,)
+        own = self._paths.get((source, destination))
+        return links if own is None else (*links, own)
+
+    @property
+    def aggregation(self) -> tuple[float, ...]:
+        """By rack, how much what adds up at its switch takes in, in bytes per second of all
+        contributions together. In a path it is as a link, numbered after all links.
+
+        Slots bound it, too: a sum has its slot from the moment at which its packets leave the
+        rack's hosts until these, and the furthest host that the sum may go to, have said that
+        it is there. So of each of the rack's workers come no more than *slots* packets in that time.
+        """
+        return tuple(
+            min(rack.aggregation_rate or math.inf, self._rate_of_slots(number))
+            for number, rack in enumerate(self.racks)
+        )
+
+    def _rate_of_slots(self, number: int) -> float:
+        rack, switch = self.racks[number], self.switch_of(number)
+        if rack.slots is None:
+            return math.inf
+        furthest = max(self.host_latency(switch, host) for host in range(self.hosts))
+        held = rack.latency + 2 * furthest
+        most = rack.workers * rack.slots * PACKET_BYTES
+        return most / held if held else math.inf
+
+    def link_out_of(self, host: int) -> int:
+        """The link out of a host; the one into it comes next."""
+        beyond = host - self.hosts
+        return 2 * host if beyond < 0 else 2 * (self.hosts + len(self.racks) + beyond)
+
+    def latency(self, source: int, destination: int) -> float:
+        """One-way seconds from one worker's host to another's."""
+        return self.host_latency(self._host_of[source], self._host_of[destination])
+
+    def host_latency(self, source: int, destination: int) -> float:
+        """One-way seconds from one host, or switch, to another: half of a rack's latency
+        lies on either side of its switch."""
+        if source == destination:
+            return 0.0
+        from_rack, to_rack = self.rack_of_host(source), self.rack_of_host(destination)
+        a, b = self.racks[from_rack], self.racks[to_rack]
+        out = 0.0 if self.is_switch(source) else a.latency / 2
+        into = 0.0 if self.is_switch(destination) else b.latency / 2
+        if from_rack == to_rack:
+            return out + into
+        return out + into + a.uplink_latency + b.uplink_latency
+
+    def link_name(self, index: int) -> str:
+        """What people call a directed link: ``"worker 3 out"`` (``"host 3 out"`` where
+        hosts have several workers), ``"rack 0 up"``, ``"worker 1 to worker 3"``."""
+        base = 2 * self.hosts
+        beyond = index - base - 2 * len(self.racks)
+        own = beyond - 2 * len(self.servers)
+        what = "worker" if self.hosts == self.workers else "host"
+        if own >= 0:
+            ends = [
+                f"{what} {host}" if host < self.hosts else f"server {host - self.hosts}"
+                for host in self.paths[own]
+            ]
+            return " to ".join(ends)
+        if beyond >= 0:
+            return f"server {beyond // 2} {'in' if beyond % 2 else 'out'}"
+        if index < base:
+            return f"{what} {index // 2} {'in' if index % 2 else 'out'}"
+        return f"rack {(index - base) // 2} {'down' if index % 2 else 'up'}"
+
+    def links_named(self, name: str) -> tuple[int, ...]:
+        """The directed links that people call *name*; both where it names no direction.
+
+        ``"host 3 out"`` is always understood, ``"worker 3 out"`` where each host has one.
+        Raises `ClusterError` that says which there are.
+        """
+        pair = self._pair_named(name)
+        if pair in self._paths:
+            return (self._paths[pair],)
+        found = []
+        for index in range(len(self.capacities)):
+            full = self.link_name(index)
+            names = {full, f"host{full.removeprefix('worker')}"}
+            if any(name in (text, text.rsplit(" ", 1)[0]) for text in names):
+                found.append(index)
+        if not found:
+            what = self.link_name(0).split(" ", 1)[0]
+            raise ClusterError(
+                f"there is no link {name!r}: expected '{what} N', '{what} N out', "
+                f"'{what} N in' (N: 0 to {self.hosts - 1}), or 'rack N', 'rack N up', "
+                f"'rack N down' (0 to {len(self.racks) - 1}), or '{what} N to {what} M'"
+            )
+        return tuple(found)
+
+    def describe(self) -> str:
+        """One line for people."""
+        parts = []
+        for rack in self.racks:
+            rates = sorted(set(rack.links))
+            rate = units.show_rate(rates[-1])
+            if len(rates) > 1:
+                rate = f"{units.show_rate(rates[0])} to {rate}"
+            text = f"{rack.workers} workers, {rate}, {units.show_seconds(rack.latency)}"
+            if rack.workers_per_host > 1:
+                text += f", {rack.workers_per_host} a host"
+            if rack.uplink is not None:
+                text += f", uplink {units.show_rate(rack.uplink)}"
+            if set(rack.speed) != {1.0}:
+                text += ", speeds " + " ".join(f"{s:g}" for s in rack.speed)
+            if rack.aggregates:
+                text += ", its switch adds up"
+            if any(rack.groups):
+                text += ", in " + " and ".join(dict.fromkeys(rack.groups))
+            parts.append(text)
+        if self.servers:
+            count = len(self.servers)
+            parts.append(f"{count} host{'s' if count != 1 else ''} for servers")
+        if self.processor is not None:
+            parts.append(self.processor.describe())
+        return "; ".join(parts)

@@ -1,0 +1,238 @@
+"""Messages over a cluster's links: a clock drives `Sharing`; connections are first in, first
+out.
+
+Links and processors are shared each by itself: connections share a link's bytes per second, and
+threads share cores, of which each uses one at most. A transfer has ended when its bytes have
+moved and its processors have done their work. So a small message that costs as much work as a
+large one takes no bandwidth from it, and no more of a core than any other thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from paceline.cluster.bandwidth import Activity, Sharing
+from paceline.cluster.cluster import Cluster
+
+
+class Events(Protocol):
+    """A clock, and what is to happen on it."""
+
+    @property
+    def now(self) -> float: ...
+
+    def at(
+        self, time: float, action: Callable[[], None], *, last: bool = False
+    ) -> None:
+        """Call *action* when the clock reaches *time*; *last*: after the other events
+        of that instant."""
+        ...
+
+
+class Agenda:
+    """A clock that nobody lives by: `run` goes from event to event until none is left."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
+        self._sequence = itertools.count()
+
+    def at(
+        self, time: float, action: Callable[[], None], *, last: bool = False
+    ) -> None:
+        """See `Events`."""
+        heapq.heappush(self._heap, (time, int(last), next(self._sequence), action))
+
+    def run(self) -> float:
+        """Returns the instant of the last event."""
+        while self._heap:
+            self.now, _, _, action = heapq.heappop(self._heap)
+            action()
+        return self.now
+
+
+class _Route(NamedTuple):
+    """Of messages from one host to another: the same objects for all of them, which nobody changes."""
+
+    latency: float
+    demand: Mapping[int, float]
+    messages: Sequence[tuple[int, float]]
+
+
+class Links:
+    """Transfers over a cluster's links, on a clock.
+
+    Rates are shared anew once per instant, after everything else that happens then.
+    """
+
+    def __init__(self, clock: Events, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._clock = clock
+        self._wires = _Shared(
+            clock, Sharing([*cluster.capacities, *cluster.aggregation])
+        )
+        self._cores = _Shared(clock, Sharing(_processors(cluster), most=1.0))
+        self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
+        self._routes: dict[tuple[int, int], _Route] = {}
+
+    def set_capacity(self, link: int, rate: float) -> None:
+        """Give a directed link another goodput from now on; 0: nothing gets through."""
+        self._wires.set_capacity(link, rate)
+
+    def start(
+        self,
+        demand: Mapping[int, float],
+        size: float,
+        done: Callable[[], None],
+        messages: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        """Move *size* bytes on each connection of *demand* (link to number of
+        connections), from now on; call *done* when the last byte has left.
+
+        *messages*: of each thread that sends meanwhile, its host and how many messages. Where they
+        cost processors something, the transfer also waits until all threads have done their work.
+        """
+        work = self._work(messages, size, demand)
+        moves = bool(demand) and size > 0
+        waits = moves + bool(work)
+        if not waits:
+            done()
+            return
+
+        def part_done(now: float) -> None:
+            nonlocal waits
+            waits -= 1
+            if not waits:
+                done()
+
+        if moves:
+            self._wires.start(Activity(demand, size, part_done))
+        if work:
+            self._cores.start(_computation(work, self._core_of, part_done))
+
+    def _work(
+        self,
+        messages: Sequence[tuple[int, float]],
+        size: float,
+        demand: Mapping[int, float],
+    ) -> list[tuple[int, float]]:
+        """Of each thread: its host and its core-seconds. Threads of a host share its bytes."""
+        processor = self.cluster.processor
+        if processor is None:
+            return []
+        threads = Counter(host for host, _ in messages)
+        work = []
+        for host, count in messages:
+            moved = size * demand.get(self.cluster.link_out_of(host), 0.0)
+            seconds = count * processor.message + moved * processor.byte / threads[host]
+            if seconds > 0:
+                work.append((host, seconds))
+        return work
+
+    def _core_of(self, host: int) -> int:
+        """Which processor a host's threads run on: its own, or the one of all hosts."""
+        processor = self.cluster.processor
+        return host if processor is None or processor.cores is None else 0
+
+    def send(
+        self,
+        connection: Hashable,
+        source: int,
+        destination: int,
+        size: float,
+        sent: Callable[[], None],
+        arrived: Callable[[], None],
+    ) -> None:
+        """Send a message between two hosts, or switches, over a named connection, after
+        those sent over it before. A switch sends without a processor of its own.
+
+        *sent* is called when the last byte has left, *arrived* one latency later. Only the
+        head of a connection is a flow: its successors wait, and do not take bandwidth.
+        """
+        queue = self._queues.setdefault(connection, deque())
+        route = self._routes.get((source, destination))
+        if route is None:
+            route = self._routes[source, destination] = self._route(source, destination)
+        latency = route.latency
+
+        def left() -> None:
+            queue.popleft()
+            self._clock.at(self._clock.now + latency, arrived)
+            if queue:
+                queue[0]()
+            else:
+                del self._queues[connection]
+            sent()
+
+        queue.append(partial(self.start, route.demand, size, left, route.messages))
+        if len(queue) == 1:
+            queue[0]()
+
+    def _route(self, source: int, destination: int) -> _Route:
+        cluster = self.cluster
+        return _Route(
+            cluster.host_latency(source, destination),
+            dict.fromkeys(cluster.host_path(source, destination), 1.0),
+            () if cluster.is_switch(source) else ((source, 1.0),),
+        )
+
+
+class _Shared:
+    """A `Sharing` that a clock drives: rates are shared anew once per instant."""
+
+    def __init__(self, clock: Events, sharing: Sharing) -> None:
+        self._clock = clock
+        self._sharing = sharing
+        self._settle_at: float | None = None
+
+    def start(self, activity: Activity) -> None:
+        self._sharing.start(activity)
+        self._settle_by(self._clock.now)
+
+    def set_capacity(self, index: int, rate: float) -> None:
+        self._sharing.set_capacity(index, rate)
+        self._settle_by(self._clock.now)
+
+    def _settle_by(self, time: float) -> None:
+        if time < math.inf and (self._settle_at is None or time < self._settle_at):
+            self._settle_at = time
+            self._clock.at(time, partial(self._settle, time), last=True)
+
+    def _settle(self, planned: float) -> None:
+        if planned != self._settle_at:
+            return  # an earlier settle has made this one void
+        self._settle_at = None
+        for activity in self._sharing.settle(planned):
+            activity.done(planned)
+        self._settle_by(self._sharing.next_end())
+
+
+def _computation(
+    work: Sequence[tuple[int, float]],
+    core_of: Callable[[int], int],
+    done: Callable[[float], None],
+) -> Activity:
+    """Work of threads, each on its host and in core-seconds, as one activity: they end together,
+    and the one that has most to do uses a whole core where it finds one."""
+    most = max(seconds for _, seconds in work)
+    demand: dict[int, float] = {}
+    for host, seconds in work:
+        core = core_of(host)
+        demand[core] = demand.get(core, 0.0) + seconds / most
+    return Activity(demand, most, done)
+
+
+def _processors(cluster: Cluster) -> list[float]:
+    """Cores that communication can use: of all hosts together, or of each."""
+    if cluster.processor is None:
+        return []
+    if cluster.processor.cores is not None:
+        return [float(cluster.processor.cores)]
+    count = cluster.hosts + len(cluster.servers)
+    return [float(cluster.racks[cluster.rack_of_host(h)].cores) for h in range(count)]

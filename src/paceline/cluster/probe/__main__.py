@@ -1,0 +1,41 @@
+"""The script that ``paceline probe`` launches on every worker: measures, and writes what it
+found to a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from paceline.cluster.probe.measure import SIZES, measure
+from paceline.worlds.join import join_world
+
+
+def main() -> None:
+    """Measure, and let rank 0 write the findings."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds-per-pair", type=float, default=0.1)
+    parser.add_argument("--largest", type=int, default=SIZES[-1])
+    arguments = parser.parse_args()
+    world = join_world()
+    world.connect()
+
+    def say(text: str) -> None:
+        if world.rank == 0:
+            print(f"probe: {text}", file=sys.stderr, flush=True)
+
+    findings = measure(
+        world,
+        seconds_per_pair=arguments.seconds_per_pair,
+        largest=arguments.largest,
+        say=say,
+    )
+    if world.rank == 0:
+        arguments.output.write_bytes(msgspec.json.encode(findings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""A cluster, from what a probe found."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.cluster.cluster import Cluster, Processor
+from paceline.cluster.probe.result import Findings, Size
+from paceline.cluster.rack import Rack
+
+Seconds = NDArray[np.float64]
+
+SAME_LINKS = 0.03
+"""Links whose goodput differs by less are given one figure: their median."""
+
+NO_LIMIT = 0.9
+"""Racks' uplinks that give this part of what their hosts' links can do are no limit."""
+
+
+def infer_cluster(findings: Findings) -> Cluster:
+    """The cluster in which the virtual world takes the times that were measured.
+
+    Each host's link is the best goodput to or from it in its rack. A message's latency and
+    its processor time come from all-reduces of all sizes, one at a time and two at a time:
+    what does not overlap is the processors' or the wire's, what does is latency.
+    """
+    latency, processor = _start_up(findings)
+    racks = []
+    for rack in sorted(set(findings.racks)):
+        members = [i for i, number in enumerate(findings.racks) if number == rack]
+        hosts = list(dict.fromkeys(findings.hosts[i] for i in members))
+        leaders = [findings.hosts.index(host) for host in hosts]
+        links = _links(findings, leaders)
+        racks.append(
+            Rack(
+                workers=len(members),
+                link=links[0] if len(set(links)) == 1 else tuple(links),
+                latency=latency,
+                uplink=_uplink(findings, rack, sum(links)),
+                speed=tuple(findings.speeds[i] for i in members),
+                workers_per_host=len(members) // len(hosts),
+                names=tuple(findings.names[i] for i in leaders if findings.names),
+            )
+        )
+    return Cluster(tuple(racks), processor=processor)
+
+
+def fit(sizes: Sequence[Size]) -> tuple[float, float]:
+    """Start-up and seconds per byte of an all-reduce: least squares over *sizes*, each
+    size counting alike (errors relative to its time)."""
+    x = np.array([[1.0, size.bytes] for size in sizes])
+    y = np.array([size.seconds for size in sizes])
+    (start_up, slope), *_ = np.linalg.lstsq(x / y[:, None], np.ones(len(y)), rcond=None)
+    return max(0.0, float(start_up)), max(0.0, float(slope))
+
+
+def _links(findings: Findings, leaders: Sequence[int]) -> list[float]:
+    everyone = sorted({findings.hosts.index(host) for host in findings.hosts})
+    links = []
+    for i in leaders:
+        near = [j for j in leaders if j != i] or [j for j in everyone if j != i]
+        rates = [findings.goodput[i][j] for j in near]
+        rates += [findings.goodput[j][i] for j in near]
+        # The best is what the link can do; several pairs agree on it, and one may be lucky.
+        rates.sort(reverse=True)
+        links.append(statistics.median(rates[: max(1, len(rates) // 2)]))
+    middle = statistics.median(links) if links else 0.0
+    if links and all(abs(rate / middle - 1) < SAME_LINKS for rate in links):
+        return [middle] * len(links)
+    return links
+
+
+def _uplink(findings: Findings, rack: int, links: float) -> float | None:
+    rates = [rate for a, b, rate in findings.uplinks if rack in (a, b)]
+    if not rates:
+        return None
+    best = max(rates)
+    return None if best > NO_LIMIT * links else best
+
+
+def _start_up(findings: Findings) -> tuple[float, Processor | None]:
+    """A message's latency, and what it costs processors: what fits all sizes best."""
+    n = findings.workers
+    steps = 2 * (n - 1)
+    if findings.world == "virtual" or n == 1 or not findings.all_reduce:
+        others = [v for row in findings.latency for v in row if v > 0]
+        return min(others, default=0.0), None
+    cores = findings.shared_cores
+    per_byte = _byte(findings.all_reduce, n)
+    # The processors of one machine do everybody's messages; a host's only its own.
+    share = n / cores if cores is not None else 1.0
+    ring = [findings.goodput[i][(i + 1) % n] for i in range(n)]
+    slowest = min(rate for rate in ring if rate) if any(ring) else math.inf
+    sent = [steps / n * size.bytes for size in findings.all_reduce]
+    wire = np.array([bytes_sent / slowest for bytes_sent in sent])
+    busy = np.array([bytes_sent * per_byte * share for bytes_sent in sent])
+    chain, work = _fit_start_up(findings.all_reduce, wire, busy)
+    processor = Processor(
+        message=work / (steps * share), byte=per_byte, cores=findings.shared_cores
+    )
+    return chain / steps, processor
+
+
+def _fit_start_up(
+    sizes: Sequence[Size], wire: Seconds, busy: Seconds
+) -> tuple[float, float]:
+    """Seconds of latency, and of processors' work, in the start-up of an all-reduce.
+
+    The model is the virtual world's: bytes move while processors work, the slower of the
+    two sets the pace, both are shared by two at a time, and latency passes beside. The sum
+    of relative errors over all sizes, alone and in pairs, is made as small as it gets:
+    a few outliers then do not matter.
+    """
+    alone = np.array([size.seconds for size in sizes])
+    pairs = np.array([max(size.pair_seconds, size.seconds) for size in sizes])
+
+    def error(chain: Seconds, work: Seconds) -> Seconds:
+        one = chain + np.maximum(wire, work + busy)
+        two = chain + 2 * np.maximum(wire, work + busy)
+        errors: Seconds = np.abs(one / alone - 1).sum(-1) + np.abs(two / pairs - 1).sum(
+            -1
+        )
+        return errors
+
+    top = float(np.median(alone[: max(1, len(sizes) // 2)])) * 1.5
+    low_chain = low_work = 0.0
+    high_chain = high_work = top
+    best = (0.0, 0.0)
+    for _ in range(4):  # a grid, and finer ones around its best point
+        chains = np.linspace(low_chain, high_chain, 41)
+        works = np.linspace(low_work, high_work, 41)
+        errors = error(chains[:, None, None], works[None, :, None])
+        i, j = np.unravel_index(int(np.argmin(errors)), errors.shape)
+        best = float(chains[i]), float(works[j])
+        step_chain, step_work = chains[1] - chains[0], works[1] - works[0]
+        low_chain, high_chain = (
+            max(0.0, best[0] - 2 * step_chain),
+            best[0] + 2 * step_chain,
+        )
+        low_work, high_work = max(0.0, best[1] - 2 * step_work), best[1] + 2 * step_work
+    return best
+
+
+def _byte(sizes: Sequence[Size], workers: int) -> float:
+    """Core-seconds a byte, from how much more larger all-reduces cost."""
+    first, last = sizes[0], sizes[-1]
+    sent = 2 * (workers - 1) * (last.bytes - first.bytes)  # by all workers together
+    return max(0.0, (last.core_seconds - first.core_seconds) / sent) if sent else 0.0

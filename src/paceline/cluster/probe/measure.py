@@ -1,0 +1,243 @@
+"""Measures between the workers of a job, on torch.distributed, in any world."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from paceline.cluster.probe.pairs import FIRST_BYTES, Pairs
+from paceline.cluster.probe.racks import find_racks
+from paceline.cluster.probe.result import Findings, Size
+from paceline.errors import UsageError
+from paceline.exchange import gather_bytes
+from paceline.interfaces import World
+from paceline.worlds.described import seat
+
+SIZES = tuple(4096 * 4**k for k in range(7))
+"""4 KiB to 16 MiB."""
+
+SECONDS_PER_SIZE = 0.5
+LONGEST_SECONDS = 1.0
+"""Sizes that take longer than this are left out: they tell nothing new."""
+
+IDLE_SECONDS = 0.5
+CPU = torch.device("cpu")
+
+
+def measure(
+    world: World,
+    *,
+    seconds_per_pair: float = 0.1,
+    largest: int = SIZES[-1],
+    say: Callable[[str], None] = lambda text: None,
+) -> Findings:
+    """Measure everything; the same findings on every rank. Collective.
+
+    Pairs are measured one after the other, both ways, *seconds_per_pair* each way; nothing
+    else may use the network meanwhile. *say* is told what begins, on every rank. Raises
+    `UsageError` where there is one worker only.
+    """
+    world.connect()
+    if world.size < 2:
+        raise UsageError(
+            "one worker has no network to measure: expected two or more, such as "
+            "--workers 2, or torchrun's options for several machines"
+        )
+    probe = _Probe(world, seconds_per_pair)
+    say("hosts")
+    hosts, shared_cores = probe.hosts()
+    say("latency and goodput, pair by pair")
+    goodput, latency = probe.pairs.matrices(hosts)
+    racks = find_racks(goodput, latency, hosts)
+    say("uplinks")
+    uplinks = probe.uplinks(racks, goodput)
+    say("all-reduces")
+    all_reduce = probe.all_reduces([s for s in SIZES if s <= largest], shared_cores)
+    say("compute speeds")
+    return Findings(
+        world=world.name,
+        hosts=hosts,
+        goodput=goodput,
+        latency=latency,
+        racks=racks,
+        uplinks=uplinks,
+        all_reduce=all_reduce,
+        shared_cores=shared_cores,
+        speeds=probe.speeds(),
+        names=probe.names(hosts),
+    )
+
+
+class _Probe:
+    def __init__(self, world: World, seconds_per_pair: float) -> None:
+        self._world = world
+        self._rank, self._size = world.rank, world.size
+        self._seconds = seconds_per_pair
+        self.pairs = Pairs(world, seconds_per_pair)
+
+    # ---- who is where ----
+
+    def hosts(self) -> tuple[list[int], int | None]:
+        """Each worker's host, and the cores that all of them share, if they share them.
+
+        Two workers are on one machine if it booted with one name and one id, and on one
+        host if they have one network there. Where that makes a single host, loopback is
+        the network, and each worker counts as a host.
+        """
+        cluster = self._world.cluster
+        if self._world.name == "virtual" and cluster is not None:
+            return [cluster.host_of(worker) for worker in range(self._size)], None
+        mine = seat()
+        machines = self._gather([_number(mine.machine)])
+        networks = self._gather([_number(mine.host)])
+        order = list(dict.fromkeys(row[0] for row in networks))
+        hosts = [order.index(row[0]) for row in networks]
+        if len(order) == 1:
+            hosts = list(range(self._size))
+        one_machine = len({row[0] for row in machines}) == 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        return hosts, cores if one_machine else None
+
+    def names(self, hosts: Sequence[int]) -> list[str]:
+        """What each worker's host calls itself; nothing where these are not different."""
+        names = [one.decode() for one in gather_bytes(seat().name.encode(), CPU)]
+        return names if len(set(names)) == len(set(hosts)) > 1 else []
+
+    def speeds(self) -> list[float]:
+        """Relative compute speeds: what the world says, else of a product of matrices,
+        worker by worker, since they may share cores."""
+        if self._world.speeds is not None:
+            return list(self._world.speeds)
+        times = []
+        a = torch.randn(256, 256)
+        for turn in range(self._size):
+            self.pairs.barrier()
+            mine = 0.0
+            if turn == self._rank:
+                samples = []
+                for _ in range(15):
+                    start = time.perf_counter()
+                    for _ in range(10):
+                        a @ a
+                    samples.append(time.perf_counter() - start)
+                mine = statistics.median(samples)
+            times.append(self.pairs.sum(mine))
+        fastest = min(times)
+        # Differences of less than a tenth are a machine's moods.
+        return [1.0 if fastest / t > 0.9 else round(fastest / t, 2) for t in times]
+
+    # ---- racks ----
+
+    def uplinks(
+        self, racks: Sequence[int], goodput: Sequence[Sequence[float]]
+    ) -> list[tuple[int, int, float]]:
+        """From each rack to each other one: what all workers of the smaller one's size
+        get together, each sending to a partner."""
+        found = []
+        for a in sorted(set(racks)):
+            for b in sorted(set(racks)):
+                if a == b:
+                    continue
+                senders = [i for i, rack in enumerate(racks) if rack == a]
+                takers = [i for i, rack in enumerate(racks) if rack == b]
+                pairs = list(zip(senders, takers, strict=False))
+                size = int(goodput[senders[0]][takers[0]] * 4 * self._seconds)
+                self.pairs.barrier()
+                start = self._world.now()
+                for sender, taker in pairs:
+                    if self._rank == sender:
+                        self.pairs.send(self._world.blank(size, CPU), taker)
+                    elif self._rank == taker:
+                        data = self._world.blank(size, CPU)
+                        self.pairs.receive(data, sender)
+                took = self.pairs.max(self._world.now() - start)
+                found.append((a, b, len(pairs) * size / took))
+        return found
+
+    # ---- all-reduces ----
+
+    def all_reduces(self, sizes: Sequence[int], shared_cores: int | None) -> list[Size]:
+        """The curve: one at a time, two at a time, and what each costs processors."""
+        self._run(FIRST_BYTES, 1)
+        idle = self._idle_load(shared_cores)
+        found: list[Size] = []
+        for size in sizes:
+            estimate = self.pairs.max(self._run(size, 1))
+            if found and estimate > LONGEST_SECONDS:
+                break  # what is larger only takes longer, by its bytes
+            repeats = max(3, min(40, int(SECONDS_PER_SIZE / max(estimate, 1e-6))))
+            if self._world.name == "virtual":
+                repeats = 1  # all are alike
+            self.pairs.barrier()
+            before = self._core_seconds(shared_cores)
+            start = self._world.now()
+            times = [self._run(size, 1) for _ in range(repeats)]
+            spent = self._core_seconds(shared_cores) - before
+            spent -= idle * (self._world.now() - start)
+            spent = max(0.0, spent / repeats)
+            pairs = [
+                self._run(size, 2) for _ in range(max(min(3, repeats), repeats // 2))
+            ]
+            middle = statistics.median(times)
+            spread = statistics.median(abs(t - middle) for t in times)
+            # One machine's counter is everybody's: rank 0's is enough.
+            if shared_cores is not None and self._rank:
+                spent = 0.0
+            found.append(
+                Size(
+                    bytes=size,
+                    seconds=self.pairs.sum(middle) / self._size,
+                    spread=self.pairs.sum(spread) / self._size,
+                    pair_seconds=self.pairs.sum(statistics.median(pairs)) / self._size,
+                    core_seconds=self.pairs.sum(spent),
+                )
+            )
+        return found
+
+    def _run(self, size: int, together: int) -> float:
+        buffers = [self._world.blank(size, CPU) for _ in range(together)]
+        start = self._world.now()
+        for pending in [self.pairs.comm.all_reduce(b, "sum") for b in buffers]:
+            pending.wait()
+        return self._world.now() - start
+
+    def _idle_load(self, shared_cores: int | None) -> float:
+        """Cores that others keep busy on this machine while no worker does anything."""
+        if shared_cores is None:
+            return 0.0
+        self.pairs.barrier()
+        before, start = self._core_seconds(shared_cores), time.perf_counter()
+        time.sleep(IDLE_SECONDS)
+        spent = self._core_seconds(shared_cores) - before
+        return spent / (time.perf_counter() - start)
+
+    def _core_seconds(self, shared_cores: int | None) -> float:
+        """Processor time so far: of the whole machine where all hosts are on it (the
+        kernel's work for the network is nobody's), else of this process."""
+        if self._world.name == "virtual":
+            return 0.0
+        if shared_cores is None or not Path("/proc/stat").exists():
+            return time.process_time()
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        ticks = [int(field) for field in fields]
+        idle = ticks[3] + ticks[4]
+        return (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK")
+
+    # ---- agreement ----
+
+    def _gather(self, row: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(row, dtype=torch.int64)
+        everyone = torch.empty(self._size * len(row), dtype=torch.int64)
+        self.pairs.comm.all_gather(everyone, mine).wait()
+        rows: list[list[int]] = everyone.view(self._size, -1).tolist()
+        return rows
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

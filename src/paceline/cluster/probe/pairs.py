@@ -1,0 +1,384 @@
+"""Point to point: what one worker's host sends to another's, alone and while others send, too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.cluster.probe import tcp_counters
+from paceline.collectives.comm import TorchComm
+from paceline.errors import PeerLostError
+from paceline.exchange import gather_bytes
+from paceline.interfaces import World
+from paceline.torch_internals import moves_host_tensors
+from paceline.worlds.described import seat
+
+FIRST_BYTES = 64 * 1024
+MOST_BYTES = 2**28
+"""In one transfer: 86 ms at 25 Gbit/s. Both ends hold them."""
+TOO_FAST = 2.0
+"""Times what a transfer took with its start."""
+PINGS = 20
+WHISPERS = 50
+TRIES = 3
+DISTURBED = 0.25
+"""Of a transfer's time: so long a worker waited for a processor; the transfer is tried again."""
+CPU = torch.device("cpu")
+Matrix = list[list[float]]
+
+
+@dataclass(frozen=True)
+class Again:
+    """Bytes a second from one rank to another. While little was sent: the segments that went this way, and
+    those of them that were *lost*; and *back* the other way. Nothing was sent where the system
+    does not count."""
+
+    rate: float
+    sent: float
+    lost: float
+    sent_back: float
+    lost_back: float
+
+
+class Pairs:
+    """One worker's end of all measures between two. Collective, as `Comm`s are.
+
+    A transfer takes about *seconds*; the time that a longer one takes more than a shorter one is what
+    counts: start-up, latency and what a shaper lets through at once cancel.
+    """
+
+    def __init__(self, world: World, seconds: float) -> None:
+        self._world, self._seconds = world, seconds
+        self._rank, self._size = world.rank, world.size
+        # Times in virtual time are all alike, and nothing is lost there.
+        virtual = world.name == "virtual"
+        self._pings, self._whispers = (2, 1) if virtual else (PINGS, WHISPERS)
+        self._tries = 1 if virtual else TRIES
+        self._group: Any = dist.group.WORLD
+        if not moves_host_tensors(self._group):  # NCCL alone
+            self._group = dist.new_group(backend="gloo")
+        self.comm = TorchComm(world, "probe", self._group)
+        # Asked now: when a pair fails, nobody answers.
+        names = gather_bytes(seat().name.encode(), CPU)
+        self._names = [name.decode(errors="replace") for name in names]
+
+    # ---- one pair at a time ----
+
+    def matrices(self, hosts: Sequence[int]) -> tuple[Matrix, Matrix]:
+        """Goodput and latency from each worker's host to each other's."""
+        n = self._size
+        first_of = {host: hosts.index(host) for host in set(hosts)}
+        leaders = sorted(first_of.values())
+        flows = [(a, b) for a in leaders for b in leaders if a != b]
+
+        def ask(peer: int) -> list[float]:
+            delay = self._ping(peer)
+            return [self._stream(peer), delay]
+
+        def answer(peer: int) -> list[float]:
+            self._answer_pings(peer)
+            self._answer(peer)
+            return [0.0, 0.0]
+
+        found = dict(zip(flows, self._in_turn(flows, ask, answer, 2), strict=True))
+        goodput = [[0.0] * n for _ in range(n)]
+        latency = [[0.0] * n for _ in range(n)]
+        for i in range(n):
+            for j in range(n):
+                flow = first_of[hosts[i]], first_of[hosts[j]]
+                goodput[i][j], latency[i][j] = found.get(flow, (0.0, 0.0))
+        return goodput, latency
+
+    def again(
+        self, flows: Sequence[tuple[int, int]], expected: Sequence[float]
+    ) -> list[Again]:
+        """Each of *flows* (from rank, to rank) after the other, where about *expected* bytes a second are
+        expected."""
+        rate_of = dict(zip(flows, expected, strict=True))
+
+        def ask(peer: int) -> list[float]:
+            sizes = self._parts(rate_of[self._rank, peer])
+            for left in reversed(range(self._tries)):
+                disturbed = self._is_disturbed(lambda: self._send_parts(peer, sizes))
+                theirs = torch.zeros(1, dtype=torch.int64)
+                self.receive(theirs, peer)
+                over = not left or not (disturbed or theirs.item())
+                self.send(torch.tensor([int(over)]), peer)
+                if over:
+                    break
+            return [0.0, *self._whisper(peer), 0.0, 0.0]
+
+        def answer(peer: int) -> list[float]:
+            sizes, rates = self._parts(rate_of[peer, self._rank]), []
+            over = torch.zeros(1, dtype=torch.int64)
+            while not over.item():
+                disturbed = self._is_disturbed(
+                    lambda: rates.append(self._take_parts(peer, sizes))
+                )
+                self.send(torch.tensor([int(disturbed)]), peer)
+                self.receive(over, peer)
+            return [rates[-1], 0.0, 0.0, *self._answer_whispers(peer)]
+
+        return [Again(*row) for row in self._in_turn(flows, ask, answer, 5)]
+
+    def _in_turn(
+        self,
+        flows: Sequence[tuple[int, int]],
+        ask: Callable[[int], list[float]],
+        answer: Callable[[int], list[float]],
+        width: int,
+    ) -> Matrix:
+        """What both ends of each flow have found, added up, on all ranks. Nobody waits for all others
+        between two flows, which takes long where many processes share a processor: a word goes from the target of
+        one to the source of the next."""
+        mine = torch.zeros(len(flows), width, dtype=torch.float64)
+        word = torch.zeros(1, dtype=torch.int64)
+        self.barrier()
+        before = None
+        for number, (source, target) in enumerate(flows):
+            if before is not None and before != source:
+                if self._rank == before:
+                    self.send(word, source)
+                elif self._rank == source:
+                    self.receive(word, before)
+            with self._between(source, target):
+                if self._rank == source:
+                    self.send(word, target)  # it is their turn
+                    mine[number] = torch.tensor(ask(target))
+                    self.receive(word, target)  # it has all
+                elif self._rank == target:
+                    self.receive(word, source)
+                    mine[number] = torch.tensor(answer(source))
+                    self.send(word, source)
+            before = target
+        self.comm.all_reduce(mine, "sum").wait()
+        found: Matrix = mine.tolist()
+        return found
+
+    @contextmanager
+    def _between(self, source: int, target: int) -> Iterator[None]:
+        """What breaks in here names both ends: torch's words name one address at most."""
+        try:
+            yield
+        except RuntimeError as error:
+            ends = [f"rank {rank} ({self._names[rank]})" for rank in (source, target)]
+            raise PeerLostError(
+                f"the probe failed between {ends[0]} and {ends[1]}: {error}. See whether they "
+                "reach each other, on all ports: ping one from the other, look at firewalls, and "
+                "whether GLOO_SOCKET_IFNAME names an interface of the same network on both"
+            ) from error
+
+    # ---- many at once ----
+
+    def at_once(
+        self, flows: Sequence[tuple[int, int]], sizes: Sequence[int], tries: int = 1
+    ) -> list[float]:
+        """All *flows* (from rank, to rank) at the same time, of *sizes* bytes each; no rank sends or takes
+        twice. Returns what each took in, bytes a second, from its second quarter on: all have begun then. Where a
+        worker waited for a processor they are tried again, up to so many *tries*."""
+        rates = torch.zeros(len(flows), dtype=torch.float64)
+        for left in reversed(range(min(tries, self._tries))):
+            rates.zero_()
+            disturbed = self._is_disturbed(lambda: self._flow(flows, sizes, rates))
+            if not left or not self.max(float(disturbed)):
+                break
+        self.comm.all_reduce(rates, "sum").wait()
+        found: list[float] = rates.tolist()
+        return found
+
+    def _flow(
+        self,
+        flows: Sequence[tuple[int, int]],
+        sizes: Sequence[int],
+        rates: torch.Tensor,
+    ) -> None:
+        """This rank's part of them: the rate of what it takes in goes into *rates*."""
+        coming, going = None, None
+        for number, (source, target) in enumerate(flows):
+            parts = _quarters(sizes[number])
+            if self._rank == target:
+                coming = number, parts, self._expect(source, parts)
+            if self._rank == source:
+                going = target, parts
+        self.barrier()
+        start = self._world.now()
+        self.barrier()  # nobody has begun before the start that any of them knows
+        works = [] if going is None else self._begin(*going)
+        if coming is not None:
+            number, parts, expected = coming
+            rates[number] = self._rate(expected, parts, start)
+        for work in works:
+            work.wait()
+
+    # ---- the two ends of a pair ----
+
+    def _ping(self, peer: int) -> float:
+        word = torch.zeros(1, dtype=torch.int64)
+        times = []
+        for _ in range(self._pings):
+            start = self._world.now()
+            self.send(word, peer)
+            self.receive(word, peer)
+            times.append((self._world.now() - start) / 2)
+        return min(times)  # what is longer waited for a processor
+
+    def _answer_pings(self, peer: int) -> None:
+        word = torch.zeros(1, dtype=torch.int64)
+        for _ in range(self._pings):
+            self.receive(word, peer)
+            self.send(word, peer)
+
+    def _stream(self, peer: int) -> float:
+        """Bytes per second, by transfers that are longer and longer."""
+        size, took = FIRST_BYTES, self._transfer(peer, FIRST_BYTES)
+        while took < self._seconds / 4 and size < MOST_BYTES // 4:
+            size *= 2
+            took = self._transfer(peer, size)
+        long = self._transfer(peer, 4 * size)
+        again = min(took, self._transfer(peer, size))
+        self._transfer(peer, 0)
+        return _rate_of(4 * size, long, 3 * size, long - again)
+
+    def _transfer(self, peer: int, size: int) -> float:
+        length = torch.tensor([size])
+        self.send(length, peer)
+        if not size:
+            return 0.0
+        data = self._blank(size)
+        self.receive(length, peer)  # the peer's buffer is there
+        start = self._world.now()
+        self.send(data, peer)
+        self.receive(length, peer)
+        return self._world.now() - start
+
+    def _answer(self, peer: int) -> None:
+        word = torch.zeros(1, dtype=torch.int64)
+        while True:
+            self.receive(word, peer)
+            if not int(word.item()):
+                return
+            data = self._blank(int(word.item()))
+            self.send(word, peer)
+            self.receive(data, peer)
+            self.send(word, peer)
+
+    # ---- a transfer whose first part does not count ----
+
+    def _parts(self, rate: float) -> list[int]:
+        return _quarters(min(MOST_BYTES, max(FIRST_BYTES, int(rate * self._seconds))))
+
+    def _send_parts(self, peer: int, sizes: Sequence[int]) -> None:
+        self.receive(torch.zeros(1, dtype=torch.int64), peer)  # its buffers are there
+        for work in self._begin(peer, sizes):
+            work.wait()
+
+    def _take_parts(self, peer: int, sizes: Sequence[int]) -> float:
+        works = self._expect(peer, sizes)
+        start = self._world.now()
+        self.send(torch.zeros(1, dtype=torch.int64), peer)
+        return self._rate(works, sizes, start)
+
+    def _expect(self, peer: int, sizes: Sequence[int]) -> list[dist.Work]:
+        # Asked for at once: what asks for the second part would else stand behind what this rank
+        # itself sends.
+        works = [
+            dist.irecv(self._blank(size), peer, group=self._group) for size in sizes
+        ]
+        return [work for work in works if work is not None]
+
+    def _begin(self, peer: int, sizes: Sequence[int]) -> list[dist.Work]:
+        works = [
+            dist.isend(self._blank(size), peer, group=self._group) for size in sizes
+        ]
+        return [work for work in works if work is not None]
+
+    def _rate(
+        self, works: Sequence[dist.Work], sizes: Sequence[int], start: float
+    ) -> float:
+        """From the first part's arrival to the last one's."""
+        times = []
+        for work in works:
+            work.wait()
+            times.append(self._world.now() - start)
+        return _rate_of(sum(sizes), times[-1], sum(sizes[1:]), times[-1] - times[0])
+
+    def _is_disturbed(self, transfer: Callable[[], object]) -> bool:
+        """Whether this process waited for a processor for a good part of a *transfer*: then its time says
+        little of the link."""
+        before, start = tcp_counters.waited_for_processor(), time.perf_counter()
+        transfer()
+        waited = tcp_counters.waited_for_processor() - before
+        return waited > DISTURBED * (time.perf_counter() - start)
+
+    # ---- small messages, by which losses are counted: a queue that is full loses some anywhere ----
+
+    def _whisper(self, peer: int) -> list[float]:
+        """Segments sent meanwhile, and those sent again."""
+        before, start = tcp_counters.segments(), self._world.now()
+        for left in reversed(range(self._whispers)):
+            over = not left or self._world.now() - start > self._seconds
+            self.send(torch.tensor([int(over)]), peer)
+            self.receive(torch.zeros(1, dtype=torch.int64), peer)
+            if over:
+                break
+        return _since(before)
+
+    def _answer_whispers(self, peer: int) -> list[float]:
+        before = tcp_counters.segments()
+        word = torch.zeros(1, dtype=torch.int64)
+        while not word.item():
+            self.receive(word, peer)
+            self.send(word, peer)
+        return _since(before)
+
+    def _blank(self, size: int) -> torch.Tensor:
+        return self._world.blank(max(1, size), CPU)
+
+    # ---- agreement ----
+
+    def now(self) -> float:
+        """This worker's clock."""
+        return self._world.now()
+
+    def send(self, tensor: torch.Tensor, peer: int) -> None:
+        dist.send(tensor, peer, group=self._group)
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> None:
+        dist.recv(tensor, peer, group=self._group)
+
+    def barrier(self) -> None:
+        self.comm.all_reduce(torch.zeros(1), "sum").wait()
+
+    def sum(self, value: float) -> float:
+        return self._reduced(value, "sum")
+
+    def max(self, value: float) -> float:
+        return self._reduced(value, "max")
+
+    def _reduced(self, value: float, operation: Any) -> float:
+        number = torch.tensor([value], dtype=torch.float64)
+        self.comm.all_reduce(number, operation).wait()
+        return float(number.item())
+
+
+def _rate_of(size: float, seconds: float, later: float, took: float) -> float:
+    """What the *later* bytes of a transfer of *size* bytes tell, unless that is much faster than all of it, with its start: a
+    worker that got no processor for a while finds everything there at once, or its first part late."""
+    whole = size / max(seconds, 1e-9)
+    rate = later / max(took, 1e-9)
+    return rate if rate < TOO_FAST * whole else whole
+
+
+def _quarters(size: int) -> list[int]:
+    return [max(1, size // 4)] * 4
+
+
+def _since(before: tuple[int, int]) -> list[float]:
+    now = tcp_counters.segments()
+    return [float(now[0] - before[0]), float(now[1] - before[1])]

@@ -1,0 +1,249 @@
+"""What a model's training step really costs to compute, tensor by tensor."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from paceline.buckets import stands_in, wire_bytes
+from paceline.cluster.profiling.gradient_dump import KeptGradients
+from paceline.cluster.profiling.step_habits import StepHabits
+from paceline.cluster.workload import Workload
+from paceline.errors import UsageError
+from paceline.interfaces import CodingStage, Compressor, Stopwatch
+from paceline.torch_internals import Uncopied
+
+WARM_UP_STEPS = 1
+
+
+class Profiler:
+    """A `Compute` that measures, and makes a `Workload` of medians over steps.
+
+    A module's part of the forward pass is the time from its own start to that of the next
+    module with parameters, spread over its tensors by bytes. A tensor's part of the
+    backward pass is the time from the hook before its own (first: from the end of the
+    forward pass, the loss included), without what paceline itself does in hooks. Of several
+    passes in one step the last counts, and how many there are is told, too. *keep* is given the gradients of the first steps after
+    the warm-up, as many as it wants.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        stopwatch: Stopwatch,
+        keep: KeptGradients | None = None,
+    ) -> None:
+        self._names = [name for name, _ in parameters]
+        self._sizes = [wire_bytes(parameter) for _, parameter in parameters]
+        self._stopwatch = stopwatch
+        self._parameters = [parameter for _, parameter in parameters]
+        self._keep = keep
+        self._habits = habits = StepHabits(self._parameters)
+        self.step_begins = habits.step_begins
+        self.gradient_ready = habits.gradient_ready
+        self.means_are_there = habits.means_are_there
+        self.step_is_called = habits.step_is_called
+        self.compressors: list[Compressor] = []
+        """Those that training is going to code with."""
+        index = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
+        self._owned: list[list[int]] = []  # each module's own tensors, as indices
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            own = [index.pop(id(p), -1) for p in module.parameters(recurse=False)]
+            own = [i for i in own if i >= 0]
+            if own:
+                hook = Uncopied(self._module_hook(len(self._owned)))
+                self._handles.append(module.register_forward_pre_hook(hook))
+                self._owned.append(own)
+        ended = Uncopied(self._forward_ended)
+        self._handles.append(model.register_forward_hook(ended))
+        self._forget_pass(None)
+        self._update_start: Any = None
+        self._batches: list[int] = []
+        self._steps = 0
+        self.forwards: list[list[float]] = []  # a step's seconds by tensor
+        self.backwards: list[list[float]] = []
+        self.updates: list[float] = []
+        self.order: list[int] = []
+
+    def detach(self) -> None:
+        """Take the hooks out of the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._habits.end()
+
+    # ---- what training tells ----
+
+    def forward(self, samples: int | None, training: bool) -> None:
+        if not training:
+            return
+        keeps = self._wants_gradient()
+        self._forget_pass(self._stopwatch.mark())
+        self._keeps = keeps
+        if samples is not None:
+            self._batches.append(samples)
+
+    def used(self, index: int) -> None:
+        """A module's own time says it."""
+
+    def usable(self) -> None:
+        """Profiles are of one worker, which waits for nobody."""
+
+    def gradient(self, index: int) -> None:
+        self._habits.gradient(index)
+        if self._start is not None:
+            self._gradients.append((index, self._stopwatch.mark()))
+            if self._keeps:
+                gradient = self._parameters[index].grad
+                if gradient is not None:
+                    self._own[index] = gradient.detach().clone()
+
+    def gradient_taken(self) -> None:
+        if self._start is not None:
+            self._taken.append(self._stopwatch.mark())
+
+    def codes_with(self, compressor: Compressor) -> None:
+        self.compressors.append(compressor)
+        if self._keep is not None:  # one gradient, to time it by
+            self._keep.wanted = max(1, self._keep.wanted)
+
+    def coded(
+        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
+    ) -> None:
+        """It takes its own time."""
+
+    def update_begins(self) -> None:
+        self._update_start = self._stopwatch.mark()
+
+    def step_ended(self) -> None:
+        self._steps += 1
+        self._habits.step_ended()
+        if self._steps <= WARM_UP_STEPS:
+            self._batches.clear()
+        elif self._start is not None and self._end is not None and self._gradients:
+            self._note_step(self._stopwatch.mark())
+            self._keep_gradient()
+        self._update_start = None
+        self._forget_pass(None)
+
+    def _forget_pass(self, start: Any) -> None:
+        self._start, self._end = start, None
+        self._modules: list[tuple[int, Any]] = []
+        self._gradients: list[tuple[int, Any]] = []
+        self._taken: list[Any] = []
+        self._keeps = False
+        self._own: dict[int, torch.Tensor] = {}
+
+    def _wants_gradient(self) -> bool:
+        keep = self._keep
+        return keep is not None and self._steps >= WARM_UP_STEPS and not keep.is_full
+
+    def _keep_gradient(self) -> None:
+        if self._keep is None or not self._own:
+            return
+        own = [
+            self._own[i] if i in self._own else torch.zeros_like(self._parameters[i])
+            for i in self.order
+        ]
+        self._keep.keep([self._names[i] for i in self.order], own)
+
+    def _module_hook(self, number: int) -> Callable[..., None]:
+        def starts(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # a clock would cut a compiled block in two
+            if self._start is not None and self._end is None:
+                self._modules.append((number, self._stopwatch.mark()))
+
+        return starts
+
+    def _forward_ended(self, *_: Any) -> None:
+        if self._start is not None and self._end is None:
+            self._end = self._stopwatch.mark()
+
+    # ---- what it makes of it ----
+
+    def _note_step(self, stepped: Any) -> None:
+        starts = [mark for _, mark in self._modules]
+        entries = [mark for _, mark in self._gradients]
+        marks = [*starts, self._end, *entries, *self._taken, stepped]
+        if self._update_start is not None:
+            marks.append(self._update_start)
+        seconds = iter(self._stopwatch.seconds(self._start, marks))
+        at_start = [next(seconds) for _ in starts]
+        forward_end = next(seconds)
+        at_entry = [next(seconds) for _ in entries]
+        at_exit = [next(seconds) for _ in self._taken]
+        step_end = next(seconds)
+        self.updates.append(step_end - next(seconds, step_end))
+
+        forward = [0.0] * len(self._names)
+        edges = [0.0, *at_start[1:], forward_end]
+        for i, (number, _) in enumerate(self._modules):
+            own = self._owned[number]
+            total = sum(self._sizes[t] for t in own)
+            for t in own:
+                forward[t] += (edges[i + 1] - edges[i]) * self._sizes[t] / total
+        if not self._modules:  # parameters that no module's forward was called for
+            forward = [forward_end / len(forward)] * len(forward)
+        backward = [0.0] * len(self._names)
+        begins = [forward_end, *at_exit]
+        for i, (index, _) in enumerate(self._gradients):
+            backward[index] += max(0.0, at_entry[i] - begins[i])
+        self.forwards.append(forward)
+        self.backwards.append(backward)
+        seen = list(dict.fromkeys(index for index, _ in self._gradients))
+        unseen = [i for i in reversed(range(len(backward))) if i not in set(seen)]
+        self.order = seen + unseen
+
+    def workload(self, source: str) -> Workload:
+        """Medians over the steps. Raises `UsageError` where there was none."""
+        if not self.forwards:
+            raise UsageError(
+                f"nothing to profile: expected more than {WARM_UP_STEPS} training steps "
+                f"that call the model itself, got {self._steps}"
+            )
+        return Workload(
+            names=tuple(self._names),
+            sizes=tuple(self._sizes),
+            forward=_medians(self.forwards),
+            backward=_medians(self.backwards),
+            order=tuple(self.order),
+            update=statistics.median(self.updates),
+            batch=statistics.median(self._batches) if self._batches else None,
+            source=source,
+            shapes=self._shapes(),
+            passes=self._habits.passes,
+            uses_gradients=self._habits.uses_gradients,
+        )
+
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        if any(stands_in(parameter) for parameter in self._parameters):
+            return ()
+        return tuple(tuple(parameter.shape) for parameter in self._parameters)
+
+
+def with_times(workload: Workload, times: Sequence[float]) -> Workload:
+    """*workload* with other *times*, listed as `times_of` lists them."""
+    count = len(workload.names)
+    return replace(
+        workload,
+        forward=tuple(times[:count]),
+        backward=tuple(times[count : 2 * count]),
+        update=times[-1],
+    )
+
+
+def times_of(workload: Workload) -> list[float]:
+    """All times of a workload, in one list."""
+    return [*workload.forward, *workload.backward, workload.update]
+
+
+def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(statistics.median(times) for times in zip(*steps, strict=True))

@@ -1,0 +1,98 @@
+"""A model that stands for another one: its tensors and their times, and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paceline.buckets import nearly_square, stand_in_for, stands_in, wire_bytes
+from paceline.cluster.workload import Workload
+from paceline.errors import UsageError
+from paceline.interfaces import World
+from paceline.interfaces.current_runtime import current_world
+
+
+class StandIn(torch.nn.Module):
+    """A model with a workload's tensors, which become ready in the workload's order.
+
+    Called with a batch, it returns a loss: half the squared distance of every parameter
+    from the batch's mean. In the virtual world a tensor has few elements and is priced at
+    the workload's bytes, and shapes; elsewhere it has them all. Either way a step is charged,
+    or takes, the workload's times.
+    """
+
+    def __init__(self, workload: Workload, world: World) -> None:
+        super().__init__()
+        self.workload = workload
+        made = []
+        shapes = workload.shapes or (None,) * len(workload.names)
+        for name, size, shape in zip(
+            workload.names, workload.sizes, shapes, strict=True
+        ):
+            parameter = _tensor(world.blank(size, torch.device("cpu")), shape)
+            try:
+                self._register(name, parameter)
+            except KeyError as error:
+                raise UsageError(
+                    f"the workload's tensor {name!r} cannot be in a model: {error}"
+                ) from error
+            made.append(parameter)
+        for (name, _), theirs in zip(
+            self.named_parameters(), workload.names, strict=True
+        ):
+            if name != theirs:
+                raise UsageError(
+                    f"the workload lists tensor {theirs!r} where a model would have "
+                    f"{name!r}: a module's own tensors come before those of its children"
+                )
+        self._in_order = [made[i] for i in workload.order]
+
+    def _register(self, name: str, parameter: torch.nn.Parameter) -> None:
+        """Under a dotted *name*, in modules made on the way."""
+        *path, last = name.split(".")
+        module: torch.nn.Module = self
+        for word in path:
+            if word not in dict(module.named_children()):
+                module.add_module(word, torch.nn.Module())
+            module = module.get_submodule(word)
+        module.register_parameter(last, parameter)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        target = batch.mean()
+        loss = torch.zeros(())
+        # Autograd goes backwards: what is added last has its gradient first.
+        for parameter in reversed(self._in_order):
+            flat = parameter.flatten()
+            loss = loss + (flat.dot(flat) / 2 - target * flat.sum())
+        return loss
+
+
+def _tensor(blank: torch.Tensor, shape: tuple[int, ...] | None) -> torch.nn.Parameter:
+    """A parameter that is, or stands for, what *blank* is, as one of *shape*: where that has
+    as many bytes as one of *blank*'s type. Of others it is a matrix that is nearly square, or else,
+    as where their number is prime, one of a row: of the same shape in every world, as codes
+    do by it what they do."""
+    elements = wire_bytes(blank) // blank.element_size()
+    if shape is None or math.prod(shape) != elements:
+        square = nearly_square(elements)
+        shape = square if math.prod(square) == elements else (1, elements)
+    if not stands_in(blank):
+        return torch.nn.Parameter(blank.view(shape))
+    parameter = torch.nn.Parameter(blank)
+    stand_in_for(wire_bytes(blank), parameter, shape)
+    return parameter
+
+
+def stand_in(workload: Workload | str) -> StandIn:
+    """A `StandIn` for *workload*: a `Workload`, a file, or the name of a built-in one.
+
+    Call `init` first. Raises `UsageError` for a workload that cannot be read, or whose
+    tensors no model can have.
+    """
+    world = current_world()
+    if world is None:
+        raise UsageError("call paceline.init() before paceline.stand_in(...)")
+    if not isinstance(workload, Workload):
+        workload = Workload.load(workload)
+    return StandIn(workload, world)

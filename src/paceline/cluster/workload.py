@@ -1,0 +1,298 @@
+"""What one training step of a model costs to compute, tensor by tensor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from paceline.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "paceline workload 1"
+
+ELEMENT_BYTES = (1, 2, 4, 8, 16)
+"""What an element of a tensor can have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodingTimes:
+    """Seconds that a compressor takes for one gradient of all tensors, on one worker of speed 1:
+    *encode* until the first codes are there, and for all that follows *decode*, and
+    *decode_per_worker* times the number of workers."""
+
+    encode: float
+    decode: float
+    decode_per_worker: float
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise UsageError(
+                    f"coding: {entry.name}: expected zero or more seconds, got {value}"
+                )
+
+    def after(self, workers: int) -> float:
+        """Seconds of all that follows the first codes, among so many *workers*."""
+        return self.decode + workers * self.decode_per_worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Compute time of one training step, on one worker of speed 1.
+
+    *names* are trainable parameter tensors in registration order; *sizes* their gradients'
+    bytes; *forward* and *backward* the seconds that each adds to its pass. *order* lists
+    positions in *names* as gradients become ready (default: last registered first).
+    *update* is the seconds of the optimizer's step, *batch* the samples that a pass is
+    given for (None: not known), *source* a line for people: where the figures are from.
+    *shapes* are the tensors' (none at all: not known). *coding*: what compressors take for
+    one gradient, by their full specs; where one is missing, a guess from bytes is charged. *passes*: how
+    many accumulate into one update. *uses_gradients*: whether the script reads or changes gradients
+    between backward and the update, as one that clips does. None: not known.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    order: tuple[int, ...] = ()
+    update: float = 0.0
+    batch: float | None = None
+    source: str = ""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    coding: Mapping[str, CodingTimes] = field(default_factory=dict, hash=False)
+    passes: int | None = None
+    uses_gradients: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise UsageError("a workload without tensors: expected at least one")
+        if len(set(self.names)) < len(self.names):
+            twice = next(n for n in self.names if self.names.count(n) > 1)
+            raise UsageError(f"names: tensor {twice!r} is listed twice")
+        for key in ("sizes", "forward", "backward"):
+            values = getattr(self, key)
+            if len(values) != len(self.names):
+                raise UsageError(
+                    f"{key}: expected {len(self.names)} values, one per tensor, "
+                    f"got {len(values)}"
+                )
+            for name, value in zip(self.names, values, strict=True):
+                if not (value >= 0 and math.isfinite(value)):
+                    raise UsageError(
+                        f"{key} of tensor {name!r}: expected zero or more, got {value}"
+                    )
+        if not self.order:
+            object.__setattr__(self, "order", tuple(range(len(self.names)))[::-1])
+        if sorted(self.order) != list(range(len(self.names))):
+            raise UsageError(
+                f"order: expected each of 0 to {len(self.names) - 1} once, one per tensor"
+            )
+        if not (self.update >= 0 and math.isfinite(self.update)):
+            raise UsageError(
+                f"update: expected zero or more seconds, got {self.update}"
+            )
+        if self.batch is not None and not (
+            self.batch > 0 and math.isfinite(self.batch)
+        ):
+            raise UsageError(
+                f"batch: expected more than zero samples, got {self.batch}"
+            )
+        if self.passes is not None and self.passes < 1:
+            raise UsageError(
+                f"passes: expected one or more an update, got {self.passes}"
+            )
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        if self.shapes and len(self.shapes) != len(self.names):
+            raise UsageError(
+                f"shapes: expected {len(self.names)}, one per tensor, or none at all, got "
+                f"{len(self.shapes)}"
+            )
+        for name, size, shape in zip(self.names, self.sizes, self.shapes, strict=False):
+            elements = math.prod(shape)
+            bytes_an_element = [elements * n == size for n in ELEMENT_BYTES]
+            if min(shape, default=0) < 0 or not any(bytes_an_element):
+                raise UsageError(
+                    f"shapes: tensor {name!r} of {size} bytes cannot have shape "
+                    f"{tuple(shape)}, of {elements} elements: expected one with 1, 2, 4, 8 "
+                    "or 16 bytes an element"
+                )
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds of the whole forward pass."""
+        return math.fsum(self.forward)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Seconds of the whole backward pass."""
+        return math.fsum(self.backward)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of a step's passes, and of its update."""
+        passes = self.forward_seconds + self.backward_seconds
+        return (self.passes or 1) * passes + self.update
+
+    @property
+    def gradient_bytes(self) -> list[int]:
+        """Each gradient's bytes, in the order in which gradients become ready."""
+        return [self.sizes[i] for i in self.order]
+
+    @property
+    def ready_seconds(self) -> list[float]:
+        """When each gradient is ready, in that order, counted from the step's start."""
+        steps = [self.forward_seconds, *(self.backward[i] for i in self.order)]
+        return list(itertools.accumulate(steps))[1:]
+
+    def check_matches(
+        self, names: Sequence[str], sizes: Sequence[int], what: str
+    ) -> None:
+        """Raise `UsageError` that names the first tensor in which a model differs."""
+        theirs = list(zip(names, sizes, strict=True))
+        mine = list(zip(self.names, self.sizes, strict=True))
+        for number, (model, profiled) in enumerate(itertools.zip_longest(theirs, mine)):
+            if model != profiled:
+                raise UsageError(
+                    f"{what} is the profile of another model: tensor {number} of this "
+                    f"model is {_tensor(model)}, in the profile {_tensor(profiled)}; "
+                    "profile this one (paceline profile SCRIPT)"
+                )
+
+    @classmethod
+    def spread(
+        cls,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        forward_seconds: float,
+        backward_seconds: float,
+    ) -> Workload:
+        """Spread two given totals over the tensors in proportion to their bytes.
+
+        Stands in where nothing was measured: real layers cost by operations, not bytes.
+        """
+        total = sum(sizes) or 1
+        return cls(
+            names=tuple(names),
+            sizes=tuple(sizes),
+            forward=tuple(forward_seconds * s / total for s in sizes),
+            backward=tuple(backward_seconds * s / total for s in sizes),
+        )
+
+    @classmethod
+    def from_module(
+        cls,
+        module: torch.nn.Module,
+        example: Any,
+        flops_per_second: float,
+        *,
+        batch: float | None = None,
+        update: float = 0.0,
+        source: str = "",
+    ) -> Workload:
+        """Count a model's FLOPs, on the meta device, for a device of that sustained speed:
+        see `paceline.cluster.flop_counter.workload_from_module`."""
+        from paceline.cluster.flop_counter import (
+            workload_from_module,  # it imports this file
+        )
+
+        return workload_from_module(
+            module,
+            example,
+            flops_per_second,
+            batch=batch,
+            update=update,
+            source=source,
+        )
+
+    def save(self, path: str | Path, made: dict[str, Any] | None = None) -> None:
+        """Write it as JSON, and what it was *made* with, for whoever reads that with
+        `made_with`. Raises `UsageError` where that is impossible."""
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        # What is not known is left out, so that files stay as they were.
+        known = {
+            key: value
+            for key, value in known.items()
+            if value or key not in ("shapes", "coding", "passes", "uses_gradients")
+        }
+        if self.uses_gradients is not None:
+            known["uses_gradients"] = self.uses_gradients
+        content: dict[str, Any] = {"format": FORMAT, "workload": known}
+        if made is not None:
+            content["made"] = made
+        text = msgspec.json.format(msgspec.json.encode(content), indent=1)
+        try:
+            Path(path).write_bytes(text + b"\n")
+        except OSError as error:
+            raise UsageError(f"cannot write the workload {path}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Workload:
+        """Read what `save` wrote, or a built-in one by its name (see `builtin_names`; a
+        file of that name is ``./NAME``).
+
+        Raises `UsageError` that says what is wrong with the file.
+        """
+        if str(path) in builtin_names():
+            folder = resources.files("paceline.cluster") / "workloads"
+            return cls._read((folder / f"{path}.json").read_bytes(), str(path))
+        try:
+            content = Path(path).read_bytes()
+        except (OSError, ValueError) as error:
+            hint = unknown("built-in workload", str(path), builtin_names())
+            raise UsageError(
+                f"cannot read the workload {path}: {error}; {hint}"
+            ) from error
+        return cls._read(content, str(path))
+
+    @classmethod
+    def _read(cls, content: bytes, name: str) -> Workload:
+        try:
+            file = msgspec.json.decode(content, type=_File)
+            if file.format != FORMAT:
+                raise msgspec.ValidationError(
+                    f"its format is {file.format!r}, not {FORMAT!r}"
+                )
+            known = [f.name for f in fields(cls)]
+            for key in file.workload:
+                if key not in known:
+                    raise msgspec.ValidationError(unknown("key", key, known))
+            return msgspec.convert(file.workload, cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{name} is not a workload: {error}; make one with paceline profile SCRIPT"
+            ) from error
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    workload: dict[str, Any]
+    made: dict[str, Any] | None = None
+
+
+def made_with(path: str | Path) -> dict[str, Any] | None:
+    """What a workload that `Workload.load` has just read was made with, if it says."""
+    return msgspec.json.decode(Path(path).read_bytes(), type=_File).made
+
+
+def builtin_names() -> list[str]:
+    """Workloads that come with paceline; each is made by a script in ``benchmarks/``."""
+    folder = resources.files("paceline.cluster") / "workloads"
+    names = (entry.name for entry in folder.iterdir())
+    return sorted(n.removesuffix(".json") for n in names if n.endswith(".json"))
+
+
+def _tensor(pair: tuple[str, int] | None) -> str:
+    return "missing" if pair is None else f"{pair[0]!r} of {pair[1]} bytes"

@@ -1,0 +1,112 @@
+"""``paceline probe`` on real processes of one machine: loopback is their network."""
+
+import json
+import re
+from socket import gethostname
+
+import pytest
+
+from paceline.cluster import load_cluster, uniform_cluster
+from paceline.cluster.probe import Findings, infer_cluster, measure
+from paceline.cluster.probe.pairs import MOST_BYTES, Pairs
+from paceline.errors import ClusterError, PacelineError
+from paceline.worlds.described import Seat, check_places
+from paceline.worlds.join import join_world
+from paceline.worlds.virtual import Simulation
+from tests import forked
+from tests.real.helpers import SCRIPTS
+
+
+def probe(folder, *words):
+    """Whatever a job here is told of its network."""
+    told = {"PACELINE_CLUSTER": "nowhere.toml"}
+    words = ["-m", "paceline", "probe", *words]
+    return forked.run(words, folder=folder, environment=told)
+
+
+@pytest.mark.slow
+def test_two_processes_of_one_machine(tmp_path):
+    done = probe(tmp_path, "--workers", "2", "--seconds", "0.02", "--json")
+    assert done.returncode == 0, done.stderr
+    findings = json.loads(done.stdout)
+    assert findings["hosts"] == [0, 1]
+    assert findings["goodput"][0][1] > 1e6
+    cluster = load_cluster(tmp_path / "cluster.toml")
+    assert (cluster.workers, len(cluster.racks)) == (2, 1)
+    assert cluster.processor.cores >= 1
+
+
+def test_a_wrong_option_is_named(tmp_path):
+    done = probe(tmp_path, "--wrld", "real")
+    assert done.returncode == 1
+    assert "unknown option '--wrld'" in done.stderr
+
+
+def test_one_worker_has_no_network(tmp_path):
+    done = probe(tmp_path, "--world", "virtual", "--workers", "1")
+    assert done.returncode == 1
+    assert "one worker has no network to measure" in done.stderr
+
+
+def test_machines_are_called_by_their_names():
+    ends = forked.run_together(2, [SCRIPTS / "machines.py"])
+    assert [json.loads(end.stdout) for end in ends] == [
+        [[0, 1], ["node-c", "node-a"]]
+    ] * 2
+
+
+def test_ranks_that_alternate_between_racks_are_not_numbered_as_the_file_has_them():
+    findings = Findings(
+        world="real",
+        hosts=[0, 1, 2, 3],
+        goodput=[[1e8] * 4] * 4,
+        latency=[[1e-4] * 4] * 4,
+        racks=[0, 1, 0, 1],
+        uplinks=[],
+        all_reduce=[],
+        shared_cores=None,
+        speeds=[1.0] * 4,
+        names=["a", "b", "c", "d"],
+    )
+    cluster = infer_cluster(findings)
+    assert [rack.names for rack in cluster.racks] == [("a", "c"), ("b", "d")]
+    seats = {n: Seat(name=n, machine=n, host=n) for n in "abcd"}
+    check_places(cluster, [seats[n] for n in "acbd"])
+    with pytest.raises(ClusterError, match="worker 1 on 'c', and that runs on 'b'"):
+        check_places(cluster, [seats[n] for n in "abcd"])
+
+
+def test_a_pair_that_fails_names_both_ends(monkeypatch):
+    def broken(self, peer):
+        if {self._rank, peer} == {1, 2}:
+            raise RuntimeError("Connection reset by peer")
+        return ping(self, peer)
+
+    ping = Pairs._ping
+    monkeypatch.setattr(Pairs, "_ping", broken)
+    simulation = Simulation(uniform_cluster(3, "1gbit", "50us"))
+    with pytest.raises(PacelineError) as caught:
+        simulation.run(lambda rank: measure(join_world(), seconds_per_pair=0.01))
+    here = re.escape(gethostname())
+    said = f"{caught.value} {caught.value.__cause__}"
+    assert re.search(rf"between rank 1 \({here}\) and rank 2 \({here}\): Conn", said)
+    assert "GLOO_SOCKET_IFNAME" in said
+
+
+def test_buffers_are_bounded_however_fast_a_link_is(monkeypatch):
+    def noted(self, size):
+        asked.append(size)
+        return blank(self, size)
+
+    asked, blank = [], Pairs._blank
+    monkeypatch.setattr(Pairs, "_blank", noted)
+    simulation = Simulation(uniform_cluster(2, "400gbit", "1us"))
+    found = []
+
+    def body(rank):
+        found.append(measure(join_world(), seconds_per_pair=1.0))
+
+    simulation.run(body)
+    assert max(asked) == MOST_BYTES
+    rate = 400e9 / 8
+    assert found[0].goodput[0][1] == pytest.approx(rate, rel=0.05)

@@ -1,0 +1,391 @@
+"""Compute times, tensor by tensor, of models that take known times on a clock by hand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import statistics
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import paceline
+from paceline.cluster import Workload
+from paceline.cluster.profiling import WARM_UP_STEPS, Profiler, times_of, with_times
+from paceline.errors import UsageError
+from paceline.worlds.virtual import world
+from tests.virtual.helpers import run_on, simulation
+
+UPDATE = 0.25
+
+
+class HostClock:
+    """The host's clock in the virtual world: it goes on when somebody computes."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = HostClock()
+    time = SimpleNamespace(perf_counter=lambda: clock.now)
+    monkeypatch.setattr(world, "time", time)
+    return clock
+
+
+class Computes(torch.autograd.Function):
+    """Takes time backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, clock: HostClock, seconds: float
+    ) -> torch.Tensor:
+        ctx.clock, ctx.seconds = clock, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.clock.compute(ctx.seconds)
+        return gradient, None, None
+
+
+class Layer(nn.Linear):
+    """A linear layer that takes *forward* and *backward* seconds."""
+
+    def __init__(
+        self, clock: HostClock, forward: float, backward: float, outputs: int = 4
+    ) -> None:
+        super().__init__(4, outputs)
+        self.clock, self.seconds = clock, (forward, backward)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.clock.compute(self.seconds[0])
+        return Computes.apply(super().forward(x), self.clock, self.seconds[1])
+
+
+class SlowSGD(torch.optim.SGD):
+    clock: HostClock
+
+    def step(self, closure: Any = None) -> Any:
+        self.clock.compute(UPDATE)
+        return super().step(closure)
+
+
+def three_layers(clock: HostClock) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        Layer(clock, 1.0, 4.0),
+        nn.Tanh(),
+        Layer(clock, 2.0, 16.0),
+        Layer(clock, 3.0, 8.0),
+    )
+
+
+def distributed(model: nn.Module, clock: HostClock) -> Any:
+    inner = SlowSGD(model.parameters(), lr=0.01)
+    inner.clock = clock
+    return paceline.distribute(model, inner)
+
+
+def profile(
+    body: Callable[[int], Any], workers: int = 1, expected: int = 1
+) -> Profiler:
+    world = simulation(workers, profile=True)
+    run_on(world, body)
+    assert len(world.result.profilers) == expected
+    return world.result.profilers[0]
+
+
+def steps(
+    clock: HostClock,
+    model: nn.Module,
+    take: Callable[[nn.Module, Any, int], None],
+    count: int = 5,
+) -> None:
+    optimizer = distributed(model, clock)
+    for step in range(count):
+        optimizer.zero_grad()
+        take(model, optimizer, step)
+        optimizer.step()
+    optimizer.finish()
+
+
+def one_pass(model: nn.Module, optimizer: Any, step: int) -> None:
+    model(torch.ones(8, 4)).square().mean().backward()
+
+
+def by_layer(values: tuple[float, ...], workload: Workload) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for name, value in zip(workload.names, values, strict=True):
+        layer = name.partition(".")[0]
+        sums[layer] = sums.get(layer, 0.0) + value
+    return sums
+
+
+def test_times_sizes_order_update_and_batch_are_those_of_the_model(clock):
+    profiler = profile(lambda rank: steps(clock, three_layers(clock), one_pass))
+    workload = profiler.workload("here")
+    assert workload.names == tuple(n for n, _ in three_layers(clock).named_parameters())
+    assert workload.sizes == (64, 16) * 3
+    assert by_layer(workload.forward, workload) == {"0": 1.0, "2": 2.0, "3": 3.0}
+    assert workload.forward[0] == pytest.approx(0.8)  # 64 of a layer's 80 bytes
+    assert by_layer(workload.backward, workload) == {"0": 4.0, "2": 16.0, "3": 8.0}
+    assert [i // 2 for i in workload.order] == [2, 2, 1, 1, 0, 0]
+    assert workload.update == UPDATE
+    assert workload.batch == 8
+    assert workload.source == "here"
+    assert len(profiler.forwards) == 5 - WARM_UP_STEPS
+
+
+def test_ready_times_are_the_ones_that_a_clock_would_show(clock):
+    ready: dict[str, float] = {}
+
+    def body(rank: int) -> None:
+        model = three_layers(clock)
+        start = []
+        model.register_forward_pre_hook(lambda *_: start.append(clock.now))
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: ready.update({name: clock.now - start[-1]})
+            )
+        steps(clock, model, one_pass)
+
+    workload = profile(body).workload("")
+    names = [workload.names[i] for i in workload.order]
+    assert names == list(ready)
+    assert workload.ready_seconds == pytest.approx(list(ready.values()))
+
+
+def test_figures_are_medians_of_steps_after_the_first(clock):
+    times = [50.0, 1.0, 1.0, 9.0, 1.0, 2.0]
+
+    def body(rank: int) -> None:
+        model = nn.Sequential(layer := Layer(clock, 1.0, 1.0))
+
+        def take(model: nn.Module, optimizer: Any, step: int) -> None:
+            layer.seconds = times[step], 2 * times[step]
+            one_pass(model, optimizer, step)
+
+        steps(clock, model, take, len(times))
+
+    workload = profile(body).workload("")
+    middle = statistics.median(times[1:])
+    assert workload.forward_seconds == middle
+    assert workload.backward_seconds == 2 * middle
+
+
+def test_the_loss_belongs_to_the_first_gradient(clock):
+    def take(model: nn.Module, optimizer: Any, step: int) -> None:
+        loss = model(torch.ones(8, 4)).square().mean()
+        clock.compute(0.5)
+        loss.backward()
+
+    workload = profile(lambda r: steps(clock, three_layers(clock), take)).workload("")
+    assert workload.backward[workload.order[0]] == 8.5
+
+
+def test_of_accumulated_passes_the_last_counts(clock):
+    def body(rank: int) -> None:
+        model = three_layers(clock)
+
+        def take(model: nn.Module, optimizer: Any, step: int) -> None:
+            model[0].seconds = 70.0, 70.0
+            with optimizer.no_sync():
+                one_pass(model, optimizer, step)
+            model[0].seconds = 1.0, 4.0
+            one_pass(model, optimizer, step)
+
+        steps(clock, model, take)
+
+    workload = profile(body).workload("")
+    assert workload.forward_seconds == 6.0
+    assert workload.backward_seconds == 28.0
+    assert workload.batch == 8
+
+
+def test_evaluations_are_no_part_of_a_step(clock):
+    def evaluate(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(torch.ones(99, 4))
+
+    def take(model: nn.Module, optimizer: Any, step: int) -> None:
+        evaluate(model)
+        one_pass(model, optimizer, step)
+        evaluate(model)
+
+    workload = profile(lambda r: steps(clock, three_layers(clock), take)).workload("")
+    assert workload.forward_seconds == 6.0
+    assert workload.backward_seconds == 28.0
+    assert workload.update == UPDATE
+    assert workload.batch == 8
+
+
+class Shared(nn.Module):
+    """One layer used twice, its weight a third time, and a part that is frozen."""
+
+    def __init__(self, clock: HostClock) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.clock = clock
+        self.frozen = Layer(clock, 0.5, 0.0).requires_grad_(False)
+        self.layer = Layer(clock, 1.0, 4.0)
+        self.tied = Layer(clock, 2.0, 8.0)
+        self.tied.weight = self.layer.weight
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.layer(self.layer(self.frozen(x))))
+
+
+def test_shared_frozen_and_unused_tensors(clock):
+    workload = profile(lambda r: steps(clock, Shared(clock), one_pass)).workload("")
+    names = ("layer.weight", "layer.bias", "tied.bias", "unused.weight", "unused.bias")
+    assert workload.names == names
+    forward = by_layer(workload.forward, workload)
+    # what runs before the first module with tensors of its own is counted with it
+    assert forward == {"layer": 0.5 + 1.0 + 1.0, "tied": 2.0, "unused": 0.0}
+    assert workload.backward_seconds == pytest.approx(4.0 + 4.0 + 8.0)
+    backward = dict(zip(workload.names, workload.backward, strict=True))
+    assert backward["tied.bias"] == 8.0
+    assert [workload.names[i] for i in workload.order[-2:]] == [
+        "unused.bias",
+        "unused.weight",
+    ]
+
+
+class WithBuffers(nn.Module):
+    """Rank 0's buffers are broadcast when a forward pass begins: that is no computing."""
+
+    def __init__(self, clock: HostClock) -> None:
+        super().__init__()
+        self.layer = Layer(clock, 1.0, 4.0)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x))
+
+
+def test_what_other_workers_compute_does_not_count(clock):
+    def body(rank: int) -> None:
+        torch.manual_seed(3)
+        model = WithBuffers(clock)
+
+        def take(model: nn.Module, optimizer: Any, step: int) -> None:
+            if rank:
+                clock.compute(1000.0)
+            one_pass(model, optimizer, step)
+
+        steps(clock, model, take)
+
+    workload = profile(body, workers=3).workload("")
+    assert workload.forward_seconds == 1.0
+    assert workload.backward_seconds == 4.0
+    assert workload.update == UPDATE
+
+
+class OwnTensor(nn.Module):
+    """Its only parameter is its own."""
+
+    def __init__(self, clock: HostClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.clock.compute(3.0)
+        return Computes.apply(F.relu(x * self.scale), self.clock, 5.0)
+
+
+def test_a_model_whose_tensors_are_its_own(clock):
+    workload = profile(lambda r: steps(clock, OwnTensor(clock), one_pass)).workload("")
+    assert (workload.forward, workload.backward) == ((3.0,), (5.0,))
+
+
+def test_a_model_that_is_never_called_itself_says_so(clock):
+    def body(rank: int) -> None:
+        model = nn.ModuleDict({"inner": three_layers(clock)})
+        take = lambda model, optimizer, step: one_pass(  # noqa: E731
+            model["inner"], optimizer, step
+        )
+        steps(clock, model, take)
+
+    profiler = profile(body)
+    with pytest.raises(UsageError, match="got 5"):
+        profiler.workload("")
+
+
+def test_a_profiled_model_can_be_copied_and_pickled(clock):
+    """As to average its weights; the copy is not profiled."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+        def take(model: nn.Module, optimizer: Any, step: int) -> None:
+            loss = model(torch.ones(8, 4)).square().mean()
+            for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                other(torch.ones(99, 4)).sum().backward()
+                assert other[0].weight.grad is not None
+            clock.compute(7.0)
+            loss.backward()
+
+        steps(clock, model, take)
+
+    workload = profile(body).workload("")
+    assert workload.batch == 8
+    assert workload.backward_seconds == 7.0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own
+def test_compiled_blocks_stay_whole():
+    """On the true clock; a warning of the compiler would be an error."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        for block in model:
+            block.compile(backend="aot_eager")
+        steps(HostClock(), model, one_pass)
+
+    workload = profile(body).workload("")
+    assert workload.forward_seconds > 0
+    assert min(workload.forward) > 0  # of all blocks, spread over all
+
+
+def test_a_step_that_a_scaler_skips_is_not_taken_for_one(clock):
+    def body(rank: int) -> None:
+        model = three_layers(clock)
+        optimizer = distributed(model, clock)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(torch.ones(8, 4)).square().mean()
+            if step == 3:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.finish()
+
+    profiler = profile(body)
+    assert len(profiler.updates) == 4
+    assert profiler.workload("").update == UPDATE
+
+
+def test_all_times_in_one_list_and_back():
+    workload = Workload(
+        names=("a", "b"), sizes=(4, 8), forward=(1, 2), backward=(3, 4), update=5
+    )
+    assert times_of(workload) == [1, 2, 3, 4, 5]
+    other = with_times(workload, [10, 20, 30, 40, 50])
+    assert (other.forward, other.backward, other.update) == ((10, 20), (30, 40), 50)
+    assert (other.names, other.sizes) == (workload.names, workload.sizes)

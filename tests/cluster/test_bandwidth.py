@@ -1,0 +1,279 @@
+"""Max-min sharing: hand-worked rates, and what must hold whatever the pattern."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.cluster.bandwidth import Activity, Sharing
+from tests.profiles import examples
+
+
+def activity(demand: Mapping[int, int], size: float = 1000.0) -> Activity:
+    return Activity(demand, size, lambda now: None)
+
+
+def shared(capacities: list[float], *demands: Mapping[int, int]) -> list[float]:
+    """The rates of activities that run together."""
+    sharing = Sharing(capacities)
+    members = [activity(demand) for demand in demands]
+    for member in members:
+        sharing.start(member)
+    sharing.settle(0.0)
+    return [member.rate for member in members]
+
+
+def test_one_activity_gets_its_tightest_link() -> None:
+    assert shared([10, 4, 7], {0: 1, 1: 1, 2: 1}) == [4]
+
+
+def test_equal_flows_share_equally() -> None:
+    assert shared([8], *[{0: 1}] * 8) == [1] * 8
+
+
+def test_what_one_cannot_use_goes_to_the_others() -> None:
+    # Link 1 holds the second flow at 2, so the first has the other 8 of link 0.
+    assert shared([10, 2], {0: 1}, {0: 1, 1: 1}) == [8, 2]
+
+
+def test_three_levels() -> None:
+    # Link 2 (2 / 2 flows) gives 1 each; link 1 has 6 - 1 = 5 for one; link 0 20 - 1 - 5.
+    rates = shared([20, 6, 2], {0: 1}, {0: 1, 1: 1}, {0: 1, 1: 1, 2: 1}, {2: 1})
+    assert rates == [14, 5, 1, 1]
+
+
+def test_a_collective_counts_as_its_number_of_connections() -> None:
+    # Three connections of one activity and one of another: 12 / 4 for each connection.
+    assert shared([12], {0: 3}, {0: 1}) == [3, 3]
+
+
+def test_all_connections_of_a_collective_have_the_rate_of_its_slowest() -> None:
+    # Link 1: 4 / 2 = 2. On link 0 the collective takes 1 x 2, and the flow the other 8.
+    assert shared([10, 4], {0: 1, 1: 2}, {0: 1}) == [2, 8]
+
+
+def test_links_without_limit_do_not_limit() -> None:
+    assert shared([math.inf, 3], {0: 1, 1: 1}, {0: 2}) == [3, math.inf]
+
+
+def run(
+    sharing: Sharing, starts: list[tuple[float, Activity]]
+) -> dict[Activity, float]:
+    """Drive *sharing* to its end; when each activity ended."""
+    ends: dict[Activity, float] = {}
+    waiting = sorted(starts, key=lambda pair: pair[0])
+    now = 0.0
+    while True:
+        ends.update(dict.fromkeys(sharing.settle(now), now))
+        now = min(waiting[0][0] if waiting else math.inf, sharing.next_end())
+        if now == math.inf:
+            return ends
+        while waiting and waiting[0][0] == now:
+            sharing.start(waiting.pop(0)[1])
+
+
+def test_rates_change_when_another_starts_and_ends() -> None:
+    a, b = activity({0: 1}, 100), activity({0: 1}, 30)
+    ends = run(Sharing([10]), [(0.0, a), (4.0, b)])
+    # a alone moves 40 until 4; then 5 each: b's 30 take 6 s, a has 30 left at 10.
+    assert ends == {a: pytest.approx(13), b: pytest.approx(10)}
+
+
+def test_capacity_can_change_and_vanish() -> None:
+    sharing = Sharing([10])
+    a = activity({0: 1}, 100)
+    sharing.start(a)
+    sharing.settle(0.0)
+    assert sharing.next_end() == 10
+    sharing.set_capacity(0, 0.0)  # from second 4 on: 60 bytes are left
+    sharing.settle(4.0)
+    assert a.rate == 0
+    assert sharing.next_end() == math.inf
+    sharing.set_capacity(0, 20)
+    assert sharing.settle(100.0) == []
+    assert sharing.next_end() == pytest.approx(103)
+    assert sharing.settle(sharing.next_end()) == [a]
+    assert sharing.next_end() == math.inf
+
+
+def test_ends_that_differ_by_rounding_alone_are_one_instant() -> None:
+    a, b = activity({0: 1}, 0.3), activity({1: 1}, 0.2)
+    assert 0.3 / 0.1 != 1 + 0.2 / 0.1
+    ends = run(Sharing([0.1, 0.1]), [(0.0, a), (1.0, b)])
+    assert ends[a] == ends[b]
+
+
+_cases = st.integers(1, 6).flatmap(
+    lambda links: st.tuples(
+        st.lists(
+            st.sampled_from([1.0, 0.1, 3.0, 7.5, 100.0]), min_size=links, max_size=links
+        ),
+        st.lists(
+            st.tuples(
+                st.dictionaries(
+                    st.integers(0, links - 1), st.integers(1, 4), min_size=1
+                ),
+                st.floats(0.001, 50),  # size
+                st.floats(0, 20),  # start
+            ),
+            min_size=1,
+            max_size=8,
+        ),
+    )
+)
+
+CLOSE = 1e-9
+
+
+def check_max_min(capacities: list[float], members: list[Activity]) -> None:
+    """No link carries more than it can; each activity has a full link on which no other
+    one is faster. (That is max-min fairness: nobody can gain without someone equal or
+    slower losing.)"""
+    load: Counter[int] = Counter()
+    for member in members:
+        for link, connections in member.demand.items():
+            load[link] += member.rate * connections  # type: ignore[assignment]
+    for link, rate in load.items():
+        assert rate <= capacities[link] * (1 + CLOSE)
+    for member in members:
+        assert any(
+            load[link] >= capacities[link] * (1 - CLOSE)
+            and all(
+                other.rate <= member.rate * (1 + CLOSE)
+                for other in members
+                if link in other.demand
+            )
+            for link in member.demand
+        )
+
+
+@settings(max_examples=examples(200))
+@given(_cases)
+def test_rates_are_max_min_fair_and_bytes_are_conserved(case) -> None:
+    capacities, flows = case
+    members = [activity(demand, size) for demand, size, _ in flows]
+    waiting = sorted(range(len(flows)), key=lambda i: flows[i][2])
+    sharing = Sharing(capacities)
+    moved = dict.fromkeys(members, 0.0)
+    running: list[Activity] = []
+    now = 0.0
+    while waiting or running:
+        soonest = flows[waiting[0]][2] if waiting else math.inf
+        following = min(soonest, sharing.next_end())
+        for member in running:
+            moved[member] += member.rate * (following - now)
+        now = following
+        while waiting and flows[waiting[0]][2] == now:
+            running.append(members[waiting.pop(0)])
+            sharing.start(running[-1])
+        for member in sharing.settle(now):
+            running.remove(member)
+        check_max_min(capacities, running)
+    for member, (_, size, _) in zip(members, flows, strict=True):
+        assert moved[member] == pytest.approx(size, rel=1e-8, abs=1e-9)
+
+
+@settings(max_examples=examples(200))
+@given(_cases, st.randoms(use_true_random=False))
+def test_the_order_of_activities_does_not_matter(case, random) -> None:
+    capacities, flows = case
+    order = list(range(len(flows)))
+    random.shuffle(order)
+    rates = shared(capacities, *[demand for demand, _, _ in flows])
+    shuffled = shared(capacities, *[flows[i][0] for i in order])
+    assert [rates[i] for i in order] == pytest.approx(shuffled, rel=CLOSE)
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(25))
+@given(st.integers(2, 9), st.integers(0, 2**32), st.sampled_from([1, 3, 40]))
+def test_a_crowd_is_shared_among_as_few_are(hosts, seed, several) -> None:
+    """The same flows, ended and started alike, as a crowd and one by one."""
+    random = Random(seed)
+    capacities = [random.choice([1.0, 3.0, math.inf, 7.5]) for _ in range(2 * hosts)]
+    capacities[0] = 1.0
+    flows = [
+        (
+            random.choice([0.0, 1.0, random.uniform(0, 30)]),
+            {
+                random.randrange(hosts): several,
+                hosts + random.randrange(hosts): 1,
+                0: random.choice([0.5, 1.0]),
+            },
+            random.choice([10.0, random.uniform(1, 100)]),
+        )
+        for _ in range(150)
+    ]
+    found = []
+    for many in (3, 10**9):
+        members = [activity(demand, size) for _, demand, size in flows]
+        starts = list(zip([one[0] for one in flows], members, strict=True))
+        ends = run(Sharing(capacities, many=many), starts)
+        found.append([ends[member] for member in members])
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert len(set(found[0])) > 1
+
+
+def test_rates_of_a_crowd_are_its_members() -> None:
+    members = [activity({0: 1, 1 + i: 1}) for i in range(100)]
+    sharing = Sharing([10.0, *[0.05] * 50, *[1.0] * 50])
+    for member in members:
+        sharing.start(member)
+    sharing.settle(0.0)
+    assert [member.rate for member in members[:50]] == pytest.approx([0.05] * 50)
+    assert [member.rate for member in members[50:]] == pytest.approx([0.15] * 50)
+    sharing.set_capacity(0, 0.0)
+    sharing.settle(1.0)
+    assert [member.rate for member in members] == [0.0] * 100
+    assert sharing.next_end() == math.inf
+
+
+@pytest.mark.parametrize("many", [4, 10**9])
+def test_a_change_is_worked_out_for_those_alone_that_it_can_reach(many: int) -> None:
+    """Ends are those of all rates worked out anew at each change, and far fewer were looked at."""
+    random = Random(7)
+    capacities = [random.choice([1.0, 3.0, 7.5]) for _ in range(80)] + [math.inf]
+    flows = []
+    for _ in range(200):  # between the 8 hosts of one of 5 switches
+        switch = 16 * random.randrange(5)
+        path = (switch + random.randrange(8), switch + 8 + random.randrange(8), 80)
+        flows.append((random.uniform(0, 300), path, random.uniform(1, 100)))
+    ends, looked_at = [], []
+    for near in (200, 0):  # of all in reach; always of all
+        with pytest.MonkeyPatch.context() as patch:
+            seen = []
+
+            def counted(*arguments, before=Sharing._set_rate, seen=seen):  # type: ignore[no-untyped-def]
+                seen.append(1)
+                before(*arguments)
+
+            patch.setattr(Sharing, "_set_rate", staticmethod(counted))
+            members = [activity(dict.fromkeys(path, 1), n) for _, path, n in flows]
+            starts = [one[0] for one in flows]
+            sharing = Sharing(capacities, many=many, near=near)
+            done = run(sharing, list(zip(starts, members, strict=True)))
+            ends.append([done[member] for member in members])
+            looked_at.append(len(seen))
+    assert ends[0] == pytest.approx(ends[1], rel=1e-9)
+    if many > 200:  # a crowd's rates are set all at once
+        assert looked_at[0] < looked_at[1] / 3
+
+
+@pytest.mark.parametrize("before", [0.0, 1.0])
+def test_a_link_that_becomes_endless_lets_go_of_what_it_held_up(before: float) -> None:
+    """As the uplink of a rack that has no limit, once a rule repairs it."""
+    sharing = Sharing([4.0, before])
+    activity = Activity({0: 1, 1: 1}, 8.0, lambda now: None)
+    sharing.start(activity)
+    sharing.settle(0.0)
+    assert activity.rate == before
+    sharing.set_capacity(1, math.inf)
+    sharing.settle(1.0)
+    assert activity.rate == 4.0
+    assert sharing.next_end() == 1.0 + (8.0 - before) / 4.0

@@ -1,0 +1,285 @@
+"""Clusters: what a TOML file may say, and what the topology is."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster import (
+    Cluster,
+    Rack,
+    cluster_toml,
+    load_cluster,
+    parse_cluster,
+    uniform_cluster,
+)
+from paceline.cluster.rack import MAX_WORKERS
+from paceline.errors import ClusterError, UsageError
+
+GOOD = """
+[[rack]]
+workers = 4
+link = "1 Gbit/s"
+latency = "50 us"
+uplink = "400 Mbit/s"
+uplink_latency = "100 us"
+speed = [1, 1, 1, 0.5]
+cores = 2
+
+[[rack]]
+workers = 2
+link = "100 Mbit/s"
+latency = "0 s"
+"""
+
+BASE = {"workers": "2", "link": '"1 Gbit/s"', "latency": '"50 us"'}
+
+
+def rack_text(**changes: str | None) -> str:
+    """One rack, with keys changed, added, or with None left out."""
+    keys = {k: v for k, v in (BASE | changes).items() if v is not None}
+    return "[[rack]]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items())
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ClusterError) as caught:
+        parse_cluster(text)
+    assert isinstance(caught.value, UsageError)
+    return str(caught.value)
+
+
+def test_every_key_is_read() -> None:
+    first, second = parse_cluster(GOOD).racks
+    assert first == Rack(
+        workers=4,
+        link=125e6,
+        latency=50 * 1e-6,
+        uplink=50e6,
+        uplink_latency=100 * 1e-6,
+        speed=(1.0, 1.0, 1.0, 0.5),
+        cores=2,
+    )
+    assert second == Rack(workers=2, link=12.5e6, latency=0.0)
+    assert second.uplink is None
+    assert second.speed == (1.0, 1.0)
+    assert second.cores == 1
+
+
+def test_workers_are_numbered_rack_by_rack() -> None:
+    cluster = parse_cluster(GOOD)
+    assert cluster.workers == 6
+    assert cluster.speeds == (1.0, 1.0, 1.0, 0.5, 1.0, 1.0)
+
+
+def test_paths_and_capacities() -> None:
+    cluster = parse_cluster(GOOD)
+
+    def links(source: int, destination: int) -> list[tuple[str, float]]:
+        return [
+            (cluster.link_name(link), cluster.capacities[link])
+            for link in cluster.path(source, destination)
+        ]
+
+    assert links(0, 0) == []
+    assert links(0, 3) == [("worker 0 out", 125e6), ("worker 3 in", 125e6)]
+    assert links(5, 1) == [
+        ("worker 5 out", 12.5e6),
+        ("rack 1 up", math.inf),
+        ("rack 0 down", 50e6),
+        ("worker 1 in", 125e6),
+    ]
+    # Each direction is a link of its own.
+    assert not set(cluster.path(5, 1)) & set(cluster.path(1, 5))
+
+
+def test_latencies() -> None:
+    cluster = parse_cluster(GOOD)
+    assert cluster.latency(2, 2) == 0
+    assert cluster.latency(0, 3) == pytest.approx(50e-6)
+    assert cluster.latency(4, 5) == 0
+    # Half of 50 us and of 0, plus uplink latencies of 100 us and 0.
+    assert cluster.latency(0, 4) == pytest.approx(125e-6)
+    assert cluster.latency(4, 0) == cluster.latency(0, 4)
+
+
+def test_two_equal_racks_are_two_racks() -> None:
+    rack = Rack(workers=1, link=1e6, latency=1.0, uplink_latency=3.0)
+    cluster = Cluster((rack, rack))
+    assert len(cluster.path(0, 1)) == 4
+    assert cluster.latency(0, 1) == 7.0  # half of 1 twice, and 3 twice
+
+
+def test_short_form() -> None:
+    cluster = uniform_cluster(3, "100mbit", "1 ms")
+    assert cluster.racks == (Rack(workers=3, link=12.5e6, latency=1e-3),)
+    with pytest.raises(ClusterError, match=r"short form.*'link'.*'100'.*Mbit/s"):
+        uniform_cluster(3, "100", "1 ms")
+    with pytest.raises(
+        ClusterError, match=r"short form.*'workers'.*1 to 100000, got 0"
+    ):
+        uniform_cluster(0, "100mbit", "1 ms")
+
+
+def test_description_says_what_people_wrote() -> None:
+    assert parse_cluster(GOOD).describe() == (
+        "4 workers, 1 Gbit/s, 50 us, uplink 400 Mbit/s, speeds 1 1 1 0.5; "
+        "2 workers, 100 Mbit/s, 0 s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "value", "allowed"),
+    [
+        ({"worker": "3"}, "worker", "'worker'", "Did you mean 'workers'?"),
+        ({"worker": "3"}, "worker", "'worker'", "cores, group, latency, link, names"),
+        ({"workers": None}, "workers", "missing", ""),
+        ({"link": None}, "link", "missing", ""),
+        ({"latency": None}, "latency", "missing", ""),
+        ({"workers": "0"}, "workers", "got 0", f"1 to {MAX_WORKERS}"),
+        ({"workers": "-1"}, "workers", "got -1", f"1 to {MAX_WORKERS}"),
+        ({"workers": "100001"}, "workers", "got 100001", f"1 to {MAX_WORKERS}"),
+        ({"workers": "true"}, "workers", "got True", "a whole number"),
+        ({"workers": "2.0"}, "workers", "got 2.0", "a whole number"),
+        ({"workers": '"2"'}, "workers", "got '2'", "a whole number"),
+        ({"link": '"0 Gbit/s"'}, "link", "got 0 bytes/s", "above zero"),
+        ({"link": '"-8 Mbit/s"'}, "link", "got -1e+06 bytes/s", "above zero"),
+        ({"uplink": '"0 Gbit/s"'}, "uplink", "got 0 bytes/s", "above zero"),
+        ({"link": '"50 us"'}, "link", "'50 us'", "Gbit/s"),
+        ({"link": '"1 Gbit"', "uplink": '"1 GB"'}, "uplink", "'1 GB'", "GB/s"),
+        ({"link": "1000"}, "link", "got 1000", 'quotes, such as "1 Gbit/s"'),
+        ({"link": "true"}, "link", "got True", 'quotes, such as "1 Gbit/s"'),
+        ({"link": '"1000"'}, "link", "'1000'", "Gbit/s"),
+        ({"latency": '"1 Gbit/s"'}, "latency", "'1 Gbit/s'", "ms, us"),
+        ({"latency": "50"}, "latency", "got 50", 'quotes, such as "50 us"'),
+        ({"latency": '"-1 s"'}, "latency", "got -1 s", "zero or more"),
+        ({"uplink_latency": '"-1 s"'}, "uplink_latency", "got -1 s", "zero or more"),
+        ({"speed": "[1]"}, "speed", "got 1", "2 factors, one per worker"),
+        ({"speed": "[1, 1, 1]"}, "speed", "got 3", "2 factors, one per worker"),
+        ({"speed": "[]"}, "speed", "got []", "one per worker"),
+        ({"speed": "1"}, "speed", "got 1", "a list of numbers, one per worker"),
+        ({"speed": "[1, true]"}, "speed", "got [1, True]", "a list of numbers"),
+        ({"speed": '[1, "2"]'}, "speed", "got [1, '2']", "a list of numbers"),
+        ({"speed": "[1, 0]"}, "speed", "got 0", "above zero"),
+        ({"speed": "[1, -0.5]"}, "speed", "got -0.5", "above zero"),
+        ({"speed": "[1, nan]"}, "speed", "got nan", "above zero"),
+        ({"cores": "0"}, "cores", "got 0", "1 or more"),
+        ({"names": '["a"]'}, "names", "got 1", "2 names, one per host"),
+        ({"names": '"a"'}, "names", "got 'a'", "a list of names in quotes"),
+        ({"aggregates": "1"}, "aggregates", "got 1", "true or false"),
+        ({"slots": "8"}, "slots", "adds nothing up", "set aggregates = true"),
+        ({"aggregates": "true", "slots": "0"}, "slots", "got 0", "1 or more"),
+        (
+            {"aggregation_rate": '"1 Gbit/s"'},
+            "aggregation_rate",
+            "adds nothing up",
+            "set aggregates = true",
+        ),
+        ({"group": "3"}, "group", "got 3", "a name in quotes, or a list of them"),
+        ({"group": '""'}, "group", "got ''", "a name in quotes, or a list of them"),
+        ({"group": "[]"}, "group", "got []", "a name in quotes, or a list of them"),
+        ({"group": '["a", ""]'}, "group", "got ['a', '']", "one per worker"),
+        ({"group": '["a"]'}, "group", "got ('a',)", "a name, or 2, one per worker"),
+    ],
+)
+def test_refusal_names_rack_key_value_and_what_is_allowed(
+    changes: dict[str, str | None], key: str, value: str, allowed: str
+) -> None:
+    # The second rack is the bad one.
+    message = refusal(rack_text() + rack_text(**changes))
+    assert message.startswith("rack 1: ")
+    for part in (f"{key!r}", value, allowed):
+        assert part in message
+
+
+def test_groups_are_numbered_as_they_are_named() -> None:
+    by_rack = rack_text(group='"slow"') + rack_text(group='"fast"')
+    assert parse_cluster(by_rack).groups == (0, 0, 1, 1)
+    by_worker = rack_text(group='["a", "b"]') + rack_text(group='["b", "a \\" c"]')
+    assert parse_cluster(by_worker).groups == (0, 1, 1, 2)
+    assert parse_cluster(rack_text()).groups == ()
+    for text in (by_rack, by_worker):
+        cluster = parse_cluster(text)
+        assert parse_cluster(cluster_toml(cluster, exact=True)) == cluster
+    assert "50 us, in slow; 2 workers" in parse_cluster(by_rack).describe()
+
+
+def test_what_adds_up_at_a_switch() -> None:
+    text = rack_text(aggregates="true", aggregation_rate='"2 Gbit/s"', slots="64")
+    cluster = parse_cluster(text + rack_text(aggregates="true") + rack_text())
+    assert [rack.aggregates for rack in cluster.racks] == [True, True, False]
+    for exact in (False, True):
+        assert parse_cluster(cluster_toml(cluster, exact=exact)) == cluster
+    assert cluster.describe().count("its switch adds up") == 2
+    # Two workers' packets of 1432 bytes, 64 each, in 50 us and twice 25 us to another rack.
+    slots = 2 * 64 * 1432 / 100e-6
+    assert cluster.aggregation == pytest.approx((250e6, math.inf, math.inf))
+    assert slots > 250e6
+    few = parse_cluster(rack_text(aggregates="true", slots="4") + rack_text())
+    assert few.aggregation == pytest.approx((2 * 4 * 1432 / 100e-6, math.inf))
+    # What goes there crosses the host's link out, and then what takes it in.
+    own, other = few.aggregator_of(0), few.aggregator_of(1)
+    assert few.host_path(0, own) == (few.link_out_of(0), len(few.capacities))
+    assert few.host_path(own, 0) == (few.link_out_of(0) + 1,)
+    assert len(few.host_path(own, 2)) == 3
+    assert few.host_latency(0, own) == pytest.approx(25e-6)
+    assert few.rack_of_host(other) == 1
+    assert few.is_switch(own)
+    assert not few.is_aggregator(few.switch_of(1))
+
+
+@pytest.mark.parametrize("racks", [(None, '"a"'), ('"a"', None)])
+def test_each_worker_is_in_a_group_or_none_is(racks: tuple[str | None, ...]) -> None:
+    message = refusal("".join(rack_text(group=group) for group in racks))
+    assert message.startswith(f"rack {racks.index(None)}: key 'group' is missing")
+    assert f"those of rack {1 - racks.index(None)} are" in message
+
+
+@pytest.mark.parametrize("text", ["", "rack = []", "# nothing"])
+def test_no_racks(text: str) -> None:
+    assert "expected at least one [[rack]]" in refusal(text)
+
+
+@pytest.mark.parametrize("text", [rack_text().replace("[[rack]]", "[rack]"), "rack=3"])
+def test_rack_that_is_no_array_of_tables(text: str) -> None:
+    message = refusal(text)
+    assert "'rack'" in message
+    assert "[[rack]]" in message
+
+
+def test_unknown_top_level_key() -> None:
+    message = refusal("[[racks]]\nworkers = 1\n")
+    assert "'racks'" in message
+    assert "Did you mean 'rack'?" in message
+
+
+def test_not_toml() -> None:
+    message = refusal("rack: 3")
+    assert message.startswith("not TOML: ")
+    assert "line 1" in message
+
+
+def test_files(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text(GOOD, encoding="utf-8")
+    assert load_cluster(good) == parse_cluster(GOOD)
+    assert load_cluster(str(good)) == parse_cluster(GOOD)
+
+    bad.write_text(rack_text(workers="0"), encoding="utf-8")
+    with pytest.raises(ClusterError) as caught:
+        load_cluster(bad)
+    assert str(caught.value).startswith(f"{bad}: rack 0: key 'workers'")
+
+    missing = tmp_path / "missing.toml"
+    with pytest.raises(ClusterError) as caught:
+        load_cluster(missing)
+    assert str(missing) in str(caught.value)
+    assert "No such file" in str(caught.value)
+
+    bad.write_bytes(b"\xff\xfe")
+    with pytest.raises(ClusterError) as caught:
+        load_cluster(bad)
+    assert str(bad) in str(caught.value)
+    with pytest.raises(ClusterError, match="Is a directory"):
+        load_cluster(tmp_path)

@@ -1,0 +1,134 @@
+"""Transfers on a clock: first in, first out on a connection, shared between them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.cluster import Cluster, transfer_times
+from paceline.cluster.links import Links
+from paceline.worlds.virtual.clock import Clock, Completion
+from tests.profiles import examples
+from tests.virtual.helpers import cluster, rack, until_over
+
+Message = tuple[float, object, int, int, int]
+"""Start, connection, source, destination, bytes."""
+
+
+def times(where: Cluster, messages: list[Message]) -> list[tuple[float, float]]:
+    """When each message had left and arrived, in virtual seconds."""
+    clock = Clock(1)
+    links = Links(clock, where)
+    left: dict[int, float] = {}
+    arrived: dict[int, float] = {}
+    end = Completion(lambda: "all messages")
+
+    def note(times: dict[int, float], number: int) -> None:
+        times[number] = clock.now
+        if len(left) == len(arrived) == len(messages):
+            clock.complete(end)
+
+    def body() -> None:
+        for number, (start, connection, source, destination, size) in enumerate(
+            messages
+        ):
+            clock.at(
+                start,
+                lambda number=number, message=(connection, source, destination, size): (
+                    links.send(
+                        *message,
+                        lambda: note(left, number),
+                        lambda: note(arrived, number),
+                    )
+                ),
+            )
+        clock.wait(end)
+
+    clock.run([body], until_over)
+    return [(left[i], arrived[i]) for i in range(len(messages))]
+
+
+# Links of 1 MB/s, and half a second one way.
+PLAIN = cluster(rack(4, 1e6, 0.5))
+
+
+def test_a_message_leaves_then_arrives_one_latency_later() -> None:
+    assert times(PLAIN, [(2.0, "c", 0, 1, 1_000_000)]) == [(3.0, 3.5)]
+
+
+def test_a_connection_is_first_in_first_out() -> None:
+    # 1 MB, 2 MB and nothing on one connection: one after the other at the full rate.
+    # Latencies overlap: they are on the way, not on the link.
+    sent = [(0.0, "c", 0, 1, size) for size in (1_000_000, 2_000_000, 0)]
+    assert times(PLAIN, sent) == [(1.0, 1.5), (3.0, 3.5), (3.0, 3.5)]
+
+
+def test_an_empty_message_does_not_overtake() -> None:
+    clock = Clock(1)
+    links = Links(clock, PLAIN)
+    log: list[str] = []
+    end = Completion(lambda: "the end")
+
+    def body() -> None:
+        for name, size in (("big", 1_000_000), ("empty", 0)):
+            links.send(
+                "c",
+                0,
+                1,
+                size,
+                lambda: None,
+                lambda name=name: log.append(name),
+            )
+        clock.at(9.0, lambda: clock.complete(end))
+        clock.wait(end)
+
+    clock.run([body], until_over)
+    assert log == ["big", "empty"]
+
+
+def test_connections_share_a_link() -> None:
+    # Two connections of 1 MB out of worker 0: halves, until 2 s. The second message of
+    # the first connection only then takes bandwidth, alone.
+    sent: list[Message] = [
+        (0.0, "a", 0, 1, 1_000_000),
+        (0.0, "a", 0, 1, 1_000_000),
+        (0.0, "b", 0, 2, 1_000_000),
+    ]
+    assert [left for left, _ in times(PLAIN, sent)] == pytest.approx([2.0, 3.0, 2.0])
+
+
+def test_a_worker_to_itself_needs_no_link() -> None:
+    assert times(PLAIN, [(1.0, "c", 2, 2, 10**9)]) == [(1.0, 1.0)]
+
+
+def test_a_connection_can_be_used_again_after_a_pause() -> None:
+    sent = [(start, "c", 0, 1, 1_000_000) for start in (0.0, 10.0)]
+    assert times(PLAIN, sent) == [(1.0, 1.5), (11.0, 11.5)]
+
+
+_flows = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 0.25, 1.0, 3.7]),
+        st.integers(0, 5),
+        st.integers(0, 5),
+        st.integers(0, 5_000_000),
+    ),
+    min_size=1,
+    max_size=8,
+)
+TWO_RACKS = cluster(rack(3, 1e6, 0.25, uplink=1.5e6), rack(3, 2e6, 0.5, uplink=1e6))
+
+
+@settings(max_examples=examples(100))
+@given(_flows)
+def test_with_a_connection_each_it_is_the_link_model(
+    flows: list[tuple[float, int, int, int]],
+) -> None:
+    sent: list[Message] = [
+        (start, number, source, destination, size)
+        for number, (start, source, destination, size) in enumerate(flows)
+    ]
+    arrived = [end for _, end in times(TWO_RACKS, sent)]
+    # A message to oneself and an empty one start at once in both.
+    assert arrived == pytest.approx(transfer_times(TWO_RACKS, flows), rel=1e-9)

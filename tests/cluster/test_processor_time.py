@@ -1,0 +1,88 @@
+"""What messages cost processors: threads share cores, connections share links."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.cluster import Cluster, Processor, Rack
+from paceline.cluster.bandwidth import Activity, Sharing
+from paceline.cluster.links import Agenda, Links
+
+RATE = 125e6
+
+
+def ends_of(
+    messages: list[tuple[str, int, int, float]], rack: Rack, processor: Processor
+) -> list[float]:
+    """When each message arrives that is sent at 0: connection, source, destination, bytes."""
+    agenda = Agenda()
+    links = Links(agenda, Cluster((rack,), processor=processor))
+    ends = [-1.0] * len(messages)
+
+    def arrived(index: int) -> None:
+        ends[index] = agenda.now
+
+    for index, (name, source, destination, size) in enumerate(messages):
+        links.send(
+            name,
+            source,
+            destination,
+            size,
+            lambda: None,
+            lambda index=index: arrived(index),  # type: ignore[misc]
+        )
+    agenda.run()
+    return ends
+
+
+@pytest.mark.parametrize("small", [0, 10, 30])
+def test_small_messages_elsewhere_leave_a_large_one_its_link(small: int) -> None:
+    """32 ms of a link and 1 ms of one of two cores, beside *small* messages of other hosts."""
+    rack = Rack(workers=4, link=RATE, latency=0.0)
+    shared = Processor(message=1e-3, cores=2)
+    messages = [("large", 0, 1, 4e6), *[("small", 2, 3, 4e3)] * small]
+    ends = ends_of(messages, rack, shared)
+    assert ends[0] == pytest.approx(0.032)
+    assert ends[1:] == pytest.approx([1e-3 * (i + 1) for i in range(small)])
+
+
+@pytest.mark.parametrize("cores", [1, 2, 16, 64])
+def test_a_message_is_the_work_of_one_thread(cores: int) -> None:
+    rack = Rack(workers=4, link=RATE, latency=0.0)
+    shared = Processor(message=1e-3, cores=cores)
+    assert ends_of([("one", 0, 1, 4e3)], rack, shared) == pytest.approx([1e-3])
+
+
+def test_threads_share_the_cores_that_they_find() -> None:
+    # Three messages of 6 ms each on two cores: 18 ms of work take 9 ms.
+    rack = Rack(workers=6, link=RATE, latency=0.0)
+    messages = [(str(i), i, 5 - i, 1.0) for i in range(3)]
+    shared = Processor(message=6e-3, cores=2)
+    assert ends_of(messages, rack, shared) == pytest.approx([9e-3] * 3)
+    own = Processor(message=6e-3)
+    assert ends_of(messages, rack, own) == pytest.approx([6e-3] * 3)
+
+
+@pytest.mark.parametrize(("cores", "seconds"), [(1, 4e-3), (2, 2e-3), (4, 1e-3)])
+def test_workers_of_a_host_use_as_many_of_its_cores(cores: int, seconds: float) -> None:
+    rack = Rack(workers=8, link=RATE, latency=0.0, workers_per_host=4, cores=cores)
+    messages = [(str(i), 0, 1, 1.0) for i in range(4)]
+    own = Processor(message=1e-3)
+    assert ends_of(messages, rack, own) == pytest.approx([seconds] * 4)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["few", "a crowd"])
+def test_nobody_is_faster_than_the_most(many: bool) -> None:
+    """The first link leaves 2 to each, of which 1 is used; the second leaves 0.25 to each."""
+    count = 100 if many else 4
+    sharing = Sharing([2.0 * count, 0.25 * count], most=1.0)
+    activities = [
+        Activity({link: 1.0}, 10.0, lambda now: None)
+        for link in (0, 1)
+        for _ in range(count)
+    ]
+    for activity in activities:
+        sharing.start(activity)
+    sharing.settle(0.0)
+    rates = [activity.rate for activity in activities]
+    assert rates == pytest.approx([1.0] * count + [0.25] * count)
