@@ -20,10 +20,16 @@ import time
 
 import numpy as np
 
-from paceline.aggregator.client import AggregatorClient
-from paceline.aggregator.jobs import Jobs, Terms, key_of
-from paceline.aggregator.packets import Kind, Seal, blank, elements_for, sizes
-from paceline.aggregator.udp import UserSpaceAggregator
+from paceline.collectives.in_network.client import AggregatorClient
+from paceline.collectives.in_network.jobs import Jobs, Terms, key_of
+from paceline.collectives.in_network.packets import (
+    Kind,
+    Seal,
+    blank,
+    elements_for,
+    sizes,
+)
+from paceline.collectives.in_network.server import UserSpaceAggregator
 
 TOKEN, HOST = "a token of benchmarks", "127.0.0.1"
 MEGABYTES = 8

@@ -26,8 +26,8 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack, cluster_toml, load_cluster
 from paceline.collectives import make, over
-from paceline.collectives.auto import cheapest
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.autotune import cheapest
+from paceline.collectives.communicator import TorchComm
 from paceline.run_options import RunOptions
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation

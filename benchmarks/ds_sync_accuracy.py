@@ -20,7 +20,7 @@ from accuracy_tasks import DIGITS, TASKS
 from paceline.cluster import Cluster, Rack
 from paceline.collectives import pricing as prices
 from paceline.collectives.hierarchical import hierarchical
-from paceline.collectives.schedule import Ring
+from paceline.collectives.schedules import Ring
 from paceline.methods.ds_sync import mixing, pricing
 from paceline.methods.ds_sync.plan import make_plan
 

@@ -21,7 +21,7 @@ import paceline
 from paceline import bucketing
 from paceline.cluster import Workload
 from paceline.cluster.cluster import Cluster, Rack
-from paceline.collectives.schedule import Ring
+from paceline.collectives.schedules import Ring
 from paceline.run_options import RunOptions
 from paceline.worlds.virtual import Simulation
 

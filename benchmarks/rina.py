@@ -25,17 +25,17 @@ from functools import cache
 from pathlib import Path
 
 from paceline import bucketing
-from paceline.aggregator.ring import ring_of_racks
 from paceline.bucketing import AffineCost
 from paceline.cluster import Cluster, Rack, ServerHost, Workload
-from paceline.collectives.aggregated import BLOCK
-from paceline.collectives.atp_schedule import ServerBehindSwitches
-from paceline.collectives.atp_ways import Server, Ways, beside_workers
 from paceline.collectives.halving_doubling import HalvingDoubling
 from paceline.collectives.hierarchical import hierarchical
+from paceline.collectives.in_network.algorithms import BLOCK
+from paceline.collectives.in_network.atp_pricing import ServerBehindSwitches
+from paceline.collectives.in_network.atp_tree import Server, Ways, beside_workers
+from paceline.collectives.in_network.rina import RingOfRacks
+from paceline.collectives.in_network.topology import ring_of_racks
 from paceline.collectives.pricing import seconds
-from paceline.collectives.rina import RingOfRacks
-from paceline.collectives.schedule import Ring
+from paceline.collectives.schedules import Ring
 
 SIZES = ((4, 4), (16, 8), (64, 16))
 """Racks, and workers in each."""

@@ -23,7 +23,7 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack
 from paceline.collectives import make, over
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
 from paceline.run_options import RunOptions
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import Simulation

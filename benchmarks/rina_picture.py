@@ -12,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from paceline.aggregator.ring import ring_of_racks
-from paceline.collectives.rina import RingOfRacks
+from paceline.collectives.in_network.rina import RingOfRacks
+from paceline.collectives.in_network.topology import ring_of_racks
 
 RACKS = (0, 0, 0, 1, 1, 2, 2, 2)
 ADDING = (0, 2)

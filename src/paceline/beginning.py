@@ -19,9 +19,9 @@ import torch
 from paceline import collectives, methods, spec
 from paceline.buckets import wire_bytes, wire_shape
 from paceline.chosen import brief_spec, compressed, own_compression
-from paceline.collectives.alone import AloneComm
-from paceline.collectives.comm import TorchComm
-from paceline.collectives.halves import check_halves
+from paceline.collectives.communicator import TorchComm
+from paceline.collectives.no_collectives import AloneComm
+from paceline.collectives.reduce_scatter import check_halves
 from paceline.compression import Identity, warm_up_of
 from paceline.errors import UsageError
 from paceline.exchange import broadcast_tensors

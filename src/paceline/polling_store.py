@@ -4,7 +4,7 @@ torch's store has one connection per process, and whoever waits there for a key 
 threads of the process that want to say or ask something wait, too. What they would say may
 be what another process waits for, in the same way: then neither goes on. gloo itself waits in
 the store, for the addresses of a new group's members, so two threads that each make a group
-(`collectives.chains`: works that issue something for the first time) were enough.
+(`collectives.continuations`: works that issue something for the first time) were enough.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 
 from paceline.auto.exchange import WORDS, Exchange
 from paceline.auto.interfaces import LeftError
-from tests.aggregator.places import together
+from tests.collectives.in_network.places import together
 from tests.hanging import SECONDS
 
 

@@ -8,8 +8,8 @@ import torch
 import paceline
 from paceline.bucketing import TableCost
 from paceline.bucketing.measure import LARGEST_BYTES, SMALLEST_BYTES, measure_mean
-from paceline.collectives.comm import TorchComm
-from paceline.collectives.schedule import Ring
+from paceline.collectives.communicator import TorchComm
+from paceline.collectives.schedules import Ring
 from paceline.interfaces.current_runtime import current_world
 from tests.bucketing.tunings import on
 from tests.tables import crossed

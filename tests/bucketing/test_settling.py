@@ -9,7 +9,7 @@ import pytest
 from paceline import bucketing
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
 from paceline.cluster import Workload
-from paceline.collectives.schedule import Ring
+from paceline.collectives.schedules import Ring
 from paceline.report.result import Summary
 from paceline.worlds.virtual.script import result_of
 from tests.bucketing.tunings import UNEVEN, Watched, on, ring_cost, train_stand_in

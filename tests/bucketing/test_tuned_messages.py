@@ -17,7 +17,7 @@ from paceline.bucketing import message_plan, tuner
 from paceline.bucketing.bucket_plan import from_numbers, to_numbers
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS, GoesPast, Planner
 from paceline.cluster import Workload
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
 from paceline.interfaces import Message
 from paceline.interfaces.current_runtime import current_world
 from paceline.testing import inspect

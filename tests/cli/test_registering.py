@@ -15,7 +15,7 @@ from paceline.methods import METHODS
 
 ROWS = """
 from paceline.collectives import COLLECTIVES
-from paceline.collectives.rows import Tree
+from paceline.collectives.algorithms import Tree
 from paceline.compression import BF16, COMPRESSORS
 from paceline.methods import METHODS
 from paceline.methods.bsp import BSP

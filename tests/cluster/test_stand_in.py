@@ -13,7 +13,7 @@ import paceline
 from paceline.buckets import wire_bytes, wire_shape
 from paceline.cluster import Workload
 from paceline.cluster.workload import builtin_names
-from paceline.collectives.schedule import Ring
+from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.testing import inspect
 from paceline.worlds.virtual import ComputeModel

@@ -7,10 +7,10 @@ import torch
 
 import paceline
 from paceline.collectives import COLLECTIVES, make, over
-from paceline.collectives.auto import CANDIDATES
-from paceline.collectives.comm import TorchComm
-from paceline.collectives.places import Places
-from paceline.collectives.stages import Stages
+from paceline.collectives.autotune import CANDIDATES
+from paceline.collectives.communicator import TorchComm
+from paceline.collectives.nccl_stages import Stages
+from paceline.collectives.placement import Places
 from paceline.errors import UsageError
 from paceline.worlds.join import join_world
 from tests.collectives.helpers import BUCKETS, buffers, skew

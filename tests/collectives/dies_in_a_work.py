@@ -5,7 +5,7 @@ import os
 import torch
 
 import paceline
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
 from paceline.worlds.join import join_world
 
 paceline.init()

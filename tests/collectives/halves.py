@@ -9,8 +9,8 @@ import torch
 
 from paceline.buckets import wire_bytes
 from paceline.collectives import make, over
-from paceline.collectives.comm import TorchComm
-from paceline.collectives.halves import OwnHalves, scatter
+from paceline.collectives.communicator import TorchComm
+from paceline.collectives.reduce_scatter import OwnHalves, scatter
 from paceline.worlds.join import join_world
 from tests.collectives.helpers import skew
 

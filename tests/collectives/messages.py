@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.collectives.comm import MOST_GROUPS, TorchComm
+from paceline.collectives.communicator import MOST_GROUPS, TorchComm
 from paceline.errors import UsageError
 from paceline.worlds.join import join_world
 from tests.collectives.helpers import buffers, skew

@@ -5,7 +5,7 @@ import torch
 
 from paceline.buckets import stand_in_for
 from paceline.collectives import COLLECTIVES, make, over
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
 from paceline.worlds.join import join_world
 from tests.virtual.helpers import cluster, rack, run
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
 from paceline.errors import UsageError
 from paceline.testing import inspect
 from paceline.worlds.join import join_world

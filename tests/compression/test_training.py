@@ -8,7 +8,7 @@ import torch
 import paceline
 from paceline.chosen import read_spec
 from paceline.cluster.workload import Workload
-from paceline.collectives.schedule import Ring
+from paceline.collectives.schedules import Ring
 from paceline.compression import BF16, Identity, Int4, Int8, Residuals, make
 from paceline.errors import UsageError
 from paceline.settings import Settings

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import Cluster, Rack, cluster_toml
-from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, MTU_VARIABLE
+from paceline.collectives.in_network.datagram_sums import (
+    AGGREGATORS_VARIABLE,
+    MTU_VARIABLE,
+)
 from paceline.run_options import CLUSTER_VARIABLE
 from paceline.transport.security import TOKEN, TRUSTED
 from paceline.worlds.emulated.fabric import Fabric

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.cluster import Cluster, Rack
 from paceline.collectives import COLLECTIVES
-from paceline.collectives.rows import Scheduled
+from paceline.collectives.algorithms import Scheduled
 from paceline.errors import UsageError
 from paceline.plan import Plan, plan
 from paceline.plan.candidates import first

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.collectives.pricing import seconds
-from paceline.collectives.schedule import Ring
+from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError
 from paceline.plan.switches import Upgrade, plan_switches, stage, ways_for
 from paceline.plan.switches_shown import advice

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
 from paceline.errors import WorkerFailedError
 from paceline.worlds.join import join_world
 from tests.virtual.helpers import LATENCY, LINK, run

@@ -1,6 +1,6 @@
 """What a virtual worker knows of the network that it is on."""
 
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
 from paceline.worlds.join import join_world
 from tests.virtual.helpers import cluster, rack, run
 

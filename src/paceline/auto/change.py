@@ -27,7 +27,7 @@ from paceline.auto.change_habits import Habits
 from paceline.auto.change_state import KeptCodes, KeptPlans, equalize
 from paceline.beginning import Made, Prepared, Subject, begin, prepare, train
 from paceline.chosen import read_spec
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
 from paceline.errors import UsageError
 from paceline.exchange import gather_bytes
 from paceline.interfaces import QUALITIES, Method, Quality

@@ -19,7 +19,7 @@ from paceline.auto.senses import Forbid, TrainingSenses
 from paceline.auto.wish import FIRST, Auto
 from paceline.auto.words import paragraph
 from paceline.beginning import Subject
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
 from paceline.settings import Settings
 from paceline.torch_internals import moves_host_tensors
 from paceline.training import Training

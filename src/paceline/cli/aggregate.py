@@ -42,7 +42,7 @@ def aggregate(
     loopback say PACELINE_TRUSTED_NETWORK=1, where everybody on the network may read the
     training.
     """
-    from paceline.aggregator.udp import UserSpaceAggregator
+    from paceline.collectives.in_network.server import UserSpaceAggregator
     from paceline.transport.security import TOKEN, dedicated_token
 
     host, port = _host_and_port(listen)

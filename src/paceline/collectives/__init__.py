@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.collectives.aggregated import Aggregated
-from paceline.collectives.atp import ATP
-from paceline.collectives.auto import Auto
-from paceline.collectives.rina import Rina
-from paceline.collectives.rows import (
+from paceline.collectives.algorithms import (
     HalvingDoubling,
     Hierarchical,
     Native,
@@ -23,12 +19,16 @@ from paceline.collectives.rows import (
     Ring,
     Tree,
 )
-from paceline.collectives.switchml import SwitchML
+from paceline.collectives.autotune import Auto
+from paceline.collectives.in_network.algorithms import Aggregated
+from paceline.collectives.in_network.atp import ATP
+from paceline.collectives.in_network.rina import Rina
+from paceline.collectives.in_network.switchml import SwitchML
 from paceline.errors import UnknownNameError, unknown
 from paceline.interfaces import Collective, Endpoint, World
 
 if TYPE_CHECKING:
-    from paceline.collectives.comm import TorchComm
+    from paceline.collectives.communicator import TorchComm
 
 CPU = torch.device("cpu")
 
@@ -63,8 +63,8 @@ def over(
     """*comm*'s workers, whose averages are formed by *collective*; *endpoints* are this
     worker's ends of the servers, where it needs some, *device* where buffers will be. Use
     this one and no more *comm*. Collective."""
-    from paceline.collectives.comm import TorchComm
-    from paceline.collectives.server import ServerComm
+    from paceline.collectives.communicator import TorchComm
+    from paceline.collectives.server_communicator import ServerComm
 
     if collective.needs_servers:
         return ServerComm(world, comm.name, endpoints, comm.process_group)

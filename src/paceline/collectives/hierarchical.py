@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from paceline.collectives.combined import Among, InTurn, SideBySide
-from paceline.collectives.schedule import Ring, offset_of
+from paceline.collectives.composition import Among, InTurn, SideBySide
+from paceline.collectives.schedules import Ring, offset_of
 from paceline.errors import UsageError
 from paceline.interfaces import Schedule
 

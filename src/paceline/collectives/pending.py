@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.collectives import chains
-from paceline.collectives.chains import AtOnce, Chain, Work
+from paceline.collectives import continuations
+from paceline.collectives.continuations import AtOnce, Chain, Work
 from paceline.interfaces import Pending
 
 
@@ -57,14 +57,14 @@ class WorkPending:
     def wait(self) -> None:
         work = self._work
         if work is not None:
-            chains.check_may_wait()
+            continuations.check_may_wait()
             try:
                 self._comm.wait_for(work, self._name)
             finally:
                 self._work = None
 
     def then(self, work: Work) -> Pending:
-        chains.check_issued_here(self._issuer)
+        continuations.check_issued_here(self._issuer)
         issued = None if self._work is None else _Issued(self, self._work)
         if self._comm.is_alone or (self._on_cuda and self._comm.follows_streams):
             return AtOnce(issued, work)
@@ -107,28 +107,28 @@ class AllOf:
 
     def __init__(self, comm: Issuing, pendings: Sequence[Pending]) -> None:
         self._comm = comm
-        self._issuer = chains.current()
+        self._issuer = continuations.current()
         self._pendings = pendings
 
     def wait(self) -> None:
         if self._pendings:
-            chains.check_may_wait()
+            continuations.check_may_wait()
         for pending in self._pendings:
             pending.wait()
         self._pendings = ()
 
     def settle(self) -> None:
         for pending in self._pendings:
-            chains.awaited(pending).settle()
+            continuations.awaited(pending).settle()
         self._pendings = ()
 
     def then(self, work: Work) -> Pending:
-        chains.check_issued_here(self._issuer)
+        continuations.check_issued_here(self._issuer)
         return self._comm.chain_of(self._issuer).follow(self, work)
 
     def when_in(self, action: Callable[[], None]) -> None:
         call_when_all_in(
-            [chains.awaited(pending) for pending in self._pendings], action
+            [continuations.awaited(pending) for pending in self._pendings], action
         )
 
 

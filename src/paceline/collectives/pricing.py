@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.cluster import Cluster
 from paceline.cluster.links import Agenda, Links
-from paceline.collectives.playing import Phases, Play, Prices
+from paceline.collectives.timing import Phases, Play, Prices
 from paceline.errors import UsageError
 from paceline.interfaces import Schedule
 

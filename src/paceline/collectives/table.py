@@ -30,7 +30,7 @@ uplink only once. Racks may have different sizes, and ranks may be numbered in a
 Under NCCL, where no schedule can be performed, its three stages are reduce-scatters, all-reduces and all-gathers of groups that are made when training begins (racks
 of different sizes: all-reduces in racks and among their first ranks, and broadcasts); each follows the other in the order of the stream that
 backward runs on. Under gloo the schedule is used: gloo's reduce-scatter is an all-reduce of which each rank keeps a part, so that groups send half as much again in a rack, and
-took 1.18 times as long (8 emulated hosts, two racks, 400 and 100 Mbit/s, 1 and 8 MB; `collectives/stages.py`).
+took 1.18 times as long (8 emulated hosts, two racks, 400 and 100 Mbit/s, 1 and 8 MB; `collectives/nccl_stages.py`).
 
 **auto** prices `native`, `tree`, `halving-doubling` and `hierarchical` where the cluster is known (virtual and emulated worlds, and real jobs that were given a cluster
 file): the seconds of each schedule on idle links, from `collectives/pricing.py`, which are those of the virtual world. The same choice on all ranks and in all worlds, in each group by

@@ -1,6 +1,6 @@
 """Collectives as data: who sends which part of a buffer to whom, and after what.
 
-One list of transfers serves four readers: `collectives.executor` *performs* it on real tensors
+One list of transfers serves four readers: `collectives.execute` *performs* it on real tensors
 over sends and receives; the virtual world *plays* it message by message, or *prices* it as
 one activity; the planner prices it without a world. Ranks here are positions in the group, 0
 to n-1. Sizes and offsets are in one unit, whichever whoever makes a schedule takes: elements

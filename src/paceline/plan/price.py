@@ -18,7 +18,7 @@ from paceline.bucketing import MEASURED
 from paceline.chosen import read_spec
 from paceline.cluster import Cluster
 from paceline.collectives import COLLECTIVES
-from paceline.collectives.places import Places, aggregating_racks
+from paceline.collectives.placement import Places, aggregating_racks
 from paceline.compression import Identity
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Schedule

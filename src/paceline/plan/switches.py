@@ -24,13 +24,13 @@ import msgspec
 from paceline import bucketing
 from paceline.bucketing import AffineCost
 from paceline.cluster import Cluster, Workload
-from paceline.collectives.aggregated import Aggregated, exponent_bytes
-from paceline.collectives.atp import ATP
+from paceline.collectives.algorithms import Hierarchical, Ring
 from paceline.collectives.halving_doubling import HalvingDoubling
-from paceline.collectives.places import Places, aggregating_racks
+from paceline.collectives.in_network.algorithms import Aggregated, exponent_bytes
+from paceline.collectives.in_network.atp import ATP
+from paceline.collectives.in_network.rina import Rina
+from paceline.collectives.placement import Places, aggregating_racks
 from paceline.collectives.pricing import seconds
-from paceline.collectives.rina import Rina
-from paceline.collectives.rows import Hierarchical, Ring
 from paceline.errors import UsageError
 from paceline.interfaces import Collective, Comm
 

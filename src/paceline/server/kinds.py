@@ -54,7 +54,7 @@ def _server(start: Start) -> ParameterServer:
 
 def _fallback_server(start: Start) -> AnyServer:
     """Of a part above this one, as a kind of somebody's own is."""
-    return make("paceline.aggregator.sums_service:make", start)
+    return make("paceline.collectives.in_network.sums_service:make", start)
 
 
 KINDS: dict[str, Factory] = {

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from paceline.buckets import stand_alike, wire_bytes
-from paceline.ring_sum import ring_sum
+from paceline.collectives.ring_order import ring_sum
 
 Order = Literal["rank", "arrival", "ring"]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline import bucketing
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
 from paceline.errors import PacelineError
 from paceline.optimizer import DistributedOptimizer
 from paceline.testing.cases import CASES, Case

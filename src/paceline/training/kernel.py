@@ -25,8 +25,8 @@ import torch
 from paceline.bucketing.bucket_plan import Side
 from paceline.bucketing.tuner import Planner
 from paceline.buckets import Bucket
-from paceline.collectives.alone import AloneComm
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
+from paceline.collectives.no_collectives import AloneComm
 from paceline.errors import UsageError
 from paceline.interfaces import Method, World
 from paceline.loading import Loading

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from paceline.buckets import Bucket, stand_alike
-from paceline.collectives import halves
+from paceline.collectives import reduce_scatter
 from paceline.collectives.pending import PutBack
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Rhythm, Scattered
@@ -82,13 +82,13 @@ class Means:
         if call.is_answered:
             if call.gradient_factor != 1.0:
                 buffer.mul_(call.gradient_factor)
-            return halves.scatter(self._comm, buffer, "sum")
+            return reduce_scatter.scatter(self._comm, buffer, "sum")
         # One rank alone holds the element that carries the question, and its answer, until
         # the second half has told all.
         asks = (of is None or of.last) and call.wants(buffer)
         if asks:
             call.ask_inside(buffer)
-        scattered = halves.scatter(self._comm, buffer, "sum")
+        scattered = reduce_scatter.scatter(self._comm, buffer, "sum")
         return _ScatteredMean(call, scattered, buffer, asks)
 
     def average(
@@ -202,7 +202,7 @@ class Means:
         """A sum of a gradient that nobody wants, as `mean` forms it, or `scatter_mean` and then
         its gather: to be timed."""
         if in_halves:
-            return halves.scatter(self._comm, buffer, "sum").gather()
+            return reduce_scatter.scatter(self._comm, buffer, "sum").gather()
         if self._codes is None or self._comm.size == 1:
             return self._comm.all_reduce(buffer, "sum")
         return self._codes.try_out(self._comm, buffer) or Nothing()

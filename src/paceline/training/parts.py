@@ -13,8 +13,8 @@ from paceline.bucketing import MEASURED
 from paceline.bucketing.tuner import GoesPast, Planner
 from paceline.buckets import Bucket, kind_of, wire_bytes
 from paceline.clipping import clip
-from paceline.collectives.alone import AloneComm
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
+from paceline.collectives.no_collectives import AloneComm
 from paceline.compression import Identity
 from paceline.exchange import SharedBuffers, broadcast_tensors
 from paceline.interfaces import CodingStage, Compressor, Message, Method, World

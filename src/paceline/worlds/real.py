@@ -18,8 +18,11 @@ from paceline import launchers
 from paceline.cluster import Cluster, Workload
 from paceline.cluster.profiling import KeptGradients, Profiler, times_of, with_times
 from paceline.cluster.profiling.timers import stopwatch_for
-from paceline.collectives.chains import ThreadRunner, WaitingRunner
-from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, aggregators_from
+from paceline.collectives.continuations import ThreadRunner, WaitingRunner
+from paceline.collectives.in_network.datagram_sums import (
+    AGGREGATORS_VARIABLE,
+    aggregators_from,
+)
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
 from paceline.interfaces.trainings import Job

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.collectives.rows import Scheduled
+from paceline.collectives.algorithms import Scheduled
 from paceline.interfaces import Comm, Schedule, Transfer
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.cluster.probe import tcp_counters
-from paceline.collectives.comm import TorchComm
+from paceline.collectives.communicator import TorchComm
 from paceline.errors import PeerLostError
 from paceline.exchange import gather_bytes
 from paceline.interfaces import World

@@ -8,7 +8,10 @@ import threading
 import time
 from collections.abc import Mapping
 
-from paceline.collectives.datagram_sums import AGGREGATORS_VARIABLE, MTU_VARIABLE
+from paceline.collectives.in_network.datagram_sums import (
+    AGGREGATORS_VARIABLE,
+    MTU_VARIABLE,
+)
 from paceline.errors import UsageError
 from paceline.timeouts import timeouts
 from paceline.transport.security import TRUSTED

@@ -14,17 +14,11 @@ from typing import Any
 import torch
 
 from paceline.buckets import stand_alike, wire_bytes
-from paceline.collectives.executor import combining, worked_out
-from paceline.collectives.schedule import (
-    Ring,
-    Star,
-    Tree,
-    all_to_all,
-    barrier,
-)
+from paceline.collectives.execute import combining, worked_out
+from paceline.collectives.ring_order import ring_sum
+from paceline.collectives.schedules import Ring, Star, Tree, all_to_all, barrier
 from paceline.errors import UsageError
 from paceline.interfaces import ReduceOperation, Schedule
-from paceline.ring_sum import ring_sum
 from paceline.torch_internals import ProcessGroupBase, reduce_operation_name
 from paceline.worlds.virtual.communicator import Communicator, Deliver, Operation
 from paceline.worlds.virtual.mailbox import Mailbox

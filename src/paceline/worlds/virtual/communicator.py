@@ -12,7 +12,7 @@ present, takes the schedule's latency, then moves as one activity on all its con
 (where it has several phases, so in each), and ends on all ranks at once.
 *Played* (all else, and these where asked for): every message of the schedule starts when both
 its ends are present and what its source must have received has arrived; a rank is done
-when its own messages are. Both in `collectives.playing`.
+when its own messages are. Both in `collectives.timing`.
 
 Data: contributions are copied at the call, sums go in gloo's order, and a result is written
 to a rank's buffers at the instant at which the operation completes there. The last rank's
@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from paceline.cluster.links import Links
-from paceline.collectives.playing import Phases, Play, Prices
+from paceline.collectives.timing import Phases, Play, Prices
 from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.interfaces import Schedule
 from paceline.records import Span

@@ -1,0 +1,199 @@
+"""All-reduces in two halves: a reduce-scatter now, and its all-gather when it is wanted.
+
+A collective's schedule is cut where it stops to add. So both halves together move the same
+parts to the same ranks, and give the same bits, as the whole: Zhang et al., "DeAR"
+(ICDCS 2023), do so with a ring. Between them each part of the sum is whole at one rank, in
+its place in the buffer; what the rest of the buffer holds is nobody's business.
+
+gloo's own reduce-scatter is an all-reduce of which each rank keeps a part, so there halves
+are schedules. Under NCCL, which performs none, they are its own two collectives.
+
+*What waits for what.* The second half follows the first one's result (`Pending.then`): asked
+for before that is in, it starts when it is in. Second halves start in the order in which they
+were asked for, on every rank. They are issued by works, and so on a queue of their own: first
+halves that are issued meanwhile never queue behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from paceline.buckets import stand_alike, stands_in, wire_bytes
+from paceline.collectives.algorithms import Native, Scheduled
+from paceline.collectives.autotune import CANDIDATES, Auto
+from paceline.collectives.communicator import TorchComm
+from paceline.collectives.composition import Among, InTurn, SideBySide, Some
+from paceline.collectives.halving_doubling import HalvingDoubling
+from paceline.collectives.pending import PutBack
+from paceline.collectives.schedules import Ring, Tree
+from paceline.collectives.send_receive import flat_of
+from paceline.collectives.server_communicator import ServerComm
+from paceline.errors import UsageError
+from paceline.interfaces import (
+    Collective,
+    Comm,
+    Pending,
+    ReduceOperation,
+    Scattered,
+    Schedule,
+)
+from paceline.torch_internals import virtual_end
+
+
+def scatter(
+    comm: Comm, buffer: torch.Tensor, operation: ReduceOperation = "mean"
+) -> Scattered:
+    """Begin the mean, sum or maximum of *buffer* over the ranks of *comm*, in place: the half
+    that adds. `Scattered.gather` is the other half.
+
+    Both are collective: all ranks issue them in the same orders. Raises `UsageError` where
+    the collective of *comm* has no halves.
+    """
+    if not isinstance(comm, TorchComm) or isinstance(comm, ServerComm):
+        raise UsageError(
+            "a reduce-scatter where workers meet only at servers: expected a collective "
+            "among workers; use collective='native' or 'ring', without --survive"
+        )
+    on_cuda = buffer.is_cuda and virtual_end(comm.process_group) is None
+    if on_cuda and comm.size > 1:
+        _check_on_cuda(comm)
+        return OwnHalves(comm, buffer, operation)
+    return _Performed(comm, buffer, operation)
+
+
+def check_halves(collective: Collective) -> None:
+    """Raise `UsageError` for a collective that has no halves."""
+    if collective.needs_servers or not isinstance(
+        collective, Native | Scheduled | Auto
+    ):
+        raise UsageError(
+            f"collective={collective.name!r} has no halves, a reduce-scatter and an "
+            "all-gather: use 'native', 'ring', 'hierarchical', 'halving-doubling' or 'tree'"
+        )
+
+
+def _check_on_cuda(comm: TorchComm) -> None:
+    row = comm.collective
+    if not comm.follows_streams:
+        raise UsageError(
+            "a reduce-scatter of a tensor on CUDA over gloo, whose sends are from the host's "
+            "memory: use NCCL, or a method that sends whole means"
+        )
+    if not isinstance(row, Native | Auto | None):
+        raise UsageError(
+            f"a reduce-scatter under collective={row.name!r} and NCCL, which performs no "
+            "schedules: use collective='native'"
+        )
+
+
+def halved(schedule: Schedule) -> tuple[Schedule, Schedule]:
+    """An all-reduce's transfers that add, and then those that only spread the sum.
+
+    Raises `UsageError` for a schedule that nobody has told how to cut.
+    """
+    halves = _half(schedule, adds=True), _half(schedule, adds=False)
+    assert None not in halves, f"{schedule} is a half itself"
+    return cast("tuple[Schedule, Schedule]", halves)
+
+
+def _half(schedule: Schedule, *, adds: bool) -> Schedule | None:
+    """The part of *schedule* that *adds*, or the other; None where there is none."""
+    match schedule:
+        case Ring(rounds=2):
+            # The second round goes on where the first has ended: n - 1 segments further.
+            shift = schedule.shift if adds else schedule.shift - 1
+            return replace(schedule, rounds=1, gather=not adds, shift=shift)
+        case Ring():
+            return schedule if adds is not schedule.gather else None
+        case Tree():
+            return schedule if adds is schedule.reduce else None
+        case HalvingDoubling():
+            cut = schedule.steps // 2
+            return Some(schedule, *((0, cut) if adds else (cut, schedule.steps)))
+        case Among():
+            part = _half(schedule.schedule, adds=adds)
+            return None if part is None else replace(schedule, schedule=part)
+        case InTurn() | SideBySide():
+            parts = [_half(part, adds=adds) for part in schedule.parts]
+            found = tuple(part for part in parts if part is not None)
+            return replace(schedule, parts=found) if found else None
+        case _:
+            raise UsageError(
+                f"a reduce-scatter by {type(schedule).__name__}, of which nobody has told "
+                "which steps add and which only spread the sum: use collective='ring'"
+            )
+
+
+class _Performed:
+    """By a schedule, over sends and receives."""
+
+    def __init__(
+        self, comm: TorchComm, buffer: torch.Tensor, operation: ReduceOperation
+    ) -> None:
+        self._comm, self._buffer = comm, buffer
+        row = _row(comm, buffer)
+        elements = buffer.numel() * (2 if buffer.is_complex() else 1)
+        sizes = [elements, wire_bytes(buffer)] if stands_in(buffer) else [elements]
+        # The schedule, and where a stand-in takes other bytes, the one that is timed.
+        wholes = [row.schedule(size, comm, comm.racks) for size in sizes]
+        first, self._second = zip(*map(halved, wholes), strict=True)
+        self._pending = comm.perform(first[0], buffer, operation, *first[1:])
+
+    def gather(self) -> Pending:
+        return self._pending.then(self._spread)
+
+    def _spread(self) -> Pending:
+        schedule, *timed = self._second
+        return self._comm.perform(schedule, self._buffer, "sum", *timed)
+
+
+def _row(comm: TorchComm, buffer: torch.Tensor) -> Collective:
+    """By which *buffer* is added up."""
+    row = comm.collective or Native()
+    check_halves(row)
+    if isinstance(row, Auto):
+        chosen: Collective = CANDIDATES[
+            row.choice(wire_bytes(buffer), comm, at_switches=False)
+        ]
+        return chosen
+    return row
+
+
+class OwnHalves:
+    """By torch.distributed's own reduce-scatter and all-gather, which want equal parts: what
+    is no multiple of them goes through a copy with zeros behind it.
+
+    For NCCL. Its second half needs no chain: the group's stream runs what it is given in
+    the order of issue, and a stream that computes would wait for the first half.
+    """
+
+    def __init__(
+        self, comm: TorchComm, buffer: torch.Tensor, operation: ReduceOperation
+    ) -> None:
+        self._comm = comm
+        self._on_stream = buffer.is_cuda and comm.follows_streams
+        self._flat = self._whole = flat_of(buffer)
+        padding = -self._flat.numel() % comm.size
+        if padding:
+            zeros = self._flat.new_zeros(padding)
+            self._whole = stand_alike(torch.cat([self._flat, zeros]), buffer)
+        # In place, as NCCL has it: the part is where the whole has it.
+        part = self._whole.view(comm.size, -1)[comm.rank]
+        self._part = stand_alike(part, self._whole)
+        self._pending = comm.reduce_scatter(self._part, self._whole, operation)
+
+    def gather(self) -> Pending:
+        if self._on_stream:
+            pending = self._spread()
+        else:
+            pending = self._pending.then(self._spread)
+        if self._whole is self._flat:
+            return pending
+        row = self._whole[: self._flat.numel()]
+        return PutBack(pending, row, self._flat)
+
+    def _spread(self) -> Pending:
+        return self._comm.all_gather(self._whole, self._part)

@@ -1,0 +1,277 @@
+"""Sums that are formed as integers, in virtual time: the same bits on all ranks, within the
+bound of fixed point, wherever means are formed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import paceline
+from paceline.buckets import stand_in_for
+from paceline.collectives import make, over
+from paceline.collectives.communicator import TorchComm
+from paceline.collectives.halving_doubling import HalvingDoubling
+from paceline.collectives.in_network import algorithms
+from paceline.collectives.in_network.algorithms import BLOCK
+from paceline.collectives.in_network.fixed_point import FixedPoint, exponents_of
+from paceline.collectives.pricing import seconds
+from paceline.errors import WorkerFailedError
+from paceline.worlds.join import join_world
+from tests.collectives.in_network.test_rina import LAYOUTS, cluster_of, shape
+from tests.profiles import examples
+from tests.virtual.helpers import run
+
+ROWS = ("rina", "switchml")
+
+
+def summed(layout, name, held, operation="sum"):
+    """What each rank has of *held* (a tensor each), and how long it took."""
+
+    def body(rank):
+        world = join_world()
+        comm = over(make(name), world, TorchComm(world))
+        mine, start = held[rank].clone(), world.now()
+        comm.all_reduce(mine, operation).wait()
+        return mine, world.now() - start
+
+    return zip(*run(cluster_of(layout), body), strict=True)
+
+
+def some(generator, size, spread=6):
+    """Numbers whose blocks are of very different sizes."""
+    scale = torch.exp2(torch.randint(-spread, spread + 1, (size,), generator=generator))
+    return torch.randn(size, generator=generator) * scale
+
+
+def blocks(size):
+    """Where each begins and ends: the last number is one by itself."""
+    cuts = sorted({*range(0, size, BLOCK), size - 1, size})
+    return list(pairwise(cuts))
+
+
+def bound_of(held):
+    """By how much each number of the sum may be off: N / (2 f), and the result's rounding."""
+    bounds = []
+    for start, stop in blocks(len(held[0])):
+        block = torch.stack([one[start:stop].float() for one in held])
+        exponent = exponents_of(block.numpy()).max(keepdims=True)
+        off = FixedPoint(len(held)).bound(exponent)[0]
+        largest = block.abs().max().item() * len(held)
+        bounds += [off + largest * 2.0**-23] * block.shape[1]
+    return torch.tensor(bounds, dtype=torch.float64)
+
+
+@settings(max_examples=examples(12))
+@given(LAYOUTS, st.integers(1, 900), st.integers(0, 2**31), st.sampled_from(ROWS))
+def test_sums_are_within_the_bound_and_equal_on_all(layout, size, seed, name):
+    ranks = sum(n for n, _ in layout)
+    generator = torch.Generator().manual_seed(seed)
+    held = [some(generator, size) for _ in range(ranks)]
+    found, _ = summed(layout, name, held)
+    exact = torch.stack(held).double().sum(0)
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert ((found[0].double() - exact).abs() <= bound_of(held)).all()
+    whole = [torch.randint(-(2**27), 2**27, (size,)).int() for _ in range(ranks)]
+    found, _ = summed(layout, name, whole)
+    total = sum(one.long() for one in whole).int()
+    assert all(torch.equal(one, total) for one in found)
+
+
+def test_the_bound_is_not_there_for_nothing():
+    """With a digit less of headroom to each worker sums are further off than it allows."""
+    layout = [(3, True), (2, True)]
+    held = [some(torch.Generator().manual_seed(i), 720) for i in range(5)]
+    exact = torch.stack(held).double().sum(0)
+    off = (next(iter(summed(layout, "rina", held)))[0].double() - exact).abs()
+    assert (off <= bound_of(held)).all()
+    assert (off > bound_of(held) / 256).any()  # and integers it is
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2.0**127])
+def test_what_no_integer_can_stand_for_is_nan_in_its_block_alone(bad, name):
+    size = 3 * BLOCK + 7
+    held = [torch.ones(size) for _ in range(5)]
+    held[3][BLOCK + 5] = bad
+    held[1][size - 3] = bad
+    found, _ = summed([(3, True), (1, True), (1, False)], name, held)
+    spoilt = torch.zeros(size, dtype=torch.bool)
+    spoilt[BLOCK : 2 * BLOCK] = True
+    spoilt[3 * BLOCK : -1] = True
+    for one in found:
+        assert torch.equal(one.isnan(), spoilt)
+        assert torch.allclose(one[~spoilt], torch.tensor(5.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "operation"),
+    [
+        (torch.tensor([2.5, -1.0]), "max"),
+        (torch.tensor([2.0**40 + 1, 3.0], dtype=torch.float64), "sum"),
+        (torch.tensor([2**40, 3]), "sum"),
+        (torch.tensor([2.5, -1.0], dtype=torch.bfloat16), "sum"),
+        (torch.tensor([2.5, -1.0], dtype=torch.float16), "sum"),
+    ],
+    ids=["maxima", "double precision", "whole numbers", "bfloat16", "float16"],
+)
+def test_everything_else_goes_around_the_ring(buffer, operation):
+    held = [buffer + rank for rank in range(4)]
+    stacked = torch.stack(held)
+    expected = stacked.amax(0) if operation == "max" else stacked.sum(0)
+    for name in ROWS:
+        found, took = summed([(4, True)], name, held, operation)
+        assert all(torch.equal(one, expected) for one in found)
+        _, ring = summed([(4, True)], "ring", held, operation)
+        assert took == ring
+
+
+def test_where_nothing_adds_up_it_has_the_ring_s_bits_and_time():
+    held = [some(torch.Generator().manual_seed(rank), 5000) for rank in range(5)]
+    layout = [(3, False), (2, False)]
+    ring, seconds = summed(layout, "ring", held, "mean")
+    for name in ROWS:
+        found, took = summed(layout, name, held, "mean")
+        assert all(torch.equal(a, b) for a, b in zip(found, ring, strict=True))
+        assert took == seconds
+
+
+def test_the_last_number_is_a_block_by_itself():
+    """Who has something to tell makes it NaN: every other one must get through."""
+    held = [torch.ones(2 * BLOCK) for _ in range(4)]
+    held[2][-1] = float("nan")
+    found, _ = summed([(4, True)], "rina", held)
+    for one in found:
+        assert torch.equal(one[:-1], torch.full((2 * BLOCK - 1,), 4.0))
+        assert one[-1].isnan()
+
+
+def test_slabs_are_all_of_it_in_order():
+    slab = BLOCK * algorithms.SLAB
+    for size in (1, 2, BLOCK, BLOCK + 1, BLOCK + 2, slab, slab + 1, 2 * slab + 3):
+        values = np.arange(size)
+        found = list(algorithms._slabs(values))
+        assert np.array_equal(np.concatenate([v.ravel() for _, v in found]), values)
+        firsts = [row[0] for _, rows in found for row in rows]
+        assert firsts == [start for start, _ in blocks(size)]
+        assert len(firsts) == algorithms.blocks_of(size)
+        numbers = [first + i for first, rows in found for i in range(len(rows))]
+        assert numbers == list(range(len(firsts)))
+
+
+@pytest.mark.parametrize("play", [False, True], ids=["priced", "played"])
+def test_a_sum_takes_what_its_two_schedules_are_priced_at(play):
+    layout, size = [(3, True), (2, False), (2, True)], 20_000
+    where, ranks = cluster_of(layout), 7
+    comm = shape(layout)
+
+    def body(rank):
+        world = join_world()
+        comm = over(make("rina"), world, TorchComm(world))
+        start = world.now()
+        comm.all_reduce(torch.ones(size), "sum").wait()
+        return world.now() - start
+
+    agreeing = HalvingDoubling(ranks, algorithms.exponent_bytes(size))
+    expected = seconds(agreeing, where, play=play)
+    expected += seconds(make("rina").timed(4 * size, comm), where, play=play)
+    found = max(run(where, body, play=play))
+    # Who has agreed before the others begins before them, where messages are played.
+    assert found == pytest.approx(expected, rel=0.02 if play else 1e-9)
+
+
+@pytest.mark.parametrize("name", [*ROWS, "atp"])
+def test_what_stands_for_more_is_moved_at_the_price_of_that(name):
+    size = 720_720
+
+    def took(elements, dtype=torch.float32, name=name):
+        def body(rank):
+            world = join_world()
+            comm = over(make(name), world, TorchComm(world))
+            buffer = stand_in_for(size, torch.ones(elements, dtype=dtype))
+            start = world.now()
+            comm.all_reduce(buffer, "sum").wait()
+            return world.now() - start
+
+        return max(run(cluster_of([(3, True), (2, True)]), body))
+
+    real = took(size // 4)
+    assert took(2) == took(100) == real
+    # 16-bit numbers go around the ring, with the bytes that they have.
+    half, ring = (took(100, torch.bfloat16, row) for row in (name, "ring"))
+    assert half == ring
+
+
+def test_what_needs_halves_is_refused_in_words():
+    with pytest.raises(WorkerFailedError, match=r"'rina' has no halves.*use 'native'"):
+        trained("dear:collective=rina", LAYOUT)
+
+
+# ---- wherever means are formed ----
+
+SPECS = (
+    "bsp:collective=rina,fusion=2+2",
+    "bsp:collective=rina,fusion=wfbp,clip_norm=1",
+    "bsp:collective=switchml",
+    "bsp:collective=rina,compression=powersgd,compression.rank=2",
+    "local-sgd:every=2,collective=rina",
+    "diloco:every=2,collective=rina",
+    "ds-sync:collective=rina",
+    "osp:collective=rina",
+)
+LAYOUT = [(3, True), (2, False), (2, True)]
+
+
+def trained(spec, layout):
+    """All ranks' parameters at the end."""
+
+    def body(rank):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3)
+        )
+        optimizer = paceline.distribute(
+            model, torch.optim.SGD(model.parameters(), lr=0.05), method=spec
+        )
+        data = torch.Generator().manual_seed(rank)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=data)).square().mean().backward()
+            optimizer.step()
+        optimizer.finish()
+        with optimizer.consolidated():
+            return torch.cat([p.detach().view(-1).clone() for p in model.parameters()])
+
+    return run(cluster_of(layout), body)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_trainings_are_native_s_up_to_rounding(spec):
+    mine = trained(spec, LAYOUT)
+    assert all(torch.equal(one, mine[0]) for one in mine)
+    theirs = trained(
+        spec.replace("=rina", "=native").replace("=switchml", "=native"), LAYOUT
+    )[0]
+    coded = "compression" in spec
+    assert torch.allclose(mine[0], theirs, rtol=0, atol=2e-3 if coded else 2e-6)
+    assert not torch.equal(mine[0], theirs)  # else nothing was summed as integers
+
+
+@pytest.mark.parametrize("name", [*ROWS, "atp"])
+@pytest.mark.parametrize("code", ["bf16", "fp16"])
+def test_16_bit_numbers_are_the_ring_s_and_it_is_said_once(name, code, capsys):
+    """At switches they would be 4 bytes a number: more than a ring sends."""
+    spec = f"bsp:fusion=wfbp,compression={code},collective="
+    mine = trained(spec + name, LAYOUT)
+    (told,) = [
+        line for line in capsys.readouterr().err.splitlines() if "16 buf" in line
+    ]
+    assert f"collective={name}" in told
+    assert {"bf16": "bfloat16", "fp16": "float16"}[code] in told
+    for one, ring in zip(mine, trained(spec + "ring", LAYOUT), strict=True):
+        assert torch.equal(one, ring)
+    assert "16 buf" not in capsys.readouterr().err

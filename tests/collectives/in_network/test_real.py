@@ -1,0 +1,200 @@
+"""Jobs of real processes whose sums aggregators form: what they learn, and what becomes of them
+when somebody dies."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.collectives.in_network.datagram_sums import (
+    AGGREGATORS_VARIABLE,
+    LOSS_VARIABLE,
+)
+from paceline.run_options import CLUSTER_VARIABLE
+from paceline.transport.security import SECRET, TOKEN
+from tests import forked
+from tests.hanging import SECONDS
+from tests.real.helpers import wait_until
+
+JOB = Path(__file__).parent / "job.py"
+ENVIRONMENT = {SECRET: "", TOKEN: "a token of these tests"}
+RACK = '[[rack]]\nworkers = 2\nlink = "1 Gbit/s"\nlatency = "10 us"\n'
+
+
+class Aggregators:
+    """``paceline aggregate``, as often as wanted; they can be killed and started again."""
+
+    def __init__(self, count):
+        self.ports = [0] * count
+        self.processes = [self.start(number) for number in range(count)]
+
+    def start(self, number):
+        address = f"127.0.0.1:{self.ports[number]}"
+        words = ["-m", "paceline", "aggregate", "--listen", address]
+        process = forked.Forked(words, None, ENVIRONMENT)
+        wait_until(
+            lambda: "aggregating at" in process.stderr, SECONDS, "the aggregator"
+        )
+        (port,) = re.findall(r"aggregating at 127.0.0.1:(\d+)", process.stderr)
+        self.ports[number] = int(port)
+        return process
+
+    def kill(self, number):
+        self.processes[number].kill()
+
+    def start_again(self, number):
+        self.processes[number] = self.start(number)
+
+    @property
+    def variables(self):
+        named = (f"{rack}=127.0.0.1:{port}" for rack, port in enumerate(self.ports))
+        return ENVIRONMENT | {AGGREGATORS_VARIABLE: ",".join(named)}
+
+
+@contextlib.contextmanager
+def aggregators(count):
+    them = Aggregators(count)
+    try:
+        yield them
+    finally:
+        for process in them.processes:
+            process.kill()
+
+
+@contextlib.contextmanager
+def ranks_of(workers, words, variables):
+    ranks = forked.together(workers, [JOB, *words], environment=variables)
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def digests(ends):
+    return {re.findall(r"digest (\w+)", end.stdout)[0] for end in ends}
+
+
+def racks(folder, count):
+    file = folder / "cluster.toml"
+    file.write_text(RACK * count)
+    return {CLUSTER_VARIABLE: str(file)}
+
+
+def learnt(ranks):
+    """What all ranks have learnt, who have come to their good end."""
+    ends = [rank.done() for rank in ranks]
+    said = "\n".join(end.stdout[-500:] + end.stderr for end in ends)
+    assert [end.returncode for end in ends] == [0] * len(ends), said
+    (one,) = digests(ends)
+    return one, ends[0].stderr
+
+
+@pytest.mark.slow
+def test_a_job_of_two_racks_learns_the_same_whoever_dies_and_comes_back(tmp_path):
+    go = tmp_path / "go"
+    with aggregators(2) as them:
+        variables = them.variables | racks(tmp_path, 2)
+        with ranks_of(4, ["rina", "30"], variables) as ranks:
+            undisturbed, said = learnt(ranks)
+        assert "2 of 2 groups" in said
+        with ranks_of(4, ["rina", "30", "10", go], variables) as ranks:
+            wait_until(lambda: "step 3\n" in ranks[0].stdout, SECONDS, "the job")
+            them.kill(1)
+            wait_until(lambda: "step 10\n" in ranks[0].stdout, SECONDS, "the job")
+            wait_until(lambda: "go around" in ranks[0].stderr, SECONDS, "the job")
+            them.start_again(1)
+            go.touch()
+            disturbed, said = learnt(ranks)
+        assert said.count("sums go around the ring until it is back") == 1
+    assert disturbed == undisturbed
+
+
+@pytest.mark.slow
+def test_groups_channels_and_works_have_queues_of_their_own(tmp_path):
+    queues = JOB.with_name("queues.py")
+    with aggregators(2) as them:
+        variables = them.variables | racks(tmp_path, 2)
+        ends = forked.run_together(4, [queues], environment=variables)
+    assert all("all as they should be" in end.stdout for end in ends)
+
+
+@pytest.mark.slow
+def test_an_aggregator_that_is_back_is_used_again_each_time(tmp_path):
+    go = tmp_path / "go"
+    words = ["switchml", "1000000", "0", go]
+    with aggregators(1) as them, ranks_of(2, words, them.variables) as ranks:
+        wait_until(lambda: "step 3\n" in ranks[0].stdout, SECONDS, "the job")
+        for times in (1, 2):
+            them.kill(0)
+            until_said(ranks, "sums go around", times)
+            them.start_again(0)
+            until_said(ranks, "used again", times)
+        go.touch()
+        _, said = learnt(ranks)
+    assert "lost 2 times" in said
+
+
+def until_said(ranks, words, times):
+    wait_until(lambda: ranks[0].stderr.count(words) == times, SECONDS, "the job")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["infinity", "scaled infinity"])
+def test_an_infinity_reaches_all_ranks_or_is_skipped_by_a_scaler(wrong, tmp_path):
+    with aggregators(1) as them:
+        words = ["switchml", "5", "0", tmp_path / "none", wrong]
+        with ranks_of(2, words, them.variables) as ranks:
+            ends = [rank.done() for rank in ranks]
+    assert [end.returncode for end in ends] == [0, 0], ends[0].stderr
+    assert len(digests(ends)) == 1
+    assert f"finite {wrong == 'scaled infinity'}" in ends[0].stdout
+
+
+@pytest.mark.slow
+def test_who_dies_ends_its_job_and_no_other(tmp_path):
+    go = tmp_path / "go"
+    with aggregators(1) as them:
+        variables = them.variables
+        with (
+            ranks_of(2, ["switchml", "8", "4", go], variables) as others,
+            ranks_of(3, ["switchml", "9", "0", go, "dies"], variables) as ranks,
+        ):
+            for rank in (ranks[0], ranks[2]):
+                end = rank.done()
+                assert end.returncode not in (0, None)
+                assert "rank 1" in end.stderr
+            go.touch()
+            learnt(others)
+
+
+@pytest.mark.slow
+def test_a_lost_aggregator_ends_the_job_where_that_is_wanted(tmp_path):
+    with aggregators(1) as them:
+        variables = them.variables | {LOSS_VARIABLE: "end"}
+        words = ["switchml", "50", "3", tmp_path / "go"]
+        with ranks_of(2, words, variables) as ranks:
+            wait_until(lambda: "step 3\n" in ranks[0].stdout, SECONDS, "the job")
+            them.kill(0)
+            (tmp_path / "go").touch()
+            for rank in ranks:
+                end = rank.done()
+                assert end.returncode == 1
+                assert f"{LOSS_VARIABLE}=end" in end.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({AGGREGATORS_VARIABLE: "0=127.0.0.1:1"}, "cannot be reached"),
+        ({AGGREGATORS_VARIABLE: "here"}, "expected RACK=HOST:PORT"),
+        ({AGGREGATORS_VARIABLE: "0=127.0.0.1:1", TOKEN: ""}, f"neither {TOKEN}"),
+    ],
+)
+def test_what_cannot_work_is_an_error_at_the_start(variables, said, tmp_path):
+    with ranks_of(2, ["switchml", "2"], ENVIRONMENT | variables) as ranks:
+        ends = [rank.done() for rank in ranks]
+    for end in ends:
+        assert end.returncode == 1
+        assert said in end.stderr

@@ -1,0 +1,183 @@
+"""What runs works: in which order, in which thread, and what becomes of them at the end."""
+
+import threading
+from queue import SimpleQueue
+
+import pytest
+import torch
+
+from paceline.collectives.continuations import Chain, ThreadRunner, WaitingRunner
+from paceline.errors import UsageError
+from paceline.records import Journal
+from tests.hanging import SECONDS
+
+
+class Result:
+    """Something that a chain waits for; the test says when it is in."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.is_in = threading.Event()
+        self.is_awaited = threading.Event()
+        self.error = error
+
+    def settle(self) -> None:
+        self.is_awaited.set()
+        self.is_in.wait()
+        if self.error is not None:
+            raise self.error
+
+    def when_in(self, action):
+        raise AssertionError("this is no virtual world")
+
+
+class World:
+    """What a chain asks of its world."""
+
+    def __init__(self) -> None:
+        self.journal = Journal(0, self.now)
+        self.runners = []
+
+    def now(self) -> float:
+        return 0.0
+
+    def runner(self, name, *, thread):
+        self.runners.append(ThreadRunner(name) if thread else WaitingRunner())
+        return self.runners[-1]
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def threads(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_works_run_in_the_order_of_issue_whatever_is_in_first(world):
+    chain = Chain(world, "order")
+    results = [Result() for _ in range(3)]
+    ran = []
+    pendings = [
+        chain.follow(result, lambda i=i: ran.append(i))
+        for i, result in enumerate(results)
+    ]
+    results[2].is_in.set()
+    results[1].is_in.set()
+    results[0].is_awaited.wait()
+    assert ran == []
+    results[0].is_in.set()
+    pendings[2].wait()
+    assert ran == [0, 1, 2]
+    chain.close()
+
+
+def test_works_run_beside_the_caller_without_gradients(world):
+    chain = Chain(world, "beside")
+    seen = []
+    chain.follow(
+        None, lambda: seen.append((threading.current_thread(), torch.is_grad_enabled()))
+    ).wait()
+    assert seen[0][0] is not threading.current_thread()
+    assert not seen[0][1]
+    chain.close()
+
+
+def test_a_thread_starts_with_the_first_work_and_ends_with_close(world):
+    chain = Chain(world, "lazy")
+    assert threads("lazy") == []
+    chain.follow(None, lambda: None).wait()
+    assert len(threads("lazy")) == 1
+    chain.close()
+    assert threads("lazy") == []
+
+
+def test_a_runner_that_nobody_closes_takes_its_thread_along():
+    runner = ThreadRunner("forgotten")
+    told = runner.signal("told")
+    runner.put(None, lambda error: told.set())
+    told.wait()
+    (thread,) = threads("forgotten")
+    del runner
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_close_drops_what_has_not_run_and_says_so(world):
+    chain = Chain(world, "closed")
+    under_way, ran = Result(), []
+    first = chain.follow(under_way, lambda: ran.append("first"))
+    second = chain.follow(Result(), lambda: ran.append("second"))
+    inner = chain.inner.follow(None, lambda: ran.append("inner"))
+    inner.wait()
+    under_way.is_awaited.wait()
+    closing = threading.Thread(target=chain.close)
+    closing.start()
+    with pytest.raises(UsageError, match="was closed before"):
+        second.wait()
+    under_way.is_in.set()  # the operation under way ends
+    with pytest.raises(UsageError, match="was closed before"):
+        first.wait()
+    closing.join()
+    assert ran == ["inner"]
+    assert threads("closed") == []
+
+
+def test_what_a_transport_raises_reaches_wait_and_all_later_works(world):
+    chain = Chain(world, "broken")
+    lost = RuntimeError("Connection closed by peer")
+    failing, later = Result(lost), Result()
+    failing.is_in.set()
+    later.is_in.set()
+    ran = []
+    pendings = [
+        chain.follow(failing, lambda: ran.append(1)),
+        chain.follow(later, lambda: ran.append(2)),
+    ]
+    pendings.append(pendings[1].then(lambda: ran.append(3)))
+    for pending in (*pendings[::-1], *pendings):
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            pending.wait()
+    assert ran == []
+    chain.close()
+
+
+def test_where_only_the_caller_can_take_results_works_run_as_it_waits(world):
+    chain = Chain(world, "caller", thread=False)
+    results = [Result() for _ in range(3)]
+    for result in results:
+        result.is_in.set()
+    ran = []
+    pendings = [
+        chain.follow(result, lambda i=i: ran.append(i))
+        for i, result in enumerate(results)
+    ]
+    after = pendings[0].then(lambda: ran.append("after"))
+    assert ran == []
+    pendings[1].wait()
+    assert ran == [0, 1]
+    after.wait()
+    assert ran == [0, 1, "after"]
+    chain.close()
+    with pytest.raises(UsageError, match="was closed before"):
+        pendings[2].wait()
+
+
+class TakenMeanwhile(SimpleQueue):
+    """Whoever asks whether there is something is told so, and then it is taken."""
+
+    def empty(self):
+        answer = super().empty()
+        if not answer:
+            super().get()
+        return answer
+
+
+def test_closing_does_not_wait_for_what_the_thread_takes_meanwhile():
+    runner = ThreadRunner("closing")
+    runner._queue = TakenMeanwhile()
+    runner._queue.put((None, lambda error: None))
+    closing = threading.Thread(target=runner.close, daemon=True)
+    closing.start()
+    closing.join(SECONDS)
+    assert not closing.is_alive()

@@ -1,0 +1,186 @@
+"""Schedules cut in two, and what the halves take in virtual time.
+
+What all worlds have in common is in `halves`, and runs on three workers in `test_worlds`.
+"""
+
+import pytest
+import torch
+
+import paceline
+from paceline.buckets import stand_in_for
+from paceline.collectives import make
+from paceline.collectives.algorithms import ParameterServer
+from paceline.collectives.communicator import TorchComm
+from paceline.collectives.composition import InTurn, Some
+from paceline.collectives.execute import combining, worked_out
+from paceline.collectives.halving_doubling import HalvingDoubling
+from paceline.collectives.pricing import seconds
+from paceline.collectives.reduce_scatter import check_halves, halved, scatter
+from paceline.collectives.schedules import Ring, Star, Tree
+from paceline.errors import UsageError
+from paceline.worlds.join import join_world
+from tests.collectives.halves import CASES, random
+from tests.collectives.test_schedules import racked
+from tests.tables import crossed
+from tests.virtual.helpers import LATENCY, LINK, cluster, rack, run
+
+WHOLES = {
+    "ring": Ring,
+    "shifted": lambda n, size: Ring(n, size, shift=2),
+    "tree": lambda n, size: InTurn((Tree(n, size, reduce=True), Tree(n, size))),
+    "halving-doubling": HalvingDoubling,
+    "rows": lambda n, size: racked(n, size, None),
+    "racks": lambda n, size: racked(n, size, [0] * (n - n // 3) + [7] * (n // 3)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_a_schedule_is_its_two_halves(name):
+    for n in range(1, 10):
+        for size in (1, 2, 3, 8, 101):
+            whole = WHOLES[name](n, size)
+            first, second = halved(whole)
+            held = [random(size, torch.float32, rank) for rank in range(n)]
+            expected = [tensor.clone() for tensor in held]
+            numbers = [torch.arange(size) * 10**rank for rank in range(n)]
+            sums = sum(numbers)
+            worked_out(whole, expected, combining("sum"))
+            for tensors in (held, numbers):
+                worked_out(first, tensors, combining("sum"))
+            # Each part is whole somewhere, so that nothing need be added any more.
+            complete = torch.stack([tensor == sums for tensor in numbers])
+            assert complete.any(0).all(), (n, size)
+            worked_out(second, held, combining("sum"))
+            for rank in range(n):
+                assert torch.equal(held[rank], expected[rank]), (n, size, rank)
+                sent = first.bytes_sent(rank), second.bytes_sent(rank)
+                assert sum(sent) == whole.bytes_sent(rank), (n, size, rank)
+            adding = [t.adds for k in range(first.steps) for t in first.step(k)]
+            spreading = [t.adds for k in range(second.steps) for t in second.step(k)]
+            assert all(adding)
+            assert not any(spreading)
+
+
+@pytest.mark.parametrize("n", [4, 9])
+def test_halves_are_priced_as_half_of_the_whole(n):
+    network = cluster(rack(n))
+    for whole in (Ring(n, 840), WHOLES["rows"](n, 840)):
+        parts = [seconds(half, network) for half in halved(whole)]
+        assert parts[0] == pytest.approx(parts[1])
+        assert sum(parts) == pytest.approx(seconds(whole, network))
+
+
+def test_what_has_no_halves_is_refused():
+    with pytest.raises(UsageError, match=r"Star.*use collective='ring'"):
+        halved(InTurn((Star(3, 5, gather=True, adds=True), Star(3, 5))))
+    with pytest.raises(UsageError, match=r"'parameter-server' has no halves.*'ring'"):
+        check_halves(ParameterServer())
+    for name in ("ring", "native", "hierarchical", "halving-doubling", "tree", "auto"):
+        check_halves(make(name))
+
+
+def test_a_part_of_a_schedule_counts_its_steps_from_nought():
+    some = Some(Ring(3, 9), 1, 3)
+    assert [t.step for number in range(some.steps) for t in some.step(number)] == [
+        *([0] * 3),
+        *([1] * 3),
+    ]
+    assert some.ranks == 3
+
+
+@pytest.mark.parametrize(
+    ("case", "n", "play"), crossed(2, CASES, [1, 2, 4, 8], [False, True])
+)
+def test_law_on_more_and_fewer_workers(case, n, play):
+    where = cluster(rack(n - n // 3), rack(n // 3)) if n > 2 else n
+    run(where, lambda rank: case(TorchComm(join_world(), "law")), play=play)
+
+
+# ---- time ----
+
+
+def stand_in(size):
+    return stand_in_for(size, torch.ones(10))
+
+
+SIZE = 1_000_000
+HALF = 3 * LATENCY + 3 / 4 * SIZE / LINK
+"""Seconds of one half among four workers."""
+
+
+def test_a_gather_asked_for_early_starts_when_its_scatter_is_in():
+    def body(rank):
+        world = join_world()
+        comm = TorchComm(world, "early")
+        buffer = stand_in(SIZE)
+        start = world.now()
+        pending = scatter(comm, buffer, "sum").gather()
+        pending.wait()
+        assert torch.equal(buffer, torch.full((10,), 4.0))
+        return world.now() - start
+
+    assert run(4, body) == [pytest.approx(2 * HALF, rel=1e-6)] * 4
+
+
+def test_a_gather_of_its_own_time_takes_half():
+    """It starts where it is asked for, long after the scatter was in."""
+
+    def body(rank):
+        world = join_world()
+        comm = TorchComm(world, "late")
+        scattered = scatter(comm, stand_in(SIZE), "sum")
+        paceline.pace(10.0)
+        start = world.now()
+        scattered.gather().wait()
+        return world.now() - start
+
+    assert run(4, body) == [pytest.approx(HALF, rel=1e-6)] * 4
+
+
+def test_gathers_follow_one_another_in_the_order_of_asking():
+    """The first one that is asked for is the last one scattered: it is not overtaken by those
+    whose scatters were in before, of which two move at a time."""
+
+    def body(rank):
+        world = join_world()
+        comm = TorchComm(world, "in turn")
+        scattered = [scatter(comm, stand_in(SIZE), "sum") for _ in range(4)]
+        pendings = [one.gather() for one in reversed(scattered)]
+        ends = []
+        for pending in pendings:
+            pending.wait()
+            ends.append(world.now())
+        return ends
+
+    latency, wire = 3 * LATENCY, 3 / 4 * SIZE / LINK
+    scatters = 2 * (latency + 2 * wire)  # two at a time share the links
+    first = scatters + latency + 2 * wire
+    second = first + latency + 2 * wire
+    expected = [pytest.approx(at, rel=1e-3) for at in (first, first, second, second)]
+    assert run(4, body) == [expected] * 4
+
+
+def test_scatters_do_not_queue_behind_gathers():
+    """Two large gathers fill their queue; a small scatter shares the links with them and is
+    in long before."""
+
+    def body(rank):
+        world = join_world()
+        comm = TorchComm(world, "beside")
+        other = comm.channel("other")
+        large = [scatter(comm, stand_in(SIZE), "sum") for _ in range(3)]
+        paceline.pace(10.0)
+        start = world.now()
+        gathers = [one.gather() for one in large]
+        small = scatter(comm, stand_in(4000), "sum").gather()
+        own = stand_in(4000)
+        late = scatter(comm, own, "sum")
+        other.all_reduce(stand_in(6000)).wait()  # a little longer than a scatter
+        assert world.now() - start < 0.1 * HALF
+        assert own.max() == 4.0  # this rank's part of the sum
+        assert own.min() < 4.0
+        for pending in (*gathers, small, late.gather()):
+            pending.wait()
+        return world.now() - start
+
+    assert min(run(4, body)) > 3 * HALF

@@ -1,0 +1,434 @@
+"""Schedules: contributions travel along the steps, and everyone gets what is due."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.collectives import schedules
+from paceline.collectives.algorithms import Hierarchical
+from paceline.collectives.composition import Among, InTurn, SideBySide, Some
+from paceline.collectives.execute import combining, perform, steps_of, worked_out
+from paceline.collectives.halving_doubling import HalvingDoubling
+from paceline.collectives.schedules import (
+    Exchange,
+    Ring,
+    Star,
+    Tree,
+    all_to_all,
+    barrier,
+    offset_of,
+    segment,
+    transfers_of,
+)
+from paceline.interfaces import Schedule, Transfer
+from tests.profiles import examples
+
+RANKS = [1, 2, 3, 4, 5, 7, 8, 13, 16]
+Holdings = list[dict[int, set[int]]]
+"""Per rank: whose contributions its copy of each segment contains."""
+
+
+def everyone(ranks: int) -> set[int]:
+    return set(range(ranks))
+
+
+def play_ring(ring: Ring, holdings: Holdings, *, adds: int) -> None:
+    """Move segments; for the first *adds* steps a receiver adds, then it overwrites."""
+    n = ring.ranks
+    for number in range(ring.steps):
+        # What is sent in a step was held before it.
+        moving = []
+        for transfer in ring.step(number):
+            index = (transfer.source - number) % n
+            assert transfer.step == number
+            assert transfer.destination == (transfer.source + 1) % n
+            assert transfer.size == segment(ring.size, n, index)
+            content = set(holdings[transfer.source][index])
+            moving.append((transfer.destination, index, content))
+        assert len(moving) == n
+        for destination, index, content in moving:
+            if number < adds:
+                content |= holdings[destination].get(index, set())
+            holdings[destination][index] = content
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_ring_all_reduce_gives_all_of_the_sum(n: int) -> None:
+    holdings: Holdings = [{i: {rank} for i in range(n)} for rank in range(n)]
+    play_ring(Ring(n, 1000), holdings, adds=n - 1)
+    assert holdings == [{i: everyone(n) for i in range(n)}] * n
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_ring_reduce_scatter_gives_each_rank_one_whole_segment(n: int) -> None:
+    holdings: Holdings = [{i: {rank} for i in range(n)} for rank in range(n)]
+    ring = Ring(n, 1000, rounds=1)
+    play_ring(ring, holdings, adds=ring.steps)
+    whole = [
+        [index for index, content in held.items() if content == everyone(n)]
+        for held in holdings
+    ]
+    assert sorted(whole) == [[index] for index in range(n)]
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_ring_all_gather_gives_every_rank_every_segment(n: int) -> None:
+    holdings: Holdings = [{rank: {rank}} for rank in range(n)]
+    play_ring(Ring(n, 1000, rounds=1), holdings, adds=0)
+    assert holdings == [{i: {i} for i in range(n)}] * n
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_tree_broadcast_reaches_everyone_once(n: int) -> None:
+    for root in range(n):
+        tree = Tree(n, 10, root)
+        informed = [root]
+        for number in range(tree.steps):
+            transfers = list(tree.step(number))
+            before = set(informed)
+            assert all(t.source in before and t.size == 10 for t in transfers)
+            informed += [t.destination for t in transfers]
+        assert sorted(informed) == list(range(n))
+        assert 2**tree.steps >= n > 2**tree.steps // 2  # no step too many
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_tree_reduce_brings_every_contribution_once(n: int) -> None:
+    for root in range(n):
+        tree = Tree(n, 10, root, reduce=True)
+        held = [[rank] for rank in range(n)]
+        sent = []
+        for number in range(tree.steps):
+            for transfer in tree.step(number):
+                held[transfer.destination] += held[transfer.source]
+                sent.append(transfer.source)
+                # What it has passed on, it does not add to again.
+                assert transfer.destination not in sent
+        assert sorted(held[root]) == list(range(n))
+        assert sorted([*sent, root]) == list(range(n))
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_star_links_the_root_with_everyone(n: int) -> None:
+    for root in range(n):
+        others = [rank for rank in range(n) if rank != root]
+        (out,) = [list(Star(n, 10, root).step(0))]
+        (back,) = [list(Star(n, 10, root, gather=True).step(0))]
+        assert [(t.source, t.destination) for t in out] == [(root, r) for r in others]
+        assert [(t.source, t.destination) for t in back] == [(r, root) for r in others]
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_all_to_all_is_every_ordered_pair_once(n: int) -> None:
+    schedule = all_to_all(n, 10)
+    pairs = [
+        (t.source, t.destination)
+        for number in range(schedule.steps)
+        for t in schedule.step(number)
+    ]
+    assert sorted(pairs) == [(a, b) for a in range(n) for b in range(n) if a != b]
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_after_a_barrier_everyone_knows_of_everyone(n: int) -> None:
+    schedule = barrier(n)
+    knows = [{rank} for rank in range(n)]
+    for number in range(schedule.steps):
+        before = [set(known) for known in knows]
+        for transfer in schedule.step(number):
+            assert transfer.size == 0
+            knows[transfer.destination] |= before[transfer.source]
+    assert knows == [everyone(n)] * n
+    assert 2**schedule.steps >= n > 2**schedule.steps // 2
+
+
+_schedules = st.integers(1, 20).flatmap(
+    lambda n: st.one_of(
+        st.builds(Ring, st.just(n), st.integers(0, 10**6), st.integers(1, 2)),
+        st.builds(
+            Tree, st.just(n), st.integers(0, 99), st.integers(0, n - 1), st.booleans()
+        ),
+        st.builds(
+            Star, st.just(n), st.integers(0, 99), st.integers(0, n - 1), st.booleans()
+        ),
+        st.builds(all_to_all, st.just(n), st.integers(0, 99)),
+        st.just(barrier(n)),
+    )
+)
+
+
+@settings(max_examples=examples(300))
+@given(_schedules)
+def test_bytes_sent_are_the_sum_over_steps(
+    schedule: Ring | Tree | Star | Exchange,
+) -> None:
+    transfers = [t for number in range(schedule.steps) for t in schedule.step(number)]
+    assert all(0 <= t.source < schedule.ranks for t in transfers)
+    assert all(0 <= t.destination < schedule.ranks for t in transfers)
+    assert all(t.source != t.destination for t in transfers)
+    for rank in range(schedule.ranks):
+        sent = sum(t.size for t in transfers if t.source == rank)
+        assert schedule.bytes_sent(rank) == sent
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sent"),
+    [
+        (Ring(4, 400), [600] * 4),  # 2 (n - 1) segments of 100
+        (Ring(4, 400, rounds=1), [300] * 4),
+        # Segments 0, 1, 2 of 4, 3 and 3 bytes. Rank r leaves out segment r + 1 in the
+        # first round and r + 2 in the second.
+        (Ring(3, 10), [20 - 3 - 3, 20 - 3 - 4, 20 - 4 - 3]),
+        (Tree(5, 10), [30, 10, 0, 0, 0]),  # 0 to 1, 2 and 4; 1 to 3
+        (Tree(5, 10, root=3), [0, 0, 0, 30, 10]),
+        (Tree(5, 10, reduce=True), [0, 10, 10, 10, 10]),
+        (HalvingDoubling(4, 10), [15, 15, 15, 15]),  # 5 + 3 or 2, and what is held
+        (InTurn((Tree(2, 10, reduce=True), Tree(2, 10))), [10, 10]),
+        (Among(4, (3, 1), Tree(2, 10)), [0, 0, 0, 10]),
+        (Star(3, 10, root=1), [0, 20, 0]),
+        (Star(3, 10, root=1, gather=True), [10, 0, 10]),
+        (all_to_all(4, 10), [30] * 4),
+        (barrier(4), [0] * 4),
+    ],
+)
+def test_bytes_sent_by_hand(schedule: Schedule, sent: list[int]) -> None:
+    assert [schedule.bytes_sent(rank) for rank in range(len(sent))] == sent
+
+
+@given(st.integers(0, 10**9), st.integers(1, 100))
+def test_segments_are_as_equal_as_bytes_allow(size: int, parts: int) -> None:
+    sizes = [segment(size, parts, index) for index in range(parts)]
+    assert sum(sizes) == size
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert segment(size, parts, -1) == sizes[-1]  # indices go round
+    offsets = [offset_of(size, parts, index) for index in range(parts)]
+    assert offsets == [sum(sizes[:index]) for index in range(parts)]
+    assert offset_of(size, parts, -1) == offsets[-1]
+
+
+@given(st.integers(1, 20), st.integers(0, 10**6), st.integers(1, 2))
+def test_busiest_connection_carries_the_largest_segment_every_step(
+    n: int, size: int, rounds: int
+) -> None:
+    ring = Ring(n, size, rounds)
+    largest = max(segment(size, n, index) for index in range(n))
+    assert ring.bytes_per_connection == ring.steps * largest
+    assert ring.bytes_per_connection >= max(ring.bytes_sent(r) for r in range(n))
+
+
+@settings(max_examples=examples(300))
+@given(
+    st.lists(st.sampled_from([0.0, 0.1, 50e-6, 3.0]), min_size=1, max_size=12),
+    st.integers(1, 2),
+)
+def test_ring_latency_is_the_longest_chain(edges: list[float], rounds: int) -> None:
+    n = len(edges)
+    ring = Ring(n, 1000, rounds)
+    # A message that starts at rank k has crossed edges k, k + 1, ... when it ends.
+    chains = [
+        sum(edges[(start + hop) % n] for hop in range(ring.steps)) for start in range(n)
+    ]
+
+    def one_way(source: int, destination: int) -> float:
+        assert destination == (source + 1) % n
+        return edges[source]
+
+    assert ring.latency(one_way) == pytest.approx(max(chains), rel=1e-12)
+
+
+def test_ring_latency_by_hand() -> None:
+    # Four ranks, six steps: all four edges once, and the two neighbours 5 and 3 again.
+    edges = [1.0, 5.0, 3.0, 2.0]
+    assert Ring(4, 8).latency(lambda a, b: edges[a]) == 11 + 8
+    assert Ring(4, 8, rounds=1).latency(lambda a, b: edges[a]) == 5 + 3 + 2
+    assert Ring(1, 8).latency(lambda a, b: 7.0) == 0
+
+
+class Shape:
+    """What `Collective.schedule` asks of a `Comm`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def racked(n: int, size: int, racks: list[int] | None) -> Schedule:
+    return Hierarchical().schedule(size, Shape(n), racks)
+
+
+ALL_REDUCES = {
+    "ring": Ring,
+    "tree": lambda n, size: InTurn((Tree(n, size, reduce=True), Tree(n, size))),
+    "halving-doubling": HalvingDoubling,
+    "hierarchical": lambda n, size: racked(n, size, None),
+    "uneven racks": lambda n, size: racked(
+        n, size, [0] * (n - n // 3) + [7] * (n // 3)
+    ),
+    "star": lambda n, size: InTurn(
+        (Star(n, size, gather=True, adds=True), Star(n, size))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES)
+def test_all_reduces_give_the_exact_sum_and_send_what_they_say(name: str) -> None:
+    for n in range(1, 10):
+        for size in (1, 2, 3, 7, 16, 101):
+            schedule = ALL_REDUCES[name](n, size)
+            held = [torch.arange(size) * 10**rank + rank for rank in range(n)]
+            sums, most = sum(held), torch.stack(held).amax(0)
+            largest = [tensor.clone() for tensor in held]
+            worked_out(schedule, held, combining("sum"))
+            worked_out(schedule, largest, combining("max"))
+            for rank in range(n):
+                assert torch.equal(held[rank], sums), (n, size, rank)
+                assert torch.equal(largest[rank], most), (n, size, rank)
+                sent = sum(
+                    send.stop - send.start
+                    for step in steps_of(schedule, rank)
+                    for send in step.sends
+                )
+                assert schedule.bytes_sent(rank) == sent, (n, size, rank)
+
+
+def test_a_reduce_scatter_leaves_each_rank_its_own_part() -> None:
+    for n in range(1, 8):
+        held = [torch.arange(3 * n) * (rank + 1) for rank in range(n)]
+        whole = sum(held)
+        worked_out(Ring(n, 3 * n, rounds=1, shift=1), held, combining("sum"))
+        for rank in range(n):
+            part = slice(3 * rank, 3 * rank + 3)
+            assert torch.equal(held[rank][part], whole[part])
+
+
+def test_an_all_gather_adds_nothing() -> None:
+    n = 5
+    held = [torch.where(torch.arange(n) == rank, rank, -1) for rank in range(n)]
+    worked_out(Ring(n, n, rounds=1, gather=True), held, combining("sum"))
+    assert all(tensor.tolist() == list(range(n)) for tensor in held)
+
+
+class Exchanging:
+    """Both directions between two ranks at once: what leaves is what was held before."""
+
+    ranks, steps, priced = 2, 1, None
+
+    def step(self, number: int):
+        for rank in range(2):
+            yield Transfer(number, rank, 1 - rank, 3, 0, adds=False)
+
+    def bytes_sent(self, rank: int) -> int:
+        return 3
+
+
+def test_what_is_sent_in_a_step_was_held_before_it() -> None:
+    held = [torch.zeros(3), torch.ones(3)]
+    worked_out(Exchanging(), held, combining("sum"))
+    assert [tensor.tolist() for tensor in held] == [[1.0] * 3, [0.0] * 3]
+
+
+def test_a_part_that_comes_where_one_leaves_from_waits_beside() -> None:
+    """The transport may write as soon as it is asked to receive."""
+    flat, left = torch.zeros(3), []
+
+    class Done:
+        def wait(self) -> None: ...
+
+    def send(part: torch.Tensor, to: int) -> Done:
+        left.append(part.tolist())
+        return Done()
+
+    def receive(part: torch.Tensor, source: int) -> Done:
+        part.fill_(5.0)
+        return Done()
+
+    perform(steps_of(Exchanging(), 0), flat, combining("sum"), send, receive)
+    assert left == [[0.0] * 3]
+    assert flat.tolist() == [5.0] * 3
+
+
+def _several(n: int) -> list[Schedule]:
+    rings = [Among(n, (0,), Ring(1, 7)), Among(n, tuple(range(n)), Ring(n, 50), 7)]
+    return [
+        Ring(n, 1000),
+        Ring(n, 10, rounds=1, gather=True, shift=2),
+        Tree(n, 100),
+        Star(n, 100, gather=True),
+        all_to_all(n, 10),
+        barrier(n),
+        HalvingDoubling(n, 1000),
+        InTurn((Ring(n, 30, rounds=1), Tree(n, 30))),
+        SideBySide(tuple(rings)),
+        Some(Ring(n, 100), 1, max(1, Ring(n, 100).steps)),
+        Among(n + 2, tuple(range(n + 1, 1, -1)), all_to_all(n, 5), 3),
+    ]
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_a_rank_s_own_transfers_are_those_of_the_step_that_have_it(n: int) -> None:
+    for schedule in _several(n):
+        for number in range(schedule.steps):
+            whole = list(schedule.step(number))
+            for rank in range(schedule.ranks):
+                own = list(transfers_of(schedule, number, rank))
+                for end in ("source", "destination"):
+                    mine, theirs = (
+                        [one for one in of if getattr(one, end) == rank]
+                        for of in (own, whole)
+                    )
+                    assert mine == theirs, (schedule, number, rank)
+                assert all(rank in (one.source, one.destination) for one in own)
+
+
+def test_one_rank_s_steps_are_made_without_those_of_all_others(monkeypatch) -> None:
+    """In time in proportion to the steps, and not to steps times ranks."""
+    made: list[Transfer] = []
+
+    def counted(*fields: int) -> Transfer:
+        made.append(Transfer(*fields))
+        return made[-1]
+
+    monkeypatch.setattr(schedules, "Transfer", counted)
+    n = 64
+    inner = Among(n, tuple(range(32, n)), Ring(32, 320), 5)
+    for schedule in (Ring(n, 640), InTurn((inner, Ring(n, 640))), all_to_all(n, 10)):
+        made.clear()
+        steps = steps_of(schedule, 40)
+        assert len(steps) == schedule.steps
+        assert len(made) <= 2 * schedule.steps
+
+
+def test_combined_schedules_keep_their_order() -> None:
+    both = InTurn(
+        (
+            SideBySide((Among(4, (0, 1), Tree(2, 8)), Among(4, (3, 2), Tree(2, 8)))),
+            Among(4, (1, 3), Ring(2, 8)),
+        )
+    )
+    found = [
+        (t.step, t.source, t.destination, t.size)
+        for number in range(both.steps)
+        for t in both.step(number)
+    ]
+    assert found[:2] == [(0, 0, 1, 8), (0, 3, 2, 8)]
+    assert sorted(found[2:]) == [(1, 1, 3, 4), (1, 3, 1, 4), (2, 1, 3, 4), (2, 3, 1, 4)]
+    assert [both.bytes_sent(rank) for rank in range(4)] == [8, 8, 0, 16]
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_what_a_price_says_is_what_the_messages_do(n: int) -> None:
+    for rounds in (1, 2):
+        ((priced,),) = Ring(n, 10 * n, rounds).priced
+        sent = [t for number in range(priced.steps) for t in priced.step(number)]
+        assert {(t.source, t.destination) for t in sent} == set(priced.connections)
+        for rank in range(n):
+            assert priced.messages_sent == sum(t.source == rank for t in sent)
+        for connection in priced.connections:
+            carried = sum(t.size for t in sent if t[1:3] == connection)
+            assert carried == priced.bytes_per_connection
+        assert priced.pattern == Ring(n, 3, rounds).pattern
+        assert list(priced.members) == list(range(n))
+    assert Ring(n, 1).pattern != Ring(n, 1, rounds=1).pattern
