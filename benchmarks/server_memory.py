@@ -44,7 +44,7 @@ def child_server():
             parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
         except OSError:
             continue
-        if b"paceline.server" in words and int(parent) == os.getpid():
+        if b"paceline.parameter_server.process" in words and int(parent) == os.getpid():
             found.append(int(folder.name))
     return max(found)
 

@@ -37,10 +37,14 @@ from paceline.interfaces import (
 from paceline.interfaces.server_messages import Join
 from paceline.interfaces.trainings import Job
 from paceline.optimizer import DistributedOptimizer
-from paceline.pieces import check_servers_can_hold
+from paceline.parameter_server.client.remote_model import RemoteParameters
+from paceline.parameter_server.optim.pieces import check_servers_can_hold
+from paceline.parameter_server.state_machine.compression_checks import (
+    check_answers,
+    check_pushed,
+    spec_of_code,
+)
 from paceline.sampler import Sampler
-from paceline.server.code_checks import check_answers, check_pushed, spec_of_code
-from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
 from paceline.startup import check_same_everywhere, describe
 from paceline.torch_internals import is_compiled_whole

@@ -10,11 +10,11 @@ from typing import Literal, get_args
 
 from paceline import compression, spec
 from paceline.bucketing import check_rule
-from paceline.clipping import check_clip_norm
 from paceline.compression import Identity
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Compressor
 from paceline.interfaces.server_messages import Answers
+from paceline.parameter_server.optim.clipping import check_clip_norm
 
 ModuleBuffers = Literal["rank0", "mean", "local"]
 Sums = Literal["rank", "arrival", "ring"]

@@ -10,7 +10,7 @@ import torch
 from paceline.cli import app
 from paceline.cli.serve import serve as serve_command
 from paceline.errors import UsageError
-from paceline.server import dedicated, serving, snapshot
+from paceline.parameter_server.process import dedicated, host, snapshot
 from paceline.transport.listener import Listener
 from paceline.transport.security import SECRET, TOKEN, dedicated_token
 
@@ -124,7 +124,7 @@ def test_a_training_that_was_broken_off_is_no_good_end(
     if kept:
         path.touch()
     monkeypatch.setenv(TOKEN, LONG)
-    monkeypatch.setattr(serving, "SurvivingJob", Job)
+    monkeypatch.setattr(host, "SurvivingJob", Job)
     with pytest.raises(SystemExit, match="1"):
         serve_once("--survive", f"--snapshot={path}")
     said = capsys.readouterr().err

@@ -39,7 +39,7 @@ from paceline.interfaces.server_messages import (
     Unit,
 )
 from paceline.methods.gssp.speeds import Report, read_groups, read_news, written
-from paceline.server.protocol import ParameterServer
+from paceline.parameter_server.state_machine.server import ParameterServer
 
 SGD: dict[str, Any] = {
     "lr": 1.0,

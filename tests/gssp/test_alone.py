@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from paceline.methods.contrib.dssp import DSSP
 from paceline.methods.gssp import GSSP
 from paceline.methods.push_pull import PushPull
+from tests.parameter_server.state_machine import test_server_laws as laws
 from tests.profiles import examples
-from tests.server import test_protocol_laws as laws
 
 SOME = settings(laws.QUICK, max_examples=examples(60))
 CASES = [DSSP(staleness=1, extra=2)]

@@ -12,7 +12,7 @@ from paceline.interfaces import Groups, HeldPush, Shard, members_text
 from paceline.methods.gssp import GSSP
 from paceline.methods.gssp.clocks import Clocks
 from paceline.methods.gssp.discipline import GroupDiscipline, Topology
-from paceline.server.store import Store
+from paceline.parameter_server.state_machine.store import Store
 from tests.server.mesh_net import Case, MeshNet
 
 RATES = 1.0, 0.5, 0.125

@@ -11,10 +11,10 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import Sender
 from paceline.interfaces.server_messages import DTYPES, Done, Introduce, Load, Pull
-from paceline.server import metrics
-from paceline.server.dedicated import make_shell
-from paceline.server.metrics import Endpoint, Figures, figures_of
-from paceline.server.surviving import SurvivingJob
+from paceline.parameter_server.process import metrics
+from paceline.parameter_server.process.dedicated import make_shell
+from paceline.parameter_server.process.metrics import Endpoint, Figures, figures_of
+from paceline.parameter_server.process.surviving import SurvivingJob
 from paceline.transport.listener import Listener
 from paceline.transport.protocol import HEADER_BYTES
 from tests.hanging import SECONDS, eventually

@@ -28,7 +28,7 @@ from paceline.methods.osp.decision import Decision
 from paceline.methods.osp.layout import Layout
 from paceline.methods.osp.options import EPOCHS, Importance, OSPOptions
 from paceline.methods.osp.watch import Growth
-from paceline.updater import TorchUpdater, split_pieces
+from paceline.parameter_server.optim.partitioned import TorchUpdater, split_pieces
 
 # ---- what to defer ----
 

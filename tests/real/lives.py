@@ -48,6 +48,6 @@ def servers_of(job):
     found = {}
     for process in job.processes():
         words = job.words_of(process)
-        if "paceline.server" in words:
+        if "paceline.parameter_server.process" in words:
             found[words[words.index("--name") + 1]] = process
     return [process for _, process in sorted(found.items())]

@@ -11,7 +11,7 @@ import torch
 
 from paceline.cli import app
 from paceline.errors import UsageError
-from paceline.server import snapshot
+from paceline.parameter_server.process import snapshot
 from paceline.worlds.surviving_servers import SurvivingServers
 from tests.real.helpers import (
     BAD_END_SECONDS,

@@ -13,8 +13,8 @@ import torch
 
 from paceline.cli import app
 from paceline.errors import PeerLostError, UsageError
+from paceline.parameter_server.process.surviving import SurvivingJob
 from paceline.run_options import RunOptions
-from paceline.server.surviving import SurvivingJob
 from paceline.timeouts import timeouts
 from paceline.transport.protocol import BEFORE_IT_STOOD, IS_HERE
 from paceline.transport.security import SECRET

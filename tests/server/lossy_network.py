@@ -8,7 +8,7 @@ import torch
 
 from paceline.interfaces import Answer, Sender
 from paceline.interfaces.server_messages import Refused, Request
-from paceline.server.protocol import ParameterServer
+from paceline.parameter_server.state_machine.server import ParameterServer
 
 
 class Letter(NamedTuple):

@@ -34,7 +34,7 @@ from paceline.methods.push_pull import PushPull
 from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
 from paceline.methods.sync_switch import SyncSwitch
-from paceline.server.protocol import ParameterServer
+from paceline.parameter_server.state_machine.server import ParameterServer
 from tests.server.lossy_network import Letter, Network
 
 LIVES, STEPS = 4, 6

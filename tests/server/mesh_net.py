@@ -33,8 +33,8 @@ from paceline.interfaces.server_messages import (
     Request,
     Unit,
 )
-from paceline.server.mesh import GroupServer
-from paceline.server.mesh_home import Home
+from paceline.parameter_server.groups.local_server import Home
+from paceline.parameter_server.groups.server import GroupServer
 from tests.server.sums_up import SumsUp
 
 HYPERPARAMETERS: list[dict[str, Any]] = [

@@ -20,7 +20,7 @@ from paceline.interfaces.server_messages import (
     Unit,
 )
 from paceline.methods.r2sp import R2SP, RoundRobin
-from paceline.server.protocol import ParameterServer
+from paceline.parameter_server.state_machine.server import ParameterServer
 
 HYPERPARAMETERS: list[dict[str, Any]] = [
     {

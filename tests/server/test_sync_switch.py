@@ -19,7 +19,7 @@ from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush
 from paceline.methods.sync_switch import BSPThenASP
-from paceline.server.protocol import ParameterServer
+from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.testing.task import Counting, flat_parameters
 from paceline.worlds.virtual import Simulation
 

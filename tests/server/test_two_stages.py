@@ -42,9 +42,9 @@ from paceline.methods.osp.discipline import TwoStages
 from paceline.methods.osp.remote import next_deferred
 from paceline.methods.osp.reports import Measured, read_mask, written_report
 from paceline.methods.ssp import SSP
-from paceline.server.protocol import ParameterServer
-from paceline.server.remote import RemoteParameters
-from tests.server.test_protocol import HOW, Case
+from paceline.parameter_server.client.remote_model import RemoteParameters
+from paceline.parameter_server.state_machine.server import ParameterServer
+from tests.parameter_server.state_machine.test_server import HOW, Case
 
 UNITS = [[2, 3, 1], [4, 2]]
 """Elements of each unit, bucket by bucket."""

@@ -38,7 +38,8 @@ from paceline.methods.backup import Backup
 from paceline.methods.osp import OSP
 from paceline.methods.osp.discipline import TwoStages
 from paceline.methods.osp.reports import Measured, read_mask, written_report
-from paceline.server.states import LATE_CHANNEL
+from paceline.parameter_server.client.optimizer_state import LATE_CHANNEL
+from tests.parameter_server.state_machine.test_server_laws import QUICK
 from tests.profiles import examples
 from tests.server.lossy_network import Key, Letter, Network
 from tests.server.lossy_training import (
@@ -49,7 +50,6 @@ from tests.server.lossy_training import (
     Life,
     Training,
 )
-from tests.server.test_protocol_laws import QUICK
 
 Place = tuple[int, int]
 """A shard, and a bucket of which it holds a part."""

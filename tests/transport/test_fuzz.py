@@ -24,7 +24,7 @@ from paceline.interfaces.server_messages import (
 )
 from paceline.methods.backup import Backup
 from paceline.methods.osp.reports import Measured, written_report
-from paceline.server.protocol import ParameterServer
+from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.transport import protocol
 from paceline.transport.listener import REFUSALS_SAID
 from tests.hanging import SECONDS

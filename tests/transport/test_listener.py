@@ -27,8 +27,8 @@ from paceline.interfaces.server_messages import (
     Reduced,
     Refused,
 )
+from paceline.parameter_server.process.monitors import make_machine
 from paceline.records import Journal, Kept
-from paceline.server.process import make_machine
 from paceline.timeouts import timeouts
 from paceline.transport import connection, payloads, protocol
 from paceline.transport.channel import Channel

@@ -17,7 +17,7 @@ from paceline.interfaces.server_messages import (
     Reduced,
     Refused,
 )
-from paceline.server.orders import PeerAddress
+from paceline.parameter_server.process.control import PeerAddress
 from paceline.transport import protocol
 from paceline.transport.peers import ATTEMPTS_A_LIFE, Peers
 from paceline.transport.poll_loop import PollLoop

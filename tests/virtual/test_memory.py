@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.server.members import Channel
+from paceline.parameter_server.state_machine.members import Channel
 from tests.virtual.helpers import run, simulation
 
 STEPS = 200

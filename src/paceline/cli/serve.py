@@ -71,7 +71,7 @@ def serve(
     """
     import torch
 
-    from paceline.server.serving import Serving
+    from paceline.parameter_server.process.host import Serving
 
     if workers < 1:
         raise UsageError(f"--workers: expected 1 or more, got {workers}")

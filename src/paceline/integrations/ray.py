@@ -41,8 +41,8 @@ from paceline.integrations.ray_room import (
 )
 from paceline.integrations.versions import require
 from paceline.interfaces import UpdatesOnServer
+from paceline.parameter_server.process import snapshot as snapshots
 from paceline.run_options import RunOptions
-from paceline.server import snapshot as snapshots
 from paceline.settings import Settings
 from paceline.timeouts import timeouts
 

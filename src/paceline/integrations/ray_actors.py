@@ -37,9 +37,9 @@ from paceline.integrations.ray_coordinator import (
     Life,
     is_consequence,
 )
+from paceline.parameter_server.process.control import IsDone
+from paceline.parameter_server.process.surviving import SurvivingJob
 from paceline.run_options import seconds_from
-from paceline.server.orders import IsDone
-from paceline.server.surviving import SurvivingJob
 from paceline.timeouts import timeouts
 from paceline.transport.security import SECRET, TOKEN, TRUSTED
 from paceline.worlds.alone import environment_of

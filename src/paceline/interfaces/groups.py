@@ -2,7 +2,7 @@
 each other what they have applied.
 
 A method whose servers are so says its `Groups` (`UpdatesOnServer.groups`), and its discipline is
-`Meshed`: it says what is to be passed on, and applies what comes. `paceline.server.mesh` carries
+`Meshed`: it says what is to be passed on, and applies what comes. `paceline.parameter_server.groups.server` carries
 it: each parcel arrives once at each server, whatever connections do meanwhile.
 """
 

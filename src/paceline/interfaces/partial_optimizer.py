@@ -1,6 +1,6 @@
 """Parameters and their updates: what an optimizer is to whoever applies it in pieces.
 
-`paceline.updater` implements `Updater` over a torch optimizer. Methods that update use it
+`paceline.parameter_server.optim.partitioned` implements `Updater` over a torch optimizer. Methods that update use it
 on workers, and servers on their part of the model.
 """
 

@@ -1,6 +1,6 @@
 """A model on its servers, as a method sees it from a worker.
 
-`paceline.server.remote` implements it; methods with ``updates_on="server"`` use it.
+`paceline.parameter_server.client.remote_model` implements it; methods with ``updates_on="server"`` use it.
 
 A bucket lies on its servers in *units*: parts of its buffer, each of one parameter, which can be
 pushed, updated and answered by themselves. Simple methods push whole buckets (`Remote.push`, and

@@ -27,7 +27,7 @@ from paceline.records import Journal
 class Service:
     """One thing to start beside the workers, for all of them.
 
-    *kind* is a row of `paceline.server.kinds`, or ``MODULE:FACTORY``; *spec* is what that is
+    *kind* is a row of `paceline.parameter_server.process.kinds`, or ``MODULE:FACTORY``; *spec* is what that is
     told in words. *peers* are names of services of the same job that this one asks. *place*:
 
     - ``"beside:RANK"``: on the machine of that worker;

@@ -11,8 +11,8 @@ import torch
 from paceline.bucketing.tuner import Planner
 from paceline.interfaces import Comm, Endpoint, OwnState, Run
 from paceline.optimizer import present_of
+from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.records import Journal
-from paceline.server.remote import RemoteParameters
 from paceline.training.present import Changes
 from paceline.worlds.join import join_world
 

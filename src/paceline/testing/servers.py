@@ -41,7 +41,7 @@ from paceline.interfaces.server_messages import (
     Request,
     Unit,
 )
-from paceline.server.protocol import ParameterServer
+from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.testing.trial import CheckFailedError, require
 
 BUCKETS = 2

@@ -29,9 +29,9 @@ from paceline.collectives.communicator import TorchComm
 from paceline.collectives.no_collectives import AloneComm
 from paceline.errors import UsageError
 from paceline.interfaces import Method, World
-from paceline.loading import Loading
+from paceline.parameter_server.client.load_hooks import Loading
+from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.sampler import Sampler
-from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
 from paceline.training.figures import Figures
 from paceline.training.parts import MakeRemote, Parts

@@ -12,18 +12,18 @@ import torch
 from paceline.bucketing import MEASURED
 from paceline.bucketing.tuner import GoesPast, Planner
 from paceline.buckets import Bucket, kind_of, wire_bytes
-from paceline.clipping import clip
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.no_collectives import AloneComm
 from paceline.compression import Identity
 from paceline.exchange import SharedBuffers, broadcast_tensors
 from paceline.interfaces import CodingStage, Compressor, Message, Method, World
-from paceline.loading import Loading
+from paceline.parameter_server.client.compression import Charge
+from paceline.parameter_server.client.load_hooks import Loading
+from paceline.parameter_server.client.remote_model import RemoteParameters
+from paceline.parameter_server.optim.clipping import clip
 from paceline.same_data import SameData
 from paceline.sampler import Sampler
 from paceline.sent import SentGradients
-from paceline.server.encoding import Charge
-from paceline.server.remote import RemoteParameters
 from paceline.settings import Settings
 from paceline.torch_internals import Uncopied, moves_host_tensors
 from paceline.training.agreement import Agreement

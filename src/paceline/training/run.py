@@ -11,10 +11,10 @@ from paceline.buckets import Bucket
 from paceline.cluster import Cluster
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Message, Method, Rhythm, Stopwatch
-from paceline.server.remote import RemoteParameters
+from paceline.parameter_server.client.remote_model import RemoteParameters
+from paceline.parameter_server.optim.partitioned import TorchUpdater, split_pieces
 from paceline.training.means import Means
 from paceline.training.presence import Presence
-from paceline.updater import TorchUpdater, split_pieces
 
 
 class WorkerRun:

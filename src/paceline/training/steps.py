@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from paceline.bucketing.tuner import Planner
 from paceline.buckets import Bucket
-from paceline.clipping import clip
 from paceline.errors import UsageError
 from paceline.exchange import SharedBuffers
 from paceline.interfaces import Rhythm
-from paceline.loading import Loading
+from paceline.parameter_server.client.load_hooks import Loading
+from paceline.parameter_server.optim.clipping import clip
 from paceline.settings import Settings
 from paceline.training.agreement import Agreement
 from paceline.training.arrival import Arrivals

@@ -34,7 +34,7 @@ import zmq
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, AnyServer, Ask, AskingServer, Sender
 from paceline.interfaces.server_messages import Join, Leave, Refused
-from paceline.server.orders import PeerAddress
+from paceline.parameter_server.process.control import PeerAddress
 from paceline.timeouts import timeouts
 from paceline.transport import payloads, protocol
 from paceline.transport.peers import Peers

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Answer, Ask, AskingServer, ReturningServer
 from paceline.interfaces.server_messages import Reply
-from paceline.server.orders import PeerAddress
+from paceline.parameter_server.process.control import PeerAddress
 from paceline.timeouts import timeouts
 from paceline.transport.connection import RemoteServer, check_listens
 from paceline.transport.poll_loop import PollLoop

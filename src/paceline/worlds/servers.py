@@ -19,7 +19,7 @@ from typing import IO
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.server.orders import (
+from paceline.parameter_server.process.control import (
     Entered,
     Evicted,
     Gone,
@@ -62,12 +62,18 @@ class ServerProcess:
         extra: Sequence[str] = (),
     ) -> None:
         """*port* 0 and no *token*: one of its own. *extra*: more options of
-        ``python -m paceline.server``. Returns at once: see `listens`."""
+        ``python -m paceline.parameter_server.process``. Returns at once: see `listens`."""
         self.name, self._host = name, host
         self.port = port
         self.token = token or secrets.token_hex(16)
         command = [
-            *(sys.executable, "-m", "paceline.server", "--workers", str(workers)),
+            *(
+                sys.executable,
+                "-m",
+                "paceline.parameter_server.process",
+                "--workers",
+                str(workers),
+            ),
             *("--name", name, "--bind", host, "--port", str(port), *extra),
         ]
         self.process = subprocess.Popen(

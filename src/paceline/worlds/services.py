@@ -24,8 +24,13 @@ import msgspec
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Service, ServiceJob
+from paceline.parameter_server.process.control import (
+    Introduction,
+    Order,
+    PeerAddress,
+    Place,
+)
 from paceline.records import Journal
-from paceline.server.orders import Introduction, Order, PeerAddress, Place
 from paceline.timeouts import timeouts
 from paceline.transport import liveness
 from paceline.transport.connection import RemoteServer, check_listens
@@ -51,7 +56,7 @@ class ServicePool:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.server.pool"],
+            [sys.executable, "-m", "paceline.parameter_server.process.pool"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | SERVER_ENVIRONMENT,

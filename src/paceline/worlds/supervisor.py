@@ -43,8 +43,8 @@ from typing import cast
 from paceline import methods, spec
 from paceline.errors import UsageError
 from paceline.interfaces import UpdatesOnServer
+from paceline.parameter_server.process.snapshot import claimed
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
-from paceline.server.snapshot import claimed
 from paceline.settings import Settings
 from paceline.timeouts import timeouts
 from paceline.transport.security import TOKEN

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.server import snapshot as snapshots
-from paceline.server.orders import (
+from paceline.parameter_server.process import snapshot as snapshots
+from paceline.parameter_server.process.control import (
     Entered,
     Evicted,
     Gone,
@@ -27,13 +27,13 @@ from paceline.server.orders import (
     Over,
     PeerAddress,
 )
-from paceline.server.surviving import checked
+from paceline.parameter_server.process.surviving import checked
 from paceline.worlds.processes import how_it_ended
 from paceline.worlds.servers import ServerProcess
 
 SNAPSHOT_VARIABLE = "PACELINE_SNAPSHOT_SECONDS"
 SILENT_VARIABLE = "PACELINE_SILENT_SECONDS"
-"""How long a worker may be silent; without it, what `server.process` says."""
+"""How long a worker may be silent; without it, what `parameter_server.process.monitors` says."""
 _HOST = "127.0.0.1"
 
 

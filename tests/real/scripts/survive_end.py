@@ -25,8 +25,8 @@ import torch
 
 import paceline
 from paceline.interfaces.server_messages import Leave, Note
-from paceline.server.joining import Joining
-from paceline.server.remote import RemoteParameters
+from paceline.parameter_server.client.remote_model import RemoteParameters
+from paceline.parameter_server.client.synchronization import Joining
 from paceline.testing.task import Quadratic, centers_of, flat_parameters
 
 folder, killed, place = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

@@ -1,6 +1,6 @@
 """Fallback servers on a host of their own: a kind of service, and what workers say to it.
 
-``paceline serve`` becomes one where workers introduce it so (`server.kinds`). It opens a
+``paceline serve`` becomes one where workers introduce it so (`parameter_server.process.kinds`). It opens a
 `UdpFallbackServer` for each job that it is asked for, on a thread of its own, and tells where.
 Its datagrams are signed with the job's key, which comes over the connection that
 `paceline.transport.security` protects.
@@ -29,11 +29,11 @@ from paceline.interfaces import Answer, Sender, Work
 from paceline.interfaces.server_messages import Refused, Request, Said, Say
 
 if TYPE_CHECKING:
-    from paceline.server.kinds import Start
+    from paceline.parameter_server.process.kinds import Start
     from paceline.transport.connection import RemoteServer
 
 KIND = "fallback-server"
-"""The row of `server.kinds`."""
+"""The row of `parameter_server.process.kinds`."""
 MOST_VALUES = 1 << 24
 """In all slots of a job: 64 MB, twice."""
 LOOK_SECONDS = 0.1
@@ -183,7 +183,7 @@ class SumsService:
 
 
 def make(start: Start) -> SumsService:
-    """The row of `server.kinds`."""
+    """The row of `parameter_server.process.kinds`."""
     return SumsService()
 
 

@@ -45,7 +45,7 @@ steps as if it were all (weights times n/k), since others' gradients do not come
 its bucket since the last one from there, in steps of all (n). Servers then differ by more than order.
 
 ``topology=root``: servers pass on to server 0 alone, which adds up what comes, and passes on to each what all
-but that one have applied (`paceline.server.mesh_root`). What comes from it counts as of one source for
+but that one have applied (`paceline.parameter_server.groups.root_topology`). What comes from it counts as of one source for
 `damping`; with ``exchange=models`` it is the root's model, by the weight of all the others'.
 
 Differs from the published code, which does not run as it is: the push counter counts, so that

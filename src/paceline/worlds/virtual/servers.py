@@ -31,8 +31,8 @@ from paceline.interfaces import (
     ServiceJob,
 )
 from paceline.interfaces.server_messages import Refused, Reply, Request
+from paceline.parameter_server.process import kinds
 from paceline.records import Journal
-from paceline.server import kinds
 from paceline.transport.peers import no_peer
 from paceline.transport.protocol import HEADER_BYTES
 from paceline.worlds import places

@@ -1,0 +1,1 @@
+"""Group servers: each serves a group of workers, and all exchange updates."""

@@ -1,0 +1,1 @@
+"""torch's optimizers, applied to parts of their parameters."""

@@ -1,0 +1,1 @@
+"""Server processes: start, watch, snapshot and end them."""

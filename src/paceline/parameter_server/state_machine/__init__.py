@@ -1,0 +1,1 @@
+"""The parameter server as a state machine: no I/O, no clock, no threads."""

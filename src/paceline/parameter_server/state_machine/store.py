@@ -1,0 +1,455 @@
+"""One server's part of the parameters, and the optimizer that updates it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from paceline.buckets import wire_bytes
+from paceline.errors import UsageError
+from paceline.interfaces import Hyperparameters, Piece, Work
+from paceline.interfaces.server_messages import DTYPES, Join, Unit
+from paceline.parameter_server.optim.partitioned import (
+    IMPLEMENTATION,
+    TorchUpdater,
+    whole_pieces,
+)
+from paceline.parameter_server.optim.pieces import ELEMENTWISE, WHOLE_TENSOR
+
+OPTIMIZERS = {kind.__name__: kind for kind in (*ELEMENTWISE, *WHOLE_TENSOR)}
+"""What a server can be asked to run, by name."""
+State = dict[str, torch.Tensor]
+"""What an optimizer keeps of one unit, by name."""
+MOMENTUM = ("momentum_buffer", "exp_avg")
+"""What torch's optimizers call a running mean of gradients."""
+
+
+class Store:
+    """Buckets of parameters, each flat, updated by torch's own optimizer.
+
+    Raises `UsageError` for a description that makes no sense, with nothing kept.
+    """
+
+    def __init__(self, join: Join) -> None:
+        if join.optimizer not in OPTIMIZERS:
+            raise UsageError(
+                f"optimizer {join.optimizer!r} cannot run on a server, only one of "
+                f"{', '.join(sorted(OPTIMIZERS))}: use a method whose worker updates, "
+                "such as bsp"
+            )
+        _check(join)
+        self.flats = [
+            torch.zeros(sum(u.elements for u in units), dtype=DTYPES[dtype])
+            for units, dtype in zip(join.units, join.dtypes, strict=True)
+        ]
+        self.buckets = [bucket for bucket, units in enumerate(join.units) if units]
+        """Those of which this server holds a part."""
+        self.loaded = [not units for units in join.units]
+        self.versions = [0] * len(self.flats)
+        self.bytes = [wire_bytes(flat) for flat in self.flats]
+        """What each bucket is on the network."""
+        self.applied: dict[int, dict[int, int]] = {}
+        """By worker and bucket: its gradients of all steps before this one are in, or will never
+        come."""
+        self._news: dict[int, dict[int, int]] = {}
+        """The same by bucket and worker, of what workers have sent here since `take_news`."""
+        self._snapshots: list[dict[tuple[int, ...] | None, torch.Tensor]] = [
+            {} for _ in self.flats
+        ]
+        self._work = Work()
+        self._units = join.units
+        self._bounds = [_bounds(units) for units in join.units]
+        self._optimizer, self._pieces = self._build(join)
+        self._updater = TorchUpdater(self._optimizer, whole_pieces(self._optimizer))
+
+    def _build(self, join: Join) -> tuple[torch.optim.Optimizer, list[list[Piece]]]:
+        groups: list[dict[str, Any]] = [
+            {"params": [], **h} for h in join.hyperparameters
+        ]
+        places: dict[tuple[int, int], tuple[int, int]] = {}
+        for bucket, units in enumerate(join.units):
+            for number, unit in enumerate(units):
+                part = self._part(bucket, number)
+                params = groups[unit.group]["params"]
+                places[bucket, number] = unit.group, len(params)
+                params.append(torch.nn.Parameter(part))
+        try:
+            optimizer = OPTIMIZERS[join.optimizer](groups)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{join.optimizer} cannot be made: {error}") from None
+        # Pieces are numbered as groups list their parameters.
+        firsts = [0]
+        for group in groups:
+            firsts.append(firsts[-1] + len(group["params"]))
+        pieces = [
+            [
+                Piece(firsts[group] + position, 0, unit.elements)
+                for number, unit in enumerate(units)
+                for group, position in [places[bucket, number]]
+            ]
+            for bucket, units in enumerate(join.units)
+        ]
+        return optimizer, pieces
+
+    def _part(self, bucket: int, number: int) -> torch.Tensor:
+        unit, (start, stop) = self._units[bucket][number], self._bounds[bucket][number]
+        part = self.flats[bucket][start:stop]
+        return part if unit.shape is None else part.view(unit.shape)
+
+    def load(self, bucket: int, parameters: torch.Tensor) -> None:
+        """Take over a bucket's parameters."""
+        self.flats[bucket].copy_(parameters)
+        self.bytes[bucket] = wire_bytes(parameters)
+        self.loaded[bucket] = True
+        self._snapshots[bucket].clear()
+
+    def apply(
+        self,
+        bucket: int,
+        gradient: torch.Tensor,
+        used: Sequence[bool],
+        hyperparameters: Hyperparameters,
+        factor: float = 1.0,
+        units: Sequence[int] | None = None,
+    ) -> None:
+        """One step of the optimizer with *factor* times the learning rate, on all units or
+        on these, whose gradients follow each other."""
+        self.add_work(stepped=self.size(bucket, units))
+        if factor != 1.0:
+            hyperparameters = [{**h, "lr": h["lr"] * factor} for h in hyperparameters]
+        pieces, gradients = [], []
+        start = 0
+        for position, number in enumerate(self.numbers(bucket, units)):
+            stop = start + self._units[bucket][number].elements
+            if used[position]:
+                pieces.append(self._pieces[bucket][number])
+                gradients.append(gradient[start:stop])
+            start = stop
+        self._updater.apply(pieces, gradients, hyperparameters)
+        self.updated(bucket)
+
+    def updated(self, bucket: int) -> None:
+        """*bucket* has another version."""
+        self.versions[bucket] += 1
+        self._snapshots[bucket].clear()
+
+    def mix(self, bucket: int, parameters: torch.Tensor, part: float) -> None:
+        """See `Shard.mix`."""
+        self.flats[bucket].lerp_(parameters, part)
+        self.add_work(added=self.bytes[bucket])
+        self.updated(bucket)
+
+    def zero_momentum(self, bucket: int) -> None:
+        """See `Shard.zero_momentum`."""
+        for state in self._updater.state(self._pieces[bucket]):
+            for name in MOMENTUM:
+                # SGD without momentum keeps None there.
+                if isinstance(state.get(name), torch.Tensor):
+                    state[name].zero_()
+
+    def parameters(
+        self, bucket: int, units: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A bucket, or some units of it, as they are, in a tensor that nobody writes again:
+        one copy for all that ask before the next update."""
+        key = None if units is None else tuple(units)
+        kept = self._snapshots[bucket].get(key)
+        if kept is not None:
+            return kept
+        self.add_work(added=self.size(bucket, units))
+        parts = self.values(bucket, key) if key else []
+        if key is None:
+            kept = self.flats[bucket].clone()
+        else:
+            kept = torch.cat(parts) if parts else self.flats[bucket].new_empty(0)
+        self._snapshots[bucket][key] = kept
+        return kept
+
+    def values(self, bucket: int, units: Sequence[int]) -> list[torch.Tensor]:
+        """Some units' parameters, each flat."""
+        bounds = self._bounds[bucket]
+        return [self.flats[bucket][slice(*bounds[unit])] for unit in units]
+
+    def elements(self, bucket: int, units: Sequence[int] | None) -> int:
+        """Of a bucket, or of some units of it. Raises `UsageError` for units that are none."""
+        if units is None:
+            return self.flats[bucket].numel()
+        count = len(self._units[bucket])
+        if list(units) != sorted(set(units)) or not all(0 <= u < count for u in units):
+            raise UsageError(
+                f"bucket {bucket}: expected units of its {count}, in order, got {units}"
+            )
+        return sum(self._units[bucket][unit].elements for unit in units)
+
+    def size(self, bucket: int, units: Sequence[int] | None) -> int:
+        """Bytes on the network of a bucket, or of some units of it."""
+        if units is None:
+            return self.bytes[bucket]
+        elements = self.elements(bucket, units)
+        return self.bytes[bucket] * elements // max(1, self.flats[bucket].numel())
+
+    def unit_bytes(self, bucket: int) -> list[int]:
+        """What each unit of a bucket is on the network."""
+        return [self.size(bucket, [unit]) for unit in self.numbers(bucket, None)]
+
+    def units_of(
+        self, bucket: int, flat: torch.Tensor
+    ) -> list[tuple[int, torch.Tensor]]:
+        """See `interfaces.Shard.units_of`."""
+        bounds = zip(self._units[bucket], self._bounds[bucket], strict=True)
+        return [(unit.group, flat[start:stop]) for unit, (start, stop) in bounds]
+
+    def numbers(self, bucket: int, units: Sequence[int] | None) -> Sequence[int]:
+        """All units of a bucket, or these."""
+        return range(len(self._pieces[bucket])) if units is None else units
+
+    # ---- whose gradients are in ----
+
+    def has_applied(self, worker: int, step: int, bucket: int) -> bool:
+        """Whether a worker's gradient is in the parameters."""
+        return step < self.applied.get(worker, {}).get(bucket, 0)
+
+    def next_step(self, worker: int) -> int:
+        """A worker's gradients of all steps before this one are in, of all buckets."""
+        mine = self.applied.get(worker, {})
+        return min((mine.get(bucket, 0) for bucket in self.buckets), default=0)
+
+    def note_applied(self, worker: int, step: int, bucket: int) -> None:
+        """A worker has sent this gradient here, and it is in the parameters now."""
+        mine = self.applied.setdefault(worker, dict.fromkeys(self.buckets, 0))
+        for other in self.buckets:
+            # What the worker has not sent of earlier steps does not come any more.
+            mine[other] = max(mine[other], step)
+        mine[bucket] = max(mine[bucket], step + 1)
+        self._news.setdefault(bucket, {})[worker] = mine[bucket]
+
+    def note_applied_elsewhere(self, bucket: int, steps: Mapping[int, int]) -> None:
+        """What another server has passed on has in it these workers' gradients of all steps
+        before these."""
+        for worker, step in steps.items():
+            mine = self.applied.setdefault(worker, dict.fromkeys(self.buckets, 0))
+            mine[bucket] = max(mine[bucket], step)
+
+    def set_applied(self, applied: Mapping[int, Mapping[int, int]]) -> None:
+        """Whose gradients are in what was taken over from a snapshot, or from another server."""
+        self.applied = {
+            worker: {bucket: mine[bucket] for bucket in self.buckets}
+            for worker, mine in applied.items()
+        }
+        self._news = {}
+
+    def take_news(self, bucket: int) -> dict[int, int]:
+        """Whose gradients of a bucket workers have sent here since this was last called, as
+        `note_applied_elsewhere` takes it."""
+        return self._news.pop(bucket, {})
+
+    # ---- what fits ----
+
+    def check_bucket(self, bucket: int) -> None:
+        """Raise `UsageError` unless something of *bucket* is here."""
+        if bucket not in self.buckets:
+            raise UsageError(f"expected a bucket of {self.buckets}, got {bucket}")
+
+    def fitting(
+        self,
+        what: str,
+        bucket: int,
+        payload: torch.Tensor | None,
+        units: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """The payload, which fits the bucket, or these units of it; else `UsageError`."""
+        self.check_bucket(bucket)
+        flat, elements = self.flats[bucket], self.elements(bucket, units)
+        if payload is None and not elements:
+            payload = flat.new_empty(0)
+        if payload is None:
+            raise UsageError(f"{what}: expected a payload, got none")
+        if payload.numel() != elements or payload.dtype != flat.dtype:
+            raise UsageError(
+                f"bucket {bucket}: expected {elements} elements of {flat.dtype}, got "
+                f"{payload.numel()} of {payload.dtype}"
+            )
+        return payload
+
+    # ---- what it cost ----
+
+    def add_work(self, added: int = 0, stepped: int = 0, coded: float = 0) -> None:
+        """Bytes that were added up or copied, stepped, and read or written for codes."""
+        work = self._work
+        self._work = Work(
+            work.added + added, work.stepped + stepped, work.coded + coded
+        )
+
+    def take_work(self) -> Work:
+        """What was done since this was last called."""
+        work, self._work = self._work, Work()
+        return work
+
+    # ---- all of it, for a snapshot ----
+
+    def saved(self) -> dict[str, Any]:
+        """Parameters, versions and optimizer state, copied, and whose gradients are in them."""
+        return {
+            "applied": {worker: dict(mine) for worker, mine in self.applied.items()},
+            "flats": [flat.clone() for flat in self.flats],
+            "versions": list(self.versions),
+            "states": [
+                [
+                    {name: _copied(value) for name, value in state.items()}
+                    for state in self._updater.state(pieces)
+                ]
+                for pieces in self._pieces
+            ],
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take over what `saved` gave, of a store of the same description."""
+        self.set_applied(saved["applied"])
+        for bucket, flat in enumerate(self.flats):
+            if flat.numel():
+                self.load(bucket, saved["flats"][bucket])
+            self.versions[bucket] = saved["versions"][bucket]
+            lives = self._updater.state(self._pieces[bucket])
+            for live, state in zip(lives, saved["states"][bucket], strict=True):
+                live.clear()
+                live.update({name: _copied(value) for name, value in state.items()})
+
+    def check_hyperparameters(self, given: Hyperparameters) -> None:
+        """Raise `UsageError` unless the optimizer can step with these."""
+        if len(given) != len(self._optimizer.param_groups):
+            raise UsageError(
+                f"expected the hyperparameters of {len(self._optimizer.param_groups)} "
+                f"parameter groups, got {len(given)}"
+            )
+        for theirs, group in zip(given, self._optimizer.param_groups, strict=True):
+            missing = group.keys() - theirs.keys() - {"params"} - IMPLEMENTATION
+            if missing:
+                raise UsageError(
+                    f"hyperparameters without {', '.join(sorted(missing))}"
+                )
+
+    # ---- the optimizer's state ----
+
+    def state(
+        self, bucket: int, units: Sequence[int] | None = None
+    ) -> tuple[list[list[tuple[str, int | float]]], torch.Tensor]:
+        """Per unit (all, or these), its entries as `messages.OptimizerState` has them; and
+        the payload. Raises `UsageError` for state that cannot be said so."""
+        flat = self.flats[bucket]
+        entries: list[list[tuple[str, int | float]]] = []
+        parts: list[torch.Tensor] = []
+        offset = 0
+        numbers = self.numbers(bucket, units)
+        pieces = [self._pieces[bucket][number] for number in numbers]
+        for number, state in zip(numbers, self._updater.state(pieces), strict=True):
+            like = self._part(bucket, number)
+            mine: list[tuple[str, int | float]] = []
+            for name, value in state.items():
+                if is_per_element(value, like):
+                    mine.append((name, offset))
+                    parts.append(value.detach().reshape(-1))
+                    offset += value.numel()
+                elif isinstance(value, torch.Tensor) and value.numel() != 1:
+                    raise UsageError(
+                        f"{type(self._optimizer).__name__}'s state {name!r} cannot leave "
+                        f"the server: it has shape {tuple(value.shape)} for a part of "
+                        f"shape {tuple(like.shape)}"
+                    )
+                elif value is not None:
+                    mine.append((name, float(value)))
+            entries.append(mine)
+        payload = torch.cat(parts) if parts else flat.new_empty(0)
+        self.add_work(added=wire_bytes(payload))
+        return entries, payload
+
+    def fitting_state(
+        self,
+        bucket: int,
+        entries: list[list[tuple[str, int | float]]],
+        payload: torch.Tensor | None,
+    ) -> list[State]:
+        """What `state` gave, per unit, for `put_state`. Raises `UsageError` where it does
+        not fit."""
+        self.check_bucket(bucket)
+        payload = self.flats[bucket].new_empty(0) if payload is None else payload
+        if payload.dtype != self.flats[bucket].dtype:
+            raise UsageError(
+                f"bucket {bucket}: expected a state of {self.flats[bucket].dtype}, got "
+                f"{payload.dtype}"
+            )
+        if len(entries) != len(self._pieces[bucket]):
+            raise UsageError(f"bucket {bucket}: the state of {len(entries)} units")
+        loaded: list[State] = []
+        for number, mine in enumerate(entries):
+            part, state = self._part(bucket, number), State()
+            loaded.append(state)
+            for name, value in mine:
+                if isinstance(value, int):
+                    if not 0 <= value <= payload.numel() - part.numel():
+                        raise UsageError(
+                            f"bucket {bucket}: {name} is not in the payload"
+                        )
+                    flat = payload[value : value + part.numel()]
+                    state[name] = flat.clone().view(part.shape)
+                else:
+                    state[name] = torch.tensor(value, dtype=torch.float32)
+        return loaded
+
+    def put_state(self, bucket: int, states: Sequence[State]) -> None:
+        """Take over what `fitting_state` gave."""
+        lives = self._updater.state(self._pieces[bucket])
+        for live, state in zip(lives, states, strict=True):
+            live.clear()
+            live.update(state)
+
+    def catch_up(self, step: int) -> None:
+        """Other parameters were loaded: count as if this many steps had been done, at least. A
+        gradient is not in them, so a worker may send one again whose step it has not ended."""
+        self.set_applied(
+            {
+                worker: dict.fromkeys(self.buckets, self.next_step(worker))
+                for worker in self.applied
+            }
+        )
+        self.versions = [max(version, step) for version in self.versions]
+
+
+def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether an entry of the optimizer's state has a value for each element."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.shape == parameter.shape
+        and value.dtype == parameter.dtype
+    )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _bounds(units: Sequence[Unit]) -> list[tuple[int, int]]:
+    stops = [0]
+    for unit in units:
+        stops.append(stops[-1] + unit.elements)
+    return list(pairwise(stops))
+
+
+def _check(join: Join) -> None:
+    if len(join.units) != len(join.dtypes):
+        raise UsageError(f"{len(join.units)} buckets with {len(join.dtypes)} dtypes")
+    for dtype in join.dtypes:
+        if dtype not in DTYPES:
+            raise UsageError(f"expected a dtype of {', '.join(DTYPES)}, got {dtype!r}")
+        if not (DTYPES[dtype].is_floating_point or DTYPES[dtype].is_complex):
+            raise UsageError(f"expected parameters that have gradients, got {dtype}")
+    for unit in (unit for units in join.units for unit in units):
+        numel = torch.Size(unit.shape or ()).numel()
+        if (
+            not 0 <= unit.start < unit.stop
+            or not 0 <= unit.group < len(join.hyperparameters)
+            or (unit.shape is not None and numel != unit.elements)
+        ):
+            raise UsageError(f"{unit}: not a part of a parameter")

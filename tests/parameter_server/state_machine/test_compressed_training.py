@@ -1,0 +1,586 @@
+"""Trainings in virtual time whose pushes are codes, and whose answers may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import paceline
+from paceline.cluster import Cluster, Rack, ServerHost
+from paceline.cluster.workload import Workload
+from paceline.compression import COMPRESSORS, make
+from paceline.errors import UsageError, WorkerFailedError
+from paceline.parameter_server.state_machine.compression import code_bytes
+from paceline.testing import inspect
+from paceline.transport.protocol import HEADER_BYTES
+from paceline.worlds.virtual import ComputeModel, Simulation
+from tests.compression.test_training import counted
+from tests.compression.test_training import step as do_step
+from tests.compression.toys import Halves
+from tests.parameter_server.state_machine.test_compression import Largest, alone
+from tests.tables import crossed
+
+SHAPES = ((40, 30), (300, 200), (50,), ())
+LR = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wild(Largest):
+    """What its codes leave out is larger than what they are of."""
+
+    name: ClassVar[str] = "wild"
+    unbiased: ClassVar[bool] = True
+
+    def _decode(self, code, parts, dtype, add):
+        super()._decode(code, parts, dtype, add)
+        for part in parts:
+            part *= part.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown(Largest):
+    """Not registered."""
+
+    name: ClassVar[str] = "unknown"
+
+
+@pytest.fixture(autouse=True)
+def largest(monkeypatch):
+    for toy in (Largest, Halves, Wild):
+        monkeypatch.setitem(COMPRESSORS, toy.name, toy)
+
+
+class Given(torch.nn.Module):
+    """Its gradient is what it is given, whatever its parameters are."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        for number, shape in enumerate(SHAPES):
+            parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+            self.register_parameter(f"p{number}", parameter)
+
+    def forward(self, gradients):
+        pairs = zip(self.parameters(), gradients, strict=True)
+        return sum((p * g).sum() for p, g in pairs)
+
+
+def gradients_of(rank, step, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in SHAPES
+    ]
+
+
+def residuals_of(optimizer):
+    """By the name of a tensor, or of a part of one."""
+    (own,) = inspect(optimizer).own_states
+    return {name: state["residual"] for name, state in own.save().items()}
+
+
+def simulation(workers, servers=1, compute=None, link=1e9):
+    rack = Rack(workers=workers, link=link, latency=1e-4)
+    cluster = Cluster((rack,), servers=(ServerHost(),) * servers)
+    return Simulation(cluster, compute=compute or ComputeModel())
+
+
+def machines(world):
+    """The servers' state machines."""
+    return [service.server for service in world._services[0]]
+
+
+def train(
+    world, method, steps=6, after=lambda *_: None, dtype=torch.float64, **options
+):
+    """Every worker's end: parameters, residuals, gradients that it made, times its weight."""
+    ends = {}
+    workers = world.cluster.workers
+
+    def body(rank):
+        model = Given(dtype)
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer = paceline.distribute(model, plain, method=method, **options)
+        made = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        for step in range(steps):
+            paceline.pace(0.01 * (1 + rank))
+            given = gradients_of(rank, step, dtype)
+            optimizer.zero_grad()
+            model(given).backward()
+            optimizer.step()
+            for total, gradient in zip(made, given, strict=True):
+                total += gradient.double() / workers
+            after(rank, step, model, optimizer)
+        left = residuals_of(optimizer) if "residuals=true" in str(options) else {}
+        left = {name: value.clone() for name, value in left.items()}
+        optimizer.finish()
+        ends[rank] = [p.detach().clone() for p in model.parameters()], left, made
+
+    world.run(body)
+    return [ends[rank] for rank in range(workers)]
+
+
+# ---- laws ----
+
+
+@pytest.mark.parametrize(
+    ("method", "servers", "answers"),
+    crossed(
+        2,
+        ["asp", "ssp:staleness=1", "backup", "r2sp"],
+        [1, 3],
+        ["dense", "differences"],
+    ),
+)
+def test_what_was_applied_and_what_is_left_are_all_gradients(method, servers, answers):
+    world = simulation(3, servers)
+    ends = train(world, method, compression="largest:residuals=true", answers=answers)
+    first = ends[0][0]
+    for parameters, _, _ in ends:
+        for mine, theirs in zip(parameters, first, strict=True):
+            assert torch.equal(mine, theirs)
+    names = [f"p{number}" for number in range(len(SHAPES))]
+    parts = set().union(*(left for _, left, _ in ends))
+    assert any("[" in name for name in parts) == (servers > 1)
+    for number, name in enumerate(names):
+        applied = -first[number] / LR
+        made = sum(total[number] for _, _, total in ends)
+        left = torch.zeros_like(applied)
+        for _, kept, _ in ends:
+            for part, residual in kept.items():
+                if part.split("[")[0] == name:
+                    _add_part(left, part, residual)
+        assert left.any() or left.numel() == 1
+        torch.testing.assert_close(applied + left, made, rtol=1e-9, atol=1e-9)
+
+
+def _add_part(whole, part, residual):
+    flat = whole.view(-1)
+    if "[" in part:
+        start, stop = map(int, part.split("[")[1].rstrip("]").split(":"))
+        flat = flat[start:stop]
+    flat += residual.reshape(-1)
+
+
+def test_without_residuals_that_law_fails():
+    """The law's control."""
+    ends = train(simulation(3), "asp", compression="largest")
+    applied = -ends[0][0][1] / LR
+    made = sum(total[1] for _, _, total in ends)
+    assert (applied - made).abs().max() > 1
+
+
+@pytest.mark.parametrize(
+    ("method", "servers", "dtype"),
+    crossed(
+        3,
+        ["asp", "ssp:staleness=1", "backup"],
+        [1, 2],
+        [torch.float64, torch.float32, torch.bfloat16],
+    ),
+)
+def test_servers_know_what_a_worker_holds_to_the_bit(method, servers, dtype):
+    world, looked = simulation(3, servers), []
+
+    def look(rank, step, model, optimizer):
+        if step == 3:  # what is shown in between is not what is held
+            with optimizer.consolidated():
+                shown = [p.detach().clone() for p in model.parameters()]
+            held = [p.detach() for p in model.parameters()]
+            looked.append(
+                all(torch.equal(a, b) for a, b in zip(shown, held, strict=True))
+            )
+        spread = inspect(optimizer).remote._spread
+        for part in spread.pulled():
+            shadows = machines(world)[part.shard].shard.coded.shadows
+            shadow = shadows[rank, part.bucket].values
+            assert torch.equal(shadow, spread.landing_of(part))
+            flat = torch.cat(
+                [p.detach().view(-1) for p in spread.buckets[part.bucket].parameters]
+            )
+            assert torch.equal(shadow, flat[part.start : part.stop])
+        now = [machine.shard.store.flats for machine in machines(world)]
+        assert len(now) == servers
+
+    train(
+        world,
+        method,
+        after=look,
+        dtype=dtype,
+        compression="largest",
+        answers="differences",
+    )
+    assert looked == [False] * 3
+    for machine in machines(world):
+        assert not machine.shard.coded.shadows  # all have left
+
+
+def test_looking_changes_nothing():
+    def look(rank, step, model, optimizer):
+        with optimizer.consolidated():
+            pass
+
+    options = {"compression": "largest:residuals=true", "answers": "differences"}
+    straight, looked = (
+        train(simulation(3), "ssp:staleness=0", after=after, **options)
+        for after in (lambda *_: None, look)
+    )
+    for mine, theirs in zip(straight[0][0], looked[0][0], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_one_worker_alone_loses_nothing():
+    ((parameters, _, made),) = train(simulation(1), "asp", compression="largest")
+    for parameter, total in zip(parameters, made, strict=True):
+        torch.testing.assert_close(-parameter / LR, total)
+
+
+# ---- bytes, and time ----
+
+
+def seconds_of_a_step(answers, compression="largest", link=1e5, memory=1e15):
+    """Two workers that wait for each other, with nothing to compute."""
+    took = {}
+    compute = ComputeModel(forward=0.0, backward=0.0, memory=memory)
+    rack = Rack(workers=2, link=link, latency=0.0)
+    world = Simulation(Cluster((rack,), servers=(ServerHost(),)), compute=compute)
+
+    def body(rank):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        options = {"answers": answers} if compression != "none" else {}
+        optimizer = paceline.distribute(
+            model,
+            plain,
+            method="backup",
+            fusion="single",
+            compression=compression,
+            buffers="local",
+            **options,
+        )
+        for step in range(4):
+            if step == 1:
+                start = paceline.now()
+            optimizer.zero_grad()
+            model(gradients_of(rank, step)).backward()
+            optimizer.step()
+        took[rank] = (paceline.now() - start) / 3
+        optimizer.finish()
+
+    world.run(body)
+    return max(took.values())
+
+
+MODEL_BYTES = 8 * sum(torch.Size(shape).numel() for shape in SHAPES)
+
+
+def test_the_bytes_of_codes_count_both_ways():
+    code = code_bytes(make("largest"), SHAPES, torch.float64)
+    assert code == len(SHAPES) * 16
+    for answers, back in (("dense", MODEL_BYTES), ("differences", code)):
+        each = 2 * (code + HEADER_BYTES) + 2 * (back + HEADER_BYTES)
+        took = seconds_of_a_step(answers)
+        assert took == pytest.approx(each / 1e5, rel=1e-4)
+
+
+def test_coding_takes_virtual_time():
+    """A worker codes and its server decodes two; where answers are differences the server
+    codes and decodes two, and a worker decodes one."""
+    before, after = make("largest").passes(1)
+    for answers, passes in (
+        ("dense", before + 2 * after),
+        ("differences", before + 2 * after + 2 * (before + after + 6) + after),
+    ):
+        slow = seconds_of_a_step(answers, link=1e12, memory=1e6)
+        assert slow == pytest.approx(passes * MODEL_BYTES / 1e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("answers", ["dense", "differences"])
+def test_a_large_models_stand_in_is_priced_at_a_large_models_codes(answers, servers):
+    sizes = (400_000, 4_000_000, 40_000)
+    workload = Workload(
+        names=("a", "b", "c"),
+        sizes=sizes,
+        forward=(0.0,) * 3,
+        backward=(0.0,) * 3,
+        order=(2, 1, 0),
+        update=0.0,
+        batch=1,
+    )
+    rack = Rack(workers=2, link=1e7, latency=0.0)
+    cluster = Cluster((rack,), servers=(ServerHost(),) * servers)
+    compute = ComputeModel(forward=0.0, backward=0.0, memory=1e15)
+    took, sent = {}, [0]
+
+    def body(rank):
+        model = paceline.stand_in(workload)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(
+            model,
+            plain,
+            method="backup",
+            compression="halves",
+            answers=answers,
+            fusion="single",
+        )
+        for _ in range(3):
+            start = paceline.now()
+            sent[0] = counted(lambda: do_step(model, optimizer, torch.zeros(1)))
+        took[rank] = paceline.now() - start
+        optimizer.finish()
+
+    Simulation(cluster, compute=compute).run(body)
+    assert sent[0] == pytest.approx(sum(sizes) / 2 + servers * HEADER_BYTES, rel=1e-5)
+    if servers == 1:  # its link carries two codes, and what is answered to both
+        back = 1 if answers == "differences" else 2
+        each = (1 + back) * sum(sizes)
+        assert max(took.values()) == pytest.approx(each / 1e7, rel=1e-3)
+
+
+# ---- weights, and what is not finite ----
+
+
+def test_shares_of_samples_lose_nothing():
+    """Each step's gradient counts by its samples, and so does what is sent of it later."""
+    ends, steps, workers = {}, 6, 3
+
+    def body(rank):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        sampler = paceline.Sampler(range(61), batch_size=11, shuffle=False)
+        optimizer = paceline.distribute(
+            model,
+            plain,
+            method="asp",
+            sampler=sampler,
+            compression="largest:residuals=true",
+        )
+        made = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        for step, batch in zip(range(steps), _batches(sampler), strict=False):
+            given = gradients_of(rank, step)
+            optimizer.zero_grad()
+            model(given).backward()
+            weight = inspect(optimizer).run.weight
+            assert batch is not None
+            optimizer.step()
+            for total, gradient in zip(made, given, strict=True):
+                total += gradient * weight
+        left = {n: v.clone() for n, v in residuals_of(optimizer).items()}
+        optimizer.finish()
+        ends[rank] = [p.detach().clone() for p in model.parameters()], left, made
+
+    simulation(workers).run(body)
+    first = ends[0][0]
+    for number in range(len(SHAPES)):
+        left = sum(end[1][f"p{number}"] for end in ends.values())
+        made = sum(end[2][number] for end in ends.values())
+        torch.testing.assert_close(
+            -first[number] / LR + left, made, rtol=1e-9, atol=1e-9
+        )
+
+
+def _batches(sampler):
+    while True:
+        yield from sampler
+
+
+@pytest.mark.parametrize("answers", ["dense", "differences"])
+def test_a_gradient_that_is_not_finite_is_seen_by_all(answers):
+    ends = {}
+
+    def body(rank):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer = paceline.distribute(
+            model, plain, method="backup", compression="largest", answers=answers
+        )
+        for step in range(2):
+            given = gradients_of(rank, step)
+            if rank and step:
+                given[1][3, 4] = torch.nan
+            optimizer.zero_grad()
+            model(given).backward()
+            optimizer.step()
+        ends[rank] = [bool(p.isfinite().all()) for p in model.parameters()]
+        optimizer.finish()
+
+    simulation(2).run(body)
+    assert ends[0] == ends[1] == [True, False, True, True]
+
+
+# ---- checkpoints ----
+
+
+@pytest.mark.parametrize(
+    ("servers", "answers"), crossed(2, [1, 2], ["dense", "differences"])
+)
+def test_a_checkpoint_in_the_middle_changes_nothing(servers, answers, tmp_path):
+    """Each worker's residuals are in its own part. (All hold the same when it is loaded: so
+    differences begin anew, and are those of a training that was straight only where they
+    left nothing out.)"""
+    options = {
+        "compression": "largest:residuals=true",
+        "answers": answers,
+    }
+    ends = {}
+
+    def one(rank, name, parts):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+        optimizer = paceline.distribute(model, plain, method="backup", **options)
+        for number, steps in enumerate(parts):
+            if number == 1:
+                paceline.load(tmp_path / name)
+            for step in steps:
+                optimizer.zero_grad()
+                model(gradients_of(rank, step)).backward()
+                optimizer.step()
+            if number == 0:
+                paceline.save(tmp_path / name)
+        kept = residuals_of(optimizer)
+        optimizer.finish()
+        ends.setdefault(name, {})[rank] = (
+            [p.detach().clone() for p in model.parameters()],
+            {key: value.clone() for key, value in kept.items()},
+        )
+
+    simulation(2, servers).run(lambda rank: one(rank, "straight", [range(6)]))
+    # Steps 3 to 8 of another training are forgotten when it loads.
+    simulation(2, servers).run(lambda rank: one(rank, "again", [range(3), range(3, 6)]))
+    for rank in range(2):
+        straight, again = ends["straight"][rank], ends["again"][rank]
+        for mine, theirs in zip(straight[0], again[0], strict=True):
+            assert torch.equal(mine, theirs)
+        assert straight[1].keys() == again[1].keys()
+        for name, value in straight[1].items():
+            assert torch.equal(value, again[1][name])
+
+
+def test_residuals_of_other_parts_are_refused_in_words():
+    """Servers that hold other parts of tensors than those of the job that has saved."""
+    kept = {}
+
+    def save(rank, step, model, optimizer):
+        (own,) = inspect(optimizer).own_states
+        kept[rank] = dict(own.save())
+
+    def load(rank, step, model, optimizer):
+        (own,) = inspect(optimizer).own_states
+        with pytest.raises(UsageError, match=r"of 'p\d\[.*with as many servers"):
+            own.load(kept[rank])
+        with pytest.raises(UsageError, match="which is no parameter"):
+            own.redistribute([kept[0], kept[1]], 2)
+
+    options = {"compression": "largest:residuals=true"}
+    train(simulation(2, servers=3), "backup", steps=1, after=save, **options)
+    train(simulation(2, servers=2), "backup", steps=1, after=load, **options)
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"method": "asp", "compression": "powersgd"},
+            "means something only among those of all workers",
+        ),
+        (
+            {"method": "ssp", "compression": "random-block"},
+            "means something only among those of all workers",
+        ),
+        ({"method": "asp", "compression": "largest:dense_steps=5"}, "or begins later"),
+        ({"method": "osp", "compression": "largest"}, "it pushes parts of buckets"),
+        ({"method": "asp", "compression": Unknown()}, "finds another one, or none"),
+        (
+            {"method": "asp", "answers": "differences"},
+            "answers=differences without compression",
+        ),
+        (
+            {"method": "bsp", "compression": "bf16", "answers": "differences"},
+            "with method 'bsp': its workers update",
+        ),
+        (
+            {"method": "asp", "compression": "wild", "answers": "differences"},
+            "differences would grow",
+        ),
+        (
+            {"method": "asp", "compression": "ef21"},
+            "means something only among those of all workers",
+        ),
+        (
+            {"method": "asp", "compression": "largest", "answers": "some"},
+            "unknown value for answers 'some'",
+        ),
+        (
+            {
+                "method": "bsp",
+                "collective": "parameter-server",
+                "compression": "largest",
+            },
+            "a server only adds",
+        ),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused_with_the_reason(options, said):
+    def body(rank):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        with pytest.raises(UsageError) as caught:
+            paceline.distribute(model, plain, **options)
+        assert said in str(caught.value)
+
+    simulation(2).run(body)
+
+
+def test_keys_of_a_spec_say_it_too():
+    spec = "ssp:staleness=1,compression=largest,answers=differences"
+    world = simulation(2)
+    train(world, spec)
+    (machine,) = machines(world)
+    assert machine.shard.coded is not None
+    assert machine.shard.coded.shadows == {}
+
+
+def test_workers_that_differ_are_refused_before_training():
+    def body(rank):
+        model = Given()
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        compression = "largest:residuals=true" if rank else "largest"
+        paceline.distribute(model, plain, method="asp", compression=compression)
+
+    with pytest.raises(WorkerFailedError, match="residuals"):
+        simulation(2).run(body)
+
+
+# ---- each code ----
+
+
+@pytest.mark.parametrize("name", alone())
+def test_each_code_that_stands_alone_goes_both_ways(name):
+    world = simulation(2)
+
+    def look(rank, step, model, optimizer):
+        spread = inspect(optimizer).remote._spread
+        for part in spread.pulled():
+            shadows = machines(world)[0].shard.coded.shadows
+            held = shadows[rank, part.bucket].values
+            assert torch.equal(held, spread.landing_of(part))
+
+    (one, _, made), (other, _, more) = train(
+        world,
+        "ssp:staleness=1",
+        after=look,
+        dtype=torch.float32,
+        compression=name,
+        answers="differences",
+    )
+    for mine, theirs, a, b in zip(one, other, made, more, strict=True):
+        assert torch.equal(mine, theirs)
+        applied, whole = -mine.double().flatten() / LR, (a + b).flatten()
+        assert applied.dot(whole) > 0.1 * whole.dot(whole)

@@ -1,0 +1,266 @@
+"""Laws of compressed pushes and answers, whatever arrives when, twice or never, and whoever dies.
+
+The workers and the network of `lossy_training`, whose gradients are codes here: of the
+largest element alone, so that most of a gradient is left to later steps. What each life of a
+worker has kept, and what its codes stood for, is known to the test.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from paceline.compression import COMPRESSORS, make
+from paceline.interfaces import Answer, State
+from paceline.interfaces.server_messages import Join, Parameters, Push, Refused, Unit
+from paceline.methods.asp import ASP
+from paceline.parameter_server.state_machine.compression import views
+from tests.parameter_server.state_machine.test_compression import Largest
+from tests.parameter_server.state_machine.test_server_laws import QUICK
+from tests.profiles import examples
+from tests.server.lossy_network import Key, Network
+from tests.server.lossy_training import LIVES, STEPS, Case, Life, Training, cases
+
+Place = tuple[int, int]
+"""A shard and a bucket."""
+
+
+@pytest.fixture(autouse=True)
+def largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMPRESSORS, Largest.name, Largest)
+
+
+class CodedNetwork(Network):
+    """Knows what servers held of a worker when they answered."""
+
+    def __init__(self, servers: Any) -> None:
+        super().__init__(servers)
+        self.held: dict[Key, torch.Tensor] = {}
+
+    def take(self, shard: int, answers: list[Answer]) -> None:
+        super().take(shard, answers)
+        for answer in answers:
+            coded = self.servers[shard].shard.coded
+            if coded is None:  # nobody has joined yet
+                assert isinstance(answer.message, Refused)
+                continue
+            if isinstance(answer.message, Parameters) and answer.message.turn:
+                key = (shard, *answer.to[:4])
+                if key not in self.held and coded.shadows is not None:
+                    shadow = coded.shadows[answer.to.worker, answer.message.bucket]
+                    assert shadow.turn == answer.message.turn
+                    self.held[key] = shadow.values.clone()
+            if coded.shadows is not None:
+                buckets = self.servers[shard].shard.buckets
+                workers = self.servers[shard].workers
+                assert len(coded.shadows) <= workers * len(buckets)
+
+
+class CodedTraining(Training):
+    """Pushes are codes; a bucket is a tensor and a part of one."""
+
+    def __init__(self, case: Case, differs: bool) -> None:
+        self.differs = differs
+        self.code: Any = make("largest:residuals=true")
+        self.states: dict[tuple[int, int, int, int], list[State]] = {}
+        """By worker, life, shard and bucket."""
+        self.shares: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self.sent: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        """All that was given to a code; all that its codes stood for."""
+        self.stands_for: dict[tuple[Place, int], torch.Tensor] = {}
+        """What a push's code stands for; by the element of its gradient."""
+        self.turns: Counter[tuple[int, int, int, int]] = Counter()
+        self.differences = 0
+        super().__init__(case)
+        self.network: CodedNetwork = CodedNetwork(self.network.servers)  # type: ignore[assignment]
+
+    def units(self) -> list[Unit]:
+        return [
+            Unit(0, 0, self.elements, 0, (self.elements // STEPS, STEPS)),
+            Unit(1, 3, 4, 0),
+        ]
+
+    def join_the_next(self, life: Life) -> None:
+        super().join_the_next(life)
+        shard, join, payload = life.to_send.pop()
+        assert isinstance(join, Join)
+        units = [self.units() if theirs else [] for theirs in join.units]
+        answers: Any = "differences" if self.differs else "dense"
+        join = structs.replace(
+            join, units=units, compression="largest:residuals=true", answers=answers
+        )
+        life.to_send.append((shard, join, payload))
+
+    def begin_step(self, life: Life) -> None:
+        before = len(life.to_send)
+        super().begin_step(life)
+        for number, (shard, push, gradient) in enumerate(life.to_send):
+            if number < before:
+                continue
+            assert isinstance(push, Push)
+            assert gradient is not None
+            element = int(gradient.argmax())
+            code = self.coded(life, (shard, push.bucket), element, push.weight)
+            push = structs.replace(push, used=[True, True])
+            life.to_send[number] = shard, push, code
+
+    def coded(
+        self, life: Life, place: Place, element: int, weight: float
+    ) -> torch.Tensor:
+        """A gradient with two elements: one is left for later."""
+        share = self.zeros()
+        share[element] = weight
+        share[(element + 7) % self.elements] = 0.5 * weight
+        key = (life.worker, life.incarnation, *place)
+        parts = views(share, self.units())
+        if key not in self.states:
+            self.states[key] = [
+                self.code.init(part, f"{n}", life.worker)
+                for n, part in enumerate(parts)
+            ]
+            self.shares[key], self.sent[key] = self.zeros(), self.zeros()
+        code: torch.Tensor = self.code.encode(parts, self.states[key])
+        decoded = self.zeros()
+        self.code.decode(code, views(decoded, self.units()))
+        self.shares[key] += share
+        self.sent[key] += decoded
+        self.stands_for[place, element] = decoded
+        return code
+
+    def deliver(self, index: int) -> None:
+        """As for gradients, but for how a push's element is known."""
+        letter, answers, new = self.network.deliver(index)
+        if isinstance(letter.message, Push) and new:
+            refused = any(
+                answer.to.number == letter.sender.number
+                and answer.to.worker == letter.sender.worker
+                and isinstance(answer.message, Refused)
+                and " to load" not in answer.message.reason
+                for answer in answers
+            )
+            if not refused:
+                place = letter.shard, letter.message.bucket
+                (element,) = (
+                    e
+                    for e, (step, _) in self.pushed.items()
+                    if step == letter.message.step and self.is_of(e, letter.sender)
+                )
+                applied = (*place, letter.sender.worker, letter.message.step)
+                if applied not in self.steps:  # else it is answered, and not applied
+                    self.steps.add(applied)
+                    self.accepted.setdefault(place, []).append(element)
+        self.check_new(letter.shard, answers)
+
+    def is_of(self, element: int, sender: Any) -> bool:
+        worker, life = divmod(element // STEPS, LIVES)
+        return (worker, life) == (sender.worker, sender.incarnation)
+
+    def arrive(self, index: int) -> None:
+        """A difference is added to what its worker holds: to the bits that the server had."""
+        shard, answer = self.network.answers[index]
+        life, message = self.lives[answer.to.worker], answer.message
+        place = (shard, answer.to.channel, answer.to.number)
+        alive = life.incarnation == answer.to.incarnation and not life.dead
+        fresh = alive and place in life.unanswered
+        held = None
+        if isinstance(message, Parameters):
+            held = life.model.get((shard, message.bucket))
+        super().arrive(index)
+        if not fresh or not isinstance(message, Parameters) or not self.differs:
+            return
+        assert answer.payload is not None
+        key = (shard, *answer.to[:4])
+        pushed = isinstance(self.network.letters[key].message, Push)
+        if pushed:
+            assert held is not None
+            difference = self.zeros()
+            self.code.decode(answer.payload, views(difference, self.units()))
+            life.model[shard, message.bucket] = held + difference
+            self.differences += 1
+        if message.turn:
+            counted = (life.worker, life.incarnation, shard, message.bucket)
+            assert message.turn == self.turns[counted] + 1
+            self.turns[counted] += 1
+            now = life.model[shard, message.bucket]
+            assert torch.equal(now, self.network.held[key])
+
+    # ---- laws ----
+
+    def check_ledger(self, place: Place, parameters: torch.Tensor) -> None:
+        taken = self.accepted.get(place, [])
+        assert len(taken) == len(set(taken))
+        if self.is_torn():
+            return
+        assert parameters[-1] == self.loads[place[0]]
+        gone = self.from_before.get(place, [])
+        assert not set(taken) & set(gone)
+        # What was applied is what was decoded, each once.
+        applied = sum(
+            (self.stands_for[place, element] for element in taken), self.zeros()
+        )
+        torch.testing.assert_close(-parameters[:-1], applied[:-1])
+        for key, states in self.states.items():
+            if key[2:] != place:
+                continue
+            left = torch.cat([state["residual"].reshape(-1) for state in states])
+            torch.testing.assert_close(self.sent[key] + left, self.shares[key])
+
+    def check_answers(self, final: dict[Place, torch.Tensor]) -> None:
+        """Codes do not tell which steps are in them."""
+
+    def check_end(self) -> None:
+        super().check_end()
+        for shard, server in enumerate(self.network.servers):
+            coded = server.shard.coded
+            assert (coded is None) == (not server.shard.is_held)
+            left = coded.shadows if coded is not None and coded.shadows else {}
+            for (worker, bucket), _ in left.items():
+                # Only of lives that did not come to their end.
+                assert self.lives[worker].phase != "end", (shard, worker, bucket)
+
+
+def check_laws(case: Case, differs: bool, choices: bytes) -> None:
+    training = CodedTraining(case, differs)
+    training.play(choices)
+    training.drain()
+    training.check_end()
+
+
+FEW, MANY = (
+    settings(QUICK, max_examples=examples(15)),
+    settings(QUICK, max_examples=examples(120)),
+)
+
+
+@pytest.mark.parametrize(
+    "length", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+@pytest.mark.parametrize("differs", [False, True], ids=["dense", "differences"])
+@pytest.mark.parametrize("name", ["asp", "ssp 1", "r2sp"])
+def test_laws_of_compressed_pushes(name: str, differs: bool, length: settings) -> None:
+    def check(case: Case, choices: bytes) -> None:
+        check_laws(case, differs, choices)
+
+    length(given(cases(name), st.binary(min_size=400, max_size=3000))(check))()
+
+
+def test_the_laws_see_differences() -> None:
+    """Of a quiet training, that it has any."""
+    case = Case(
+        method=ASP(),
+        workers=2,
+        layout=[[0], [0, 1]],
+        data=[STEPS, STEPS],
+        shards=2,
+        deaths=0,
+    )
+    training = CodedTraining(case, differs=True)
+    training.drain()
+    training.check_end()
+    assert training.differences == 2 * STEPS * 3

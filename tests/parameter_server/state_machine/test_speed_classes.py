@@ -1,0 +1,187 @@
+"""Codes whose size depends on how fast a worker's group is, on their way to a server and back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from paceline.cluster import Cluster, Rack, ServerHost
+from paceline.compression import make
+from paceline.compression.gd_top_k import RATIOS
+from paceline.interfaces import SpeedClass
+from paceline.interfaces.server_messages import Join, Load, Refused, Unit
+from paceline.methods.asp import ASP
+from paceline.parameter_server.client.compression import Encoding
+from paceline.parameter_server.state_machine.compression_checks import (
+    check_brings_nearer,
+)
+from paceline.testing import inspect
+from paceline.worlds.virtual import ComputeModel, Simulation
+from tests.parameter_server.state_machine.test_compressed_training import (
+    LR,
+    SHAPES,
+    Given,
+    gradients_of,
+    machines,
+    simulation,
+    train,
+)
+from tests.parameter_server.state_machine.test_server import HOW, Case, pushed
+
+ROWS, COLUMNS = 40, 60
+CHANGES: list[SpeedClass] = ["middle", "fastest", "slowest", "slowest", "middle"]
+SETTLED = "gd-top-k:warm_up=false"
+LARGE = [shape for shape in SHAPES if len(shape) == 2]
+PLAIN = 8 * (50 + 1)
+
+
+def kept_of(speed: SpeedClass, elements: int) -> int:
+    return max(1, round(RATIOS[speed][-1] * elements))
+
+
+def pushed_bytes(speed: SpeedClass) -> int:
+    """Of the model of `train`, in float64 with places of 2 bytes: ratio numbers, values, places."""
+    kept = sum(kept_of(speed, rows * columns) for rows, columns in LARGE)
+    return PLAIN + len(LARGE) + 10 * kept
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """By rank: bytes of what was pushed."""
+    sizes: dict[int, list[int]] = defaultdict(list)
+    plain = Encoding.pushed
+
+    def note(self: Encoding, *given: Any) -> torch.Tensor:
+        code = plain(self, *given)
+        sizes[self._rank].append(code.numel())
+        return code
+
+    monkeypatch.setattr(Encoding, "pushed", note)
+    return sizes
+
+
+def test_a_worker_whose_class_changes_pushes_codes_of_other_sizes() -> None:
+    """On one server, which need not know the class: what it has applied and what the worker
+    still keeps is all that there was."""
+    case = Case(ASP())
+    join = Join(
+        options="",
+        units=[[Unit(0, 0, ROWS * COLUMNS, 0, (ROWS, COLUMNS))]],
+        dtypes=["float64"],
+        optimizer="SGD",
+        hyperparameters=HOW,
+        compression=SETTLED,
+    )
+    for worker in (0, 1):
+        case.ask(worker, join)
+    case.ask(0, Load(bucket=0), torch.zeros(ROWS * COLUMNS, dtype=torch.float64))
+    code: Any = make(SETTLED)
+    generator = torch.Generator().manual_seed(0)
+    given = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
+    states = [code.init(given, "", 0)]
+    total = given.clone()
+    for step, speed in enumerate(CHANGES):
+        code = code.at_speed(speed)
+        given = torch.randn(given.shape, generator=generator, dtype=torch.float64)
+        total += given
+        encoded = code.encode([given], states)
+        assert encoded.numel() == 1 + 10 * kept_of(speed, given.numel())
+        (answer,) = case.ask(0, pushed(step, 0, used=[True]), encoded)
+        assert not isinstance(answer.message, Refused)
+        assert answer.payload is not None
+        applied = -answer.payload.view(given.shape)
+        torch.testing.assert_close(applied + states[0]["residual"], total)
+    assert len({kept_of(speed, given.numel()) for speed in CHANGES}) == 3
+
+
+@pytest.mark.parametrize("answers", ["dense", "differences"])
+@pytest.mark.parametrize("direction", ["slowest-most", "fastest-most"])
+def test_classes_change_within_a_training(
+    answers: str, direction: str, noted: dict[int, list[int]]
+) -> None:
+    world, answered = simulation(2), []
+
+    def change(rank: int, step: int, model: Any, optimizer: Any) -> None:
+        remote = inspect(optimizer).remote
+        if rank == 0 and step + 1 < len(CHANGES):
+            remote.has_speed(CHANGES[step + 1])
+        for part in remote._spread.parts[0]:
+            answered.append(remote.encoding.room(part).numel())
+            if answers == "differences":
+                shadows = machines(world)[0].shard.coded.shadows
+                held = shadows[rank, part.bucket].values
+                assert torch.equal(held, remote._spread.landing_of(part))
+
+    ends = train(
+        world,
+        "ssp:staleness=1",
+        steps=len(CHANGES),
+        after=change,
+        fusion="single",
+        compression=f"{SETTLED},direction={direction},residuals=true",
+        answers=answers,
+    )
+    turned: dict[SpeedClass, SpeedClass] = dict(zip(RATIOS, RATIOS, strict=True))
+    if direction == "fastest-most":
+        turned = dict(zip(RATIOS, reversed(RATIOS), strict=True))
+    assert noted[0] == [pushed_bytes(turned[speed]) for speed in CHANGES]
+    assert noted[1] == [pushed_bytes("middle")] * len(CHANGES)
+    assert len(set(answered)) == 1
+    dense = 1 + 50 + sum(rows * columns for rows, columns in LARGE)
+    assert (answered[0] == dense) == (answers == "dense")
+    for number in range(len(SHAPES)):
+        applied = -ends[0][0][number] / LR
+        made = sum(total[number] for _, _, total in ends)
+        kept = [left[f"p{number}"] for _, left, _ in ends if f"p{number}" in left]
+        torch.testing.assert_close(applied + sum(kept), made, rtol=1e-9, atol=1e-9)
+
+
+def test_answers_have_no_epochs() -> None:
+    """They are the same to workers of all classes."""
+    code = make("gd-top-k:speed=slowest")
+    check_brings_nearer(code)
+    assert code.of_differences() == make("top-k:density=0.015,residuals=false")
+    assert code.at_speed("fastest").at_speed("slowest") == code
+
+
+def test_other_codes_have_no_class() -> None:
+    for name in ("top-k", "qsgd", "int8", "bf16"):
+        code = make(name)
+        assert code.at_speed("fastest") == code
+
+
+def test_groups_push_by_their_measured_class(noted: dict[int, list[int]]) -> None:
+    """ "middle" until all were measured; then fast groups send least, and the model is one."""
+    speeds = (1.0, 1.0, 0.6, 0.6, 0.3, 0.3)
+    rack = Rack(workers=6, link=1e9, latency=1e-4, speed=speeds)
+    cluster = Cluster((rack,), servers=(ServerHost(),) * 3)
+    ends = {}
+
+    def body(rank: int) -> None:
+        model: Any = Given(torch.float64)
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer = paceline.distribute(
+            model,
+            plain,
+            method="gssp:members=0-1+2-3+4-5,measure_steps=2",
+            fusion="single",
+            compression=SETTLED,
+            answers="differences",
+        )
+        for step in range(round(20 * speeds[rank])):
+            optimizer.zero_grad()
+            model(gradients_of(rank, step)).backward()
+            optimizer.step()
+        optimizer.finish()
+        ends[rank] = [p.detach().clone() for p in model.parameters()]
+
+    Simulation(cluster, compute=ComputeModel(forward=0.1, backward=0.2)).run(body)
+    classes: list[SpeedClass] = ["fastest", "middle", "slowest"]
+    for rank, sizes in noted.items():
+        assert sizes[0] == pushed_bytes("middle")
+        assert sizes[-1] == pushed_bytes(classes[rank // 2])
+        assert all(map(torch.equal, ends[rank], ends[0]))
