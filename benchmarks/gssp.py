@@ -50,8 +50,8 @@ from paceline.interfaces import Groups
 from paceline.interfaces.group_messages import Pass
 from paceline.methods import GSSP
 from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
-from paceline.methods.gssp.measuring import StepTimes, smoothed
 from paceline.methods.gssp.speeds import Known, Looks
+from paceline.methods.gssp.step_times import StepTimes, smoothed
 from paceline.worlds.virtual import ComputeModel, Simulation
 from paceline.worlds.virtual.servers import VirtualServer
 

@@ -13,8 +13,8 @@ from paceline.testing import Case
 from paceline.testing.checks import CHECKS
 from paceline.testing.task import Counting
 from paceline.worlds.virtual import Simulation
+from tests.methods.osp.helpers import simulate
 from tests.newcomer.toys.every_fourth import EveryFourth
-from tests.osp.helpers import simulate
 from tests.training.test_rhythm import SUM_OF_TWO, train
 
 

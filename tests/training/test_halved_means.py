@@ -15,7 +15,7 @@ from paceline.testing import Case
 from paceline.testing.checks import CHECKS
 from paceline.testing.task import Counting
 from paceline.worlds.virtual import Simulation
-from tests.osp.helpers import simulate
+from tests.methods.osp.helpers import simulate
 from tests.training.halved import Halved, halves_train_as_the_whole, train
 
 

@@ -8,7 +8,7 @@ import torch
 
 import paceline
 from paceline.errors import DeadlockError, GradientError
-from tests.osp.helpers import ALL, HALF, flat, loss_of, network, sgd, simulate
+from tests.methods.osp.helpers import ALL, HALF, flat, loss_of, network, sgd, simulate
 from tests.tables import crossed
 
 STEPS = 9

@@ -16,9 +16,9 @@ from paceline.report.result import Summary
 from paceline.testing import inspect
 from paceline.testing.task import Counting
 from paceline.worlds.join import join_world
+from tests.methods.osp.helpers import simulate
 from tests.newcomer.toys.every_fourth import EveryFourth
 from tests.newcomer.toys.pairs import Pairs
-from tests.osp.helpers import simulate
 
 ELEMENTS = 18
 SUM_OF_TWO = 4 * ELEMENTS

@@ -16,23 +16,23 @@ from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
 from paceline.methods.contrib.cluster_hybrid import ClusterHybrid
-from paceline.methods.contrib.dssp import DSSP
-from paceline.methods.contrib.grouping_sgd import GroupingSGD
+from paceline.methods.contrib.daso import DASO
+from paceline.methods.contrib.sel_sync import SelSync
 from paceline.methods.ds_sync import DSSync
+from paceline.methods.dssp import DSSP
+from paceline.methods.forward_overlap import DeAR, Priority
+from paceline.methods.grouping_sgd import GroupingSGD
 from paceline.methods.gssp import GSSP
-from paceline.methods.local import (
-    DASO,
+from paceline.methods.local_updates import (
     DiLoCo,
     HierarchicalLocalSGD,
     LocalSGD,
     PostLocalSGD,
-    SelSync,
     SlowMo,
     SparseLoCo,
     StreamingDiLoCo,
 )
 from paceline.methods.osp import OSP
-from paceline.methods.past_backward import DeAR, Priority
 from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
 from paceline.methods.sync_switch import SyncSwitch

@@ -13,8 +13,8 @@ from paceline.interfaces import HeldPush, ServerJob, Shard, Told
 from paceline.methods.push_pull import AppliesOnArrival
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.parameter_server.state_machine.server import ParameterServer
+from tests.methods.osp.test_two_stages import Direct
 from tests.parameter_server.state_machine.test_server import Case, pushed, zeros
-from tests.server.test_two_stages import Direct
 
 SIZES = [[30_000, 20_000], [10, 20]]
 """Elements of each parameter, bucket by bucket."""

@@ -38,7 +38,7 @@ from paceline.methods.gssp.grouping import (
     renumbered,
     settled,
 )
-from paceline.methods.gssp.measuring import Measured
+from paceline.methods.gssp.step_times import Measured
 from paceline.methods.gssp.worker import GroupState, InGroups
 from paceline.methods.push_pull import PushPullState
 

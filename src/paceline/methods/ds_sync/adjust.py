@@ -25,8 +25,8 @@ from typing import NamedTuple
 from paceline.cluster import Cluster, Rack
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.contention import NONE, Contention
+from paceline.methods.ds_sync.cost import group_seconds, ring_bytes
 from paceline.methods.ds_sync.plan import Plan, make_plan
-from paceline.methods.ds_sync.pricing import group_seconds, ring_bytes
 
 ENTERS = 0.6
 """A link with this part left, or less, is contended."""

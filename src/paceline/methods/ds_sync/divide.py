@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from statistics import median_high
 
 from paceline.cluster import Cluster
+from paceline.methods.ds_sync.cost import check_members, ring_bytes
 from paceline.methods.ds_sync.groups import Groups, cut, in_order, parts
-from paceline.methods.ds_sync.pricing import check_members, ring_bytes
 from paceline.methods.ds_sync.shuffle import digits, shuffled
 
 SLOW = 0.6

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from paceline import units
 from paceline.cluster import Cluster
+from paceline.methods.ds_sync.cost import steady_seconds, step_seconds
 from paceline.methods.ds_sync.groups import Groups
 from paceline.methods.ds_sync.plan import Plan
-from paceline.methods.ds_sync.pricing import steady_seconds, step_seconds
 
 NEVER = 1 - 1e-9
 """Workers whose differences shrink no faster than this never agree."""

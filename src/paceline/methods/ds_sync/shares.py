@@ -13,8 +13,12 @@ import torch
 from paceline.buckets import by_kind
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Run
-from paceline.methods.ds_sync.parcels import BufferParcel, Parcel, StateParcel
-from paceline.methods.flat import Flat
+from paceline.methods.ds_sync.parameter_exchange import (
+    BufferParcel,
+    Parcel,
+    StateParcel,
+)
+from paceline.methods.flat_tensors import Flat
 
 HALF = (torch.float16, torch.bfloat16)
 

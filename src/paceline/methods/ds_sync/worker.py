@@ -21,10 +21,10 @@ from paceline.buckets import Bucket
 from paceline.interfaces import Run
 from paceline.methods.ds_sync.current_plan import CurrentPlan
 from paceline.methods.ds_sync.group_times import GroupTimes
+from paceline.methods.ds_sync.model_mean import Weighted, copies
 from paceline.methods.ds_sync.options import DSSyncOptions
 from paceline.methods.ds_sync.shares import Shares, state_keys
-from paceline.methods.ds_sync.together import Weighted, copies
-from paceline.methods.ds_sync.trajectory import Trajectory, together
+from paceline.methods.ds_sync.swa_average import Trajectory, together
 
 
 class GroupWorker:

@@ -14,7 +14,7 @@ Groups
 ------
 All begin in group 0. Servers measure steps: from the moment at which a worker goes on until its next
 gradient is in. When that is known well enough of all, after 5 steps of each where they vary
-little and `measure_steps` at most (`measuring`), server 0 forms `number_of_groups` groups, or with 0 as few
+little and `measure_steps` at most (`step_times`), server 0 forms `number_of_groups` groups, or with 0 as few
 as let nobody take more than `ratio` times as long as another one of its group, at most
 `most_groups` (`grouping`); what may be chance parts nobody. Later it looks whenever `measure_steps`
 of each were measured anew. A worker moves to another group when it has been nearer to it by

@@ -31,7 +31,6 @@ from typing import Literal
 from paceline.interfaces import Groups, HeldPush, Hyperparameters, Parcel, Shard
 from paceline.methods.gssp.clocks import EVER, Clocks
 from paceline.methods.gssp.gates import Gate
-from paceline.methods.gssp.measuring import Measured, StepTimes, smoothed
 from paceline.methods.gssp.outbox import Outbox
 from paceline.methods.gssp.speeds import (
     Known,
@@ -45,6 +44,7 @@ from paceline.methods.gssp.speeds import (
     read_words,
     written,
 )
+from paceline.methods.gssp.step_times import Measured, StepTimes, smoothed
 from paceline.methods.gssp.weighting import Weighted, by_updates
 
 Damping = Literal["none", "staleness", "own-staleness"]

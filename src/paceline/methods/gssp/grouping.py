@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from paceline.interfaces import Groups, SpeedClass
-from paceline.methods.gssp.measuring import Measured
+from paceline.methods.gssp.step_times import Measured
 
 APART = 4.0
 """So many standard errors; chance alone gets there once in some 16,000 pairs."""

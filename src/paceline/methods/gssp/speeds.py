@@ -17,7 +17,7 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.interfaces import Groups
 from paceline.methods.gssp.grouping import speed_classes
-from paceline.methods.gssp.measuring import Measured
+from paceline.methods.gssp.step_times import Measured
 
 MOST_VERSIONS = 1 << 40
 """A version beyond it is a mistake."""

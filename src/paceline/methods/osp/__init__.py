@@ -31,10 +31,10 @@ from paceline.interfaces import (
     Rhythm,
     UpdatesOn,
 )
+from paceline.methods.osp.all_reduce import NativeWorker
 from paceline.methods.osp.discipline import TwoStages
-from paceline.methods.osp.native import NativeWorker
 from paceline.methods.osp.options import OSPOptions
-from paceline.methods.osp.remote import RemoteWorker
+from paceline.methods.osp.parameter_server import RemoteWorker
 
 
 @dataclass(frozen=True, kw_only=True)

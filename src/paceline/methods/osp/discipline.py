@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paceline.interfaces import HeldPush, Shard
-from paceline.methods.osp.choice import Parts
-from paceline.methods.osp.decision import Decision, looks_in
+from paceline.methods.osp.deferral import Parts
+from paceline.methods.osp.deferral_policy import Decision, looks_in
 from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.reports import Measured, read_report, written_mask
 

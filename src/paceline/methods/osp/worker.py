@@ -9,9 +9,9 @@ import torch
 
 from paceline.buckets import Bucket
 from paceline.interfaces import Hyperparameters, Run, Updater
-from paceline.methods.osp.layout import Layout
+from paceline.methods.osp.measurement import StepWatch
 from paceline.methods.osp.options import OSPOptions
-from paceline.methods.osp.watch import StepWatch
+from paceline.methods.osp.piece_layout import Layout
 
 AnyRun = TypeVar("AnyRun", bound=Run)
 

@@ -1,0 +1,355 @@
+"""DASO: gradients are averaged in each node, and parameters between nodes, late.
+
+Coquelin et al., "Accelerating neural network training with distributed asynchronous and selective
+optimization (DASO)" (J. Big Data 9, 2022); its code is Heat's ``heat/optim/dp_optimizer.py``.
+Inside a node all workers average their gradients in each step, as bsp does. Every S steps
+one worker of each node, in turn, begins an all-reduce of the parameters w among the nodes,
+which is picked up B steps later, and given to the other workers of its node:
+
+    w <- (2B*w + sum_p w_p(t-B)) / (2B + P)
+
+P nodes; the weight of 2B for the own parameters is Heat's choice. In the first `warm_up` steps, and
+from step `cool_down` on (0: never), nodes average after each step and wait for it.
+
+With `judge_every` above 0 S and B follow the loss that the script reports
+(``paceline.log(loss=...)``), in its mean over that many steps and all workers: when it has not improved by 5 % three
+times in a row, S is halved and B one less; at S = 1 both begin again, with S = `most` and
+B = `most`/4. All workers decide alike, one such period late, so that nobody waits.
+
+Ours, and not Heat's: steps where Heat has epochs (its 4 epochs of warming up and of cooling down,
+the judgement of each epoch; an epoch's last step is nothing special); what has arrived is merged before the next exchange begins,
+and not after it; gradients are averaged in a node in each step, where Heat leaves some out after a
+cycle; nothing is cast to bf16. Nodes count by the samples that they have trained on
+since the last exchange; BatchNorm's statistics are averaged in the node, and travel with the
+parameters. Optimizers keep their state: it is equal in a node, and each node's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from paceline.buckets import Bucket
+from paceline.errors import UsageError
+from paceline.interfaces import (
+    Clips,
+    Compressor,
+    GradientSeen,
+    MethodSummary,
+    Pending,
+    Quality,
+    Rhythm,
+    Run,
+    UpdatesOn,
+)
+from paceline.methods.contrib.daso_nodes import (
+    Exchange,
+    Nodes,
+    Progress,
+    begin,
+    end,
+    mean_of_nodes,
+)
+from paceline.methods.contrib.daso_pace import Pace
+from paceline.methods.local_updates.fragments import Part, Since, make_parts
+from paceline.methods.local_updates.groups import check_group, places_of
+from paceline.methods.local_updates.options import Options
+from paceline.methods.local_updates.saved_state import means, put
+
+
+@dataclass
+class Losses:
+    """What the script has reported since the last judgement, and what all have before that."""
+
+    total: float = 0.0
+    count: int = 0
+    under_way: torch.Tensor | None = None
+    pending: Pending | None = None
+
+    def take(self, loss: float | None) -> None:
+        if loss is not None and math.isfinite(loss):
+            self.total += loss
+            self.count += 1
+
+    def mean(self) -> float | None:
+        """Of the last judgement's, all workers'; None where nobody has said any."""
+        if self.under_way is None:
+            return None
+        self.wait()
+        total, count = self.under_way.tolist()
+        return total / count if count else None
+
+    def send(self, run: Run) -> None:
+        device = run.parameters[0].device
+        self.under_way = torch.tensor(
+            [self.total, self.count], dtype=torch.float64, device=device
+        )
+        self.pending = run.comm.channel("losses").all_reduce(self.under_way, "sum")
+        self.total, self.count = 0.0, 0
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+
+@dataclass
+class DASOState:
+    """One worker's state; *turn*: how many exchanges there were."""
+
+    nodes: Nodes
+    part: Part
+    pace: Pace
+    progress: Progress = field(default_factory=Progress)
+    losses: Losses = field(default_factory=Losses)
+    turn: int = 0
+    exchange: Exchange | None = None
+    gradients: list[Pending] = field(default_factory=list)
+    may_miss_losses: bool = True
+
+    def drop_exchange(self) -> None:
+        """What is on its way is of another model."""
+        if self.exchange is not None:
+            self.exchange.wait()
+            self.exchange = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DASO:
+    """Average gradients in each *group*, and parameters between groups every so many steps."""
+
+    name: ClassVar[str] = "daso"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for=(
+            "the workers of its own node, in every step, and nobody else, unless an "
+            "exchange takes longer than `delay` steps"
+        ),
+        sends=(
+            "the gradient inside the node, and one worker's parameters between nodes "
+            "once in `every` steps"
+        ),
+        guarantees=(
+            "equal parameters in a node, and what other nodes have trained arrives "
+            "`delay` steps late; with one node, or with `every=1` and `delay=0` under "
+            "SGD, that is bsp"
+        ),
+    )
+    quality: ClassVar[Quality] = "local"
+    updates_on: ClassVar[UpdatesOn] = "worker"
+    gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
+    clips: ClassVar[Clips] = "mean"
+    averages_buffers: ClassVar[bool] = True
+    consolidates_together: ClassVar[bool] = True
+    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+
+    every: int = 4
+    delay: int = 1
+    group: str = "rack"
+    warm_up: int = 0
+    cool_down: int = 0
+    judge_every: int = 0
+    most: int = 8
+
+    def __post_init__(self) -> None:
+        for key in ("every", "most"):
+            if getattr(self, key) < 1:
+                raise self._wrong(key, "1 or more steps")
+        for key in ("warm_up", "cool_down", "judge_every"):
+            if getattr(self, key) < 0:
+                raise self._wrong(key, "0 or more steps")
+        if self.most != DASO.most and not self.judge_every:
+            raise self._wrong("most", "judge_every above 0 with it")
+        if not 0 <= self.delay <= self.every:
+            raise self._wrong(
+                "delay",
+                f"0 to every={self.every} steps: then the next exchange begins",
+            )
+        if 0 < self.cool_down < self.warm_up:
+            raise self._wrong("cool_down", f"a step after warm_up={self.warm_up}, or 0")
+        check_group(self)
+
+    @property
+    def learns_for(self) -> int:
+        """Steps until it averages as seldom as it will, and until the first late mean is used."""
+        return self.warm_up + (self.every + self.delay if self.delay else 0)
+
+    def _wrong(self, key: str, expected: str) -> UsageError:
+        return UsageError(f"daso:{key}={getattr(self, key)}: expected {expected}")
+
+    def compressed_by(self, compressor: Compressor) -> DASO:
+        """None is: raises `UsageError`."""
+        raise UsageError(
+            f"compression {compressor.name!r} with method 'daso': nodes send each other "
+            "their parameters, and none are common to all of them while means are late, "
+            "from which a difference could be taken; parameters themselves are never "
+            "compressed. Use hierarchical-local-sgd, which compresses what has moved "
+            "between two means of all, or streaming-diloco, whose means are late, too"
+        )
+
+    def init(self, run: Run) -> DASOState:
+        nodes = Nodes(run, places_of(self, run))
+        run.repeats_after(self.every)
+        if nodes.count == 1 and run.comm.size > 1:
+            run.say(
+                f"daso: all workers are in one {self.group}, so there is nobody to exchange "
+                "parameters with: this is bsp"
+            )
+        return DASOState(nodes, whole_model(run), Pace(self.every, self.delay))
+
+    # ---- inside the node, in each step ----
+
+    def bucket_ready(self, state: DASOState, run: Run, bucket: Bucket) -> None:
+        state.gradients.append(run.mean(bucket, among=state.nodes.inside))
+
+    def backward_ended(self, state: DASOState, run: Run) -> None:
+        for pending in state.gradients:
+            pending.wait()
+        state.gradients.clear()
+
+    # ---- between nodes ----
+
+    @torch.no_grad()
+    def after_update(self, state: DASOState, run: Run) -> None:
+        if run.active and not run.step_is_due:
+            state.progress.count(run.weight * run.comm.size)
+            state.losses.take(run.loss)
+        every, delay = self._pace_of(state, run.step)
+        begins = (run.step + 1) % every == 0
+        if state.exchange is not None and (begins or run.step >= state.exchange.due):
+            self._end(state)
+        if begins:
+            state.exchange = begin(
+                state.nodes, state.part, run, state.progress, state.turn, delay
+            )
+            state.turn += 1
+            if not delay:
+                self._end(state)
+        if self.judge_every and (run.step + 1) % self.judge_every == 0:
+            self._judge(state, run)
+
+    def _pace_of(self, state: DASOState, step: int) -> tuple[int, int]:
+        """S and B in this step."""
+        if step < self.warm_up or 0 < self.cool_down <= step:
+            return 1, 0
+        return state.pace.every, state.pace.delay
+
+    def _end(self, state: DASOState) -> None:
+        assert state.exchange is not None
+        exchange, state.exchange = state.exchange, None
+        end(state.nodes, state.part, exchange)
+
+    def _judge(self, state: DASOState, run: Run) -> None:
+        was_sent, loss = state.losses.under_way is not None, state.losses.mean()
+        state.losses.send(run)
+        if loss is None:
+            if was_sent and state.may_miss_losses:
+                state.may_miss_losses = False
+                run.say(
+                    f"daso:judge_every={self.judge_every}: no worker has reported a loss, "
+                    "so S and B stay: call paceline.log(loss=...) in each step"
+                )
+            return
+        state.may_miss_losses = False
+        if run.step >= self.warm_up and state.pace.judge(loss, self.most):
+            run.say(
+                f"daso: after step {run.step + 1} nodes exchange parameters every "
+                f"{state.pace.every} steps, and use them {state.pace.delay} later"
+            )
+
+    # ---- the end, and what is shown in between ----
+
+    @torch.no_grad()
+    def finish(self, state: DASOState, run: Run) -> None:
+        source = run.keep_company_to_the_end()
+        state.losses.wait()
+        if state.exchange is not None:
+            self._end(state)
+        self._average(state, state.part, run)
+        if source is not None:
+            run.take_model(source)
+
+    @torch.no_grad()
+    def consolidate(self, state: DASOState, run: Run) -> Callable[[], None]:
+        part = whole_model(run)  # in the other one an exchange may be on its way
+        kept = part.copies()
+        self._average(state, part, run)
+
+        @torch.no_grad()
+        def undo() -> None:
+            for tensor, own in kept:
+                tensor.copy_(own)
+
+        return undo
+
+    def _average(self, state: DASOState, part: Part, run: Run) -> None:
+        _, delay = self._pace_of(state, run.step)
+        mean_of_nodes(state.nodes, part, run, state.progress, were_equal=not delay)
+
+    def loaded(self, state: DASOState, run: Run) -> None:
+        """What is on its way is of before."""
+        state.drop_exchange()
+        state.progress.since.begin(run.step)
+
+    # ---- restarts ----
+
+    def save_state(self, state: DASOState, run: Run) -> dict[str, Any]:
+        since, losses, exchange = state.progress.since, state.losses, state.exchange
+        losses.wait()  # all have sent theirs
+        saved: dict[str, Any] = {
+            "pace": asdict(state.pace),
+            "turn": state.turn,
+            "since": [since.begins, since.weight],
+            "steps": state.progress.steps,
+            "losses": [losses.total, losses.count],
+            "under_way": [] if losses.under_way is None else [losses.under_way],
+            "exchange": {},
+        }
+        if exchange is not None:
+            exchange.wait()
+            saved["exchange"] = {
+                "due": exchange.due,
+                "turn": exchange.turn,
+                "delay": exchange.delay,
+                "weights": exchange.weights,
+                "sums": means(run, state.part),
+            }
+        return saved
+
+    @torch.no_grad()
+    def load_state(self, state: DASOState, run: Run, saved: dict[str, Any]) -> None:
+        state.losses.wait()
+        state.drop_exchange()
+        device = run.parameters[0].device
+        state.pace = Pace(**saved["pace"])
+        state.turn = saved["turn"]
+        state.progress = Progress(Since(*saved["since"]), saved["steps"])
+        under_way = [tensor.to(device) for tensor in saved["under_way"]]
+        state.losses = Losses(*saved["losses"], *under_way)
+        there = saved["exchange"]
+        if there:
+            put(means(run, state.part), there["sums"])
+            state.exchange = Exchange(
+                there["due"],
+                there["turn"],
+                there["delay"],
+                there["weights"].to(device),
+            )
+
+    def redistribute_state(
+        self, state: DASOState, run: Run, parts: Iterable[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """S and B go on; what was on its way between other nodes is gone, and so is what
+        each has trained since: all go on from one model."""
+        saved = dict(next(iter(parts)))
+        begins, _ = saved["since"]
+        return saved | {"since": [begins, 0.0], "steps": 0, "exchange": {}}
+
+
+def whole_model(run: Run) -> Part:
+    """All that nodes exchange."""
+    (part,) = make_parts(Options(), run)
+    return part

@@ -1,0 +1,216 @@
+"""Nodes of workers that train one model together, and exchange it with the other nodes.
+
+Between two exchanges the workers of a node hold the same parameters, since they step with the
+same gradient; one of them, in turn, speaks for the node. A worker that is out of data does not
+step, and is behind the others of its node until these have exchanged; so workers of a node say
+first who has trained most, and who speaks has its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.interfaces import Comm, Pending, Run
+from paceline.methods.flat_tensors import Flat
+from paceline.methods.local_updates.fragments import Part, Since
+
+
+@dataclass
+class Progress:
+    """What a worker has trained: *since* the last exchange, and *steps* in all."""
+
+    since: Since = field(default_factory=Since)
+    steps: int = 0
+
+    def count(self, weight: float) -> None:
+        """A step was done, on samples of so much weight."""
+        self.since.weight += weight
+        self.steps += 1
+
+    def told(self, run: Run) -> torch.Tensor:
+        """How much it has trained on since the last exchange, and its steps in all."""
+        own, device = [self.since.weight, self.steps], run.parameters[0].device
+        return torch.tensor(own, dtype=torch.float64, device=device)
+
+
+class Nodes:
+    """*members*: the ranks of each node; *own*: the number of this worker's; *inside*: its
+    workers."""
+
+    def __init__(self, run: Run, places: Sequence[int]) -> None:
+        numbers = sorted(set(places))
+        self.members = [
+            [rank for rank, place in enumerate(places) if place == number]
+            for number in numbers
+        ]
+        self.own = numbers.index(places[run.comm.rank])
+        self.inside: Comm = run.comm.group(self.members[self.own])
+        self._all, self._rank = run.comm, run.comm.rank
+
+    @property
+    def count(self) -> int:
+        """The paper's P."""
+        return len(self.members)
+
+    def weight(self, samples: Sequence[float], steps: int) -> float:
+        """What a node counts whose workers have trained on so much in so many steps: 1, if
+        all workers have alike, and all nodes have equally many."""
+        return sum(samples) * self.count / (self._all.size * steps)
+
+    def speaker(self, turn: int) -> int:
+        """Who speaks for this node: its position in it."""
+        return turn % len(self.members[self.own])
+
+    def across(self, turn: int) -> Comm | None:
+        """Those who speak for the nodes; None where this worker does not, or there is one
+        node."""
+        speaking = [node[turn % len(node)] for node in self.members]
+        if self.count == 1 or self._rank not in speaking:
+            return None
+        return self._all.group(speaking)
+
+
+@dataclass
+class Exchange:
+    """One on its way, in the buffers of a part's flats, *delay* (B) steps long. *due*: after
+    this step it is used. *turn*: who speaks. *weights*: what this node counts, and, once it is in, all together."""
+
+    due: int
+    turn: int
+    delay: int
+    weights: torch.Tensor
+    pending: list[Pending] = field(default_factory=list)
+
+    def wait(self) -> None:
+        for pending in self.pending:
+            pending.wait()
+        self.pending.clear()
+
+
+def begin(
+    nodes: Nodes, part: Part, run: Run, progress: Progress, turn: int, delay: int
+) -> Exchange:
+    """Send this node's parameters to the other nodes: a sum of a*w, and of a, where node p
+    counts a_p. Collective."""
+    inside = nodes.inside
+    own = progress.told(run)
+    samples, steps = _gathered(inside, own)
+    _share_newest(nodes, part, steps, nodes.speaker(turn))
+    _average_statistics(nodes, part, samples)
+    weight = nodes.weight(samples, run.step + 1 - progress.since.begins)
+    weights = own.new_tensor([weight, weight])
+    exchange = Exchange(run.step + delay, turn, delay, weights)
+    progress.since.begin(run.step + 1)
+    across = nodes.across(turn)
+    if across is not None:
+        exchange.pending.append(across.all_reduce(exchange.weights[1:], "sum"))
+        for flat in (*part.parameters, *part.statistics):
+            flat.take()
+            flat.buffer.mul_(weight)
+            exchange.pending.append(across.all_reduce(flat.buffer, "sum"))
+        for flat in part.counters:
+            flat.take()
+            exchange.pending.append(across.all_reduce(flat.buffer, "max"))
+    return exchange
+
+
+def end(nodes: Nodes, part: Part, exchange: Exchange) -> None:
+    """Wait for the others' parameters, and go on from
+
+        w <- (2B*w + sum_p a_p w_p) / (2B + sum_p a_p)
+
+    where w are each worker's own: a worker that is out of data may be the one to speak,
+    and its parameters are not the node's any more. A node that has not trained keeps nothing
+    of its own. Collective."""
+    exchange.wait()
+    if nodes.count == 1:
+        return
+    speaker = nodes.speaker(exchange.turn)
+    arriving = [exchange.weights, *(flat.buffer for flat in part.flats)]
+    for pending in [nodes.inside.broadcast(b, speaker) for b in arriving]:
+        pending.wait()
+    own, total = exchange.weights.tolist()
+    if not total:
+        return  # nobody has trained
+    kept = 2.0 * exchange.delay if own else 0.0
+    for flat in (*part.parameters, *part.statistics):
+        if kept:
+            for tensor, view in zip(flat.tensors, flat.views, strict=True):
+                view.add_(tensor.to(view.dtype), alpha=kept)
+        flat.buffer.div_(kept + total)
+        flat.put()
+    part.put_counters()
+
+
+def _share_newest(
+    nodes: Nodes, part: Part, steps: Sequence[float], speaker: int
+) -> None:
+    """Where who speaks is behind, the node has the parameters of who is not."""
+    most = max(steps)
+    if steps[speaker] == most:
+        return
+    source = list(steps).index(most)
+    for flat in part.parameters:
+        flat.take()
+        nodes.inside.broadcast(flat.buffer, source).wait()
+        flat.put()
+
+
+def _average_statistics(nodes: Nodes, part: Part, samples: Sequence[float]) -> None:
+    """BatchNorm's become the node's: the mean, by samples, and the largest counters."""
+    whole = sum(samples)
+    share = samples[nodes.inside.rank] / whole if whole else 0.0
+    flats = [*(part.statistics if whole else ()), *part.counters]
+    pending = []
+    for flat in flats:
+        flat.take()
+        if flat.buffer.is_floating_point() or flat.buffer.is_complex():
+            flat.buffer.mul_(share)
+            pending.append(nodes.inside.all_reduce(flat.buffer, "sum"))
+        else:
+            pending.append(nodes.inside.all_reduce(flat.buffer, "max"))
+    for one in pending:
+        one.wait()
+    for flat in flats:
+        flat.put()
+
+
+def mean_of_nodes(
+    nodes: Nodes, part: Part, run: Run, progress: Progress, were_equal: bool
+) -> None:
+    """Put the mean of the nodes, as they are between two steps, into the model. Where they
+    *were_equal* after the last exchange each counts by what it has trained since; else, or
+    where none has, by its workers. Collective."""
+    samples, steps = _gathered(run.comm, progress.told(run))
+    weights = [float(len(node)) for node in nodes.members]
+    if were_equal and any(samples):
+        weights = [sum(samples[r] for r in node) for node in nodes.members]
+    newest = [max(node, key=lambda r: (steps[r], -r)) for node in nodes.members]
+    rank, mine = run.comm.rank, nodes.own
+    weight = weights[mine] / sum(weights) if newest[mine] == rank else 0.0
+    of_statistics = samples[rank] / sum(samples) if any(samples) else weight
+    pending = [_sum(run, flat, weight) for flat in part.parameters]
+    pending += [_sum(run, flat, of_statistics) for flat in part.statistics]
+    for flat in part.counters:
+        flat.take()
+        pending.append(run.comm.all_reduce(flat.buffer, "max"))
+    for one in pending:
+        one.wait()
+    for flat in part.flats:
+        flat.put()
+
+
+def _gathered(comm: Comm, told: torch.Tensor) -> list[list[float]]:
+    """What each of *comm* has told: a list for each of the two numbers."""
+    everyone = told.new_empty(2 * comm.size)
+    comm.all_gather(everyone, told).wait()
+    return [column.tolist() for column in everyone.view(-1, 2).unbind(1)]
+
+
+def _sum(run: Run, flat: Flat, weight: float) -> Pending:
+    flat.take()
+    flat.buffer.mul_(weight)
+    return run.comm.all_reduce(flat.buffer, "sum")

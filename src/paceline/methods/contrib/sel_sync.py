@@ -1,0 +1,227 @@
+"""SelSync: workers step by themselves, and average where gradients change.
+
+Tyagi and Swany, "Accelerating distributed ML training via selective synchronization" (CLUSTER
+2023). In each step a worker looks at the norms of its own gradient:
+
+    N(t) = EWMA of sum_layers |g_l|;   d(t) = |N(t) - N(t-1)| / N(t-1);   D(t) = EWMA of d
+
+It raises its flag where D(t) is `delta` or more, or its window is not full yet. Where anybody has,
+all average their parameters in this step; else nobody does. Means (EWMA) are over the last
+`window` steps, with weights (1 - `smoothing`)^age.
+
+It saves bytes, and no latency: each step waits for one small message of all.
+
+Defaults are the authors'. With them D is small: a norm that is itself a mean over 25 steps
+moves by a few percent from step to step, so that once the window is full only a jump in the
+loss raises a flag (and a run that is shorter than its window has a mean in each step). Whoever wants means more often takes a `delta` of the size of D: the
+training says at its end in how many steps there was one.
+
+Differs from the authors' code. It averages parameters before that step's update, so that
+workers leave a mean one gradient of their own apart; ours after it, so that a mean ends with
+equal models, which an evaluation, a checkpoint or the end may show. It takes N as 0 until the
+window is full, and divides by it; ours is the mean of what there is. A norm that is not
+finite raises the flag, and is forgotten. BatchNorm's statistics are averaged with the
+parameters, and workers weigh what they have trained on since the last mean; who is out of
+data raises no flag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.interfaces import (
+    Clips,
+    Compressor,
+    GradientSeen,
+    MethodSummary,
+    Quality,
+    Rhythm,
+    Run,
+    UpdatesOn,
+)
+from paceline.methods.local_updates.fragments import LocalState, make_parts
+from paceline.methods.local_updates.options import Options
+from paceline.methods.local_updates.rounds import land, send
+from paceline.methods.local_updates.saved_state import load, redistributed, saved
+from paceline.methods.local_updates.whole_model import mean_of_all, settle
+
+PLAIN, ANCHORED = Options(every=1), Options(every=1, differences=True)
+"""What a mean is, where there is one: of the parameters, as they are, or of what they have
+moved."""
+
+
+@dataclass
+class SelSyncState(LocalState):
+    """*norms*: of this worker's last gradients; *changes*: d of the last steps; each oldest
+    first. *steps* and *means*: how many there were."""
+
+    norms: list[float] = field(default_factory=list)
+    changes: list[float] = field(default_factory=list)
+    steps: int = 0
+    means: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelSync:
+    """Average the parameters in steps in which some worker's gradient changes by *delta*. A
+    mean over *window* steps forgets a part *smoothing* in each. *differences*: send what
+    parameters have moved since the last mean, as always under compression; it keeps one more
+    copy of the model."""
+
+    name: ClassVar[str] = "sel-sync"
+    summary: ClassVar[MethodSummary] = MethodSummary(
+        waits_for=(
+            "every worker, in every step: for a flag, and where one is raised for the "
+            "parameters"
+        ),
+        sends="a flag in each step, and the parameters where one is raised",
+        guarantees=(
+            "equal models after each step in which a flag was raised; `delta=0` is "
+            "`local-sgd` with `every=1`"
+        ),
+    )
+    quality: ClassVar[Quality] = "local"
+    updates_on: ClassVar[UpdatesOn] = "worker"
+    gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
+    clips: ClassVar[Clips] = "own"
+    averages_buffers: ClassVar[bool] = True
+    rhythm: ClassVar[Rhythm] = Rhythm(agree_every=1)
+    """Who trains is told beside, and nobody waits for it: the flag is what all wait for."""
+
+    delta: float = 0.3
+    window: int = 25
+    smoothing: float = 0.01
+    differences: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.delta >= 0:
+            raise self._wrong("delta", "0 (each step) or more")
+        if self.window < 1:
+            raise self._wrong("window", "1 or more steps")
+        if not 0 <= self.smoothing < 1:
+            raise self._wrong(
+                "smoothing", "0 (all steps alike) or more, and less than 1"
+            )
+
+    def _wrong(self, key: str, expected: str) -> UsageError:
+        return UsageError(f"sel-sync:{key}={getattr(self, key)}: expected {expected}")
+
+    @property
+    def consolidates_together(self) -> bool:
+        """Without an anchor the result is the mean of all models."""
+        return not self.differences
+
+    @property
+    def _means(self) -> Options:
+        return ANCHORED if self.differences else PLAIN
+
+    def compressed_by(self, compressor: Compressor) -> SelSync:
+        """With differences, which alone are compressed."""
+        return replace(self, differences=True)
+
+    def init(self, run: Run) -> SelSyncState:
+        return SelSyncState(make_parts(self._means, run))
+
+    # ---- steps ----
+
+    @torch.no_grad()
+    def after_update(self, state: SelSyncState, run: Run) -> None:
+        raised = False
+        if run.active and not run.step_is_due:
+            state.count(run.weight * run.comm.size)
+            raised = self._raises(state, norm_of(run.parameters))
+        flag = torch.tensor([float(raised)], device=run.parameters[0].device)
+        run.comm.all_reduce(flag, "max").wait()
+        state.steps += 1
+        if flag.item():
+            state.means += 1
+            flight = send(self._means, state, run, 0, since=state.parts[0].since)
+            land(self._means, state, run, flight)
+
+    def _raises(self, state: SelSyncState, norm: float) -> bool:
+        """Whether this worker raises its flag after a gradient of this norm."""
+        if not math.isfinite(norm):
+            return True
+        is_first, before = not state.norms, self._mean(state.norms)  # N(t-1)
+        state.norms = [*state.norms, norm][-self.window :]
+        now = self._mean(state.norms)
+        if not is_first:
+            if not before and now:
+                return True  # from nothing, whatever it is relative to that
+            change = abs(now - before) / (before or 1.0)
+            state.changes = [*state.changes, change][-self.window :]
+        full = len(state.norms) == self.window
+        return not (full and self._mean(state.changes) < self.delta)
+
+    def _mean(self, values: list[float]) -> float:
+        """The EWMA of *values*, oldest first; 0 of none."""
+        weights = [(1 - self.smoothing) ** age for age in range(len(values))]
+        pairs = zip(values, reversed(weights), strict=True)
+        return math.fsum(v * w for v, w in pairs) / (math.fsum(weights) or 1.0)
+
+    # ---- the end, and what is shown in between ----
+
+    @torch.no_grad()
+    def finish(self, state: SelSyncState, run: Run) -> None:
+        source = run.keep_company_to_the_end()
+        settle(self._means, state, run)
+        if source is not None:
+            run.take_model(source)
+        if state.steps:
+            run.say(
+                f"sel-sync: parameters were averaged in {state.means} of {state.steps} steps"
+            )
+
+    @torch.no_grad()
+    def consolidate(self, state: SelSyncState, run: Run) -> Callable[[], None]:
+        if self.differences:
+            return state.show_anchors()
+        return mean_of_all(PLAIN, state, run)
+
+    @torch.no_grad()
+    def loaded(self, state: SelSyncState, run: Run) -> None:
+        state.begin_anew(run.step)
+
+    # ---- restarts ----
+
+    def save_state(self, state: SelSyncState, run: Run) -> dict[str, Any]:
+        return saved(state, run) | {
+            "norms": state.norms,
+            "changes": state.changes,
+            "counts": [state.steps, state.means],
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: SelSyncState, run: Run, saved: dict[str, Any]) -> None:
+        load(self._means, state, run, saved)
+        state.norms, state.changes = list(saved["norms"]), list(saved["changes"])
+        state.steps, state.means = saved["counts"]
+
+    def redistribute_state(
+        self, state: SelSyncState, run: Run, parts: Iterable[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The norms of the first one: workers' gradients are about as large. All go on from
+        one model."""
+        return redistributed(parts)
+
+
+def norm_of(parameters: Iterable[torch.nn.Parameter]) -> float:
+    """The sum of the norms of all gradients, tensor by tensor."""
+    norms = [
+        torch.linalg.vector_norm(p.grad.detach(), dtype=_wide(p.grad)).double()
+        for p in parameters
+        if p.grad is not None
+    ]
+    return float(torch.stack(norms).sum()) if norms else 0.0
+
+
+def _wide(gradient: torch.Tensor) -> torch.dtype | None:
+    """Half of the bits would not hold a sum of squares."""
+    half = gradient.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half else None

@@ -1,0 +1,31 @@
+"""Local updates: one program under many names.
+
+Workers take some steps by themselves, and then average what they have become, or make an
+outer step with it. `LocalUpdates` is the program, and each preset a row of the registry with
+the defaults of its paper; all have the same options, so that any of them can be turned into
+any other.
+"""
+
+from __future__ import annotations
+
+from paceline.methods.local_updates.diloco import DiLoCo
+from paceline.methods.local_updates.hierarchical import HierarchicalLocalSGD
+from paceline.methods.local_updates.local_sgd import LocalSGD
+from paceline.methods.local_updates.options import Options
+from paceline.methods.local_updates.post_local_sgd import PostLocalSGD
+from paceline.methods.local_updates.slowmo import SlowMo
+from paceline.methods.local_updates.sparse_loco import SparseLoCo
+from paceline.methods.local_updates.streaming_diloco import StreamingDiLoCo
+from paceline.methods.local_updates.updates import LocalUpdates
+
+__all__ = [
+    "DiLoCo",
+    "HierarchicalLocalSGD",
+    "LocalSGD",
+    "LocalUpdates",
+    "Options",
+    "PostLocalSGD",
+    "SlowMo",
+    "SparseLoCo",
+    "StreamingDiLoCo",
+]

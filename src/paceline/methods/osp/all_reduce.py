@@ -1,0 +1,292 @@
+"""OSP by all-reduce: both stages among workers that each hold the optimizer.
+
+Exact for every optimizer that can be applied piece by piece: a worker keeps the last exact
+values of what is deferred, with the optimizer's state that belongs to them, and the
+tentative step is a step of that optimizer whose result is thrown away.
+
+One worker decides for all what is deferred: the first one that still trains, which also knows
+how important each piece is. All tell it when their gradients were ready, in one small all-reduce
+beside stage 2, so nobody waits for it. Every rank knows when that is due: from the number of
+steps, and from what is deferred, which are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.buckets import Bucket
+from paceline.errors import UsageError
+from paceline.interfaces import Hyperparameters, Pending, UpdatingRun
+from paceline.methods.osp.deferral import Rate, StepTimes
+from paceline.methods.osp.deferral_policy import LOOK, Decision
+from paceline.methods.osp.measurement import FADES
+from paceline.methods.osp.options import OSPOptions
+from paceline.methods.osp.worker import Worker
+
+SECOND = "stage 2"
+"""The channel that stage 2 has for itself."""
+
+UPDATES = 3.0
+"""Deferring costs a worker about so many updates of the same bytes: the tentative step, and
+keeping and restoring exact values."""
+
+TRIES = 5
+"""Of the smallest all-reduce; the first makes connections."""
+
+
+@dataclass
+class Deferral:
+    """What of one step travels in stage 2, and what the worker computes with meanwhile."""
+
+    numbers: list[int]  # of the pieces that took part in the step
+    means: list[torch.Tensor]  # once they were waited for
+    how: Hyperparameters
+    exact: list[torch.Tensor]  # P(i), and P(i+1) once these means are `applied`
+    stamps: list[int]
+    applied: bool = False
+
+
+class NativeWorker(Worker[UpdatingRun]):
+    """*deferral*: of the last step, until the end of the next backward pass."""
+
+    def __init__(self, options: OSPOptions, run: UpdatingRun) -> None:
+        """Collective."""
+        total = sum(bucket.bytes for bucket in run.buckets)
+        super().__init__(options, run, run.take_over(options.piece_bytes(total)))
+        self._pending: list[Pending] = []
+        self._first: dict[int, torch.Tensor] = {}  # by piece, the means of stage 1
+        self._unused: set[int] = set()
+        self._weight = 1.0  # of this worker's gradients in the mean
+        self._deferral: Deferral | None = None
+
+        defers = options.defer != "nothing"
+        self._channel = run.comm.channel(SECOND) if defers else None
+        self._decision = Decision(options, pulls=False)
+        self._leads = defers and run.comm.rank == 0
+        if options.defer == "measured":
+            self.watch.rate = Rate(_start_up(run), 0.0)
+        self._round = 0
+        self._look: int | None = None  # the round of a decision out of turn
+        self._notes: torch.Tensor | None = None  # on their way
+        self._agreed: StepTimes | None = None
+        self._updates = deque[tuple[Any, Any, int]](maxlen=options.interval)
+
+    def send(self, run: UpdatingRun, bucket: Bucket) -> None:
+        flat, parts = self.layout.message(bucket)
+        self._first |= parts
+        if bucket.last and not parts:  # what all learn in a step travels with it
+            flat = bucket.buffer.new_zeros(1)
+        if flat.numel():
+            named = self.layout.by_name(parts)
+            self._pending.append(run.mean(flat, of=bucket, parts=named))
+
+    def backward_ended(self, run: UpdatingRun) -> None:
+        super().backward_ended(run)
+        self._wait()
+        self.watch.mark()
+        # Kept, since a forward pass before step() would make it the next batch's.
+        self._weight = run.weight
+        self._unused = self.layout.unused()
+
+    def after_update(self, run: UpdatingRun) -> None:
+        self._settle()
+        if run.active:
+            how = self.updater.hyperparameters()
+            self._apply_first(run, how)
+            self._defer(run, how)
+        elif run.participants:
+            self._send_second(run)
+        self._first.clear()
+        self.watch.step_ended(self.layout.changes, run.loss)
+        self._exchange(run)
+        self._round += 1
+        self.steps += run.active
+        self.watch.step_begins()
+
+    def loaded(self, run: UpdatingRun) -> None:
+        """Nothing to do: parameters with a part of their update under way are refused when
+        that arrives."""
+
+    def finish(self, run: UpdatingRun) -> None:
+        source = run.keep_company_to_the_end()
+        self._wait()
+        self._settle()
+        self.explain(run)
+        if source is not None:
+            run.take_model(source)
+
+    def consolidate(self, run: UpdatingRun) -> Callable[[], None]:
+        """The parameters with all gradients in them that were sent; and the optimizer's
+        state that belongs to them."""
+        deferral = self._deferral
+        if deferral is None:
+            return lambda: None
+        self._wait()
+        tentative = self.kept(deferral.numbers)
+        self._settle()
+        deferral.exact, deferral.applied = self.kept(deferral.numbers), True
+
+        def undo() -> None:
+            self.write(deferral.numbers, tentative)
+            deferral.stamps = self._stamps(deferral.numbers)
+            self._deferral = deferral
+
+        return undo
+
+    # ---- the stages ----
+
+    def _apply_first(self, run: UpdatingRun, how: Hyperparameters) -> None:
+        numbers = [n for n in self._first if n not in self._unused]
+        gradients = [self._first[n] for n in numbers]
+        run.clip(gradients)
+        self._rate(numbers, gradients)
+        start = run.stopwatch.mark()
+        self.updater.apply(self.layout.some(numbers), gradients, how)
+        size = sum(mean.numel() * mean.element_size() for mean in gradients)
+        self._updates.append((start, run.stopwatch.mark(), size))
+
+    def _defer(self, run: UpdatingRun, how: Hyperparameters) -> None:
+        """Send what is deferred on its way, and take the tentative step."""
+        if not self.layout.deferred:
+            return
+        numbers = [n for n in self.layout.deferred if n not in self._unused]
+        exact = []
+        for number, value in zip(numbers, self.values(numbers), strict=True):
+            room = self.layout.room(("exact", number), value.numel(), value)
+            exact.append(room.view(value.shape).copy_(value))
+        means = self._send_second(run)
+        # Its own gradient is the whole of this worker's share.
+        self.step_tentatively(numbers, how, 1 / self._weight if self._weight else 0.0)
+        mine = [means[number] for number in numbers]
+        self._deferral = Deferral(numbers, mine, how, exact, self._stamps(numbers))
+
+    def _send_second(self, run: UpdatingRun) -> dict[int, torch.Tensor]:
+        """Start the mean of everything deferred; returns where each piece's will be. All
+        ranks send as much, used or not."""
+        means: dict[int, torch.Tensor] = {}
+        for flat, parts in self.layout.late_messages():
+            if not run.active:
+                flat.zero_()  # to keep the others company
+            means |= parts
+            named = self.layout.by_name(parts)
+            self._pending.append(run.mean(flat, channel=SECOND, parts=named))
+        return means
+
+    def _settle(self) -> None:
+        """Put the exact values of what was deferred in the place of the tentative ones: their
+        means have arrived."""
+        deferral, self._deferral = self._deferral, None
+        if deferral is None:
+            return
+        numbers, stamps = deferral.numbers, self._stamps(deferral.numbers)
+        for number, now, then in zip(numbers, stamps, deferral.stamps, strict=True):
+            if now != then:
+                raise UsageError(
+                    f"parameter {self.layout.name_of(number)!r} was written to since step(), "
+                    "while a part of its update was under way (osp, stage 2): what was "
+                    "written would be lost. Load and change parameters before training, or "
+                    "call finish(), change them, and distribute again"
+                )
+        self.write(numbers, deferral.exact)
+        if not deferral.applied:
+            pieces, means = self.layout.some(numbers), deferral.means
+            self._rate(numbers, means)
+            self.correction.arrived(pieces, means)
+            self.updater.apply(pieces, means, deferral.how)
+
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+
+    def _stamps(self, numbers: Sequence[int]) -> list[int]:
+        return self.updater.stamps(self.layout.some(numbers))
+
+    # ---- what is deferred ----
+
+    def _ends_interval(self) -> bool:
+        return self._round % self.options.interval == 0
+
+    def _rate(self, numbers: Sequence[int], means: Sequence[torch.Tensor]) -> None:
+        """These mean gradients belong to the pieces as they are."""
+        if self._leads and self._ends_interval():
+            values = self.values(numbers)
+            for number, value, mean in zip(numbers, values, means, strict=True):
+                self._decision.importance.rate(number, value, mean)
+
+    def _exchange(self, run: UpdatingRun) -> None:
+        """Adopt what was decided a step ago; decide, if that is due."""
+        if self._notes is not None:
+            self._adopt(run, self._notes.tolist())
+            self._notes = None
+        due = self._ends_interval() or self._round == self._look
+        if self._channel is None or not due or not run.participants:
+            return
+        self._leads = run.comm.rank == run.participants[0]
+        times = self.watch.times()
+        chosen = [0.0] * len(self.layout.pieces)
+        for number in self._decided(run, times) if self._leads else ():
+            chosen[number] = 1.0
+        # As many as were delivered, on all ranks: buckets may have been made anew since.
+        ready = [0.0] * (self.watch.delivered + 1)
+        if times is not None:
+            ready = [*times.ready, times.end]
+        device = run.buckets[0].buffer.device
+        notes = [*chosen, *ready]
+        self._notes = torch.tensor(notes, dtype=torch.float64, device=device)
+        self._pending.append(self._channel.all_reduce(self._notes, "max"))
+
+    def _adopt(self, run: UpdatingRun, notes: Sequence[float]) -> None:
+        """All ranks do so at the end of the same step, and with the same values."""
+        count, began = len(self.layout.pieces), not self.layout.deferred
+        self.layout.defer([n for n in range(count) if notes[n] > 0])
+        self._look = None
+        if self.layout.deferred:
+            self.has_deferred = True
+            if began and self.options.defer == "measured":
+                # The next step still waits for what its predecessor sent: it does not count.
+                self._look = self._round + 1 + LOOK
+        *ready, end = notes[count:]
+        fits = len(ready) == len(run.buckets) and all(ready)
+        self._agreed = StepTimes(ready, end) if fits else None
+
+    def _decided(self, run: UpdatingRun, times: StepTimes | None) -> list[int]:
+        """What is to be deferred, as the first rank that still trains sees it: after a look by
+        its own *times*, else by those that all have agreed on."""
+        deferred, agreed = self.layout.deferred, self._agreed
+        if times is None and self.options.defer == "measured":
+            return deferred  # buckets have changed
+        ends = self._ends_interval()
+        if ends and times and agreed and len(agreed.ready) == len(times.ready):
+            times = agreed
+        fades = FADES if ends else 1.0
+        parts = self.layout.parts()
+        own = self.watch.measured(times, parts, deferred, fades)
+        told, update = dict.fromkeys(run.participants, own), self._update_seconds(run)
+        return self._decision.decide(parts, deferred, told, self._round, update)
+
+    def _update_seconds(self, run: UpdatingRun) -> float:
+        """Seconds per byte that a tentative step takes."""
+        costs = [
+            run.stopwatch.seconds(start, [end])[0] / size
+            for start, end, size in self._updates
+            if size
+        ]
+        return UPDATES * statistics.median(costs) if costs else 0.0
+
+
+def _start_up(run: UpdatingRun) -> float:
+    """Seconds that the smallest all-reduce takes. Collective."""
+    times = []
+    for _ in range(TRIES):
+        one = torch.zeros(1, device=run.buckets[0].buffer.device)
+        start = run.stopwatch.mark()
+        run.comm.all_reduce(one, "sum").wait()
+        times.append(run.stopwatch.seconds(start, [run.stopwatch.mark()])[0])
+    return statistics.median(times)

@@ -1,0 +1,160 @@
+"""Which piece of the model lies where: in its bucket, and in the messages of both stages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from paceline.buckets import (
+    Bucket,
+    kind_of,
+    stand_in_for,
+    stands_in,
+    view_in_bucket,
+    wire_bytes,
+)
+from paceline.interfaces import Piece, Updater
+from paceline.methods.osp.deferral import Parts
+
+
+class Message(NamedTuple):
+    """Some pieces' gradients, one after the other in *flat*; *parts*: each one's, by its
+    number, as `Layout.gradient` gives it."""
+
+    flat: torch.Tensor
+    parts: dict[int, torch.Tensor]
+
+
+class Layout:
+    """The pieces of the optimizer's parameters, numbered alike on every rank, and those
+    that are *deferred*: equal on all ranks, and constant within a step.
+
+    Parameters that the optimizer does not have are sent to nobody.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], updater: Updater) -> None:
+        owners = [p for bucket in buckets for p in bucket.parameters]
+        self.pieces = sorted(piece for p in owners for piece in updater.pieces_of(p))
+        self._lengths = [piece.stop - piece.start for piece in self.pieces]
+        self.deferred: list[int] = []
+        self.changes = 0  # how often buckets, or what is deferred, have changed
+        self.inside: list[list[int]] = []  # per bucket, in the order of its buffer
+        # Per piece: its bucket, the number of its parameter there, and where it begins.
+        self._members: dict[int, tuple[Bucket, int, int]] = {}
+        self._updater = updater
+        self._kept: dict[Hashable, torch.Tensor] = {}
+        self.follow(buckets)
+        self.sizes = []  # bytes on the network
+        for number, length in enumerate(self._lengths):
+            owner = self._owner(number)
+            self.sizes.append(wire_bytes(owner) * length // owner.numel())
+
+    def follow(self, buckets: Sequence[Bucket]) -> None:
+        """The planner has made new *buckets*."""
+        self.changes += 1
+        self.inside = [[] for _ in buckets]
+        numbers = {piece: number for number, piece in enumerate(self.pieces)}
+        for bucket, inside in zip(buckets, self.inside, strict=True):
+            offset = 0
+            for member, parameter in enumerate(bucket.parameters):
+                for piece in self._updater.pieces_of(parameter):
+                    number = numbers[piece]
+                    inside.append(number)
+                    self._members[number] = bucket, member, offset + piece.start
+                offset += parameter.numel()
+
+    def defer(self, numbers: Sequence[int]) -> None:
+        """From the next step on these are deferred."""
+        if list(numbers) != self.deferred:
+            self.deferred = list(numbers)
+            self.changes += 1
+
+    def some(self, numbers: Iterable[int]) -> list[Piece]:
+        """The pieces of these numbers."""
+        return [self.pieces[number] for number in numbers]
+
+    def parts(self) -> Parts:
+        """The pieces as `choice` wants them."""
+        buckets = [self._members[n][0].index for n in range(len(self.pieces))]
+        return Parts(self.sizes, buckets, len(self.inside))
+
+    def gradient(self, number: int) -> torch.Tensor:
+        """This worker's own gradient of a piece: a flat part of its bucket; or with the
+        parameter's shape, where the elements of that lie in another order than its indices."""
+        return self._shaped(number, self._flat(number))
+
+    def _flat(self, number: int) -> torch.Tensor:
+        bucket, _, start = self._members[number]
+        return bucket.buffer[start : start + self._lengths[number]]
+
+    def _shaped(self, number: int, flat: torch.Tensor) -> torch.Tensor:
+        bucket, member, _ = self._members[number]
+        if bucket.views[member].is_contiguous():
+            return flat
+        return view_in_bucket(flat, bucket.parameters[member])
+
+    def name_of(self, number: int) -> str:
+        """The model's name of the parameter that a piece is of."""
+        bucket, member, _ = self._members[number]
+        return bucket.names[member]
+
+    def by_name(self, parts: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a compressor keeps of pieces is kept under these names: a whole parameter's has its
+        shape; a part of a matrix is a row."""
+        named = {}
+        for number, part in parts.items():
+            piece, owner = self.pieces[number], self._owner(number)
+            name = self.name_of(number)
+            if self._lengths[number] == owner.numel():
+                named[name] = part.view(owner.shape)
+            else:
+                row = part if owner.dim() < 2 else part.view(1, -1)
+                named[f"{name}[{piece.start}:{piece.stop}]"] = row
+        return named
+
+    def unused(self) -> set[int]:
+        """The pieces of parameters that took no part in the last backward pass."""
+        members = self._members.items()
+        return {number for number, (bucket, m, _) in members if not bucket.used[m]}
+
+    def message(self, bucket: Bucket) -> Message:
+        """What is not deferred of a bucket: a copy, unless that is all of it."""
+        late, whole = set(self.deferred), bucket.buffer
+        numbers = [n for n in self.inside[bucket.index] if n not in late]
+        if sum(self._lengths[n] for n in numbers) == whole.numel():
+            return Message(whole, {n: self.gradient(n) for n in numbers})
+        return self._joined(numbers, bucket.index, whole)
+
+    def late_messages(self) -> list[Message]:
+        """All that is deferred: a copy for each kind of tensor."""
+        kinds: dict[Hashable, list[int]] = {}
+        for number in self.deferred:
+            kinds.setdefault(kind_of(self._owner(number)), []).append(number)
+        return [
+            self._joined(numbers, kind, self._members[numbers[0]][0].buffer)
+            for kind, numbers in kinds.items()
+        ]
+
+    def room(self, key: Hashable, size: int, like: torch.Tensor) -> torch.Tensor:
+        """So many elements of the kind of *like*, flat. A *key* is given the same memory again:
+        new pages cost more than a copy."""
+        kept = self._kept.get(key)
+        if kept is None or kept.numel() < size or kind_of(kept) != kind_of(like):
+            kept = self._kept[key] = like.new_empty(size)
+        return kept[:size]
+
+    def _joined(self, numbers: list[int], key: Hashable, like: torch.Tensor) -> Message:
+        lengths = [self._lengths[number] for number in numbers]
+        flat = self.room(key, sum(lengths), like)
+        if numbers:
+            torch.cat([self._flat(number) for number in numbers], out=flat)
+        if stands_in(like):
+            stand_in_for(sum(self.sizes[number] for number in numbers), flat)
+        parts = zip(numbers, flat.split(lengths), strict=True)
+        return Message(flat, {n: self._shaped(n, part) for n, part in parts})
+
+    def _owner(self, number: int) -> torch.nn.Parameter:
+        bucket, member, _ = self._members[number]
+        return bucket.parameters[member]

@@ -1,0 +1,314 @@
+"""DASO against the same program in plain torch: nodes that exchange parameters, late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.chosen import read_spec
+from paceline.cluster import Cluster, Rack
+from paceline.errors import UsageError
+from tests.methods.local_updates.helpers import (
+    Trained,
+    adam,
+    double,
+    momentum,
+    simulate,
+    spread,
+    train,
+)
+from tests.methods.osp.helpers import flat, loss_of
+from tests.tables import crossed
+
+STEPS = 14
+CLOSE = {"rtol": 0.0, "atol": 1e-12}
+
+
+# ---- the program in plain torch ----
+
+
+class Alone:
+    """All workers of *nodes*, whose sizes these are, in one process. *data*: how many steps
+    each worker has data for."""
+
+    def __init__(
+        self,
+        nodes: Sequence[int],
+        every: int,
+        delay: int,
+        data: Sequence[int],
+        optimizer: Any = momentum,
+    ) -> None:
+        ranks = iter(range(sum(nodes)))
+        self.members = [[next(ranks) for _ in range(size)] for size in nodes]
+        self.every, self.delay, self.data = every, delay, data
+        self.models = [double() for _ in nodes]
+        self.inner = [optimizer(model.parameters()) for model in self.models]
+        self.sent: tuple[int, list[torch.Tensor], list[float]] | None = None
+        self.since = [0.0] * len(nodes)
+
+    def step(self, number: int) -> list[torch.Tensor]:
+        """Each node's parameters after it."""
+        rows = zip(self.members, self.models, self.inner, strict=True)
+        for node, (ranks, model, inner) in enumerate(rows):
+            here = [rank for rank in ranks if number < self.data[rank]]
+            if not here:
+                continue
+            inner.zero_grad()
+            for rank in here:
+                (loss_of(model, rank, number) / len(here)).backward()
+            inner.step()
+            self.since[node] += len(here)
+        begins = (number + 1) % self.every == 0
+        if self.sent is not None and (begins or number >= self.sent[0]):
+            self.merge()
+        if begins:
+            scale = len(self.models) / (len(self.data) * self.every)
+            weights = [samples * scale for samples in self.since]
+            models = [flat(model) for model in self.models]
+            self.sent = number + self.delay, models, weights
+            self.since = [0.0] * len(self.models)
+            if not self.delay:
+                self.merge()
+        return [flat(model) for model in self.models]
+
+    def merge(self) -> None:
+        """w <- (2B*w + sum_p a_p w_p(t-B)) / (2B + sum_p a_p)."""
+        assert self.sent is not None
+        _, theirs, weights = self.sent
+        self.sent = None
+        if not sum(weights) or len(self.models) == 1:
+            return
+        total = sum(w * x for w, x in zip(weights, theirs, strict=True))
+        for node, model in enumerate(self.models):
+            kept = 2 * self.delay if weights[node] else 0
+            merged = (kept * flat(model) + total) / (kept + sum(weights))
+            position = 0
+            for parameter in model.parameters():
+                part = merged[position : position + parameter.numel()]
+                parameter.data.copy_(part.view(parameter.shape))
+                position += parameter.numel()
+
+
+def assert_as_alone(
+    trained: Sequence[Trained], alone: Alone, steps: int, but: Sequence[int] = ()
+) -> None:
+    """After each step, on each worker that is not out of data."""
+    for number in range(steps):
+        expected = alone.step(number)
+        for node, ranks in enumerate(alone.members):
+            for rank in ranks:
+                if number < alone.data[rank]:
+                    found = trained[rank].steps[number]
+                    torch.testing.assert_close(found, expected[node], **CLOSE)
+
+
+# ---- laws ----
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adam])
+def test_one_node_is_bsp(optimizer: Any) -> None:
+    ours = train("daso:every=3,delay=2,group=3", 3, STEPS, optimizer=optimizer)
+    theirs = train("bsp", 3, STEPS, optimizer=optimizer)
+    for mine, other in zip(ours[0].steps, theirs[0].steps, strict=True):
+        torch.testing.assert_close(mine, other, **CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [4, 3])
+def test_where_nodes_wait_in_each_step_it_is_bsp_under_sgd(workers: int) -> None:
+    """Also of nodes that differ in size; and not under Adam, which is not linear."""
+    method = "daso:every=1,delay=0,group=2"
+    ours, theirs = train(method, workers, STEPS), train("bsp", workers, STEPS)
+    for mine, other in zip(ours[0].steps, theirs[0].steps, strict=True):
+        torch.testing.assert_close(mine, other, **CLOSE)
+    ours = train(method, workers, STEPS, optimizer=adam)
+    theirs = train("bsp", workers, STEPS, optimizer=adam)
+    assert (ours[0].end - theirs[0].end).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "pace"),
+    crossed(
+        3,
+        [(2, 2), (2, 2, 2), (2, 1)],
+        [(1, 0), (3, 0), (1, 1), (2, 2), (3, 1), (4, 2)],
+    ),
+)
+def test_what_arrives_late_is_merged_as_the_formula_says(
+    nodes: tuple[int, ...], pace: tuple[int, int]
+) -> None:
+    every, delay = pace
+    workers = sum(nodes)
+    trained = train(f"daso:every={every},delay={delay},group=2", workers, STEPS)
+    assert_as_alone(trained, Alone(nodes, every, delay, [STEPS] * workers), STEPS)
+    assert all(torch.equal(one.end, trained[0].end) for one in trained)
+
+
+@pytest.mark.parametrize(
+    ("data", "delay"),
+    crossed(2, [(STEPS, 4, STEPS, STEPS), (5, 5, STEPS, 9), (1, STEPS, 6, 3)], [0, 2]),
+)
+def test_who_is_out_of_data_does_not_hold_its_node_back(
+    data: tuple[int, ...], delay: int
+) -> None:
+    """Nor does it speak for it with old parameters."""
+    trained = train(f"daso:every=3,delay={delay},group=2", 4, data)
+    assert_as_alone(trained, Alone((2, 2), 3, delay, data), max(data))
+    assert all(torch.equal(one.end, trained[0].end) for one in trained)
+
+
+def test_nodes_wait_for_each_other_while_warming_up_and_cooling_down() -> None:
+    method = "daso:every=4,delay=1,group=2,warm_up=3,cool_down=11"
+    trained = train(method, 4, STEPS)
+    equal = [step for step in range(STEPS) if spread(trained, step) == 0.0]
+    assert equal == [0, 1, 2, 11, 12, 13]
+
+
+def test_nothing_leaves_the_node_between_exchanges() -> None:
+    sent = train("daso:every=4,delay=1,group=2", 4, 12)
+    inside = train("bsp", 2, 12)[0].sent[5]
+    # One worker of each node speaks, in turn: in steps 3, 7 and 11.
+    model = sum(p.numel() for p in double().parameters()) * 8
+    for turn, step in enumerate((3, 7, 11)):
+        own = [one.sent[step] for one in sent]
+        speaks = [rank for rank in range(4) if own[rank] - min(own) >= model / 2]
+        assert speaks == [turn % 2, 2 + turn % 2]
+    for step in (5, 6, 9, 10):
+        assert max(one.sent[step] for one in sent) < 1.5 * inside
+
+
+def test_nobody_waits_for_an_uplink_that_is_fast_enough_for_the_delay() -> None:
+    """An exchange takes a step and a half: it is hidden by a delay of two."""
+    size, step = 8 * sum(p.numel() for p in double().parameters()), 0.1
+    rack = Rack(workers=2, link=1e9, latency=1e-6, uplink=size / (1.5 * step))
+    seconds = {
+        (every, delay): train(
+            f"daso:every={every},delay={delay}", Cluster((rack, rack)), 13, pace=step
+        )[0].seconds
+        for every, delay in ((1000, 0), (4, 2), (4, 0))
+    }
+    alone = seconds[1000, 0]
+    assert seconds[4, 2] == pytest.approx(alone, abs=0.1 * step)
+    assert seconds[4, 0] == pytest.approx(alone + 3 * 1.5 * step, rel=0.05)
+
+
+def test_statistics_of_batchnorm_travel_with_the_parameters() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+    found: dict[int, list[torch.Tensor]] = {step: [] for step in range(6)}
+
+    def watch(rank: int, step: int, model: nn.Module, _: Any) -> None:
+        found[step].append(model[1].running_var.clone())  # type: ignore[index]
+
+    trained = train("daso:every=3,delay=0,group=2", 4, 6, make=make, watch=watch)
+    for step, theirs in found.items():
+        equal = all(torch.equal(one, theirs[0]) for one in theirs)
+        assert equal == ((step + 1) % 3 == 0)
+    counters = [one.model[1].num_batches_tracked.item() for one in trained]  # type: ignore[index]
+    assert counters == [6] * 4
+
+
+# ---- checkpoints ----
+
+
+@pytest.mark.parametrize("workers", [2, 6])
+def test_another_number_of_workers_goes_on_from_the_mean(
+    workers: int, tmp_path: Path
+) -> None:
+    method = "daso:every=3,delay=2,group=2"
+
+    def begin() -> tuple[nn.Module, paceline.DistributedOptimizer]:
+        model = double()
+        return model, paceline.distribute(
+            model, momentum(model.parameters()), method=method, fusion="wfbp"
+        )
+
+    def steps(model: nn.Module, optimizer: Any, rank: int, numbers: range) -> None:
+        for step in numbers:
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+
+    def save(rank: int) -> torch.Tensor:
+        model, optimizer = begin()
+        steps(model, optimizer, rank, range(4))  # an exchange is on its way
+        paceline.save(tmp_path / "checkpoint")
+        with optimizer.consolidated():
+            shown = flat(model)
+        optimizer.finish()
+        return shown
+
+    def load(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        model, optimizer = begin()
+        paceline.load(tmp_path / "checkpoint")
+        loaded = flat(model)
+        steps(model, optimizer, rank, range(4, 12))
+        optimizer.finish()
+        return loaded, flat(model)
+
+    shown = simulate(4, save)[0]
+    ends = simulate(workers, load)
+    for loaded, end in ends:
+        torch.testing.assert_close(loaded, shown, **CLOSE)
+        assert torch.equal(end, ends[0][1])
+
+
+def test_a_restart_may_have_other_buckets(tmp_path: Path) -> None:
+    """An exchange is on its way. Two workers are in one node, and two nodes exchange: their
+    sums are the same in any order."""
+
+    def body(rank: int, first: int, last: int, fusion: str) -> torch.Tensor:
+        model = double()
+        optimizer = paceline.distribute(
+            model,
+            momentum(model.parameters()),
+            method="daso:every=4,delay=3,group=2",
+            fusion=fusion,
+        )
+        if first:
+            paceline.load(tmp_path / "checkpoint")
+        for step in range(first, last):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        if last < STEPS:
+            paceline.save(tmp_path / "checkpoint")
+        optimizer.finish()
+        return flat(model)
+
+    straight = simulate(4, lambda rank: body(rank, 0, STEPS, "wfbp"))
+    simulate(4, lambda rank: body(rank, 0, 5, "wfbp"))
+    for end in simulate(4, lambda rank: body(rank, 5, STEPS, "ddp")):
+        assert torch.equal(end, straight[0])
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("every=0", "1 or more steps"),
+        ("most=0", "1 or more steps"),
+        ("most=16", "judge_every above 0"),
+        ("delay=-1", "0 to every=4"),
+        ("delay=5", "0 to every=4"),
+        ("warm_up=-1", "0 or more steps"),
+        ("warm_up=9,cool_down=5", "a step after warm_up=9"),
+        ("judge_every=-2", "0 or more steps"),
+        ("group=1", "group of one"),
+        ("group=machine", "rack, host"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(keys: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_spec(f"daso:{keys}")

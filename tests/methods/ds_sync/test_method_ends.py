@@ -1,0 +1,76 @@
+"""Who trains under ds-sync, and that all end with one model, whoever is out of data when."""
+
+import pytest
+import torch
+
+import paceline
+from paceline.interfaces import AGREE_EVERY
+from paceline.testing import Case
+from paceline.testing.checks import CHECKS
+from tests.methods.ds_sync.helpers import Walk, equal, simulate, state_of
+from tests.methods.ds_sync.trainings import OVERLAPS, adam, each_once, models, train
+
+PLANS = ["shuffle=digits,size=3", "shuffle=random", "swa_from=2"]
+ENDS = [(4, 9, 2, 7, 5), (3, 3 * AGREE_EVERY, 20, 1, 40), (0, 0, 50, 0, 0)]
+"""How many steps each worker has data for."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "overlap", "steps"),
+    [
+        pytest.param(
+            more,
+            overlap,
+            ENDS[(i + j) % len(ENDS)],
+            marks=[] if i == j else [pytest.mark.slow],
+        )
+        for i, more in enumerate(PLANS)
+        for j, overlap in enumerate(OVERLAPS)
+    ],
+)
+def test_all_end_with_one_model_whoever_is_out_of_data_when(more, overlap, steps):
+    results = train(f"ds-sync:{more},overlap={overlap}", 5, steps, adam)
+    assert equal(models(results))
+
+
+@pytest.mark.slow
+def test_those_who_remain_have_a_plan_of_their_own():
+    def each(model, optimizer):
+        plan = state_of(optimizer).current.plan
+        return plan.version, plan.members
+
+    results = train("ds-sync:shuffle=pairs", 5, (70, 4, 70, 70, 70), each=each)
+    seen = [seen for rank, (_, seen) in enumerate(results) if rank != 1]
+    assert all(one == seen[0] for one in seen)
+    assert seen[0][0] == (0, (0, 1, 2, 3, 4))
+    assert seen[0][-1] == (1, (0, 2, 3, 4))
+
+
+def test_who_is_gone_counts_no_more_at_the_end():
+    """Its model is one of long ago."""
+
+    def body(rank):
+        model = Walk()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = paceline.distribute(model, inner, method="ds-sync:size=3")
+        for _ in range(100 if rank else 0):
+            optimizer.zero_grad()
+            model(torch.ones(model.place.shape)).backward()
+            optimizer.step()
+        before = model.place[0].item()
+        optimizer.finish()
+        return before, model.place[0].item()
+
+    (_, *others), _ = simulate(3, body)
+    assert all(after == before for before, after in others)
+
+
+@pytest.mark.parametrize(
+    ("law", "overlap"),
+    each_once(sorted(CHECKS.keys() - {"one_worker_is_the_reference"})),
+)
+def test_the_kits_laws_hold_for_four_workers(law, overlap):
+    """The kit tries three, of whom all are one group."""
+    case = Case(method=f"ds-sync:shuffle=pairs,overlap={overlap}")
+    simulate(4, lambda rank: CHECKS[law](case, "wfbp"))

@@ -1,0 +1,222 @@
+"""How soon step times are known, and what noise does to groups: nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.interfaces import Groups
+from paceline.methods import GSSP
+from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
+from paceline.methods.gssp.speeds import (
+    Known,
+    Looks,
+    Regroup,
+    Words,
+    read_words,
+    written,
+)
+from paceline.methods.gssp.step_times import LEAST, Measured, StepTimes, measured
+from paceline.methods.gssp.step_times import smoothed as smoothed_times
+from tests.gssp.net import Net, each
+from tests.profiles import examples
+
+Seconds = Callable[[int, int], float]
+"""Of a worker's step, by its number."""
+MOST = 20
+
+
+def by_speed() -> BySpeed:
+    return BySpeed(0, 4, 1.25, Hysteresis(0.15, 2), Merging(1.25, 2))
+
+
+class Blind:
+    """Does not know how well times are known."""
+
+    error = 1.0
+
+    def __init__(self) -> None:
+        self._inner = by_speed()
+
+    def look(self, groups: Groups, times: Mapping[int, Measured]) -> Sequence[int]:
+        return self._inner.look(
+            groups, {worker: its._replace(error=0.0) for worker, its in times.items()}
+        )
+
+
+def play(
+    workers: int,
+    seconds: Seconds,
+    rounds: int,
+    regroup: Regroup | None = None,
+    most: int = MOST,
+) -> list[tuple[int, tuple[int, ...]]]:
+    """The groups, and after how many measured steps of each they became so."""
+    known = Known(Groups((0,) * workers, 4))
+    looks, times = Looks(regroup or by_speed()), StepTimes(most)
+    now, found = [0.0] * workers, list[tuple[int, tuple[int, ...]]]()
+    for number in range(rounds):
+        for worker in range(workers):
+            times.goes_on(worker, now[worker])
+            now[worker] += seconds(worker, number)
+            its = times.step_is_in(worker, now[worker])
+            new = {} if its is None else {worker: its}
+            if not new and (error := looks.error_of(known.groups)):
+                new = times.soon(range(workers), error)
+            for one, what in new.items():
+                known.measured(one, smoothed_times(known.times.get(one), what))
+            if new and looks.look(known, range(workers)):
+                found.append((number + 1, known.groups.of))
+    return found
+
+
+def noisy(classes: Sequence[float], sigma: float, seed: int) -> Seconds:
+    draws = random.Random(seed)
+    return lambda worker, _: classes[worker] * math.exp(draws.gauss(0.0, sigma))
+
+
+def parts(of: Sequence[int]) -> set[frozenset[int]]:
+    return {frozenset(w for w, its in enumerate(of) if its == g) for g in set(of)}
+
+
+# ---- noise ----
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.2, 0.3])
+def test_noise_alone_forms_no_groups(sigma: float) -> None:
+    for seed in range(12):
+        found = play(8, noisy([1.0] * 8, sigma, seed), 120)
+        assert [of for _, of in found] == [(0,) * 8], f"seed {seed}"
+
+
+@pytest.mark.parametrize("sigma", [0.2, 0.3])
+def test_it_does_where_nobody_asks_how_well_times_are_known(sigma: float) -> None:
+    """The control of the test above."""
+    wrong = sum(
+        len(set(play(8, noisy([1.0] * 8, sigma, seed), 30, Blind())[0][1])) > 1
+        for seed in range(12)
+    )
+    assert wrong > 6
+
+
+@settings(max_examples=examples(15))
+@given(st.integers(0, 10**6), st.sampled_from([0.02, 0.05]))
+def test_lasting_differences_of_a_third_are_found_soon(seed: int, sigma: float) -> None:
+    classes = [1.0, 1.33, 1.0, 1.33, 1.77, 1.77]
+    steps, of = play(6, noisy(classes, sigma, seed), MOST)[0]
+    assert parts(of) == {frozenset(its) for its in ({0, 2}, {1, 3}, {4, 5})}
+    assert steps <= (5 if sigma < 0.03 else 10)
+
+
+def test_what_varies_is_measured_for_longer_and_not_for_ever() -> None:
+    steps = [play(4, noisy([1.0] * 4, sigma, 1), 40)[0][0] for sigma in (0.02, 0.1, 1)]
+    assert steps[0] == LEAST < steps[1] < steps[2] == MOST
+
+
+def test_under_noise_classes_are_found_in_the_end() -> None:
+    classes = [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    found = play(6, noisy(classes, 0.3, 3), 300)
+    assert parts(found[-1][1]) == {frozenset(its) for its in ({0, 1}, {2, 3}, {4, 5})}
+    assert len(found) <= 4, "they flap"
+
+
+# ---- what does not last ----
+
+
+def test_a_warm_up_parts_nobody() -> None:
+    """Three slow steps after the one that is not measured."""
+    noise = noisy([1.0] * 4, 0.02, 5)
+
+    def seconds(worker: int, step: int) -> float:
+        slow = 3.0 if worker == 1 and step < 3 else 1.0
+        return slow * noise(worker, step)
+
+    ((steps, of),) = play(4, seconds, 60)
+    assert of == (0,) * 4
+    assert LEAST < steps < MOST
+    # Five steps of which nobody asks how well they are known do part them.
+    assert len(set(play(4, seconds, 60, Blind())[0][1])) == 2
+
+
+def test_who_is_slow_for_a_while_stays() -> None:
+    """Later times are of as many steps as may be. The control: of five steps they would not be."""
+    noise = noisy([1.0, 1.0, 2.0, 2.0], 0.02, 6)
+
+    def seconds(worker: int, step: int) -> float:
+        slow = 2.0 if worker == 1 and 60 <= step < 75 else 1.0
+        return slow * noise(worker, step)
+
+    assert len(play(4, seconds, 200)) == 1
+    assert len(play(4, seconds, 200, most=5)) > 1
+
+
+def test_one_evaluation_changes_neither_a_time_nor_what_is_known_of_it() -> None:
+    rest = [(1.0 + 0.01 * (step % 3),) for step in range(9)]
+    once = measured([*rest, (50.0,)])
+    assert once.seconds == pytest.approx(measured(rest).seconds, rel=0.01)
+    assert once.error < 0.01
+
+
+# ---- what lasts ----
+
+
+def test_who_changes_for_good_moves_and_who_becomes_alike_is_one_group_again() -> None:
+    noise = noisy([1.0] * 4, 0.05, 7)
+
+    def seconds(worker: int, step: int) -> float:
+        slow = 2.0 if worker == 3 and 60 <= step < 200 else 1.0
+        return slow * noise(worker, step)
+
+    one, apart, again = play(4, seconds, 340)
+    assert one[1] == again[1] == (0,) * 4
+    assert parts(apart[1]) == {frozenset({0, 1, 2}), frozenset({3})}
+    assert 60 + MOST < apart[0] <= 60 + 3 * MOST
+    assert 200 + MOST < again[0] <= 200 + 4 * MOST
+
+
+def test_steps_are_counted_from_the_first_answer_on() -> None:
+    """By a whole server: however long the first step takes, eight are enough."""
+    times = [1.0, 1.33, 1.0, 1.33]
+    seconds = each(*times)
+    first = seconds[0]
+    seconds[0] = lambda now: 9.0 if now == 0.0 else first(now)
+    net = Net(GSSP(), seconds, [40] * 4, jitter=0.1)
+    known: list[Groups] = []
+    net.after(9.0 + 8 * 1.33 * 1.1, lambda: known.append(net.meshed(0).groups))
+    net.play()
+    assert parts(known[0].of) == {frozenset({0, 2}), frozenset({1, 3})}
+
+
+# ---- errors ----
+
+
+@settings(max_examples=examples(20))
+@given(st.integers(0, 10**6), st.integers(LEAST, 40), st.floats(0.01, 0.5))
+def test_errors_are_those_of_medians(seed: int, steps: int, sigma: float) -> None:
+    draws = random.Random(seed)
+    found = [
+        measured([(math.exp(draws.gauss(0.0, sigma)),) for _ in range(steps)])
+        for _ in range(300)
+    ]
+    said = math.sqrt(math.fsum(its.error**2 for its in found) / 300)
+    true = math.sqrt(math.fsum(math.log(its.whole) ** 2 for its in found) / 300)
+    assert 0.75 < said / true < 1.7  # more of few
+
+
+def test_of_a_few_steps_that_somebody_asked_for_nothing_is_known() -> None:
+    assert measured([(1.0,), (2.0,)]) == Measured((1.5,), 0.0)
+
+
+@pytest.mark.parametrize("error", [-0.1, 1e300, math.inf, math.nan])
+def test_errors_that_make_no_sense_are_refused(error: float) -> None:
+    groups = Groups((0, 0), 2)
+    good = Words(groups, {1: Measured((1.0,), 0.1)})
+    assert read_words(written(good), groups) == good
+    with pytest.raises(UsageError):
+        read_words(written(Words(groups, {1: Measured((1.0,), error)})), groups)

@@ -1,0 +1,50 @@
+"""What belongs to a parameter is found by the parameter itself, wherever its memory is."""
+
+from types import SimpleNamespace
+
+import torch
+
+from paceline.methods.flat_tensors import Flat
+from paceline.methods.local_updates.moments import flats_of_moments, names_of_moments
+from paceline.methods.local_updates.rounds import rates_of
+from paceline.methods.local_updates.saved_state import _by_parameter
+
+
+def sharing():
+    """Two parameters that begin at one address, in groups of their own, and what trains them."""
+    memory = torch.arange(6.0)
+    first, second = (torch.nn.Parameter(memory[:count]) for count in (6, 2))
+    assert first.data_ptr() == second.data_ptr()
+    groups = [
+        {"params": [first], "lr": 0.5, "momentum": 0.9},
+        {"params": [second], "lr": 0.25, "momentum": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    run = SimpleNamespace(optimizer=optimizer, parameters=[first, second])
+    return run, Flat([second, first])
+
+
+def test_learning_rates_are_each_parameter_s_own():
+    run, flat = sharing()
+    assert rates_of(run, flat) == [0.25, 0.5]
+
+
+def test_moments_are_each_parameter_s_own():
+    run, flat = sharing()
+    first, second = run.parameters
+    assert names_of_moments(run.optimizer) == {
+        id(first): ["momentum_buffer"],
+        id(second): [],
+    }
+    first.grad = torch.ones(6)
+    run.optimizer.step()
+    part = SimpleNamespace(parameters=[flat])
+    (moments,) = flats_of_moments(None, part, run)
+    assert [moment.tolist() for moment in moments.of] == [[1.0] * 6]
+
+
+def test_what_is_saved_is_in_the_order_of_parameters():
+    run, flat = sharing()
+    flat.take()
+    values = _by_parameter(run, [flat], [flat.buffer])
+    assert [len(value) for value in values] == [6, 2]

@@ -1,0 +1,574 @@
+"""What scripts do beside training: looking, saving, writing; and models that are not plain."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from benchmarks.osp_comparisons import compared
+from torch import nn
+
+import paceline
+from paceline.errors import UsageError, WorkerFailedError
+from paceline.testing import inspect
+from tests.methods.osp.helpers import (
+    ALL,
+    HALF,
+    MASKS,
+    STEPS,
+    Gradients,
+    decide_often,
+    flat,
+    inputs,
+    loss_of,
+    network,
+    plain_sgd,
+    sgd,
+    simulate,
+    train,
+    train_alone,
+)
+from tests.tables import crossed
+
+SOME = ["0.5 random", "all"]
+ALSO = [
+    pytest.param(mask, marks=[] if mask in SOME else pytest.mark.slow) for mask in MASKS
+]
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch):
+    decide_often(monkeypatch)
+
+
+# ---- looking and saving ----
+
+
+@pytest.mark.parametrize(
+    "method", [*(MASKS[one] for one in SOME), compared("average", ALL)]
+)
+def test_looking_changes_nothing(method):
+    """Evaluations, on all ranks or on one, and checkpoints in between."""
+
+    def look(rank, step, model, optimizer):
+        if step % 2 == rank % 2:
+            before = flat(model)
+            with optimizer.consolidated():
+                with torch.no_grad():
+                    model(inputs(9, step))
+                optimizer.state_dict()
+                with optimizer.consolidated():
+                    pass
+            with optimizer.consolidated():
+                pass
+            optimizer.state_dict()
+            assert torch.equal(flat(model), before)
+
+    expected = train(method, 3, optimizer=torch.optim.Adam)
+    assert torch.equal(
+        train(method, 3, optimizer=torch.optim.Adam, watch=look), expected
+    )
+
+
+@pytest.mark.parametrize(("mask", "kind"), crossed(2, SOME, [sgd, torch.optim.Adam]))
+def test_consolidated_is_what_finish_would_give(mask, kind):
+    """Parameters and the optimizer's state, on every rank."""
+    seen = {}
+
+    def watch(rank, step, model, optimizer):
+        if step == 7:
+            outside = optimizer.state_dict()["state"]
+            with optimizer.consolidated():
+                inside = optimizer.state_dict()["state"]
+                seen[rank] = flat(model), inside
+            _assert_equal(inside, outside)
+            seen[f"tentative {rank}"] = flat(model)
+
+    train(MASKS[mask], 3, optimizer=kind, watch=watch)
+
+    def body(rank):
+        model = network()
+        optimizer = paceline.distribute(
+            model, kind(model.parameters()), method=MASKS[mask], fusion="wfbp"
+        )
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        optimizer.finish()
+        return flat(model), optimizer.state_dict()["state"]
+
+    for rank, (parameters, state) in enumerate(simulate(3, body)):
+        assert torch.equal(seen[rank][0], parameters)
+        _assert_equal(seen[rank][1], state)
+        assert not torch.equal(seen[f"tentative {rank}"], parameters)
+
+
+def _assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for number, state in other.items():
+        assert one[number].keys() == state.keys()
+        for name, value in state.items():
+            assert torch.equal(
+                torch.as_tensor(one[number][name]), torch.as_tensor(value)
+            )
+
+
+def test_looking_between_backward_and_step_changes_nothing():
+    def run(looks):
+        def body(rank):
+            model = network()
+            optimizer = paceline.distribute(
+                model, sgd(model.parameters()), method=HALF, fusion="wfbp"
+            )
+            for step in range(9):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                if looks:
+                    with optimizer.consolidated():
+                        pass
+                optimizer.step()
+            optimizer.finish()
+            return flat(model)
+
+        return simulate(2, body)[0]
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_an_optimizer_goes_on_from_the_state_that_was_loaded():
+    """Loading back what `state_dict` gave changes nothing, also while deferred."""
+
+    def reload(rank, step, model, optimizer):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    for mask in SOME:
+        plain = train(MASKS[mask], 2, optimizer=torch.optim.Adam)
+        again = train(MASKS[mask], 2, optimizer=torch.optim.Adam, watch=reload)
+        assert torch.equal(again, plain)
+
+
+# ---- what is refused ----
+
+
+def test_writing_into_what_is_deferred_is_refused():
+    def write(rank, step, model, optimizer):
+        if step == 5:
+            with torch.no_grad():
+                model[2].weight.mul_(2)
+
+    with pytest.raises(WorkerFailedError, match=r"'2\.weight'"):
+        train(ALL, 2, watch=write)
+
+
+def test_what_is_not_deferred_may_be_written_to():
+    def write(rank, step, model, optimizer):
+        with torch.no_grad():
+            model[0].bias.fill_(0.25)
+
+    method = "osp:collective=native,defer=nothing"
+    end = train(method, 2, watch=write)
+    assert torch.equal(end, train("bsp", 2, watch=write))
+
+
+@pytest.mark.parametrize("mask", ["all", "0.5 random"])
+def test_changing_a_gradient_that_was_sent_is_refused(mask):
+    def body(rank):
+        model = network()
+        optimizer = paceline.distribute(
+            model, sgd(model.parameters()), method=MASKS[mask], fusion="wfbp"
+        )
+        loss_of(model, rank, 0).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+    with pytest.raises(WorkerFailedError, match=r"backward\(\) and step"):
+        simulate(2, body)
+
+
+def test_a_step_while_the_exact_parameters_are_looked_at_is_refused():
+    def body(rank):
+        model = network()
+        optimizer = paceline.distribute(
+            model, sgd(model.parameters()), method=ALL, fusion="wfbp"
+        )
+        with (
+            optimizer.consolidated(),
+            pytest.raises(UsageError, match=r"step\(\) inside consolidated"),
+        ):
+            optimizer.step()
+
+    simulate(2, body)
+
+
+def test_an_optimizer_that_cannot_be_applied_in_pieces_is_refused():
+    with pytest.raises(WorkerFailedError, match=r"LBFGS.*piece by piece"):
+        train(ALL, 1, optimizer=torch.optim.LBFGS)
+
+
+def test_an_optimizer_of_whole_tensors_gets_whole_tensors():
+    class Matrices(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a = nn.Linear(6, 7, bias=False)
+            self.b = nn.Linear(7, 3, bias=False)
+
+        def forward(self, x):
+            return self.b(self.a(x).tanh())
+
+    options = {
+        "make": Matrices,
+        "optimizer": lambda p: torch.optim.Muon(p, lr=0.05),
+    }
+    end = train(ALL, 2, same=True, **options)
+    assert torch.equal(end, train_alone(**options))
+
+
+# ---- parameters that are not used, or not trained ----
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(6, 6)
+        self.never = nn.Linear(6, 3)
+        self.first = nn.Linear(6, 3)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x, with_first):
+        hidden = self.stem(x).tanh()
+        return self.head(hidden) + (self.first(hidden) if with_first else 0)
+
+
+def branch_loss(only_rank):
+    def loss(model, rank, step):
+        x = inputs(rank, step)
+        with_first = only_rank is not None and rank == only_rank and step % 3 == 0
+        return (model(x, with_first) - x[:, :3].sin()).square().mean()
+
+    return loss
+
+
+def decaying(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("mask", ALSO)
+def test_what_no_rank_uses_does_not_move(mask):
+    """Neither momentum nor decay moves it; what is used somewhere in some steps is moved
+    in those steps only."""
+    gone = []
+
+    def watch(rank, step, model, optimizer):
+        gone.append(model.never.weight.grad is None)
+
+    start = Branches()
+    parts = [p.numel() for p in start.parameters()]
+    for only_rank in (None, 0, 1):
+        end = train(
+            MASKS[mask],
+            2,
+            make=Branches,
+            optimizer=decaying,
+            loss=branch_loss(only_rank),
+            watch=watch,
+        ).split(parts)
+        names = [name for name, _ in start.named_parameters()]
+        moved = {
+            name: not torch.equal(part, parameter.detach().double().reshape(-1))
+            for name, part, parameter in zip(
+                names, end, start.parameters(), strict=True
+            )
+        }
+        assert not moved["never.weight"]
+        assert not moved["never.bias"]
+        assert moved["first.weight"] == (only_rank is not None)
+        assert moved["head.weight"]
+    assert all(gone)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_one_worker_uses_its_branches_as_in_plain_torch(mask):
+    options = {"make": Branches, "optimizer": decaying, "loss": branch_loss(0)}
+    assert torch.equal(train(MASKS[mask], 1, **options), train_alone(**options))
+
+
+def test_a_branch_of_one_rank_is_a_part_of_the_mean():
+    """Nothing deferred: equal to bsp. All deferred on a plain optimizer: the start minus
+    all mean gradients, with zeros from who did not use it."""
+    options = {"make": Branches, "optimizer": decaying, "loss": branch_loss(1)}
+    nothing = "osp:collective=native,defer=nothing"
+    assert torch.equal(train(nothing, 3, **options), train("bsp", 3, **options))
+    options["optimizer"] = plain_sgd
+    options["loss"] = loss = Gradients(3, 10, branch_loss(1))
+    end = train(ALL, 3, steps=10, **options)
+    expected = flat(Branches())
+    for own in loss.own:
+        expected = expected - 0.1 * torch.stack(own).mean(0)
+    torch.testing.assert_close(end, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", SOME)
+def test_a_step_without_a_loss_on_one_rank(mask):
+    """Its gradients are zeros: the others' count in full weight of n."""
+
+    def sometimes(model, rank, step):
+        return None if rank == 1 and step % 4 == 3 else loss_of(model, rank, step)
+
+    start, end = flat(network()), train(MASKS[mask], 2, loss=sometimes)
+    assert torch.isfinite(end).all()
+    assert not torch.equal(start, end)
+    nothing = "osp:collective=native,defer=nothing"
+    assert torch.equal(
+        train(nothing, 2, loss=sometimes), train("bsp", 2, loss=sometimes)
+    )
+
+
+@pytest.mark.parametrize("mask", SOME)
+def test_frozen_parameters_and_those_the_optimizer_does_not_have(mask):
+    def frozen():
+        model = Branches()
+        model.stem.requires_grad_(False)
+        return model
+
+    loss = branch_loss(0)
+    end = train(MASKS[mask], 2, make=frozen, loss=loss)
+    stem = sum(p.numel() for p in Branches().stem.parameters())
+    assert torch.equal(end[:stem], flat(Branches())[:stem])
+    assert not torch.equal(end[-3:], flat(Branches())[-3:])
+
+    def body(rank):
+        """The stem is the model's, not the optimizer's: it stays, and its neighbours do
+        as if it were frozen."""
+        model = Branches()
+        rest = [p for n, p in model.named_parameters() if not n.startswith("stem")]
+        optimizer = paceline.distribute(
+            model, sgd(rest), method=MASKS[mask], fusion="ddp"
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            optimizer.step()
+        optimizer.finish()
+        return flat(model)
+
+    for one in simulate(2, body):
+        torch.testing.assert_close(one, end, rtol=0, atol=0)
+
+
+# ---- kinds of tensors and models ----
+
+
+class Mixed(nn.Module):
+    """Three types, a convolution in another memory format, a transposed parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        conv = nn.Conv2d(2, 3, 3, bias=False)
+        self.conv = conv.to(memory_format=torch.channels_last)
+        self.low = nn.Linear(6, 7).bfloat16()
+        self.exact = nn.Linear(7, 3).double()
+        self.turned = nn.Parameter(torch.randn(4, 3).t())
+
+    def forward(self, x):
+        image = x.reshape(1, 1, 5, 6).expand(1, 2, 5, 6)
+        out = self.conv(image).mean((0, 2, 3))
+        hidden = self.low(x.bfloat16()).tanh().double()
+        return self.exact(hidden) + out.double() + self.turned.double().sum(1)
+
+
+def mixed_loss(model, rank, step):
+    return (model(inputs(rank, step)) - 0.5).square().mean()
+
+
+@pytest.mark.parametrize(("mask", "kind"), crossed(2, SOME, [sgd, torch.optim.AdamW]))
+def test_kinds_of_tensors(mask, kind):
+    options = {"make": Mixed, "loss": mixed_loss, "optimizer": kind}
+    model = Mixed()
+    assert not model.turned.is_contiguous()
+    assert not model.conv.weight.is_contiguous()
+    expected = train_alone(**options)
+    assert torch.equal(train(MASKS[mask], 1, **options), expected)
+    assert torch.equal(train(MASKS[mask], 2, same=True, **options), expected)
+    nothing = "osp:collective=native,defer=nothing"
+    assert torch.equal(train(nothing, 2, **options), train("bsp", 2, **options))
+    plain = train(compared("plain", ALL), 2, **options)
+    assert torch.isfinite(plain).all()
+
+
+def test_the_papers_guess_climbs_where_the_optimizer_does():
+    """Equal data on all workers: the guess is the step, so that every look at the model
+    sees what one process would have."""
+    seen = []
+
+    def climbing(parameters):
+        return torch.optim.SGD(parameters, lr=0.5, maximize=True)
+
+    def flat_loss(model, rank, step):
+        return model(torch.ones(1, 1)).sum()
+
+    def one_weight():
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model
+
+    def watch(rank, step, model, optimizer):
+        if rank == 0:
+            seen.append(model.weight.item())
+
+    train(
+        compared("plain", ALL.replace("chunk=64", "chunk=4")),
+        make=one_weight,
+        optimizer=climbing,
+        loss=flat_loss,
+        steps=26,
+        fusion="single",
+        watch=watch,
+    )
+    assert seen == [0.5 * (step + 1) for step in range(26)]
+
+
+def test_a_parameter_that_is_used_twice_and_shared():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.other.weight = self.one.weight
+
+        def forward(self, x):
+            return self.other(self.one(self.one(x)).tanh())[:, :3]
+
+    for mask in SOME:
+        expected = train_alone(make=Tied)
+        assert torch.equal(train(MASKS[mask], 1, make=Tied), expected)
+        assert torch.equal(train(MASKS[mask], 4, make=Tied, same=True), expected)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("mask", SOME)
+def test_accumulated_gradients(mask, set_to_none):
+    """Under no_sync only the last pass of a step sends; identical data: as one process."""
+
+    def alone():
+        model = network()
+        optimizer = sgd(model.parameters())
+        for step in range(9):
+            optimizer.zero_grad(set_to_none)
+            for part in range(3):
+                loss_of(model, part, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    def body(rank):
+        model = network()
+        optimizer = paceline.distribute(
+            model, sgd(model.parameters()), method=MASKS[mask], fusion="wfbp"
+        )
+        for step in range(9):
+            optimizer.zero_grad(set_to_none)
+            for part in range(3):
+                last = part == 2
+                with contextlib.nullcontext() if last else optimizer.no_sync():
+                    loss_of(model, part, step).backward()
+            optimizer.step()
+        optimizer.finish()
+        return flat(model)
+
+    expected = alone()
+    for end in (*simulate(1, body), *simulate(2, body)):
+        assert torch.equal(end, expected)
+
+
+def test_zeroed_gradients_are_those_of_none():
+    ends = [train(HALF, 3, set_to_none=how) for how in (True, False)]
+    assert torch.equal(*ends)
+
+
+def test_groups_have_their_own_rates():
+    def grouped(parameters):
+        several = list(parameters)
+        return torch.optim.SGD(
+            [
+                {"params": several[:1], "lr": 0.3, "momentum": 0.5},
+                {"params": several[1:], "weight_decay": 0.1},
+            ],
+            lr=0.05,
+            momentum=0.9,
+        )
+
+    for mask in SOME:
+        expected = train_alone(optimizer=grouped)
+        assert torch.equal(train(MASKS[mask], 1, optimizer=grouped), expected)
+        end = train(MASKS[mask], 4, optimizer=grouped, same=True)
+        assert torch.equal(end, expected)
+
+
+def test_batch_norm_buffers_are_those_of_rank_0():
+    def normed():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+    def body(method):
+        def run(rank):
+            model = normed()
+            optimizer = paceline.distribute(
+                model, sgd(model.parameters()), method=method, fusion="wfbp"
+            )
+            for step in range(9):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+                model.eval()
+                with torch.no_grad(), optimizer.consolidated():
+                    model(inputs(rank, step))
+                model.train()
+            optimizer.finish()
+            return {name: b.clone() for name, b in model.named_buffers()}
+
+        return simulate(2, run)
+
+    nothing = body("osp:collective=native,defer=nothing")
+    for one, other in zip(nothing, body("bsp"), strict=True):
+        assert one.keys() == other.keys()
+        for name, buffer in one.items():
+            assert torch.equal(buffer, other[name])
+    deferred = body(ALL)
+    assert int(deferred[0]["1.num_batches_tracked"]) == 9
+    assert not torch.equal(deferred[0]["1.running_mean"], nothing[0]["1.running_mean"])
+    same = [train(method, 4, make=normed, same=True) for method in (ALL, "bsp")]
+    assert torch.equal(*same)
+
+
+@pytest.mark.parametrize("mask", SOME)
+def test_nothing_is_kept_that_grows(mask):
+    """Between steps a worker holds as much after many steps as after some."""
+    sizes = {}
+
+    def count(value, seen):
+        if id(value) in seen:
+            return 0
+        seen[id(value)] = value
+        if isinstance(value, dict):
+            return len(value) + sum(count(v, seen) for v in value.values())
+        if isinstance(value, (str, bytes, int, float, torch.Tensor)):
+            return 0
+        if hasattr(value, "__len__") and hasattr(value, "__iter__"):
+            return len(value) + sum(count(v, seen) for v in value)
+        name = type(value).__module__
+        if name.startswith("paceline.methods.osp") and hasattr(value, "__dict__"):
+            return count(vars(value), seen)
+        return 0
+
+    def watch(rank, step, model, optimizer):
+        sizes.setdefault(step, []).append(count(inspect(optimizer).state, {}))
+
+    for method in (MASKS[mask], "osp:collective=native,defer=nothing"):
+        sizes.clear()
+        train(method, 2, watch=watch, steps=61)
+        # Of the twenty steps that are looked at more or fewer may be without a decision.
+        assert max(sizes[60]) <= max(max(sizes[step]) for step in range(30, 40)) + 3
