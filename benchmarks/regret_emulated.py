@@ -30,13 +30,13 @@ import torch.distributed as dist
 
 import paceline
 from paceline.buckets import nearly_square
-from paceline.chosen import read_spec
 from paceline.cluster import Workload
 from paceline.cluster.cluster_file import cluster_toml, load_cluster
 from paceline.cluster.profiling.busy import coding_times_of_busy
 from paceline.cluster.profiling.compressors import threads_set
 from paceline.cluster.profiling.gradient_dump import KeptGradients
 from paceline.compression import full_spec
+from paceline.core.method_spec import read_spec
 from paceline.plan import plan
 from paceline.plan.codes import codes_in_front, revised
 from paceline.plan.predict import Job

@@ -11,7 +11,7 @@ import pytest  # noqa: F401 - a child looks at its parent's main module
 import torch.distributed.run  # noqa: F401
 
 import paceline.cli
-import paceline.distributing
+import paceline.core.distribute
 import paceline.testing
 import paceline.worlds.real  # noqa: F401
 from paceline.torch_internals import load_lazy_modules

@@ -66,5 +66,5 @@ def test_every_public_name_is_there():
 def test_no_module_takes_the_place_of_a_public_name():
     modules = {module.name for module in pkgutil.iter_modules(paceline.__path__)}
     assert not modules.intersection(paceline.__all__)
-    importlib.import_module("paceline.distributing")
+    importlib.import_module("paceline.core.distribute")
     assert callable(paceline.distribute)

@@ -145,7 +145,10 @@ def test_tests_look_at_an_optimizer_by_inspect_alone():
                 of_optimizer = ast.unparse(node.value) in ("optimizer", "wrapped")
                 assert node.attr != "_training", where
                 assert not of_optimizer, where
-            if isinstance(node, ast.ImportFrom) and node.module == "paceline.optimizer":
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "paceline.core.optimizer"
+            ):
                 names = {alias.name for alias in node.names}
                 assert names.isdisjoint({"training_of", "present_of"}), where
 

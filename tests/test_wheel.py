@@ -146,7 +146,7 @@ def test_types_are_known_from_outside(bare, tmp_path):
     found = done.stdout.splitlines()
     told = [line.partition(": ")[2] for line in found]
     assert told[:3] == [
-        'note: Revealed type is "paceline.optimizer.DistributedOptimizer"',
+        'note: Revealed type is "paceline.core.optimizer.DistributedOptimizer"',
         'note: Revealed type is "int"',
         'note: Revealed type is "paceline.cluster.workload.Workload"',
     ], done.stdout

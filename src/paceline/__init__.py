@@ -28,14 +28,14 @@ if TYPE_CHECKING:
         world_name,
         world_size,
     )
-    from paceline.checkpoint import load, save
     from paceline.cluster.stand_in import StandIn, stand_in
     from paceline.cluster.workload import Workload
-    from paceline.distributing import distribute
+    from paceline.core.checkpoint import load, save
+    from paceline.core.distribute import distribute
+    from paceline.core.optimizer import DistributedOptimizer
+    from paceline.core.sampler import Sampler
     from paceline.errors import PacelineError
     from paceline.methods.bsp import BSP
-    from paceline.optimizer import DistributedOptimizer
-    from paceline.sampler import Sampler
 
 __version__ = "0.1.0"
 
@@ -68,13 +68,13 @@ _HOMES = {
         *("init", "log", "now", "on_step", "pace", "rank", "report_to"),
         *("steps", "world_name", "world_size"),
     ),
-    "checkpoint": ("load", "save"),
-    "distributing": ("distribute",),
+    "core.checkpoint": ("load", "save"),
+    "core.distribute": ("distribute",),
     "errors": ("PacelineError",),
     "methods.bsp": ("BSP",),
     "cluster.workload": ("Workload",),
-    "optimizer": ("DistributedOptimizer",),
-    "sampler": ("Sampler",),
+    "core.optimizer": ("DistributedOptimizer",),
+    "core.sampler": ("Sampler",),
     "cluster.stand_in": ("StandIn", "stand_in"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

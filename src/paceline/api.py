@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, overload
 
+from paceline.core.step_loggers import Told, report
 from paceline.errors import UsageError
 from paceline.interfaces import World
 from paceline.interfaces.current_runtime import current_world
 from paceline.interfaces.trainings import Job
 from paceline.records import StepRecord
-from paceline.sinks import Told, report
 from paceline.worlds.join import join_world
 
 Item = TypeVar("Item")

@@ -13,7 +13,7 @@ from torch import nn
 
 import paceline
 from paceline.auto.change import Auto
-from paceline.checkpoint.folder import part
+from paceline.core.checkpoint.folder import part
 from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.methods.bsp import BSP

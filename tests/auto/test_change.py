@@ -7,7 +7,7 @@ import torch
 
 import paceline
 from paceline.auto.change import Auto
-from paceline.chosen import read_spec
+from paceline.core.method_spec import read_spec
 from paceline.plan.candidates import quality_of
 from paceline.testing.cases import CASES as TABLE
 from paceline.worlds.virtual import Simulation

@@ -21,7 +21,7 @@ from tests.bucketing.tunings import (
     on,
     sgd,
 )
-from tests.training.cases import assert_gradients, mean_gradients
+from tests.core.cases import assert_gradients, mean_gradients
 from tests.virtual.helpers import cluster, rack
 
 SLOW = cluster(rack(2, link=1.25e6))

@@ -14,10 +14,10 @@ import paceline
 from paceline.bucketing.bucket_plan import Side
 from paceline.bucketing.trial import ROUNDS
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS, Planner
-from paceline.training import parts
+from paceline.core import parts
 from paceline.worlds.virtual import ComputeModel
 from tests.bucketing.tunings import Watched, batch, ended, note, on, sgd
-from tests.training.cases import assert_gradients, mean_gradients
+from tests.core.cases import assert_gradients, mean_gradients
 from tests.virtual.helpers import cluster, rack
 
 SLOW = cluster(rack(3, link=1.25e6))

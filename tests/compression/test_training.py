@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import paceline
-from paceline.chosen import read_spec
 from paceline.cluster.workload import Workload
 from paceline.collectives.schedules import Ring
 from paceline.compression import BF16, Identity, Int4, Int8, Residuals, make
+from paceline.core.averages import Nothing
+from paceline.core.compressed_average import Codes
+from paceline.core.method_spec import read_spec
+from paceline.core.presence import Presence
+from paceline.core.settings import Settings
 from paceline.errors import UsageError
-from paceline.settings import Settings
-from paceline.training.coding import Codes
-from paceline.training.means import Nothing
-from paceline.training.presence import Presence
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import ComputeModel
 from tests.virtual.helpers import run

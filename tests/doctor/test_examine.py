@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import paceline
-from paceline import exchange
 from paceline.cluster import Cluster, Rack
 from paceline.cluster.rules import throttle
+from paceline.core import sync
 from paceline.doctor.virtual import examined, examined_network
 from paceline.doctor.watch import StepWatch
 from paceline.errors import UsageError
@@ -236,15 +236,15 @@ def test_a_script_that_trains_nothing_has_its_network_measured():
 
 
 def test_nobody_makes_room_for_more_than_can_be_meant(monkeypatch):
-    monkeypatch.setattr(exchange, "MOST_GATHERED", 9)
+    monkeypatch.setattr(sync, "MOST_GATHERED", 9)
     refused = []
 
     def body(rank):
         paceline.init()
-        told = exchange.gather_bytes(b"x" * (8 + rank), torch.device("cpu"))
+        told = sync.gather_bytes(b"x" * (8 + rank), torch.device("cpu"))
         assert [len(text) for text in told] == [8, 9]
         with pytest.raises(UsageError, match="rank 1 has 10 bytes") as caught:
-            exchange.gather_bytes(b"x" * (9 + rank), torch.device("cpu"))
+            sync.gather_bytes(b"x" * (9 + rank), torch.device("cpu"))
         refused.append(caught.value)
 
     Simulation(Cluster((rack(2),))).run(body)

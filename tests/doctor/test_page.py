@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from paceline.chosen import read_spec
 from paceline.cli import app
+from paceline.core.method_spec import read_spec
 from paceline.doctor.faults import FAULTS, LATER
 from paceline.doctor.words import faults_table
 

@@ -17,7 +17,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, parse_cluster
-from paceline.optimizer import DistributedOptimizer
+from paceline.core.optimizer import DistributedOptimizer
 from paceline.testing import CASES, Case
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import ComputeModel, Simulation

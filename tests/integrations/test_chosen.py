@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.distributing import distribute
+from paceline.core.distribute import distribute
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.integrations import versions
 from paceline.integrations.chosen import (

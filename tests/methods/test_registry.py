@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from paceline.chosen import brief_spec, read_spec
-from paceline.distributing import distribute
+from paceline.core.distribute import distribute
+from paceline.core.method_spec import brief_spec, read_spec
 from paceline.errors import UsageError
 from paceline.methods import METHODS, check_survives, make
 from paceline.spec import field_types, parse

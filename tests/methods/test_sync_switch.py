@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.chosen import read_spec
 from paceline.cluster import uniform_cluster
+from paceline.core.method_spec import read_spec
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush
 from paceline.methods.sync_switch import BSPThenASP

@@ -9,12 +9,12 @@ from paceline.auto.watch import with_all
 from paceline.cluster import Workload, uniform_cluster
 from paceline.cluster.profiling import StepHabits
 from paceline.cluster.profiling.step_habits import MOST_STEPS
+from paceline.core.parameter_use import is_watched
 from paceline.plan.facts import facts_of
 from paceline.plan.limits import alone, limit_seconds
 from paceline.plan.predict import Job, Prediction, predict
 from paceline.report.result import Summary
 from paceline.run_options import RunOptions
-from paceline.watched import is_watched
 from paceline.worlds.virtual import ComputeModel, Simulation
 from paceline.worlds.virtual.profile import profile_script
 from paceline.worlds.virtual.script import run_script

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.chosen import read_spec
 from paceline.cluster import Cluster, Rack, ServerHost, uniform_cluster
+from paceline.core.method_spec import read_spec
 from paceline.errors import GradientError, UsageError, WorkerFailedError
 from paceline.methods import METHODS
 from paceline.testing.task import Quadratic, centers_of, flat_parameters

@@ -25,17 +25,18 @@ import msgspec
 
 from paceline.auto.change_habits import Habits
 from paceline.auto.change_state import KeptCodes, KeptPlans, equalize
-from paceline.beginning import Made, Prepared, Subject, begin, prepare, train
-from paceline.chosen import read_spec
 from paceline.collectives.communicator import TorchComm
+from paceline.core.active_training import Present
+from paceline.core.method_hooks import rhythms_of
+from paceline.core.method_spec import read_spec
+from paceline.core.optimizer import DistributedOptimizer, present_of
+from paceline.core.settings import Settings
+from paceline.core.start import Made, Prepared, Subject, begin, prepare, train
+from paceline.core.sync import gather_bytes
+from paceline.core.training import Training
 from paceline.errors import UsageError
-from paceline.exchange import gather_bytes
 from paceline.interfaces import QUALITIES, Method, Quality
-from paceline.optimizer import DistributedOptimizer, present_of
 from paceline.records import Span
-from paceline.settings import Settings
-from paceline.training import Present, Training
-from paceline.training.method_hooks import rhythms_of
 
 
 class Course(Protocol):

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from paceline.buckets import Bucket, stamps
+from paceline.core.settings import Settings
+from paceline.core.training import Training
 from paceline.interfaces import Method
-from paceline.settings import Settings
-from paceline.training import Training
 
 
 class Habits:

@@ -9,9 +9,9 @@ import msgspec
 import torch
 
 from paceline.bucketing.bucket_plan import Side
-from paceline.exchange import broadcast_tensors, gather_bytes, mean_of_tensors
+from paceline.core.sync import broadcast_tensors, gather_bytes, mean_of_tensors
+from paceline.core.training import Training
 from paceline.interfaces import Comm
-from paceline.training import Training
 
 
 class _Kept(msgspec.Struct, frozen=True, array_like=True):

@@ -18,11 +18,11 @@ from paceline.auto.program import Program
 from paceline.auto.senses import Forbid, TrainingSenses
 from paceline.auto.wish import FIRST, Auto
 from paceline.auto.words import paragraph
-from paceline.beginning import Subject
 from paceline.collectives.communicator import TorchComm
-from paceline.settings import Settings
+from paceline.core.settings import Settings
+from paceline.core.start import Subject
+from paceline.core.training import Training
 from paceline.torch_internals import moves_host_tensors
-from paceline.training import Training
 
 
 def changing(wish: Auto, settings: Settings) -> Changing:

@@ -21,15 +21,15 @@ from paceline.auto.planner import PlannerProcess
 from paceline.auto.program import MEASURED_STEPS
 from paceline.auto.watch import Watch, as_one_pass, with_all
 from paceline.auto.wish import FIRST, Auto
-from paceline.beginning import Subject
 from paceline.buckets import wire_bytes
 from paceline.cluster import Cluster, cluster_toml, parse_cluster
+from paceline.core.method_hooks import rhythms_of
+from paceline.core.settings import Settings
+from paceline.core.start import Subject
+from paceline.core.training import Training
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Comm, Method
 from paceline.methods import METHODS
-from paceline.settings import Settings
-from paceline.training import Training
-from paceline.training.method_hooks import rhythms_of
 
 Forbid = Callable[[Method, Settings], str]
 STEPS_KEPT = 4096

@@ -193,7 +193,7 @@ def check_job(script: Path, *specs: str | None) -> None:
     if not any(specs):
         return
     from paceline.auto.wish import wish_of
-    from paceline.chosen import read_spec
+    from paceline.core.method_spec import read_spec
 
     for spec in specs:
         if spec is not None and wish_of(spec) is None:
@@ -211,7 +211,7 @@ def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) ->
         return
     from paceline import methods
     from paceline.auto.wish import wish_of
-    from paceline.chosen import read_spec
+    from paceline.core.method_spec import read_spec
     from paceline.interfaces import UpdatesOnServer
 
     wish = wish_of(spec)
@@ -325,6 +325,6 @@ def standard_output_for_result(active: bool) -> Iterator[int]:
 def check_report(report_to: str | None) -> None:
     """Raise `UsageError` for a place that nobody knows."""
     if report_to is not None:
-        from paceline.sinks import check_place
+        from paceline.core.step_loggers import check_place
 
         check_place(report_to)

@@ -11,12 +11,12 @@ import torch
 from paceline.cluster import Workload, cluster_toml
 from paceline.cluster.probe import infer_cluster
 from paceline.cluster.profiling import Profiler
+from paceline.core.sync import gather_bytes
 from paceline.doctor import machine
 from paceline.doctor.evidence import Evidence, WorkerEvidence
 from paceline.doctor.network import NetworkFound, examine_network
 from paceline.doctor.watch import StepWatch
 from paceline.errors import UsageError
-from paceline.exchange import gather_bytes
 from paceline.interfaces import World
 from paceline.report.result import unsettled
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from paceline.bucketing import FIXED
-from paceline.chosen import brief_spec, read_spec
 from paceline.cluster import Processor
 from paceline.collectives import COLLECTIVES
+from paceline.core.method_spec import brief_spec, read_spec
 from paceline.doctor.faults_kinds import Found, command_of
 from paceline.doctor.faults_limits import (
     GAIN,

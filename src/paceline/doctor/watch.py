@@ -26,7 +26,7 @@ TIMES = (
 
 
 class StepWatch:
-    """Is told a training's events (`paceline.training.observers`), and its journal's waits.
+    """Is told a training's events (`paceline.core.step_listeners`), and its journal's waits.
 
     A step is from the end of the one before to its own end. *Forward* is from a call of the model to
     its return, *backward* from there to the last gradient, so the loss is in it; *input* is what

@@ -27,10 +27,10 @@ chosen.check_meets_all("Accelerate", os.environ)
 from accelerate import Accelerator  # noqa: E402
 
 from paceline.api import init, world_size  # noqa: E402
-from paceline.distributing import distribute  # noqa: E402
+from paceline.core.distribute import distribute  # noqa: E402
+from paceline.core.optimizer import DistributedOptimizer  # noqa: E402
 from paceline.errors import UsageError  # noqa: E402
 from paceline.integrations.accelerate_private import states_of_threads  # noqa: E402
-from paceline.optimizer import DistributedOptimizer  # noqa: E402
 
 
 def prepare(

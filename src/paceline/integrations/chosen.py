@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from paceline import spec
-from paceline.chosen import read_spec
-from paceline.distributing import distribute
+from paceline.core.distribute import distribute
+from paceline.core.method_spec import read_spec
+from paceline.core.model_checks import check_trained_by_nobody_else
+from paceline.core.optimizer import DistributedOptimizer
 from paceline.errors import UsageError, unknown
-from paceline.guards import check_trained_by_nobody_else
 from paceline.interfaces import Method
 from paceline.interfaces.current_runtime import current_world
-from paceline.optimizer import DistributedOptimizer
 from paceline.worlds.servers import SURVIVE_VARIABLE
 
 _NOT_HERE = ("model", "optimizer", "sampler")

@@ -24,7 +24,8 @@ from lightning.fabric.strategies import DDPStrategy  # isort: skip
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 
 from paceline.api import init
-from paceline.distributing import distribute
+from paceline.core.distribute import distribute
+from paceline.core.optimizer import DistributedOptimizer
 from paceline.errors import UsageError
 from paceline.integrations.chosen import (
     accumulating,
@@ -33,7 +34,6 @@ from paceline.integrations.chosen import (
     copied,
     owner_of,
 )
-from paceline.optimizer import DistributedOptimizer
 from paceline.torch_internals import Uncopied
 
 _Averaged = tuple[weakref.ref[torch.nn.Parameter], weakref.ref[DistributedOptimizer]]

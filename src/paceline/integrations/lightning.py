@@ -29,7 +29,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from paceline import methods
 from paceline.api import init
-from paceline.distributing import distribute
+from paceline.core.distribute import distribute
+from paceline.core.optimizer import DistributedOptimizer
 from paceline.integrations.chosen import (
     accumulating,
     check_chosen,
@@ -37,7 +38,6 @@ from paceline.integrations.chosen import (
     copied,
     owner_of,
 )
-from paceline.optimizer import DistributedOptimizer
 
 
 class PacelineStrategy(OfLaunched, DDPStrategy):

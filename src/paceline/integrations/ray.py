@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast
 
 from paceline import methods, spec
+from paceline.core.settings import Settings
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.integrations.ray_coordinator import (
     SERVER,
@@ -43,7 +44,6 @@ from paceline.integrations.versions import require
 from paceline.interfaces import UpdatesOnServer
 from paceline.parameter_server.process import snapshot as snapshots
 from paceline.run_options import RunOptions
-from paceline.settings import Settings
 from paceline.timeouts import timeouts
 
 require("ray", "2.60", "3", "ray")

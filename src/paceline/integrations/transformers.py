@@ -19,6 +19,7 @@ require("transformers", "5.3", "6", "transformers")
 
 from transformers import Trainer  # noqa: E402
 
+from paceline.core.optimizer import DistributedOptimizer, training_of  # noqa: E402
 from paceline.errors import UsageError  # noqa: E402
 from paceline.integrations.accelerate import check_same_workers, hand_over  # noqa: E402
 from paceline.integrations.chosen import (  # noqa: E402
@@ -27,7 +28,6 @@ from paceline.integrations.chosen import (  # noqa: E402
     check_plain,
     shows_mean,
 )
-from paceline.optimizer import DistributedOptimizer, training_of  # noqa: E402
 
 T = TypeVar("T", bound=Trainer)
 _ATTACHED = "_attached_by_paceline"

@@ -1,6 +1,6 @@
 """A method: when, and with whom, workers agree.
 
-`paceline.methods` implements `Method`; `paceline.training` calls its hooks.
+`paceline.methods` implements `Method`; `paceline.core` calls its hooks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a method sees of one worker's training: a `Run`, and more where the method updates.
 
-`paceline.training` implements these.
+`paceline.core` implements these.
 """
 
 from __future__ import annotations

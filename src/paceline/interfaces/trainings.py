@@ -267,7 +267,7 @@ class Job:
     training's number, counted from 0, and the cause. Those who wait for this worker are to
     learn it. ``holding`` are trainings whose process groups and threads are there, with what
     closes these. ``watchers``: called when a training begins, with its model and its trainable tensors; what they
-    give back is told its events (`paceline.training.observers`). ``loops``: how many of the script's loops over
+    give back is told its events (`paceline.core.step_listeners`). ``loops``: how many of the script's loops over
     `paceline.steps` are under way; ``ended``: it has done as many steps as it was asked for, and these
     loops come to their end.
     """

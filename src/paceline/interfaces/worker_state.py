@@ -1,6 +1,6 @@
 """What a worker has of its own, and a checkpoint keeps per worker.
 
-`paceline.training` has a list of these; `paceline.checkpoint` saves and restores them.
+`paceline.core` has a list of these; `paceline.core.checkpoint` saves and restores them.
 """
 
 from __future__ import annotations

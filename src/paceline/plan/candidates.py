@@ -21,15 +21,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from paceline.bucketing import FIXED, RULES
-from paceline.chosen import read_spec
 from paceline.cluster import Cluster
 from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS, Identity, make
+from paceline.core.method_spec import read_spec
+from paceline.core.settings import Settings
 from paceline.errors import UsageError
 from paceline.interfaces import Method, Quality, weaker
 from paceline.methods import METHODS
 from paceline.plan.found import LeftOut
-from paceline.settings import Settings
 from paceline.spec import Spec, parse
 
 CODES = 2

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.bucketing import MEASURED
-from paceline.chosen import read_spec
 from paceline.cluster import Workload
+from paceline.core.method_spec import read_spec
 from paceline.spec import Spec, parse
 
 FEW = 16

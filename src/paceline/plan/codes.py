@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import msgspec
 
-from paceline.chosen import read_spec
 from paceline.cluster.workload import CodingTimes
 from paceline.compression import full_spec
+from paceline.core.method_spec import read_spec
 from paceline.plan.coarse import coarse
 from paceline.plan.found import Plan, Row
 from paceline.plan.predict import Job, Prediction

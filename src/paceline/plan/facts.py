@@ -16,10 +16,10 @@ import torch
 from paceline.buckets import wire_bytes
 from paceline.cluster import Workload, uniform_cluster
 from paceline.cluster.profiling import StepHabits
+from paceline.core.optimizer import training_of
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Method
 from paceline.methods import METHODS
-from paceline.optimizer import training_of
 from paceline.plan.predict import MakeOptimizer, plain_sgd
 from paceline.run_options import RunOptions
 from paceline.spec import parse

@@ -29,19 +29,19 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.beginning import Subject, train
 from paceline.bucketing import MEASURED
 from paceline.buckets import nearly_square
-from paceline.chosen import read_spec
 from paceline.cluster import Cluster, Workload
 from paceline.cluster.stand_in import stand_in
 from paceline.compression import warm_up_of
+from paceline.core.method_spec import read_spec
+from paceline.core.settings import Settings
+from paceline.core.start import Subject, train
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Compressor, Method, World
 from paceline.records import Journal, StepRecord
 from paceline.report.result import Summary
 from paceline.run_options import RunOptions
-from paceline.settings import Settings
 from paceline.spec import convert_fields
 from paceline.worlds.join import join_world
 from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult

@@ -15,11 +15,12 @@ from typing import Any, cast
 import torch
 
 from paceline.bucketing import MEASURED
-from paceline.chosen import read_spec
 from paceline.cluster import Cluster
 from paceline.collectives import COLLECTIVES
 from paceline.collectives.placement import Places, aggregating_racks
 from paceline.compression import Identity
+from paceline.core.method_spec import read_spec
+from paceline.core.settings import Settings
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Schedule
 from paceline.plan.predict import (
@@ -30,7 +31,6 @@ from paceline.plan.predict import (
     in_the_long_run,
     shorter,
 )
-from paceline.settings import Settings
 
 START, ENTERING = 0.03, 4e-3
 """Seconds of any prediction, and of each worker of it: its thread, its model, its groups."""

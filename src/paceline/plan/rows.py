@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.chosen import read_spec
+from paceline.core.method_spec import read_spec
 from paceline.interfaces import Method, MethodSummary, Quality
 from paceline.plan.found import Row
 from paceline.plan.predict import Prediction

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import paceline
 from paceline import bucketing
 from paceline.collectives.communicator import TorchComm
+from paceline.core.optimizer import DistributedOptimizer
 from paceline.errors import PacelineError
-from paceline.optimizer import DistributedOptimizer
 from paceline.testing.cases import CASES, Case
 from paceline.testing.restarts import (
     a_checkpoint_is_a_restart,

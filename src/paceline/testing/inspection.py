@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from paceline.bucketing.tuner import Planner
+from paceline.core.active_training import Changes
+from paceline.core.optimizer import present_of
 from paceline.interfaces import Comm, Endpoint, OwnState, Run
-from paceline.optimizer import present_of
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.records import Journal
-from paceline.training.present import Changes
 from paceline.worlds.join import join_world
 
 

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import torch
 
 import paceline
-from paceline.optimizer import DistributedOptimizer, training_of
+from paceline.core.optimizer import DistributedOptimizer, training_of
 from paceline.testing.cases import Case
 from paceline.testing.task import Counting, Quadratic, centers_of, flat_parameters
 from paceline.testing.trial import (

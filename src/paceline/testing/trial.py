@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.distributing import distribute
+from paceline.core.distribute import distribute
+from paceline.core.optimizer import DistributedOptimizer
+from paceline.core.sync import gather_bytes
 from paceline.errors import PacelineError
-from paceline.exchange import gather_bytes
-from paceline.optimizer import DistributedOptimizer
 from paceline.testing.cases import Case
 from paceline.testing.task import Quadratic, flat_parameters
 from paceline.worlds.join import join_world

@@ -20,9 +20,9 @@ from threading import Event
 from typing import NoReturn, TypeVar
 
 from paceline import launchers, methods, spec
+from paceline.core.settings import Settings
 from paceline.errors import PeerLostError, UsageError
 from paceline.run_options import RunOptions
-from paceline.settings import Settings
 from paceline.timeouts import timeouts
 from paceline.transport.connection import RemoteServer
 from paceline.transport.protocol import BEFORE_IT_STOOD, IS_HERE

@@ -41,11 +41,11 @@ from pathlib import Path
 from typing import cast
 
 from paceline import methods, spec
+from paceline.core.settings import Settings
 from paceline.errors import UsageError
 from paceline.interfaces import UpdatesOnServer
 from paceline.parameter_server.process.snapshot import claimed
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
-from paceline.settings import Settings
 from paceline.timeouts import timeouts
 from paceline.transport.security import TOKEN
 from paceline.worlds.described import load_of

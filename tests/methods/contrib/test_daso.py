@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.chosen import read_spec
 from paceline.cluster import Cluster, Rack
+from paceline.core.method_spec import read_spec
 from paceline.errors import UsageError
 from tests.methods.local_updates.helpers import (
     Trained,

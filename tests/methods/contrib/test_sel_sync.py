@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.chosen import read_spec
+from paceline.core.method_spec import read_spec
 from paceline.errors import UsageError
 from paceline.methods.contrib.sel_sync import SelSync, SelSyncState, norm_of
 from paceline.worlds.join import join_world

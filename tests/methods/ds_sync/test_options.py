@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.chosen import read_spec
+from paceline.core.method_spec import read_spec
 from paceline.errors import UsageError
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.buckets import make_buckets
-from paceline.chosen import read_spec
+from paceline.core.method_spec import read_spec
 from paceline.errors import UsageError
 from paceline.methods.osp.deferral import (
     VISIBLE,

@@ -14,8 +14,8 @@ import torch
 from paceline.cluster.probe.pairs import FIRST_BYTES, Pairs
 from paceline.cluster.probe.racks import find_racks
 from paceline.cluster.probe.result import Findings, Size
+from paceline.core.sync import gather_bytes
 from paceline.errors import UsageError
-from paceline.exchange import gather_bytes
 from paceline.interfaces import World
 from paceline.worlds.described import seat
 

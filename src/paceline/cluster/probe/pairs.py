@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from paceline.cluster.probe import tcp_counters
 from paceline.collectives.communicator import TorchComm
+from paceline.core.sync import gather_bytes
 from paceline.errors import PeerLostError
-from paceline.exchange import gather_bytes
 from paceline.interfaces import World
 from paceline.torch_internals import moves_host_tensors
 from paceline.worlds.described import seat

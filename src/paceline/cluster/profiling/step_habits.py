@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.watched import release, watch
+from paceline.core.parameter_use import release, watch
 
 MOST_STEPS = 64
 """What is done in so many steps is a habit: no more are watched, and nothing is charged for it."""
 
 
 class StepHabits:
-    """Is told a training's events (`paceline.training.observers`), and counts.
+    """Is told a training's events (`paceline.core.step_listeners`), and counts.
 
     A step has as many passes as accumulate into one update: those under ``no_sync`` and the one that is sent.
     A script uses gradients where it reads or changes one between the end of backward and ``step()``, as

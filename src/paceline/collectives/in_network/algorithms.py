@@ -2,7 +2,7 @@
 
 1. The buffer is cut into blocks of `BLOCK` numbers, as many as a datagram has on an Ethernet;
    whatever datagrams really are, so that all worlds have the same bits. The last number is a block
-   by itself: a worker that has something to tell makes it NaN (`training.roll_call`), and all
+   by itself: a worker that has something to tell makes it NaN (`core.participation`), and all
    others must get through. All ranks agree on each block's
    exponent: the largest of theirs, by a schedule of 2 log2 n steps. One element more is what ranks
    have to say (`Aggregation.standing`).

@@ -1,0 +1,326 @@
+"""`save` and `load`: a job's whole state, as plain data in files of `torch.save`.
+
+A checkpoint is a folder: one file with what all workers share, one for each worker's own part
+(`worker_state`), and an index. They hold data alone (`structure`), and are read as data alone: no
+checkpoint can run code (`files`). `folder` says how a checkpoint replaces the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from paceline.core.checkpoint import files
+from paceline.core.checkpoint import folder as folders
+from paceline.core.checkpoint.method_switch import trained_by
+from paceline.core.checkpoint.run_on_all import together
+from paceline.core.checkpoint.structure import as_data
+from paceline.core.checkpoint.worker_state import VERSION, OwnPart, Saved, pack_own
+from paceline.core.optimizer import DistributedOptimizer, training_of
+from paceline.core.training import Training
+from paceline.errors import UsageError
+from paceline.interfaces import World
+from paceline.interfaces.current_runtime import current_world
+
+_INDEX = "index"
+"""The one state in a checkpoint's index."""
+
+
+class Stateful(Protocol):
+    """What `save` and `load` take beside the training: a scheduler, a scaler, ..."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def save(path: str | Path, **others: Stateful) -> None:
+    """Write models, optimizers, samplers, random states and *others* into the folder *path*.
+
+    Collective; call it between steps. What is equal on all workers is written once, by
+    rank 0. Each worker writes a part of its own: its random states, the model's buffers, and
+    what its method and compressor keep; where models differ between steps, its model and
+    optimizer too. It is all of one moment, at which every worker has called this: what their
+    steps have sent is in it, and nothing that any of them does later.
+
+    Under ``paceline run --survive`` the workers that train then wait for each other, and the
+    lowest rank of them writes what is equal on all. Nobody waits for a worker that has died,
+    or has come back at a later step than this: the checkpoint has no part of it.
+
+    Trainings that have ended are in it, too, while the script holds their models, or no other has begun.
+
+    An older checkpoint there is replaced when the new one is complete; whenever a process is
+    killed meanwhile, `load` finds one of the two. Raises `UsageError` on every worker, with
+    nothing written, for states that are not data, or if *path* is there and is no checkpoint.
+
+    *path* is one folder for all workers. Where machines have disks of their own, the parts of
+    those on other machines than rank 0's stay on theirs, in ``PATH.partial``.
+    """
+    world = _world()
+    world.job.drop_unheld()
+    if world.alone:
+        _save_alone(world, _prepare(path, others), others)
+        return
+    # When all are here, each has the answers to what it sent; and none goes on before all
+    # have met again, when rank 0 has the state. Servers are told first: under some methods
+    # who is not here yet would wait for those who are.
+    for training in _trainings(world):
+        if training.updates_on_server:
+            training.meet()
+    writes = world.rank == 0
+    folder = together(world, "save", lambda: _prepare_all(world, path, others))
+    together(world, "save", lambda: folders.settle(folder) if writes else None)
+    try:
+        shared, own = together(
+            world,
+            "save",
+            lambda: (_write_shared(world, others, writes, folder), pack_own(world)),
+        )
+        together(world, "save", lambda: _write_own(world, own, folder))
+        saved = Saved.now(world, shared, list(range(world.size)))
+        together(world, "save", lambda: _complete(saved, folder) if writes else None)
+    except Exception:
+        if writes:
+            folders.discard(folder)
+        raise
+
+
+def load(path: str | Path, **others: Stateful) -> None:
+    """Restore what `save` wrote, into the models, optimizers and samplers of this job and
+    *others*.
+
+    Collective; call it after `distribute`, and after the same step on every worker. When it
+    returns, all go on from what was loaded, and as many workers as saved it go on bit for
+    bit. Where there are more or fewer, or some had died, a sampler goes on with its epoch, a
+    worker without a part of its own keeps its random state and has rank 0's buffers, all
+    have the one model that `save` was given as the method's result, and what methods and
+    compressors had is divided or refused, as each of them says.
+
+    Raises `UsageError`, on every worker and with nothing changed, if there is no checkpoint,
+    if it holds other states than this job, or if a method refuses what it holds. What a
+    method or compressor keeps is taken by that of the same name; what nobody takes, and what
+    begins anew, is said on standard error.
+
+    Under ``paceline run --survive`` a worker that was started again calls this too, alone:
+    then models and optimizers stay as the servers hold them, since the job goes on.
+    """
+    world = _world()
+    world.job.drop_unheld()
+    states = dict(_shared_states(world, others))
+    # Servers are told first: some wait for the fastest only, who are here.
+    for training in _trainings(world):
+        if training.updates_on_server and not world.alone:
+            training.meet()
+    found = together(world, "load", lambda: _find(world, path, set(states)))
+    with trained_by(world, found.saved.specs):
+        checkpoint = together(world, "load", lambda: _read(world, found, set(states)))
+        together(world, "load", lambda: _load_shared(states, checkpoint.shared))
+        used = [training.load_is_complete() for training in _trainings(world)]
+        together(world, "load", lambda: checkpoint.give_back() if all(used) else None)
+
+
+def _world() -> World:
+    world = current_world()
+    if world is None or not world.job.trainings:
+        raise UsageError("call paceline.distribute(...) before save and load")
+    return world
+
+
+def _trainings(world: World) -> list[Training]:
+    """Those that go on."""
+    return [training_of(begun.optimizer) for begun in world.job.unfinished]
+
+
+# ---- where workers meet only at their servers ----
+
+
+def _save_alone(world: World, folder: Path, others: dict[str, Stateful]) -> None:
+    """`save` there; after the training workers no longer meet, and all hold the same.
+
+    Between two meetings each does its part. Whoever dies is not waited for: without its
+    part the checkpoint is whole, and without the leader it is not replaced. An error is raised
+    when all have met: nobody is left waiting."""
+    trainings = _trainings(world)
+    met = [training for training in trainings if training.meet()]
+    here = len(met) == len(trainings)
+    leads = here and (met[0].leads if met else world.rank == 0)
+    shared: list[str] = []
+    errors: list[Exception] = []
+
+    def attempt(action: Callable[[], None]) -> None:
+        try:
+            if here and not errors:
+                action()
+        except Exception as error:
+            errors.append(error)
+        for training in met:
+            training.meet()
+
+    def begin() -> None:
+        if leads:
+            folders.settle(folder)
+            folders.begin(folder)
+        shared.extend(_write_shared(world, others, leads, folder))
+
+    def write_own() -> None:
+        if (leads or met) and folders.is_begun(folder):
+            _write_own(world, pack_own(world), folder)
+
+    def complete() -> None:
+        if leads:
+            parts = folders.parts(folders.partial(folder))
+            _complete(Saved.now(world, shared, parts), folder)
+
+    for action in (begin, write_own, complete):
+        attempt(action)
+    if errors:
+        if leads:
+            folders.discard(folder)
+        raise errors[0]
+
+
+# ---- what a checkpoint holds ----
+
+
+def _prepare_all(world: World, path: str | Path, others: dict[str, Stateful]) -> Path:
+    for training in _trainings(world):
+        training.require_all_at_one_place()
+    return _prepare(path, others)
+
+
+def _prepare(path: str | Path, others: dict[str, Stateful]) -> Path:
+    """Returns the folder."""
+    for name in others:
+        if not name.isidentifier():
+            raise UsageError(
+                f"save(path, **others): expected names as Python has them, got {name!r}"
+            )
+    return folders.as_folder(path)
+
+
+def _shared_states(
+    world: World, others: dict[str, Stateful]
+) -> Iterator[tuple[str, Stateful]]:
+    """Names and states that are equal on all workers."""
+    for number, begun in world.job.there():
+        yield f"model{number}", begun.model
+        yield f"optimizer{number}", begun.optimizer
+        sampler = training_of(begun.optimizer).sampler
+        if sampler is not None:
+            yield f"sampler{number}", sampler
+    for name, state in others.items():
+        yield f"other.{name}", state
+
+
+def _write_shared(
+    world: World, others: dict[str, Stateful], writes: bool, folder: Path
+) -> list[str]:
+    """Write what is equal on all, for the one that *writes* it; returns the names. The others
+    enter `consolidated` too where the method's result takes all of them. Nothing is copied:
+    what models hold within is written there."""
+    for training in _trainings(world):
+        training.settle_buffers()
+    with contextlib.ExitStack() as stack:
+        for _, begun in world.job.there():
+            # The method's result: a worker's own parameters may be tentative.
+            if writes or training_of(begun.optimizer).consolidates_together:
+                entered = cast(DistributedOptimizer, begun.optimizer).consolidated()
+                stack.enter_context(entered)
+        if not writes:
+            return []
+        data = {
+            name: as_data(state.state_dict(), name)
+            for name, state in _shared_states(world, others)
+        }
+        files.write(data, folders.shared(folders.partial(folder)))
+        return list(data)
+
+
+def _write_own(world: World, own: dict[str, Any], folder: Path) -> None:
+    files.write(own, folders.part(folders.partial(folder), world.rank))
+
+
+def _complete(saved: Saved, folder: Path) -> None:
+    """All parts are there: with this the checkpoint is complete."""
+    about = as_data(msgspec.to_builtins(saved), _INDEX)
+    files.write({_INDEX: about}, folders.index(folders.partial(folder)))
+    folders.replace(folder)
+
+
+# ---- what is taken from it ----
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint *at* a folder, and what it says of itself."""
+
+    at: Path
+    saved: Saved
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """What one worker has read: what is *shared*, and its own, which `give_back` restores."""
+
+    shared: dict[str, Any]
+    give_back: Callable[[], None]
+
+
+def _find(world: World, path: str | Path, wanted: set[str]) -> _Found:
+    """Changes nothing. Raises `UsageError` where the checkpoint holds other states than are
+    *wanted*."""
+    folder = folders.as_folder(path)
+    found = folders.find(folder)
+    if found != folder and world.rank == 0:
+        print(
+            f"paceline: a save into {folder} was interrupted: loading {found}",
+            file=sys.stderr,
+        )
+    saved = _read_index(found)
+    gone = {
+        f"{kind}{number}"
+        for number, begun in enumerate(world.job.trainings)
+        for kind in ("model", "optimizer", "sampler")
+        if begun.gone
+    }
+    if set(saved.shared) - gone != wanted:
+        raise UsageError(
+            f"the checkpoint in {folder} holds {', '.join(saved.shared)}; this job wants "
+            f"{', '.join(sorted(wanted))}: call distribute as often, and name the same "
+            "others, as when it was saved"
+        )
+    return _Found(found, saved)
+
+
+def _read_index(found: Path) -> Saved:
+    """Raises `UsageError` for a version that is not known here."""
+    about = files.read(folders.index(found), [_INDEX])[_INDEX]
+    version = about.get("version") if isinstance(about, dict) else None
+    if version != VERSION:
+        raise UsageError(
+            f"the checkpoint in {found} has version {version}, and this paceline reads "
+            f"version {VERSION}: load it with the paceline that saved it"
+        )
+    try:
+        return msgspec.convert(about, Saved)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"the index of the checkpoint in {found} is wrong: {error}"
+        ) from (None)
+
+
+def _read(world: World, found: _Found, wanted: Collection[str]) -> _Checkpoint:
+    """Changes nothing. Raises `UsageError` where an own state's owner refuses what it is to have."""
+    shared = files.read(folders.shared(found.at), wanted)
+    return _Checkpoint(shared, OwnPart(world, found.at, found.saved).give_back)
+
+
+def _load_shared(states: dict[str, Stateful], shared: dict[str, Any]) -> None:
+    for name, state in states.items():
+        state.load_state_dict(shared[name])

@@ -1,0 +1,278 @@
+"""Sums of gradients through a compressor: each round of its code is one collective.
+
+A compressor's ``average`` is a generator. What it yields is sent; it goes on with the
+result, as the work that is chained to that (`Pending.then`), so in the same order on all
+ranks, and while backward still runs.
+
+Virtual time passes for coding where the first code is made, and for all that follows where
+the result is waited for: the works in between are instants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.buckets import stand_in_for, stands_in, wire_bytes, wire_shape
+from paceline.core.presence import Presence
+from paceline.errors import UsageError
+from paceline.interfaces import (
+    COMMON,
+    Asked,
+    Coding,
+    CodingStage,
+    Comm,
+    Compressor,
+    Exchange,
+    Gather,
+    Leg,
+    Pending,
+    Place,
+    State,
+    Sum,
+)
+
+
+class Codes:
+    """*compressor*, with its state of each tensor, by name, on the worker of *rank*.
+    *charge* is told what was coded and decoded, see `Compute.coded`."""
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        presence: Presence,
+        rank: int,
+        charge: Callable[[Compressor, int, float, CodingStage], None],
+    ) -> None:
+        self.compressor, self._presence, self._rank = compressor, presence, rank
+        self._charge = charge
+        self.states: dict[str, State] = {}
+        self._under_way: dict[str, Pending] = {}
+        self._legs: dict[Any, Sequence[Leg]] = {}
+        self._early: dict[Any, Sequence[tuple[int, Sequence[Leg]]]] = {}
+        self._sums: Counter[str] = Counter()
+        """Of each stand-in, which has no state that counts them."""
+        self.was_used = False
+        """Whether anything was sent through it."""
+
+    def sum(
+        self,
+        comm: Comm,
+        buffer: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        names: Sequence[str],
+        *,
+        counts: bool = False,
+    ) -> Pending | None:
+        """*buffer* (this worker's share) becomes its sum over *comm*; it consists of *parts*
+        with these *names*. *counts*: also that of a worker that is out of data, whose share
+        is zero where it has none. Returns None where the compressor has nothing to send."""
+        self.was_used = True
+        for name in names:
+            # What its next code begins with is not there yet: a part of a step may be late,
+            # and that of the next one in time.
+            if name in self._under_way:
+                self._under_way[name].wait()
+        counts = counts or self._presence.takes_part
+        rows = zip(names, parts, strict=True)
+        states = [self._state(name, part, counts) for name, part in rows]
+        earlier = 0
+        if stands_in(buffer):
+            earlier = max((self._sums[name] for name in names), default=0)
+            self._sums.update(names)
+        pending = self._begin(comm, buffer, parts, states, earlier)
+        if pending is not None and self.compressor.state != "none":
+            pending.settles(self._under_way, names)
+        return pending
+
+    def try_out(self, comm: Comm, buffer: torch.Tensor) -> Pending | None:
+        """The same, of a *buffer* whose contents do not matter, as of one large matrix: it
+        leaves no state, and what is different in first steps is left out."""
+        settled = self.compressor.settled()
+        parts = [buffer] if stands_in(buffer) else _as_matrix(buffer)
+        states = [settled.init(part, "", self._rank) for part in parts]
+        return self._begin(comm, buffer, parts, states, None, settled)
+
+    def _begin(
+        self,
+        comm: Comm,
+        buffer: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        states: Sequence[State],
+        earlier: int | None,
+        compressor: Compressor | None = None,
+    ) -> _Decoded | None:
+        """*earlier*: sums of a stand-in before this one; None: long after its first steps."""
+        compressor = compressor or self.compressor
+        size = wire_bytes(buffer)
+        legs: Sequence[Leg] | None = None
+        if stands_in(buffer):
+            legs = self._traffic(buffer, parts, comm.size, earlier)
+            rounds = _summed_in(legs, buffer, comm.size)
+        else:
+            place = Place(comm.rank, comm.size)
+            rounds = compressor.average(parts, states, place)
+        self._charge(compressor, comm.size, size, "encode")
+        pending = _Chain(rounds, comm, legs).begin()
+        if pending is None:
+            return None
+        return _Decoded(
+            pending, lambda: self._charge(compressor, comm.size, size, "decode")
+        )
+
+    def _traffic(
+        self,
+        buffer: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        workers: int,
+        earlier: int | None,
+    ) -> Sequence[Leg]:
+        """What the tensors take that *parts* stand for."""
+        if not all(map(stands_in, parts)):
+            parts = [buffer]
+        shapes = tuple(wire_shape(part) for part in parts)
+        key = shapes, parts[0].dtype, workers
+        if key not in self._legs:
+            self._early[key] = self.compressor.warm_up_traffic(*key)
+            self._legs[key] = self.compressor.settled().traffic(*key)
+        if earlier is not None:
+            for steps, legs in self._early[key]:
+                if earlier < steps:
+                    return legs
+                earlier -= steps
+        return self._legs[key]
+
+    def _state(self, name: str, part: torch.Tensor, counts: bool) -> State:
+        kind = self.compressor.state
+        if kind == "none":
+            return {}
+        if not name:
+            raise UsageError(
+                f"compression {self.compressor.name!r} keeps something of each tensor from "
+                "step to step, and this method sends parts of buckets, which change: take "
+                "one without state (bf16, fp16, int8), or bsp"
+            )
+        if name not in self.states:
+            self.states[name] = self.compressor.init(part, name, self._rank)
+        kept = self.states[name]
+        speaks = counts or self.compressor.speaks_without_data
+        if kind == "own" and not speaks:
+            # A worker that only keeps company sends zeros, and nothing that it kept back:
+            # sizes of codes are still those of everybody's common state.
+            fresh = self.compressor.init(part, name, self._rank)
+            _share_common(fresh, kept)
+            return fresh
+        return kept
+
+
+def _share_common(fresh: State, kept: State) -> None:
+    """What is common in *fresh* becomes that in *kept*: the same object."""
+    for key, value in fresh.items():
+        if key == COMMON:
+            fresh[key] = kept[key]
+        elif isinstance(value, dict):
+            _share_common(value, kept[key])
+
+
+def _as_matrix(buffer: torch.Tensor) -> list[torch.Tensor]:
+    """The same memory as a square, and what is over."""
+    side = math.isqrt(buffer.numel())
+    square, rest = buffer[: side * side], buffer[side * side :]
+    return [square.view(side, side), *([rest] if rest.numel() else [])]
+
+
+def _summed_in(legs: Sequence[Leg], buffer: torch.Tensor, workers: int) -> Coding:
+    """*buffer*, which stands for a larger one, becomes its sum in collectives like these
+    *legs*."""
+    total: torch.Tensor | None = None
+    for leg in legs:
+        answer: torch.Tensor
+        if leg.kind == "sum":
+            answer = yield Sum(buffer.clone())
+        elif leg.kind == "gather":
+            answer = (yield Gather(buffer.clone())).sum(0)
+        else:
+            answer = (yield Exchange(buffer.repeat(workers))).sum(0)
+        total = answer if total is None else total
+    if total is not None:
+        buffer.copy_(total)
+
+
+class _Chain:
+    """One sum under way. *legs*: what its rounds are to count as on the network, where the
+    gradient stands for a larger one."""
+
+    def __init__(self, rounds: Coding, comm: Comm, legs: Sequence[Leg] | None) -> None:
+        self._rounds, self._comm = rounds, comm
+        self._legs = None if legs is None else iter(legs)
+        self._result: torch.Tensor | None = None
+
+    def begin(self) -> Pending | None:
+        return self._next(lambda: next(self._rounds))
+
+    def _next(self, go_on: Callable[[], Asked]) -> Pending | None:
+        try:
+            with torch.no_grad():
+                message = go_on()
+        except StopIteration:
+            return None
+        return self._send(message).then(self._continue)
+
+    def _continue(self) -> Pending | None:
+        result = self._result
+        assert result is not None
+        return self._next(lambda: self._rounds.send(result))
+
+    def _send(self, message: Asked) -> Pending:
+        code = self._counting_as(message.code)
+        if isinstance(message, Sum):
+            self._result = code
+            return self._comm.all_reduce(code, "sum")
+        workers = self._comm.size
+        gathers = isinstance(message, Gather)
+        everyone = code.new_empty(code.numel() * (workers if gathers else 1))
+        if stands_in(code):
+            size = wire_bytes(code) * (workers if gathers else 1)
+            stand_in_for(size, everyone)
+        self._result = everyone.view(workers, -1)
+        if gathers:
+            return self._comm.all_gather(everyone, code)
+        return self._comm.all_to_all(everyone, code)
+
+    def _counting_as(self, code: torch.Tensor) -> torch.Tensor:
+        if self._legs is None:
+            return code
+        return stand_in_for(round(next(self._legs).size), code)
+
+
+class _Decoded:
+    """The `Pending` of a sum, which takes the time of decoding once it is in."""
+
+    __slots__ = ("_at_end", "_pending")
+
+    def __init__(self, pending: Pending, charge: Callable[[], None]) -> None:
+        self._pending, self._at_end = pending, [charge]
+
+    def settles(self, under_way: dict[str, Pending], names: Sequence[str]) -> None:
+        """What is *under_way* under these *names* is this one, until it has been waited for."""
+        under_way |= dict.fromkeys(names, self)
+
+        def settle() -> None:
+            for name in names:
+                if under_way.get(name) is self:
+                    del under_way[name]
+
+        self._at_end.append(settle)
+
+    def wait(self) -> None:
+        self._pending.wait()
+        at_end, self._at_end = self._at_end, []
+        for work in at_end:
+            work()
+
+    def then(self, work: Callable[[], Pending | None]) -> Pending:
+        return self._pending.then(work)

@@ -1,0 +1,170 @@
+"""Tells a method that parameters, or gradients under way, are about to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.buckets import Bucket
+from paceline.core.parameter_use import release, watch
+from paceline.core.step_listeners import Observers
+from paceline.torch_internals import Uncopied, has_no_hooks, is_compiled_whole
+
+READS_ITS_CHILDREN: tuple[type[torch.nn.Module], ...] = (torch.nn.MultiheadAttention,)
+"""Modules that use their children's parameters without calling the children."""
+
+
+class Uses:
+    """Calls *about_to_use* with each bucket before anything uses one of its *parameters*
+    (by their position), for the first time since an update; observers are told of each
+    parameter by itself.
+
+    A module's call is a use of its own parameters; any other is seen by the tensor
+    (`paceline.core.parameter_use`). Where a tensor cannot see it (a class of its own, code that was
+    compiled whole) its bucket counts as used at once. With *gradients* the contents of
+    ``.grad`` are told of, too, from the end of backward.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[torch.nn.Parameter],
+        place: Callable[[torch.Tensor], Bucket | None],
+        buckets: Callable[[], Sequence[Bucket]],
+        about_to_use: Callable[[Bucket], None],
+        observers: Observers,
+        gradients: bool,
+    ) -> None:
+        self._parameters, self._place, self._buckets = parameters, place, buckets
+        self._about_to_use, self._observers = about_to_use, observers
+        self._gradients = gradients
+        self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._told: set[int] = set()
+        self._used: set[int] = set()
+        self._unseen: set[int] = set()
+        self._tells = self._watches = True
+        self._awaits_step = False  # gradients were sent, and no update has followed
+        self.some_since = True
+        """Whether anything was used since the last backward pass."""
+        self._blind: set[int] = set()
+        """Parameters whose use nothing tells in time: by id."""
+        self._handles = []
+        for module in model.modules():
+            deep = isinstance(module, READS_ITS_CHILDREN) or is_compiled_whole(module)
+            own = [p for p in module.parameters(recurse=deep) if id(p) in self._index]
+            if has_no_hooks(module):
+                self._blind |= {id(p) for p in own}
+            elif own:
+                hook = Uncopied(self._hook(own))
+                self._handles.append(module.register_forward_pre_hook(hook))
+
+    def begin_anew(self, waits: bool = True) -> None:
+        """What was told before counts no more: an update has changed the parameters, or is
+        about to. *waits*: somebody wants to know of all uses; else modules' calls are told,
+        and no tensor is watched."""
+        self._told.clear()
+        self._used.clear()
+        self._unseen.clear()
+        self._watches = waits
+        self._awaits_step, self.some_since = False, not waits
+        for parameter in self._parameters if waits else ():
+            blind = id(parameter) in self._blind
+            if blind or not watch(parameter, self._parameter_is_used):
+                self._parameter_is_used(parameter)
+        if self._gradients:
+            self._watch_gradients()
+
+    def backward_ended(self) -> None:
+        """Gradients are under way: who looks at them waits for them."""
+        self._told.clear()
+        self._watch_gradients()
+        self._awaits_step, self.some_since = True, False
+
+    def backward_begins(self) -> None:
+        """Gradients are about to come: whatever nobody has used yet is told of now."""
+        if self._watches and len(self._used) < len(self._parameters):
+            self._unseen = {
+                index
+                for index, parameter in enumerate(self._parameters)
+                if index not in self._used
+                and self._bucket(parameter).index not in self._told
+            }
+            for parameter in self._parameters:
+                release(parameter)
+        self._tell_all()
+
+    def was_unseen(self, index: int) -> bool:
+        """Whether nothing has told, in this step, that parameter number *index* would be
+        used, when its gradient came."""
+        return index in self._unseen
+
+    def detach(self) -> None:
+        """Take the hooks out of the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for parameter in self._parameters:
+            release(parameter)
+        for bucket in self._buckets():
+            for view in bucket.views:
+                release(view)
+
+    def _hook(self, own: Sequence[torch.nn.Parameter]) -> Callable[..., None]:
+        def is_called(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # a part of a module that was told of whole
+            if self._awaits_step:  # a skipped step: gradients are added to those
+                self._tell_all()
+            self.some_since = True
+            for parameter in own:
+                self._parameter_is_used(parameter)
+
+        return is_called
+
+    def _watch_gradients(self) -> None:
+        for bucket in self._buckets():
+            tell = partial(self._gradient_is_used, bucket)
+            for view in bucket.views:
+                watch(view, tell)
+
+    def _gradient_is_used(self, bucket: Bucket, view: torch.Tensor) -> None:
+        if self._tells:
+            release(view)
+            self._tell_of(bucket)
+
+    def _parameter_is_used(self, parameter: torch.Tensor) -> None:
+        if not self._tells:
+            return  # by what the method does for it
+        release(parameter)
+        self.some_since = True
+        index = self._index[id(parameter)]
+        if index in self._used:
+            return
+        self._used.add(index)
+        self._observers.used(index)
+        self._tell_of(self._bucket(parameter))
+        self._observers.usable()
+
+    def _bucket(self, parameter: torch.Tensor) -> Bucket:
+        bucket = self._place(parameter)
+        assert bucket is not None, "it is trained"
+        return bucket
+
+    def _tell_all(self) -> None:
+        for bucket in self._buckets():
+            self._tell_of(bucket)
+
+    def _tell_of(self, bucket: Bucket) -> None:
+        if bucket.index in self._told:
+            return
+        self._told.add(bucket.index)
+        for view in bucket.views:
+            release(view)
+        self._tells = False
+        try:
+            self._about_to_use(bucket)
+        finally:
+            self._tells = True

@@ -1,0 +1,173 @@
+"""Methods with a state of their own; also ``python -m tests.core.checkpoint.toys``, by which the
+ranks of a real job try those of them that save it."""
+
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+import paceline
+from paceline.compression import BF16
+from paceline.interfaces import Rhythm, shares_of
+from paceline.methods.bsp import BSP
+from paceline.testing import Case
+from paceline.testing.__main__ import run_table
+from paceline.testing.checks import trials
+
+LAWS = (
+    "state_survives_a_restart",
+    "a_checkpoint_is_a_restart",
+    "evaluations_change_nothing",
+    "evaluations_lose_nothing",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetful(BSP):
+    """Sends gradients in steps of 1/8, and keeps the rest of each for the next time."""
+
+    name: ClassVar[str] = "forgetful"
+
+    def init(self, run):
+        state = super().init(run)
+        state.left = {}
+        return state
+
+    def bucket_ready(self, state, run, bucket):
+        for name, view in zip(bucket.names, bucket.views, strict=True):
+            whole = view + state.left.get(name, 0.0)
+            view.copy_(torch.round(8 * whole) / 8)
+            state.left[name] = whole - view
+        super().bucket_ready(state, run, bucket)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembers(Forgetful):
+    name: ClassVar[str] = "remembers"
+
+    def save_state(self, state, run):
+        return {"left": dict(state.left)}
+
+    def load_state(self, state, run, saved):
+        state.left = saved["left"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetsToLoad(Remembers):
+    def load_state(self, state, run, saved):
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares(Remembers):
+    def redistribute_state(self, state, run, parts):
+        return shares_of(parts, run.comm.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averages:
+    """Averages parameters after every third step; its result is their average."""
+
+    name: ClassVar[str] = "averages"
+    updates_on: ClassVar[str] = "worker"
+    gradient_seen_by_user: ClassVar[str] = "local-kept"
+    clips: ClassVar[str] = "own"
+    rhythm: ClassVar[Rhythm] = Rhythm(every=3)
+    consolidates_together: ClassVar[bool] = True
+
+    def init(self, run):
+        return None
+
+    def after_update(self, state, run):
+        if run.meets:
+            self.average(run)
+
+    def average(self, run):
+        for parameter in run.parameters:
+            run.average(parameter).wait()
+
+    def consolidate(self, state, run):
+        own = [parameter.data.clone() for parameter in run.parameters]
+        for parameter in run.parameters:
+            parameter.data.div_(run.comm.size)
+            run.comm.all_reduce(parameter.data, "sum").wait()
+
+        def undo():
+            for parameter, value in zip(run.parameters, own, strict=True):
+                parameter.data.copy_(value)
+
+        return undo
+
+    def finish(self, state, run):
+        source = run.keep_company_to_the_end()
+        if source is not None:
+            run.take_model(source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Averages):
+    """Averages over pairs of four workers, in turn other ones."""
+
+    name: ClassVar[str] = "pairs"
+    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+
+    def average(self, run):
+        other = run.comm.rank ^ (1 + run.step % 2)
+        pair = run.comm.group(sorted([run.comm.rank, other]))
+        for parameter in run.parameters:
+            run.average(parameter, among=pair).wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountsRounds(Averages):
+    """Every second average is the one that counts, and nobody saves which one is next."""
+
+    def init(self, run):
+        return {"rounds": 0}
+
+    def after_update(self, state, run):
+        if run.meets:
+            state["rounds"] += 1
+            if state["rounds"] % 2:
+                self.average(run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hides(BF16):
+    """A code with residuals, which it keeps in itself, where no checkpoint finds them."""
+
+    name: ClassVar[str] = "hides"
+
+    def __post_init__(self):
+        object.__setattr__(self, "hidden", {})
+
+    def average(self, parts, states, workers, sent=None):
+        shapes = tuple(part.shape for part in parts)
+        left = self.hidden.setdefault(shapes, [torch.zeros_like(p) for p in parts])
+        for part, rest in zip(parts, left, strict=True):
+            rest.add_(part)
+            part.copy_(rest)
+        sent = [torch.empty_like(part) for part in parts]
+        yield from super().average(parts, states, workers, sent)
+        for rest, own in zip(left, sent, strict=True):
+            rest.sub_(own)
+
+
+def kept_trials(workers):
+    """Those of restarts, for the toys that keep their state."""
+    cases = [Case(method=Shares()), Case(method=Averages())]
+    return [
+        trial
+        for trial in trials(workers, cases)
+        if trial.rule == "ddp" and trial.check.name in LAWS
+    ]
+
+
+def main():
+    paceline.init()
+    return run_table(kept_trials(paceline.world_size()), [])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Gradients that are averaged within groups while backward runs: how it ends."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+
+import paceline
+from paceline.cluster import uniform_cluster
+from paceline.interfaces import Rhythm
+from paceline.testing import Case
+from paceline.testing.checks import CHECKS
+from paceline.testing.task import Counting
+from paceline.worlds.virtual import Simulation
+from tests.core.test_rhythm import SUM_OF_TWO, train
+from tests.methods.osp.helpers import simulate
+from tests.newcomer.toys.every_fourth import EveryFourth
+
+
+@dataclass
+class State:
+    """A step's group, and its means that are under way."""
+
+    group: object = None
+    pending: list = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Gradients are averaged in groups of *size* workers, drawn anew in each step."""
+
+    name: ClassVar[str] = "groups"
+    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+    updates_on: ClassVar[str] = "worker"
+    gradient_seen_by_user: ClassVar[str] = "mean"
+    clips: ClassVar[str] = "own"
+
+    size: int = 2
+
+    def init(self, run):
+        return State()
+
+    def step_begins(self, state, run):
+        draw = torch.Generator().manual_seed(run.step)
+        order = torch.randperm(len(run.participants), generator=draw).tolist()
+        drawn = [run.participants[place] for place in order]
+        state.group = None  # of a worker that all have agreed is gone
+        for start in range(0, len(drawn), self.size):
+            ranks = drawn[start : start + self.size]
+            if run.comm.rank in ranks:
+                state.group = run.comm.group(sorted(ranks))
+
+    def bucket_ready(self, state, run, bucket):
+        if state.group is None:
+            return
+        state.pending.append(run.mean(bucket, among=state.group))
+
+    def backward_ended(self, state, run):
+        for pending in state.pending:
+            pending.wait()
+        state.pending.clear()
+
+    def finish(self, state, run):
+        run.keep_company_to_the_end()
+        for pending in [run.average(p) for p in run.parameters]:
+            pending.wait()
+
+
+@pytest.mark.parametrize("steps", [(5, 5, 5, 5), (3, 40, 20, 7), (0, 0, 35, 1)])
+def test_all_end_with_one_model_whoever_is_out_of_data_when(steps):
+    results = train(Groups(), 4, steps)
+    ends = [after for _, _, after, _ in results]
+    assert all(end == ends[0] for end in ends)
+    assert min(steps) <= ends[0][0] <= max(steps)
+
+
+@pytest.mark.parametrize(
+    "law", ["uneven_data_ends", "leaving_after_backward_ends_with_one_model"]
+)
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_the_laws_of_ends(law, workers):
+    def body(rank):
+        paceline.init()
+        CHECKS[law](Case(method=Groups()), "ddp")
+
+    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(body)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed(EveryFourth):
+    """Parameters' means are named: they may be compressed."""
+
+    name: ClassVar[str] = "compressed"
+
+    def after_update(self, state, run):
+        if run.meets:
+            for number, parameter in enumerate(run.parameters):
+                run.average(parameter, name=f"p{number}").wait()
+
+
+@pytest.mark.parametrize(("code", "part"), [("none", 1), ("bf16", 2)])
+def test_a_mean_with_a_name_is_compressed(code, part):
+    def body(rank):
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = paceline.distribute(
+            model, inner, method=Compressed(), compression=code
+        )
+        for _ in range(4):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        sent = paceline.worlds.join.join_world().journal.steps[-1].bytes_sent
+        optimizer.finish()
+        return sent, model.scalar.item()
+
+    for sent, scalar in simulate(2, body):
+        flag = 0 if code == "none" else 4
+        assert abs(sent - SUM_OF_TWO // part - flag) <= 8
+        assert scalar == -4.0

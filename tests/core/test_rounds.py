@@ -1,0 +1,347 @@
+"""When rounds are held, whether they wait, and what a method with models of its own is told."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+
+import paceline
+from paceline.cluster import Cluster, Rack, uniform_cluster
+from paceline.errors import UsageError
+from paceline.interfaces import Rhythm
+from paceline.testing import inspect
+from paceline.testing.restarts import shared_folder
+from paceline.testing.task import Counting
+from paceline.worlds.join import join_world
+from paceline.worlds.virtual import Simulation
+from tests.core.test_groups_of_gradients import Groups
+from tests.core.test_rhythm import SUM_OF_TWO, train
+from tests.newcomer.toys.every_fourth import EveryFourth
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmsUp(EveryFourth):
+    """Averages parameters after each of the first five steps, then after every fourth."""
+
+    name: ClassVar[str] = "warms-up"
+    rhythm: ClassVar[Rhythm] = Rhythm(every=4, each_until=5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AfterEach(EveryFourth):
+    """Averages parameters after each step."""
+
+    name: ClassVar[str] = "after-each"
+    rhythm: ClassVar[Rhythm] = Rhythm(after_update=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Later(EveryFourth):
+    """Begins to average in each second step, and takes the difference that the mean makes one step
+    later."""
+
+    name: ClassVar[str] = "later"
+    rhythm: ClassVar[Rhythm] = Rhythm(every=2, agree_every=1)
+
+    def init(self, run):
+        return []
+
+    def after_update(self, state, run):
+        for parameter, before, mean, pending in state:
+            pending.wait()
+            parameter.data.add_(mean - before)
+        state.clear()
+        if run.meets:
+            for parameter in run.parameters:
+                before = parameter.detach().clone()
+                mean = before.clone()
+                pending = run.average(mean, channel="later")
+                state.append((parameter, before, mean, pending))
+
+    def finish(self, state, run):
+        run.keep_company_to_the_end()
+        for parameter, before, mean, pending in state:
+            pending.wait()
+            parameter.data.add_(mean - before)
+        for parameter in run.parameters:
+            run.average(parameter).wait()
+
+
+def test_rounds_in_each_of_the_first_steps_and_rarer_ones_from_there():
+    for sent, *_ in train(WarmsUp(), 2, (13, 13)):
+        assert sent == [SUM_OF_TWO] * 5 + [0, 0, 0, SUM_OF_TWO] * 2
+
+
+@pytest.mark.parametrize("steps", [(7, 7), (9, 4), (3, 5), (0, 6)])
+@pytest.mark.parametrize("method", [WarmsUp(), AfterEach(), Later()])
+def test_all_end_with_one_model(method, steps):
+    results = train(method, 2, steps)
+    assert results[0][2] == results[1][2]
+    assert min(steps) <= results[0][2][0] <= max(steps)
+
+
+def test_who_trains_less_is_in_the_last_round_of_steps_that_are_all_rounds():
+    """Means of 1, 2 and 3 steps; then one worker's own."""
+    for _, _, after, _ in train(AfterEach(), 2, (5, 3)):
+        assert after == [5.0]
+
+
+def test_a_round_with_a_lag_waits_for_nobody():
+    """A worker of half the speed has nothing to do with when the other's steps end; where
+    rounds are roll calls it has."""
+    speeds = Cluster((Rack(workers=2, link=1e9, latency=1e-6, speed=(1.0, 0.5)),))
+
+    def body(rank):
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = paceline.distribute(model, inner, method=method)
+        for _ in range(3):
+            paceline.pace(1.0)
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        at = join_world().now()
+        optimizer.finish()
+        return at
+
+    ends = {}
+    for method in (Later(), WarmsUp()):
+        ends[method.name] = run(body, speeds)
+    assert ends["later"][0] == pytest.approx(4.0, abs=0.01)  # of the round of step 2
+    assert ends["warms-up"][0] == pytest.approx(6.0, abs=0.01)
+
+
+# ---- what a method is told, and sees ----
+
+
+@dataclass
+class Seen:
+    loads: int = 0
+    anchors: list = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anchored(EveryFourth):
+    """Keeps a copy of the parameters, as of the last round."""
+
+    name: ClassVar[str] = "anchored"
+    averages_buffers: ClassVar[bool] = True
+
+    def init(self, run):
+        return Seen(anchors=[p.detach().clone() for p in run.parameters])
+
+    def loaded(self, state, run):
+        state.loads += 1
+        state.anchors = [p.detach().clone() for p in run.parameters]
+
+    def consolidate(self, state, run):
+        before = [p.detach().clone() for p in run.parameters]
+        for p, anchor in zip(run.parameters, state.anchors, strict=True):
+            p.data.copy_(anchor)
+
+        def undo():
+            for p, own in zip(run.parameters, before, strict=True):
+                p.data.copy_(own)
+
+        return undo
+
+    def save_state(self, state, run):
+        return {"anchors": state.anchors}
+
+    def load_state(self, state, run, saved):
+        state.anchors = list(saved["anchors"])
+
+
+def begin(method, **options):
+    model = Counting()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, paceline.distribute(model, inner, method=method, **options)
+
+
+def one_step(model, optimizer):
+    optimizer.zero_grad()
+    model().backward()
+    optimizer.step()
+
+
+def test_what_the_script_loads_a_method_is_told_once_before_its_next_hook():
+    def body(rank):
+        model, optimizer = begin(Anchored())
+        state = inspect(optimizer).state
+        one_step(model, optimizer)
+        values = {key: value + 5 for key, value in model.state_dict().items()}
+        assert state.loads == 0
+        model.load_state_dict(values)
+        one_step(model, optimizer)
+        one_step(model, optimizer)
+        loads, anchor = state.loads, state.anchors[0].view(-1)[0].item()
+        optimizer.finish()
+        return loads, anchor
+
+    # One gradient was in it, of -1 times the learning rate.
+    assert run(body) == [(1, 4.0)] * 2
+
+
+def test_what_is_taken_back_after_an_evaluation_or_comes_from_a_checkpoint_is_no_load():
+    def body(rank):
+        model, optimizer = begin(Anchored())
+        state = inspect(optimizer).state
+        with shared_folder() as folder:
+            one_step(model, optimizer)
+            paceline.save(folder / "checkpoint")
+            with optimizer.consolidated():
+                model.load_state_dict(model.state_dict())
+            one_step(model, optimizer)
+            paceline.load(folder / "checkpoint")
+            one_step(model, optimizer)
+        optimizer.finish()
+        return state.loads, state.anchors[0].view(-1)[0].item()
+
+    assert run(body) == [(0, 0.0)] * 2
+
+
+def run(body, cluster=None):
+    cluster = cluster or uniform_cluster(2, "1gbit", "50us")
+    found = [None] * cluster.workers
+
+    def keep(rank):
+        paceline.init()
+        found[rank] = body(rank)
+
+    Simulation(cluster).run(keep)
+    return found
+
+
+def test_a_method_sees_the_optimizer_the_network_and_the_buffers_it_is_to_average():
+    def body(rank):
+        seen = []
+        for setting in ("rank0", "local"):
+            model = torch.nn.BatchNorm1d(2)
+            inner = torch.optim.SGD(model.parameters(), lr=0.25)
+            optimizer = paceline.distribute(
+                model, inner, method=Anchored(), buffers=setting
+            )
+            see = inspect(optimizer).run
+            seen.append((see.optimizer is inner, see.cluster.workers))
+            seen.append(len(see.own_buffers))
+            optimizer.finish()
+        return seen
+
+    assert run(body) == [[(True, 2), 3, (True, 2), 0]] * 2
+
+
+def test_buffers_that_the_method_averages_are_sent_by_nobody_else():
+    def body(rank):
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+        inner = torch.optim.SGD(model.parameters(), lr=0.25)
+        optimizer = paceline.distribute(model, inner, method=Anchored())
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(3, 2) + rank).sum().backward()
+            optimizer.step()
+        own = model[0].running_mean.clone()
+        optimizer.finish()
+        return own.tolist()
+
+    first, second = run(body)
+    assert first != second
+
+
+# ---- gradients within groups ----
+
+
+class TwoHeads(torch.nn.Module):
+    """Each rank uses one of two parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = torch.nn.ParameterList(torch.zeros(3) for _ in range(2))
+
+    def forward(self):
+        return self.heads[paceline.rank() % 2].sum()
+
+
+def test_a_tensor_that_only_the_partner_used_has_a_gradient_in_the_group():
+    def body(rank):
+        model = TwoHeads()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = paceline.distribute(model, inner, method=Groups())
+        model().backward()
+        gradients = [head.grad.tolist() for head in model.heads]
+        optimizer.step()
+        optimizer.finish()
+        return gradients
+
+    assert run(body) == [[[0.5] * 3] * 2] * 2
+
+
+def test_samples_weigh_in_a_group():
+    """Worker 1 has a third of the samples of worker 0."""
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+
+    def body(rank):
+        model = torch.nn.Linear(1, 1, bias=False)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        sampler = paceline.Sampler(data, 8, shuffle=False, shares=[3, 1])
+        optimizer = paceline.distribute(model, inner, method=Groups(), sampler=sampler)
+        (batch,) = sampler
+        model(data.tensors[0][list(batch)].unsqueeze(1)).mean().backward()
+        gradient = model.weight.grad.item()
+        optimizer.step()
+        optimizer.finish()
+        return gradient
+
+    assert run(body) == pytest.approx([3.5, 3.5])
+
+
+# ---- rounds at each worker's own pace ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class BySpeed(EveryFourth):
+    """Four steps a round on the fastest worker, fewer on slower ones."""
+
+    name: ClassVar[str] = "by-speed"
+
+    def rhythm_at(self, speeds, rank):
+        return Rhythm(every=max(1, round(4 * speeds[rank] / max(speeds))))
+
+
+SPEEDS = Cluster((Rack(workers=2, link=1e9, latency=1e-6, speed=(0.5, 1.0)),))
+
+
+def test_slow_workers_do_fewer_steps_a_round():
+    def body(rank):
+        model, optimizer = begin(BySpeed())
+        for _ in range(2 + 2 * rank):
+            one_step(model, optimizer)
+        mean = -model.scalar.item()
+        optimizer.finish()
+        return mean
+
+    assert run(body, SPEEDS) == [3.0, 3.0]
+
+
+def test_a_save_between_rounds_goes_on_and_one_in_a_round_is_refused():
+    def body(rank):
+        ends = []
+        with shared_folder() as folder:
+            model, optimizer = begin(BySpeed())
+            for number in range(3):
+                for _ in range(2 + 2 * rank):
+                    one_step(model, optimizer)
+                if number == 1:
+                    paceline.save(folder / "checkpoint")
+            ends.append(model.scalar.item())
+            paceline.load(folder / "checkpoint")
+            for _ in range(2 + 2 * rank):
+                one_step(model, optimizer)
+            ends.append(model.scalar.item())
+            one_step(model, optimizer)
+            with pytest.raises(UsageError, match="middle of a round"):
+                paceline.save(folder / "checkpoint")
+            optimizer.finish()
+        return ends
+
+    assert run(body, SPEEDS) == [[-9.0, -9.0]] * 2

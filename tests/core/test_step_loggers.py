@@ -1,0 +1,240 @@
+"""Each step's record reaches whoever asks, and the tools that people look at."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import types
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline
+from paceline.core.step_loggers import SINKS, numbers_of, sink_for
+from paceline.errors import UsageError
+from paceline.records import StepRecord
+from paceline.run_options import RunOptions
+from tests import forked
+from tests.virtual.helpers import run, simulation
+
+STEPS = 5
+
+
+def train(report_to: str | None = None) -> list[StepRecord]:
+    seen: list[StepRecord] = []
+    paceline.on_step(seen.append)
+    if report_to is not None:
+        paceline.report_to(report_to)
+    model = torch.nn.Linear(3, 1)
+    optimizer = paceline.distribute(
+        model, torch.optim.SGD(model.parameters(), 0.1), method="bsp:fusion=ddp"
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        paceline.log(loss=step / 2)
+        optimizer.step()
+    optimizer.finish()
+    return seen
+
+
+def test_each_worker_is_told_of_its_own_steps() -> None:
+    for worker, records in enumerate(run(2, lambda rank: train())):
+        assert [(r.worker, r.step) for r in records] == [
+            (worker, step + 1) for step in range(STEPS)
+        ]
+        assert [r.metrics["loss"] for r in records] == [s / 2 for s in range(STEPS)]
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="", encoding="utf-8") as text:
+        return list(csv.DictReader(text))
+
+
+def test_worker_zero_reports_and_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "steps.csv"
+    records = run(2, lambda rank: train(f"csv:{file}"))[0]
+    told = rows(file)
+    assert [int(row["step"]) for row in told] == [1, 2, 3, 4, 5]
+    for row, record in zip(told, records, strict=True):
+        for name, value in numbers_of(record).items():
+            assert float(row[name]) == value
+
+
+def test_the_command_line_asks_once_for_all_trainings(tmp_path: Path) -> None:
+    file = tmp_path / "steps.csv"
+
+    def two(rank: int) -> None:
+        for _ in range(2):
+            train()
+
+    simulation(2, options=RunOptions(report_to=f"csv:{file}")).run(two)
+    assert len(rows(file)) == 2 * STEPS
+
+
+def test_metrics_that_come_later_are_not_lost(tmp_path: Path) -> None:
+    sink = sink_for(f"csv:{tmp_path / 'steps.csv'}")
+    for step, metrics in enumerate([{"loss": 1.0}, {"loss": 0.5, "accuracy": 0.9}], 1):
+        sink.step(record(step, metrics))
+    sink.close()
+    assert [row["more"] for row in rows(tmp_path / "steps.csv")] == ["", "accuracy=0.9"]
+
+
+def steps_told(place: str, steps: Iterable[int], **metrics: float) -> None:
+    """By one life of worker 0."""
+    sink = sink_for(place)
+    for step in steps:
+        sink.step(record(step, dict(metrics)))
+    sink.close()  # adds nothing: each row is written at once
+
+
+def test_a_worker_that_comes_back_goes_on_below_the_rows_of_its_earlier_lives(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "steps.csv"
+    steps_told(f"csv:{file}", [1, 2], loss=1.0)
+    steps_told(f"csv:{file}", [])  # died before a step
+    steps_told(f"csv:{file}", [4, 5], accuracy=0.5, loss=0.5)
+    told = rows(file)
+    assert [int(row["step"]) for row in told] == [1, 2, 4, 5]
+    assert [float(row["loss"]) for row in told] == [1.0, 1.0, 0.5, 0.5]
+    assert told[-1]["more"] == "accuracy=0.5"
+
+
+def test_another_job_begins_the_file_anew(tmp_path: Path) -> None:
+    file = tmp_path / "steps.csv"
+    steps_told(f"csv:{file}", [1, 2, 3], loss=1.0)
+    steps_told(f"csv:{file}", [1], accuracy=0.5)
+    (told,) = rows(file)
+    assert (told["step"], told["accuracy"]) == ("1", "0.5")
+    assert "loss" not in told
+
+
+def test_rows_go_where_nothing_can_be_cut_off() -> None:
+    steps_told("csv:/dev/null", [1, 2])
+
+
+def test_a_place_that_fails_costs_figures_and_not_the_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[int] = []
+
+    class Away:
+        def __init__(self, name: str) -> None:
+            assert name == "mine"
+
+        def step(self, record: StepRecord) -> None:
+            if record.step == 3:
+                raise ConnectionError("nobody answers")
+            told.append(record.step)
+
+        def close(self) -> None:
+            raise AssertionError("it has failed before")
+
+    monkeypatch.setitem(SINKS, "away", Away)
+    records = run(2, lambda rank: train("away:mine"))[0]
+    assert told == [1, 2]
+    assert len(records) == STEPS
+    words = "paceline: nothing is reported to away:mine from step 3 on: ConnectionError"
+    assert capsys.readouterr().err.count(words) == 1
+
+
+PLACE = """
+steps = []
+active_run = lambda: None
+start_run = lambda: None
+log_metrics = lambda numbers, step: steps.append(step)
+
+def end_run():
+    with open("steps", "w") as file:
+        file.write(str(steps))
+"""
+FAILS = """
+import paceline, torch
+
+paceline.report_to("mlflow:")
+model = torch.nn.Linear(3, 1)
+optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+for step in range(3):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+raise RuntimeError("the third step was the last")
+"""
+
+
+def test_what_came_before_an_error_is_reported(tmp_path: Path) -> None:
+    """A sink may keep what it was told until it is closed."""
+    (tmp_path / "mlflow.py").write_text(PLACE)
+    (tmp_path / "fails.py").write_text(FAILS)
+    (done,) = forked.together(1, [tmp_path / "fails.py"], folder=tmp_path)
+    assert done.wait() == 1, done.stderr
+    assert "the third step was the last" in done.stderr
+    assert (tmp_path / "steps").read_text() == "[1, 2, 3]"
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_wandb_gets_numbers_and_keeps_a_run_of_the_script(
+    has_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    own = types.SimpleNamespace(log=told.append, finish=lambda: told.append("finish"))
+    wandb = types.ModuleType("wandb")
+    wandb.run = own if has_run else None
+    wandb.init = lambda project: told.append(project) or own
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sink = sink_for("wandb:mine")
+    sink.step(record(3, {"loss": 0.5}))
+    sink.close()
+    numbers = {"paceline/step": 3, **numbers_of(record(3, {"loss": 0.5}))}
+    assert told == ([numbers] if has_run else ["mine", numbers, "finish"])
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_mlflow_gets_numbers_and_keeps_a_run_of_the_script(
+    has_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    mlflow = types.ModuleType("mlflow")
+    mlflow.active_run = lambda: object() if has_run else None
+    mlflow.set_experiment = told.append
+    mlflow.start_run = lambda: told.append("start")
+    mlflow.end_run = lambda: told.append("end")
+    mlflow.log_metrics = lambda numbers, step: told.append((step, numbers))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    sink = sink_for("mlflow:mine")
+    sink.step(record(3, {"loss": None}))
+    sink.close()
+    numbers = (3, numbers_of(record(3, {})))
+    assert told == ([numbers] if has_run else ["mine", "start", numbers, "end"])
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("tensorbord:x", "Did you mean 'tensorboard'"),
+        ("csv", "expected a file"),
+        ("csv:/no/such/folder/steps.csv", "cannot write"),
+        ("wandb", "pip install wandb"),
+    ],
+)
+def test_what_cannot_be_reported_to_is_said(
+    where: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UsageError, match=said):
+        sink_for(where)
+
+
+def record(step: int, metrics: dict[str, float | None]) -> StepRecord:
+    return StepRecord(
+        worker=0,
+        step=step,
+        end_seconds=0.1 * step,
+        step_seconds=0.1,
+        compute_seconds=0.06,
+        exposed_communication_seconds=0.04,
+        bytes_sent=8,
+        metrics=metrics,
+    )
