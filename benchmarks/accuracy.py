@@ -40,7 +40,7 @@ from torch import nn
 
 import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 
 SEEDS = 5
 BASE = "bsp"

@@ -106,8 +106,8 @@ def work(arguments):
 
 
 def emulated(cell, rounds, budget):
-    from paceline.worlds.emulated.fabric import Fabric
-    from paceline.worlds.emulated.job import EmulatedJob
+    from paceline.runtimes.emulated.launch import EmulatedJob
+    from paceline.runtimes.emulated.network import Fabric
 
     _, mbit = EMULATED[cell]
     cluster = uniform_cluster(WORKERS, f"{mbit} Mbit/s", "50 us")

@@ -29,8 +29,8 @@ from paceline.collectives import make, over
 from paceline.collectives.autotune import cheapest
 from paceline.collectives.communicator import TorchComm
 from paceline.run_options import RunOptions
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.join import join_world
+from paceline.runtimes.simulated import Simulation
 
 MBIT = 1e6 / 8
 SCHEDULED = ("ring", "tree", "halving-doubling", "hierarchical")
@@ -97,8 +97,8 @@ def predicted(described, processor, sizes):
 
 
 def emulated(described, sizes, repeats):
-    from paceline.worlds.emulated.fabric import Fabric
-    from paceline.worlds.emulated.job import EmulatedJob
+    from paceline.runtimes.emulated.launch import EmulatedJob
+    from paceline.runtimes.emulated.network import Fabric
 
     with tempfile.TemporaryDirectory() as scratch, Fabric(described) as fabric:
         output = Path(scratch) / "times.json"

@@ -43,7 +43,7 @@ from paceline.cluster.profiling.timers import HostStopwatch
 from paceline.cluster.workload import CodingTimes
 from paceline.compression import COMPRESSORS, full_spec, make
 from paceline.interfaces import Compressor, Leg
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.runtimes.simulated import ComputeModel, Simulation
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "compression.jsonl"

@@ -64,8 +64,8 @@ def rows(bench, ways, cell):
 
 def measure(cell, jobs):
     """Seconds and accuracy of each job, one after the other in one set of processes."""
-    from paceline.worlds.emulated.fabric import Fabric
-    from paceline.worlds.emulated.job import EmulatedJob
+    from paceline.runtimes.emulated.launch import EmulatedJob
+    from paceline.runtimes.emulated.network import Fabric
 
     wanted = [
         {

@@ -21,7 +21,7 @@ import paceline
 from paceline import methods, spec
 from paceline.buckets import stand_in_for
 from paceline.cluster import Cluster, Rack, ServerHost, Workload
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import digits

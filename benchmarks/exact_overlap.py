@@ -37,7 +37,7 @@ import osp
 import paceline
 from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
 from paceline.run_options import RunOptions
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 
 METHODS = ("bsp", "osp:collective=native,budget=constant", "dear", "priority")
 STEPS, LAST = 80, 20
@@ -201,8 +201,8 @@ def work(arguments):
 
 
 def measured(cluster, rounds):
-    from paceline.worlds.emulated.fabric import Fabric
-    from paceline.worlds.emulated.job import EmulatedJob
+    from paceline.runtimes.emulated.launch import EmulatedJob
+    from paceline.runtimes.emulated.network import Fabric
 
     with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:
         output = Path(scratch) / "times.json"

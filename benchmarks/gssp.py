@@ -52,8 +52,8 @@ from paceline.methods import GSSP
 from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
 from paceline.methods.gssp.speeds import Known, Looks
 from paceline.methods.gssp.step_times import StepTimes, smoothed
-from paceline.worlds.virtual import ComputeModel, Simulation
-from paceline.worlds.virtual.servers import VirtualServer
+from paceline.runtimes.simulated import ComputeModel, Simulation
+from paceline.runtimes.simulated.services import VirtualServer
 
 WORKERS = 16
 STEP_SECONDS = 0.1

@@ -19,7 +19,7 @@ import paceline
 from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.interfaces import Parcel
 from paceline.methods import gssp
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.runtimes.simulated import ComputeModel, Simulation
 
 TIMES = (1.0, 1.0, 2.0, 2.0, 3.0, 3.0)
 GROUPS = ((0, 1), (2, 3), (4, 5))

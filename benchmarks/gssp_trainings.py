@@ -32,7 +32,7 @@ from accuracy_tasks import (
 
 import paceline
 from paceline.cluster import Cluster, Rack, ServerHost
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.runtimes.simulated import ComputeModel, Simulation
 
 MIXES = {
     "1 : 1.33 : 1.6 : 2": (1.0, 1.33, 1.6, 2.0),

@@ -30,9 +30,9 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack
 from paceline.run_options import RunOptions
-from paceline.worlds.emulated.fabric import Fabric
-from paceline.worlds.emulated.job import EmulatedJob
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.emulated.launch import EmulatedJob
+from paceline.runtimes.emulated.network import Fabric
+from paceline.runtimes.simulated import Simulation
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from layers import Layers

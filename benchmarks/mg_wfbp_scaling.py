@@ -23,7 +23,7 @@ from paceline.cluster import Workload
 from paceline.cluster.cluster import Cluster, Rack
 from paceline.collectives.schedules import Ring
 from paceline.run_options import RunOptions
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 
 WORKERS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 RULES = ("wfbp", "single", "ddp", "mg-wfbp", "optimal")

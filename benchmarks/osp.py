@@ -25,7 +25,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack, ServerHost, Workload
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.runtimes.simulated import ComputeModel, Simulation
 
 WORKERS = 8
 LAYERS = 8

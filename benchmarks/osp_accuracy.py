@@ -49,7 +49,7 @@ import paceline
 from paceline import methods, spec
 from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.methods.osp import OSP
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.runtimes.simulated import ComputeModel, Simulation
 
 WORKERS = 8
 FORWARD, BACKWARD = 0.1, 0.2

@@ -183,8 +183,8 @@ def work(arguments):
 
 
 def measure(mbit, workers, rounds, compression):
-    from paceline.worlds.emulated.fabric import Fabric
-    from paceline.worlds.emulated.job import EmulatedJob
+    from paceline.runtimes.emulated.launch import EmulatedJob
+    from paceline.runtimes.emulated.network import Fabric
 
     cluster = uniform_cluster(workers, f"{mbit} Mbit/s", "50 us")
     with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:

@@ -22,7 +22,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack, ServerHost
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.runtimes.simulated import ComputeModel, Simulation
 
 WORKERS = 8
 LAYERS, LAYER_BYTES = 8, 100_000

@@ -155,8 +155,8 @@ def probed(cluster):
 
 def measure(cluster, specs):
     """Seconds of a step by each of *specs*, in each turn."""
-    from paceline.worlds.emulated.fabric import Fabric
-    from paceline.worlds.emulated.job import EmulatedJob
+    from paceline.runtimes.emulated.launch import EmulatedJob
+    from paceline.runtimes.emulated.network import Fabric
 
     order = [spec for turn in range(TURNS) for spec in specs[:: 1 - 2 * (turn % 2)]]
     with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:

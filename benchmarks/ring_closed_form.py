@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.cluster import uniform_cluster
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 
 LAYERS = Path(__file__).parent.parent / "examples" / "layers.py"
 BYTES, BANDWIDTH, LATENCY = 8_000_000, 1e9 / 8, 50e-6

@@ -18,7 +18,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.runtimes.simulated import ComputeModel, Simulation
 
 STEPS = 400
 STEP_SECONDS = 0.1

@@ -9,7 +9,7 @@ import torch
 import osp as setting
 import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.runtimes.simulated import ComputeModel, Simulation
 
 
 def trace(method, ratio, steps, fusion="wfbp"):

@@ -44,7 +44,7 @@ def train(steps):
 
 def measure(workers, steps):
     from paceline.cluster import uniform_cluster
-    from paceline.worlds.virtual import Simulation
+    from paceline.runtimes.simulated import Simulation
 
     start = time.perf_counter()
     simulation = Simulation(uniform_cluster(workers, "1gbit", "50us"))

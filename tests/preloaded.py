@@ -12,8 +12,8 @@ import torch.distributed.run  # noqa: F401
 
 import paceline.cli
 import paceline.core.distribute
-import paceline.testing
-import paceline.worlds.real  # noqa: F401
+import paceline.runtimes.real.runtime
+import paceline.testing  # noqa: F401
 from paceline.torch_internals import load_lazy_modules
 
 load_lazy_modules()

@@ -18,7 +18,7 @@ NOT_FOR_SCRIPTS = (
     *("torch.utils.tensorboard", "wandb", "mlflow"),
     *("lightning", "accelerate", "transformers", "ray"),
     *(
-        "paceline.worlds.virtual",
+        "paceline.runtimes.simulated",
         "paceline.plan",
         "paceline.doctor",
         "paceline.cluster.probe",

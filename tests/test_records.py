@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from paceline.records import STEPS_KEPT, Journal, Kept
-from paceline.report.result import Result, Summary
+from paceline.runtimes.results import Result, Summary
 
 
 class Training:

@@ -14,7 +14,7 @@ from typer.main import get_command
 import paceline
 from paceline.cli import app
 from paceline.cluster import uniform_cluster
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 from tests.test_examples import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -12,7 +12,7 @@ from paceline.interfaces import World
 from paceline.interfaces.current_runtime import current_world
 from paceline.interfaces.trainings import Job
 from paceline.records import StepRecord
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 
 Item = TypeVar("Item")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulated.conftest import refusal
 from tests.hanging import eventually
+from tests.runtimes.emulated.conftest import refusal
 
 HOUSE = Path(__file__).parent.parent.parent
 PATH = HOUSE / "benchmarks" / "agreement.py"

@@ -17,8 +17,8 @@ from paceline.core.checkpoint.folder import part
 from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.methods.bsp import BSP
+from paceline.runtimes.join import join_world
 from paceline.testing import inspect
-from paceline.worlds.join import join_world
 
 
 class Follows:

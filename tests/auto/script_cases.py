@@ -8,7 +8,7 @@ import torch
 import paceline
 from paceline.auto.change import Auto
 from paceline.errors import GradientError
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.auto.cases import (
     Follows,
     assert_equal_everywhere,

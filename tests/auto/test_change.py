@@ -9,8 +9,8 @@ import paceline
 from paceline.auto.change import Auto
 from paceline.core.method_spec import read_spec
 from paceline.plan.candidates import quality_of
+from paceline.runtimes.simulated import Simulation
 from paceline.testing.cases import CASES as TABLE
-from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.auto import cases, script_cases
 from tests.virtual.helpers import run

@@ -10,7 +10,7 @@ from torch import nn
 
 import paceline
 from paceline.bucketing import tuner
-from paceline.worlds.virtual import ComputeModel
+from paceline.runtimes.simulated import ComputeModel
 from tests.bucketing.tunings import (
     Watched,
     batch,

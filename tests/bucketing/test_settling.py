@@ -10,8 +10,8 @@ from paceline import bucketing
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
 from paceline.cluster import Workload
 from paceline.collectives.schedules import Ring
-from paceline.report.result import Summary
-from paceline.worlds.virtual.script import result_of
+from paceline.runtimes.results import Summary
+from paceline.runtimes.simulated.script import result_of
 from tests.bucketing.tunings import UNEVEN, Watched, on, ring_cost, train_stand_in
 from tests.virtual.helpers import cluster, rack
 

@@ -15,7 +15,7 @@ from paceline.bucketing.bucket_plan import Side
 from paceline.bucketing.trial import ROUNDS
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS, Planner
 from paceline.core import parts
-from paceline.worlds.virtual import ComputeModel
+from paceline.runtimes.simulated import ComputeModel
 from tests.bucketing.tunings import Watched, batch, ended, note, on, sgd
 from tests.core.cases import assert_gradients, mean_gradients
 from tests.virtual.helpers import cluster, rack

@@ -9,7 +9,7 @@ import torch
 
 from paceline.bucketing import tuner
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 from tests.bucketing.test_phases import Crossed
 from tests.bucketing.tunings import Watched, batch, ended, note, sgd
 from tests.virtual.helpers import cluster, rack, run_on, simulation

@@ -12,8 +12,8 @@ from torch import nn
 import paceline
 from paceline import bucketing
 from paceline.cluster import Cluster, Workload
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
-from paceline.worlds.virtual import Simulation
 from tests.virtual.helpers import LATENCY, LINK, run_on, simulation
 
 UNEVEN = Workload(

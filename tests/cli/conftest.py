@@ -1,5 +1,5 @@
 """What tests of verbs share with those of an emulated cluster."""
 
-from tests.emulated.conftest import namespaces
+from tests.runtimes.emulated.conftest import namespaces
 
 __all__ = ["namespaces"]

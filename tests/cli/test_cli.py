@@ -217,7 +217,7 @@ def test_an_error_of_the_script_is_shown_with_its_own_frames(tmp_path):
     assert done.returncode == 1
     assert "worker 1 raised RuntimeError: boom" in done.stderr
     assert 'breaks.py", line 4' in done.stderr
-    assert "virtual/clock.py" not in done.stderr
+    assert "runtimes/simulated/clock.py" not in done.stderr
 
 
 def test_a_script_that_trains_nothing_says_so(tmp_path):

@@ -12,9 +12,9 @@ import pytest
 
 from paceline.cli.live import describe
 from paceline.records import Journal
-from paceline.worlds.progress import Standing, noted, read, write_there
+from paceline.runtimes.progress import Standing, noted, read, write_there
 from tests.cli.terminal import SECONDS, on_terminal
-from tests.emulated.conftest import refusal
+from tests.runtimes.emulated.conftest import refusal
 
 TRAINS = """
 import sys

@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.plan.help import Helps
 from paceline.plan.price import Budget
-from paceline.worlds.virtual.profile import paced_workload
+from paceline.runtimes.simulated.profile import paced_workload
 
 SCRIPT = """
 import torch, paceline

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster import Cluster, transfer_times
 from paceline.cluster.links import Links
-from paceline.worlds.virtual.clock import Clock, Completion
+from paceline.runtimes.simulated.clock import Clock, Completion
 from tests.profiles import examples
 from tests.virtual.helpers import cluster, rack, until_over
 

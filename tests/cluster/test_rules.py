@@ -23,8 +23,8 @@ from paceline.errors import (
     UsageError,
     WorkerFailedError,
 )
-from paceline.worlds.emulated.plan import Plan
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.emulated.network_plan import Plan
+from paceline.runtimes.simulated import Simulation
 
 RATE = 1e6  # bytes a second
 RACK = "[[rack]]\nworkers = 4\nlink = '8 Mbit/s'\nlatency = '0 s'\n"

@@ -15,8 +15,8 @@ from paceline.cluster import Workload
 from paceline.cluster.workload import builtin_names
 from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError, WorkerFailedError
+from paceline.runtimes.simulated import ComputeModel
 from paceline.testing import inspect
-from paceline.worlds.virtual import ComputeModel
 from tests.virtual.helpers import run, run_on, simulation
 
 SMALL = Workload(
@@ -162,7 +162,7 @@ def test_sizes_in_the_virtual_world_need_no_memory():
 
 
 def test_tensors_of_unknown_shape_are_matrices():
-    """As those of real processes are (`tests/real/scripts/stand_in.py`)."""
+    """As those of real processes are (`tests/runtimes/real/scripts/stand_in.py`)."""
     (shapes,) = run(1, lambda rank: shapes_of(SMALL))
     assert shapes == [(2, 5), (1, 2), (250, 400), (25, 40)]  # of 4,002 bytes: 1,000
     prime = Workload(names=("a",), sizes=(4 * 1009,), forward=(0,), backward=(0,))

@@ -12,7 +12,7 @@ from paceline.collectives.communicator import TorchComm
 from paceline.collectives.nccl_stages import Stages
 from paceline.collectives.placement import Places
 from paceline.errors import UsageError
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.collectives.helpers import BUCKETS, buffers, skew
 
 

@@ -6,7 +6,7 @@ A case is called with a communicator of its own.
 from __future__ import annotations
 
 from paceline.collectives.communicator import TorchComm
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.collectives import averages, halves, messages, works
 
 CASES = {

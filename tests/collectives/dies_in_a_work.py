@@ -6,7 +6,7 @@ import torch
 
 import paceline
 from paceline.collectives.communicator import TorchComm
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 
 paceline.init()
 comm = TorchComm(join_world(), "dying")

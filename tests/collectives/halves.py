@@ -11,7 +11,7 @@ from paceline.buckets import wire_bytes
 from paceline.collectives import make, over
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.reduce_scatter import OwnHalves, scatter
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.collectives.helpers import skew
 
 SCHEDULES = ("ring", "hierarchical", "halving-doubling", "tree")

@@ -8,7 +8,7 @@ import torch
 
 from paceline.collectives.communicator import MOST_GROUPS, TorchComm
 from paceline.errors import UsageError
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.collectives.helpers import buffers, skew
 
 

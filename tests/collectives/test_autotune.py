@@ -16,8 +16,8 @@ from paceline.collectives.communicator import TorchComm
 from paceline.collectives.in_network.packets import MOST_WORKERS
 from paceline.collectives.placement import Places
 from paceline.errors import UsageError
+from paceline.runtimes.join import join_world
 from paceline.testing import inspect
-from paceline.worlds.join import join_world
 from tests.virtual.helpers import cluster, rack, run
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from paceline.collectives.pricing import seconds
 from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError
 from paceline.interfaces import Schedule
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.profiles import examples
 from tests.virtual.helpers import cluster, rack, run
 

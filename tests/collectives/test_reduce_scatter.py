@@ -18,7 +18,7 @@ from paceline.collectives.pricing import seconds
 from paceline.collectives.reduce_scatter import check_halves, halved, scatter
 from paceline.collectives.schedules import Ring, Star, Tree
 from paceline.errors import UsageError
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.collectives.halves import CASES, random
 from tests.collectives.test_schedules import racked
 from tests.tables import crossed

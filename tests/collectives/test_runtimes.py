@@ -8,8 +8,8 @@ import torch
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.nccl_stages import Stages
 from paceline.collectives.placement import Places
-from paceline.worlds.ending import LOST_PEER
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
+from paceline.runtimes.real.exit import LOST_PEER
 from tests.collectives.cases import CASES, run_case
 from tests.forked import run_together, together
 from tests.virtual.helpers import run

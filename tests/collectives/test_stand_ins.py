@@ -6,7 +6,7 @@ import torch
 from paceline.buckets import stand_in_for
 from paceline.collectives import COLLECTIVES, make, over
 from paceline.collectives.communicator import TorchComm
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.virtual.helpers import cluster, rack, run
 
 WORKERS = 6

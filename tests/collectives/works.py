@@ -8,8 +8,8 @@ import torch
 import paceline
 from paceline.collectives.communicator import TorchComm
 from paceline.errors import UsageError
+from paceline.runtimes.join import join_world
 from paceline.testing import inspect
-from paceline.worlds.join import join_world
 from tests.collectives.helpers import BUCKETS, buffers, skew
 
 

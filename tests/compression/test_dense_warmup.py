@@ -4,9 +4,9 @@ import torch
 
 import paceline
 from paceline.compression import Later, Residuals
+from paceline.runtimes.join import join_world
+from paceline.runtimes.simulated import ComputeModel
 from paceline.testing.lockstep import Workers, gradients
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import ComputeModel
 from tests.compression.toys import RankOne, TopK
 from tests.virtual.helpers import run
 

@@ -16,7 +16,7 @@ from paceline.compression import full_spec, make, warm_up_of
 from paceline.compression.gd_top_k import EPOCH_STEPS
 from paceline.plan.facts import facts_of
 from paceline.plan.predict import Job, predict
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.plan.helpers import cluster
 from tests.virtual.helpers import run
 

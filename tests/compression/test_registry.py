@@ -24,8 +24,8 @@ from paceline.compression import (
 from paceline.errors import UsageError
 from paceline.methods.bsp import BSP
 from paceline.methods.local_updates.sparse_loco import SparseLoCo
+from paceline.runtimes.join import join_world
 from paceline.spec import Spec, nested
-from paceline.worlds.join import join_world
 from tests.virtual.helpers import run
 
 

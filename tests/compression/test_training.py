@@ -15,8 +15,8 @@ from paceline.core.method_spec import read_spec
 from paceline.core.presence import Presence
 from paceline.core.settings import Settings
 from paceline.errors import UsageError
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import ComputeModel
+from paceline.runtimes.join import join_world
+from paceline.runtimes.simulated import ComputeModel
 from tests.virtual.helpers import run
 
 FLAG = 4

@@ -8,12 +8,12 @@ import pytest
 import paceline.testing.__main__ as kit
 from paceline.cluster import ServerHost
 from paceline.run_options import RunOptions
+from paceline.runtimes.emulated.launch import EmulatedJob
+from paceline.runtimes.emulated.network import Fabric
 from paceline.testing.cases import cluster_of
 from paceline.testing.checks import WORLD_CHECKS, sample, trials
-from paceline.worlds.emulated.fabric import Fabric
-from paceline.worlds.emulated.job import EmulatedJob
 from tests.conformance.table import SLOW_EMULATED
-from tests.emulated.conftest import refusal
+from tests.runtimes.emulated.conftest import refusal
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import torch
 
 from paceline import bucketing
 from paceline.cluster import cluster_toml
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import CASES, CHECKS
 from paceline.testing.__main__ import rows
 from paceline.testing.cases import cluster_of
@@ -17,7 +18,6 @@ from paceline.testing.checks import (
     sample,
     trials,
 )
-from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.conformance import job
 from tests.conformance.table import SLOW_EMULATED, SLOW_REAL

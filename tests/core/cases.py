@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline.errors import GradientError, UsageError
 from paceline.methods.bsp import BSP
+from paceline.runtimes.join import join_world
 from paceline.testing import inspect
-from paceline.worlds.join import join_world
 from tests.core.halved import halves_train_as_the_whole
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import paceline
 from paceline.interfaces import Pending, Scattered
 from paceline.methods.bsp import BSP
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 
 
 @dataclass

@@ -9,7 +9,7 @@ import paceline
 from paceline.cluster import uniform_cluster
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces.trainings import Places
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 from tests import forked
 from tests.hanging import SECONDS
 

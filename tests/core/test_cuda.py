@@ -10,7 +10,7 @@ import torch
 
 import paceline
 from paceline.cluster import uniform_cluster
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 from tests.core.cuda_cases import CASES, NEED_CPU_TENSORS, moved
 
 ROOT = Path(__file__).parent.parent.parent

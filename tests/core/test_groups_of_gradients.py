@@ -9,10 +9,10 @@ import torch
 import paceline
 from paceline.cluster import uniform_cluster
 from paceline.interfaces import Rhythm
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.checks import CHECKS
 from paceline.testing.task import Counting
-from paceline.worlds.virtual import Simulation
 from tests.core.test_rhythm import SUM_OF_TWO, train
 from tests.methods.osp.helpers import simulate
 from tests.newcomer.toys.every_fourth import EveryFourth
@@ -111,7 +111,7 @@ def test_a_mean_with_a_name_is_compressed(code, part):
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-        sent = paceline.worlds.join.join_world().journal.steps[-1].bytes_sent
+        sent = paceline.runtimes.join.join_world().journal.steps[-1].bytes_sent
         optimizer.finish()
         return sent, model.scalar.item()
 

@@ -11,10 +11,10 @@ import paceline
 from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError
 from paceline.methods.bsp import BSP
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.checks import CHECKS
 from paceline.testing.task import Counting
-from paceline.worlds.virtual import Simulation
 from tests.core.halved import Halved, halves_train_as_the_whole, train
 from tests.methods.osp.helpers import simulate
 

@@ -105,7 +105,7 @@ def by_a_second_pass(model):
     ],
 )
 def test_who_waits_for_a_broken_training_learns_the_cause(method, breaks, words):
-    """Where virtual time cannot go on; real processes are told (see `worlds.real`)."""
+    """Where virtual time cannot go on; real processes are told (see `runtimes.real.runtime`)."""
 
     def body(rank):
         model = network()

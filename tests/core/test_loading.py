@@ -11,8 +11,8 @@ import torch
 import paceline
 from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError, WorkerFailedError
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
-from paceline.worlds.virtual import Simulation
 from tests.tables import crossed
 
 METHODS = [

@@ -12,8 +12,8 @@ import paceline
 from paceline.core.optimizer import TrainingEnded
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions
+from paceline.runtimes.join import join_world
 from paceline.testing import inspect
-from paceline.worlds.join import join_world
 from tests.core.cases import inputs, small_model
 from tests.virtual.helpers import run
 

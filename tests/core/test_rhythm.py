@@ -12,10 +12,10 @@ from paceline.buckets import stand_in_for
 from paceline.errors import UsageError
 from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rhythm
 from paceline.methods.bsp import BSP
-from paceline.report.result import Summary
+from paceline.runtimes.join import join_world
+from paceline.runtimes.results import Summary
 from paceline.testing import inspect
 from paceline.testing.task import Counting
-from paceline.worlds.join import join_world
 from tests.methods.osp.helpers import simulate
 from tests.newcomer.toys.every_fourth import EveryFourth
 from tests.newcomer.toys.pairs import Pairs

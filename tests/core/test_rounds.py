@@ -10,11 +10,11 @@ import paceline
 from paceline.cluster import Cluster, Rack, uniform_cluster
 from paceline.errors import UsageError
 from paceline.interfaces import Rhythm
+from paceline.runtimes.join import join_world
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
 from paceline.testing.restarts import shared_folder
 from paceline.testing.task import Counting
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import Simulation
 from tests.core.test_groups_of_gradients import Groups
 from tests.core.test_rhythm import SUM_OF_TWO, train
 from tests.newcomer.toys.every_fourth import EveryFourth

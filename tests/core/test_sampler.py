@@ -11,7 +11,7 @@ import paceline
 from paceline.cluster import parse_cluster, uniform_cluster
 from paceline.core.sampler import _cut, _normalized, _stride
 from paceline.errors import UsageError
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.runtimes.simulated import ComputeModel, Simulation
 from tests.profiles import examples
 
 

@@ -7,9 +7,9 @@ import torch
 
 import paceline
 from paceline.methods import METHODS
+from paceline.runtimes.simulated import Simulation
 from paceline.spec import parse
 from paceline.testing import CASES
-from paceline.worlds.virtual import Simulation
 from tests.core.cases import inputs, small_model
 
 

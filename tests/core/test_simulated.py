@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.cluster import uniform_cluster
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 from tests.core.cases import CASES, PER_PROCESS
 
 RUNS = [

@@ -10,10 +10,10 @@ from torch import nn
 import paceline
 from paceline.buckets import make_buckets, strides_in_bucket
 from paceline.errors import GradientError, ModelMismatchError, WorkerFailedError
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import CASES
 from paceline.testing.cases import Case
 from paceline.testing.checks import strides_change_nothing
-from paceline.worlds.virtual import Simulation
 from tests.virtual.helpers import run
 
 

@@ -10,7 +10,7 @@ from paceline.core import sync
 from paceline.doctor.virtual import examined, examined_network
 from paceline.doctor.watch import StepWatch
 from paceline.errors import UsageError
-from paceline.worlds.virtual import ComputeModel, Simulation
+from paceline.runtimes.simulated import ComputeModel, Simulation
 
 LINK = 25e6
 

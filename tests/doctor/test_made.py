@@ -12,7 +12,7 @@ from paceline.cluster.rules import throttle
 from paceline.doctor import diagnose
 from paceline.doctor.virtual import examined
 from paceline.interfaces.current_runtime import current_world
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 from tests.plan.helpers import layers
 
 WORK = layers(4, 4.0, 0.03, 0.06)

@@ -18,9 +18,9 @@ import torch
 import paceline
 from paceline.cluster import Cluster, parse_cluster
 from paceline.core.optimizer import DistributedOptimizer
+from paceline.runtimes.join import join_world
+from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.testing import CASES, Case
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import ComputeModel, Simulation
 
 SHAPES = ((8, 6), (32,), (15,), (), (10, 10), (60,))
 """256 elements: the norm of a gradient of ones is 16, whoever adds up in whatever order."""

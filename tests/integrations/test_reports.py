@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulated.conftest import refusal
+from tests.runtimes.emulated.conftest import refusal
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -12,8 +12,8 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.errors import DeadlockError
-from paceline.worlds.virtual import ComputeModel, Simulation
-from paceline.worlds.virtual.servers import HEADER_BYTES, ServerRates
+from paceline.runtimes.simulated import ComputeModel, Simulation
+from paceline.runtimes.simulated.services import HEADER_BYTES, ServerRates
 
 WORKERS = 8
 RATE = 1e6

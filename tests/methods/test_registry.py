@@ -7,12 +7,12 @@ from paceline.core.distribute import distribute
 from paceline.core.method_spec import brief_spec, read_spec
 from paceline.errors import UsageError
 from paceline.methods import METHODS, check_survives, make
+from paceline.runtimes.join import join_world
+from paceline.runtimes.simulated import Simulation
 from paceline.spec import field_types, parse
 from paceline.testing import CASES
 from paceline.testing.cases import cluster_of
 from paceline.testing.task import Quadratic
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import Simulation
 
 ON_SERVERS = [name for name in METHODS if METHODS[name]().updates_on == "server"]
 

@@ -20,8 +20,8 @@ from paceline.errors import UsageError
 from paceline.interfaces import HeldPush
 from paceline.methods.sync_switch import BSPThenASP
 from paceline.parameter_server.state_machine.server import ParameterServer
+from paceline.runtimes.simulated import Simulation
 from paceline.testing.task import Counting, flat_parameters
-from paceline.worlds.virtual import Simulation
 
 RATE, MOMENTUM, SWITCH = 0.25, 0.5, 5
 

@@ -8,8 +8,8 @@ import pytest
 
 from paceline.cluster import uniform_cluster
 from paceline.compression import COMPRESSORS, Residuals
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import check_compressor, check_method
-from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.newcomer.rows import TOYS, registered
 from tests.newcomer.table import chosen

@@ -16,8 +16,8 @@ from paceline.plan.coarse import FEW
 from paceline.plan.codes import code_of, codes_in_front, revised, seconds_of
 from paceline.plan.predict import Job, Prediction, Refused, predict
 from paceline.plan.price import Budget
-from paceline.worlds.virtual import profile
-from paceline.worlds.virtual.profile import measured_codes
+from paceline.runtimes.simulated import profile
+from paceline.runtimes.simulated.profile import measured_codes
 from tests.plan.helpers import cluster, layers
 from tests.plan.test_more import made, row
 

@@ -13,11 +13,11 @@ from paceline.core.parameter_use import is_watched
 from paceline.plan.facts import facts_of
 from paceline.plan.limits import alone, limit_seconds
 from paceline.plan.predict import Job, Prediction, predict
-from paceline.report.result import Summary
 from paceline.run_options import RunOptions
-from paceline.worlds.virtual import ComputeModel, Simulation
-from paceline.worlds.virtual.profile import profile_script
-from paceline.worlds.virtual.script import run_script
+from paceline.runtimes.results import Summary
+from paceline.runtimes.simulated import ComputeModel, Simulation
+from paceline.runtimes.simulated.profile import profile_script
+from paceline.runtimes.simulated.script import run_script
 from tests.plan.helpers import cluster, layers
 
 SCRIPT = """

@@ -14,7 +14,7 @@ from paceline.plan.until import Trained, until
 from paceline.plan.what_if import seconds_at_most, shortlist, what_if
 from paceline.records import StepRecord
 from paceline.report.goal import Goal
-from paceline.worlds.virtual import ComputeModel
+from paceline.runtimes.simulated import ComputeModel
 from tests.plan.helpers import cluster, layers
 
 SCRIPT = """

@@ -8,7 +8,7 @@ from paceline.plan.tables import print_plan, to_json
 from paceline.plan.verdict import command, commands, reasons, summary, verdict
 from paceline.report.gains import Gain, gains, print_gains
 from paceline.report.goal import Goal
-from paceline.report.result import Failed, Result
+from paceline.runtimes.results import Failed, Result
 from tests.plan.helpers import cluster
 from tests.plan.test_more import made, row
 

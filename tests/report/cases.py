@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from paceline.records import STEP_ROW, Span
-from paceline.report.result import Result
 from paceline.report.trace import chrome_trace
 from paceline.report.variants import Variant, VariantStep
+from paceline.runtimes.results import Result
 
 Metrics = Mapping[str, float | None]
 

@@ -18,11 +18,11 @@ import pytest
 from paceline.errors import UsageError
 from paceline.report.comparison import write_report
 from paceline.report.page import text_of
-from paceline.report.result import Failed
 from paceline.report.sections import Page as PageData
 from paceline.report.sections import Timelines
 from paceline.report.timelines import Step
 from paceline.report.variants import Variant
+from paceline.runtimes.results import Failed
 from tests.hanging import SECONDS
 from tests.report.cases import Comparison, three, wild
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.report.result import Summary, exchange_summaries
+from paceline.runtimes.results import Summary, exchange_summaries
 from paceline.timeouts import timeouts
 from paceline.torch_internals import local_store
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from paceline.report.comparison import table
-from paceline.report.result import Failed, Outcome
 from paceline.report.tables import print_results, sheet
 from paceline.report.variants import to_json
+from paceline.runtimes.results import Failed, Outcome
 from tests.report.cases import three
 
 FAILED = Failed(failed="worker 0 raised GradientError: clipped", exit_status=1)

@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from paceline.errors import UsageError
+from paceline.runtimes.real.peer_monitor import Liveness
 from paceline.transport import liveness
-from paceline.worlds.liveness import Liveness
 from tests.server import Adder, connect, running
 
 VARIABLE = liveness.UNREACHABLE_VARIABLE

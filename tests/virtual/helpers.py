@@ -8,7 +8,7 @@ from typing import Any
 
 import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 
 LINK = 25e6
 """200 Mbit/s, in bytes per second."""

@@ -22,7 +22,7 @@ from paceline.cluster.probe.racks import find_racks
 from paceline.cluster.probe.result import Size
 from paceline.core.sync import gather_bytes
 from paceline.interfaces import World
-from paceline.worlds.described import Seat, seat
+from paceline.runtimes.real.cluster_check import Seat, seat
 
 MOST_SHIFTS = 7
 """Rounds in which all send at once."""

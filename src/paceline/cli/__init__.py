@@ -38,8 +38,8 @@ from paceline.cli import (
 )
 from paceline.cli.arguments import Command, LaunchCommand
 from paceline.errors import PacelineError, WorkerFailedError
-from paceline.worlds.processes import reader_has_gone
-from paceline.worlds.scratch import ToldToEnd, told_to_end
+from paceline.runtimes.processes import reader_has_gone
+from paceline.runtimes.scratch import ToldToEnd, told_to_end
 
 _RUNS_SCRIPTS = str(Path("paceline", "worlds", "virtual"))
 

@@ -236,7 +236,7 @@ def torchrun_words(context: Any) -> list[str]:
 
 
 def _torchrun_options() -> dict[str, Option]:
-    from paceline.worlds.launch import torchrun_options
+    from paceline.runtimes.real.launch import torchrun_options
 
     # What torchrun does with repeats is its own matter.
     return {

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import options as o
-from paceline.worlds.emulated.capabilities import Capabilities, capabilities
+from paceline.runtimes.emulated.machine_check import Capabilities, capabilities
 
 
 def check(json: o.Json = False) -> None:

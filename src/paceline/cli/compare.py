@@ -21,9 +21,9 @@ from paceline.cli.telling import rows, telling
 from paceline.errors import UsageError
 from paceline.report.files import clear
 from paceline.run_options import RunOptions
+from paceline.runtimes.processes import as_launcher, end_all
+from paceline.runtimes.scratch import scratch_folder
 from paceline.units import show_seconds
-from paceline.worlds.processes import as_launcher, end_all
-from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from paceline.plan import Plan
     from paceline.records import StepRecord
     from paceline.report.goal import Goal
-    from paceline.report.result import Outcome, Result
     from paceline.report.variants import Variant
-    from paceline.worlds.virtual import ComputeModel
+    from paceline.runtimes.results import Outcome, Result
+    from paceline.runtimes.simulated import ComputeModel
 
 PLAN_PART = 2 / 3
 """Of a plan's usual budget, for the one where no variant is named: it draws no page."""
@@ -113,8 +113,8 @@ def compare(
         pace=pace,
     )
     given.check(world)
-    from paceline.report.result import Result
     from paceline.report.variants import Variant
+    from paceline.runtimes.results import Result
 
     arguments = script_arguments or []
     shared: dict[str, object] = {"--steps": steps, "--seed": seed, "--workers": workers}
@@ -262,9 +262,9 @@ def _show(
     json: bool,
 ) -> None:
     """The table, and where the files are; or all of it for programs."""
-    from paceline.report.result import Result
     from paceline.report.tables import print_results
     from paceline.report.variants import to_json
+    from paceline.runtimes.results import Result
 
     first = next((one for _, one in results if isinstance(one, Result)), None)
     if json:
@@ -324,9 +324,9 @@ def _run_all(
 ) -> tuple[list[tuple[str, Outcome]], list[StepRecord | None]]:
     """Run each variant, some *at_once*; records of those that have not failed are merged in
     *output*. Also each one's step that reached the *goal*, if any."""
-    from paceline.report.result import Result
     from paceline.report.variants import merge_records, reached, run_variant
-    from paceline.worlds.progress import FILE_VARIABLE, read
+    from paceline.runtimes.progress import FILE_VARIABLE, read
+    from paceline.runtimes.results import Result
 
     running: list[subprocess.Popen[str]] = []
     interrupted = threading.Event()

@@ -14,7 +14,7 @@ from paceline.cli.live import live_line
 from paceline.cli.telling import telling
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions
-from paceline.worlds.scratch import scratch_folder
+from paceline.runtimes.scratch import scratch_folder
 
 
 def compress(
@@ -50,7 +50,7 @@ def compress(
     )
     from paceline.compression import COMPRESSORS, Identity, make
     from paceline.report.prices import prices_as_json, print_prices
-    from paceline.worlds.launch import launch
+    from paceline.runtimes.real.launch import launch
 
     check_workers(workers)
     if steps < 1:

@@ -19,7 +19,7 @@ from paceline.cli.live import live_line
 from paceline.cli.telling import telling
 from paceline.errors import PacelineError, UsageError
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
-from paceline.worlds.scratch import scratch_folder
+from paceline.runtimes.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
@@ -173,7 +173,7 @@ class _Job:
     def real(
         self, context: Any, workers: int | None, described: tuple[object, ...]
     ) -> Evidence | None:
-        from paceline.worlds.launch import launch
+        from paceline.runtimes.real.launch import launch
 
         names = ("--link", "--latency", "--server-hosts", "--cluster", "--workload")
         for name, value in zip(names, described, strict=True):
@@ -200,8 +200,8 @@ class _Job:
             return self._read(file, status)
 
     def emulated(self, network: Cluster, workload: str | None) -> Evidence | None:
-        from paceline.worlds.emulated.fabric import Fabric
-        from paceline.worlds.emulated.job import EmulatedJob
+        from paceline.runtimes.emulated.launch import EmulatedJob
+        from paceline.runtimes.emulated.network import Fabric
 
         options = replace(self._options, pace=workload)
         with scratch_folder() as scratch, Fabric(network) as fabric:
@@ -216,7 +216,7 @@ class _Job:
     def virtual(self, network: Cluster, workload: str | None) -> Evidence | None:
         from paceline.cli.measured import profiled, run_or_profile_anew
         from paceline.doctor.virtual import examined, examined_network
-        from paceline.worlds.virtual import Simulation
+        from paceline.runtimes.simulated import Simulation
 
         if self._script is None:
             with telling(self._json, "measuring the links"):

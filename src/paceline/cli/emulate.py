@@ -14,10 +14,10 @@ from paceline.cli.telling import telling
 from paceline.cluster import Workload
 from paceline.report.files import forget_workers, merge_workers
 from paceline.run_options import RunOptions
-from paceline.worlds.scratch import scratch_folder
+from paceline.runtimes.scratch import scratch_folder
 
 if TYPE_CHECKING:
-    from paceline.worlds.emulated.fabric import Fabric
+    from paceline.runtimes.emulated.network import Fabric
 
 
 def emulate(
@@ -45,9 +45,9 @@ def emulate(
     Every link has the goodput asked for, both ways; nothing is left behind. Without
     --pace, workers share this machine's cores. paceline check says what it can emulate.
     """
-    from paceline.report.result import read_result
-    from paceline.worlds.emulated.fabric import Fabric
-    from paceline.worlds.emulated.job import EmulatedJob
+    from paceline.runtimes.emulated.launch import EmulatedJob
+    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.results import read_result
 
     o.check_job(script, method)
     o.check_report(report_to)

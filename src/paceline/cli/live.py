@@ -10,7 +10,7 @@ the line is wiped first, and drawn again when what was written has ended its own
 with a progress bar has the last line for itself). At the end the line is wiped, and all is as
 before.
 
-How far the training is stands in a file (`paceline.worlds.progress`).
+How far the training is stands in a file (`paceline.runtimes.progress`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rich.control import Control
 from rich.segment import ControlType
 from rich.text import Text
 
+from paceline.runtimes.progress import FILE_VARIABLE, Standing, read
+from paceline.runtimes.scratch import scratch_folder
 from paceline.units import show_seconds
-from paceline.worlds.progress import FILE_VARIABLE, Standing, read
-from paceline.worlds.scratch import scratch_folder
 
 Look = Callable[[], Standing | None]
 

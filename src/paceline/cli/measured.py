@@ -13,13 +13,13 @@ from paceline.cli.options import SCRATCH, standard_output_for_result
 from paceline.cluster import Cluster, Workload
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.run_options import RunOptions
+from paceline.runtimes.simulated import ComputeModel, Simulation, SimulationResult
+from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
+from paceline.runtimes.simulated.compute import StaleProfileError, UnmeasuredCodeError
+from paceline.runtimes.simulated.profile import profile_script
+from paceline.runtimes.simulated.profile_cache import find_profile, keep_profile
+from paceline.runtimes.simulated.script import run_script
 from paceline.units import show_age
-from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
-from paceline.worlds.virtual.checkpoints import redirect_checkpoints
-from paceline.worlds.virtual.compute import StaleProfileError, UnmeasuredCodeError
-from paceline.worlds.virtual.kept import find_profile, keep_profile
-from paceline.worlds.virtual.profile import profile_script
-from paceline.worlds.virtual.script import run_script
 
 
 def profiled(

@@ -20,8 +20,8 @@ from paceline.cluster import Cluster, Workload, load_cluster, uniform_cluster
 from paceline.errors import ClusterError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
-    from paceline.report.result import Result
-    from paceline.worlds.virtual import ComputeModel
+    from paceline.runtimes.results import Result
+    from paceline.runtimes.simulated import ComputeModel
 
 SCRATCH = Path("paceline-runs", "scratch")
 """Where checkpoints of simulations are."""
@@ -275,7 +275,7 @@ def make_compute(
     seed: int | None,
 ) -> ComputeModel:
     """What ``--workload``, ``--forward``, ``--backward`` and ``--jitter`` say."""
-    from paceline.worlds.virtual import ComputeModel
+    from paceline.runtimes.simulated import ComputeModel
 
     given = {"forward": forward, "backward": backward}
     for name, value in given.items():

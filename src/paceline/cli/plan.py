@@ -23,8 +23,8 @@ from paceline.cli.planned import (
 from paceline.cli.telling import Telling, telling
 from paceline.cluster import load_cluster
 from paceline.errors import UsageError
+from paceline.runtimes.scratch import scratch_folder
 from paceline.units import show_age, show_seconds
-from paceline.worlds.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.plan.predict import Job
     from paceline.plan.price import Budget
     from paceline.plan.together import Predict
-    from paceline.worlds.virtual import ComputeModel
+    from paceline.runtimes.simulated import ComputeModel
 
 MOST_PROCESSES = 4
 FOR_CANDIDATES = 0.75
@@ -131,8 +131,8 @@ def _with_codes(
     so are they, the first ones first, as far as *budget* goes. Twice, since what comes next may be another guess."""
     from paceline.plan.codes import codes_in_front, revised, seconds_of
     from paceline.plan.together import in_this_process
-    from paceline.worlds.virtual.checkpoints import redirect_checkpoints
-    from paceline.worlds.virtual.profile import measured_codes
+    from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
+    from paceline.runtimes.simulated.profile import measured_codes
 
     cores = _busy_cores(job.cluster)
     for _ in range(2):
@@ -190,7 +190,7 @@ def _workload(
     """A step's times: from the file that is named, or what the model stands for, or as the script
     paces itself, or measured; and what its training is charged in virtual time."""
     from paceline.cli.measured import profiled
-    from paceline.worlds.virtual.profile import paced_workload
+    from paceline.runtimes.simulated.profile import paced_workload
 
     if compute.workload is not None:
         facts.check(compute.workload, compute.what)

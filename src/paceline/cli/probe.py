@@ -19,10 +19,10 @@ from paceline.cluster import ServerHost, cluster_toml
 from paceline.errors import UsageError
 from paceline.report.files import make_folder
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
-from paceline.worlds.scratch import scratch_folder
+from paceline.runtimes.scratch import scratch_folder
 
 if TYPE_CHECKING:
-    from paceline.worlds.virtual import Simulation
+    from paceline.runtimes.simulated import Simulation
 
 SCRIPT = str(Path(__file__).parent.parent / "cluster" / "probe" / "__main__.py")
 
@@ -52,10 +52,10 @@ def probe(
     """
     from paceline.cluster.probe import Findings, infer_cluster
     from paceline.cluster.probe.tables import comment_on, print_findings
-    from paceline.worlds.emulated.fabric import Fabric
-    from paceline.worlds.emulated.job import EmulatedJob
-    from paceline.worlds.launch import launch
-    from paceline.worlds.virtual import Simulation
+    from paceline.runtimes.emulated.launch import EmulatedJob
+    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.real.launch import launch
+    from paceline.runtimes.simulated import Simulation
 
     make_folder(str(output.resolve().parent), "the cluster")
     if not seconds > 0:
@@ -118,7 +118,7 @@ def probe(
 
 def _in_virtual_time(simulation: Simulation, path: Path, seconds: float) -> int:
     from paceline.cluster.probe import measure
-    from paceline.worlds.join import join_world
+    from paceline.runtimes.join import join_world
 
     def body(rank: int) -> None:
         findings = measure(join_world(), seconds_per_pair=seconds)

@@ -17,7 +17,7 @@ from paceline.cluster import Workload
 from paceline.errors import UsageError
 from paceline.report.files import make_folder
 from paceline.run_options import RunOptions
-from paceline.worlds.scratch import scratch_folder
+from paceline.runtimes.scratch import scratch_folder
 
 
 def profile(
@@ -56,8 +56,8 @@ def profile(
     from paceline.cluster.profiling import KeptGradients, coding_times
     from paceline.compression import make
     from paceline.report.tables import print_workload
-    from paceline.worlds.launch import launch
-    from paceline.worlds.virtual.kept import profile_name
+    from paceline.runtimes.real.launch import launch
+    from paceline.runtimes.simulated.profile_cache import profile_name
 
     compressors = [make(spec) for spec in compression or []]
     path = output or Path(profile_name(script))

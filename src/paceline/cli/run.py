@@ -16,7 +16,7 @@ from paceline.cluster import load_cluster
 from paceline.errors import UsageError
 from paceline.report.files import forget_workers, merge_workers
 from paceline.run_options import RunOptions
-from paceline.worlds.scratch import scratch_folder
+from paceline.runtimes.scratch import scratch_folder
 
 
 def run(
@@ -86,7 +86,7 @@ def run(
     o.check_report(report_to)
     if server is not None or rank is not None:
         o.check_lone_worker(survive, server, torchrun_options, snapshot, resume)
-        from paceline.worlds.alone import become
+        from paceline.runtimes.real.external_worker import become
 
         options = RunOptions(
             method=method,
@@ -105,9 +105,9 @@ def run(
         if described is not None and described.workers == workers:
             groups = described.groups
         o.check_workers(method, workers, groups)
-    from paceline.report.result import read_result
-    from paceline.worlds.launch import launch
-    from paceline.worlds.supervisor import Supervisor
+    from paceline.runtimes.real.launch import launch
+    from paceline.runtimes.real.supervisor import Supervisor
+    from paceline.runtimes.results import read_result
 
     if records is not None:
         forget_workers(str(records))

@@ -13,10 +13,10 @@ from paceline.cli.live import describe
 from paceline.cli.telling import telling
 from paceline.report.files import make_folder, write_run
 from paceline.run_options import RunOptions
-from paceline.worlds.progress import Standing, place
+from paceline.runtimes.progress import Standing, place
 
 if TYPE_CHECKING:
-    from paceline.worlds.virtual import ComputeModel
+    from paceline.runtimes.simulated import ComputeModel
 
 
 def simulate(
@@ -59,8 +59,8 @@ def simulate(
     described = o.make_cluster(cluster, workers, link, latency, server_hosts)
     o.check_workers(method, described.workers, described.groups)
     from paceline.cli.measured import profiled, run_or_profile_anew
-    from paceline.worlds.virtual import Simulation
-    from paceline.worlds.virtual.script import result_of
+    from paceline.runtimes.simulated import Simulation
+    from paceline.runtimes.simulated.script import result_of
 
     there = place()
     compute = o.make_compute(workload, forward, backward, jitter, seed)

@@ -22,7 +22,7 @@ from paceline.core.step_loggers import report_as_asked
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, Method, World
 from paceline.interfaces.server_messages import Answers
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -12,7 +12,7 @@ from types import ModuleType
 from paceline.doctor.evidence import Evidence
 from paceline.doctor.examine import Examination
 from paceline.errors import UsageError
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 
 
 def main() -> None:

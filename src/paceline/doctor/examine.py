@@ -18,7 +18,7 @@ from paceline.doctor.network import NetworkFound, examine_network
 from paceline.doctor.watch import StepWatch
 from paceline.errors import UsageError
 from paceline.interfaces import World
-from paceline.report.result import unsettled
+from paceline.runtimes.results import unsettled
 
 IDLE_SECONDS = 0.5
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from paceline.cluster import Cluster
 from paceline.doctor.evidence import Evidence
 from paceline.doctor.examine import Examination
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.join import join_world
+from paceline.runtimes.simulated import Simulation
 
 
 def examined(

@@ -19,7 +19,7 @@ from paceline.core.optimizer import DistributedOptimizer
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Method
 from paceline.interfaces.current_runtime import current_world
-from paceline.worlds.servers import SURVIVE_VARIABLE
+from paceline.runtimes.real.server_process import SURVIVE_VARIABLE
 
 _NOT_HERE = ("model", "optimizer", "sampler")
 _SHARDING = {

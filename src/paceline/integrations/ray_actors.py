@@ -40,14 +40,17 @@ from paceline.integrations.ray_coordinator import (
 from paceline.parameter_server.process.control import IsDone
 from paceline.parameter_server.process.surviving import SurvivingJob
 from paceline.run_options import seconds_from
+from paceline.runtimes.join import join_world
+from paceline.runtimes.real.exit import end_at_once
+from paceline.runtimes.real.external_worker import environment_of
+from paceline.runtimes.real.runtime import RealWorld
+from paceline.runtimes.real.server_process import (
+    INCARNATION_VARIABLE,
+    SERVER_ENVIRONMENT,
+)
+from paceline.runtimes.real.supervised_servers import SILENT_VARIABLE
 from paceline.timeouts import timeouts
 from paceline.transport.security import SECRET, TOKEN, TRUSTED
-from paceline.worlds.alone import environment_of
-from paceline.worlds.ending import end_at_once
-from paceline.worlds.join import join_world
-from paceline.worlds.real import RealWorld
-from paceline.worlds.servers import INCARNATION_VARIABLE, SERVER_ENVIRONMENT
-from paceline.worlds.surviving_servers import SILENT_VARIABLE
 
 NAMESPACE = "paceline"
 NOTE_SECONDS = 0.5

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import PeerLostError, UsageError
+from paceline.runtimes.real.supervised_worker import MOST_IN_VAIN, MOST_RESTARTS
 from paceline.transport.protocol import HAS_BEEN_HERE
-from paceline.worlds.surviving import MOST_IN_VAIN, MOST_RESTARTS
 
 SERVER = "the server"
 _LET_GO = ("taken for lost", HAS_BEEN_HERE)

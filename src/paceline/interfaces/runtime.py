@@ -1,6 +1,6 @@
 """A world, and what it is asked to start.
 
-`paceline.worlds` implements `World`; `distribute`, `paceline.core` and the
+`paceline.runtimes` implements `World`; `distribute`, `paceline.core` and the
 collectives use it, among others. Methods never see it.
 """
 

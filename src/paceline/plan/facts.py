@@ -22,10 +22,10 @@ from paceline.interfaces import Method
 from paceline.methods import METHODS
 from paceline.plan.predict import MakeOptimizer, plain_sgd
 from paceline.run_options import RunOptions
+from paceline.runtimes.simulated import ComputeModel, Simulation
+from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
+from paceline.runtimes.simulated.script import run_script
 from paceline.spec import parse
-from paceline.worlds.virtual import ComputeModel, Simulation
-from paceline.worlds.virtual.checkpoints import redirect_checkpoints
-from paceline.worlds.virtual.script import run_script
 
 TRIED_STEPS = 3
 """A script that clips by itself does so in its first step; a scheduler may come after it."""

@@ -40,11 +40,11 @@ from paceline.core.start import Subject, train
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Compressor, Method, World
 from paceline.records import Journal, StepRecord
-from paceline.report.result import Summary
 from paceline.run_options import RunOptions
+from paceline.runtimes.join import join_world
+from paceline.runtimes.results import Summary
+from paceline.runtimes.simulated import ComputeModel, Simulation, SimulationResult
 from paceline.spec import convert_fields
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
 
 SHORTENED, SHORTENED_IN_SHORT = 16, 8
 """Steps of a round that are run, where there are more."""

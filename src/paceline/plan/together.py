@@ -17,7 +17,7 @@ from paceline.compression import COMPRESSORS
 from paceline.methods import METHODS
 from paceline.plan.predict import Job, Prediction, Refused, predict
 from paceline.plan.price import cost
-from paceline.python_private import end_pool
+from paceline.runtimes.python_internals import end_pool
 from paceline.transport.liveness import end_with_parent, without_interrupts
 
 A = TypeVar("A")

@@ -17,10 +17,10 @@ from paceline.errors import PacelineError
 from paceline.interfaces import Quality
 from paceline.report.goal import Goal
 from paceline.run_options import RunOptions
+from paceline.runtimes.simulated import ComputeModel, Simulation, SimulationResult
+from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
+from paceline.runtimes.simulated.script import run_script
 from paceline.units import show_seconds
-from paceline.worlds.virtual import ComputeModel, Simulation, SimulationResult
-from paceline.worlds.virtual.checkpoints import redirect_checkpoints
-from paceline.worlds.virtual.script import run_script
 
 Told = Callable[[str, int, int], None]
 

@@ -12,7 +12,6 @@ from paceline.report.curves import read_steps
 from paceline.report.page import NAME, write_page
 from paceline.report.pictures import Picture, for_page
 from paceline.report.plots import Look, looks_of, write_plots
-from paceline.report.result import Outcome, Result
 from paceline.report.sections import (
     Cell,
     Drawn,
@@ -28,6 +27,7 @@ from paceline.report.tables import Sheet, sheet
 from paceline.report.timelines import Step, step_of
 from paceline.report.trace import spans_in
 from paceline.report.variants import Variant, VariantStep
+from paceline.runtimes.results import Outcome, Result
 from paceline.units import show_seconds
 
 SPANS = 24_000

@@ -11,8 +11,8 @@ from statistics import fmean
 
 import msgspec
 
-from paceline.report.result import Result
 from paceline.report.variants import VariantStep
+from paceline.runtimes.results import Result
 
 MOST_POINTS, MOST_POINTS_OF_ALL = 500, 4000
 """Of a line, and of all lines of a picture; more would be a big file of dots."""

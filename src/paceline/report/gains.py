@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.report.goal import Goal
-from paceline.report.result import Failed, Outcome
 from paceline.report.tables import console_for_tables
+from paceline.runtimes.results import Failed, Outcome
 from paceline.units import show_seconds
 
 

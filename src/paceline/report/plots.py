@@ -28,8 +28,8 @@ from paceline.report.curves import (
 )
 from paceline.report.files import make_folder
 from paceline.report.pictures import Picture, house_style, write
-from paceline.report.result import Outcome, Result
 from paceline.report.variants import VariantStep
+from paceline.runtimes.results import Outcome, Result
 from paceline.units import show_seconds
 
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)))

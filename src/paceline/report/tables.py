@@ -12,7 +12,7 @@ from rich.text import Text
 from paceline.cluster.workload import Workload
 from paceline.records import StepRecord
 from paceline.report.goal import Goal
-from paceline.report.result import Failed, Outcome, Result
+from paceline.runtimes.results import Failed, Outcome, Result
 from paceline.units import show_bytes, show_seconds
 
 _WIDTH_OF_FILES = 120

@@ -17,7 +17,7 @@ import msgspec
 from paceline.records import StepRecord
 from paceline.report.files import claim, make_folder
 from paceline.report.goal import Goal
-from paceline.report.result import Failed, Outcome, Result
+from paceline.runtimes.results import Failed, Outcome, Result
 from paceline.transport.liveness import without_interrupts
 
 _VERBS = {"virtual": "simulate", "real": "run", "emulated": "emulate"}

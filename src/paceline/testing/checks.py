@@ -21,6 +21,8 @@ from paceline import bucketing
 from paceline.collectives.communicator import TorchComm
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.errors import PacelineError
+from paceline.runtimes.join import join_world
+from paceline.runtimes.simulated import Simulation
 from paceline.testing.cases import CASES, Case
 from paceline.testing.restarts import (
     a_checkpoint_is_a_restart,
@@ -42,8 +44,6 @@ from paceline.testing.trial import (
     step,
 )
 from paceline.torch_internals import step_was_noted
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import Simulation
 
 
 def converges(case: Case, rule: str) -> None:

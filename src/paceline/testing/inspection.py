@@ -14,7 +14,7 @@ from paceline.core.optimizer import present_of
 from paceline.interfaces import Comm, Endpoint, OwnState, Run
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.records import Journal
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 
 
 @dataclass(frozen=True)

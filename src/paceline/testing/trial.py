@@ -16,9 +16,9 @@ from paceline.core.distribute import distribute
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.sync import gather_bytes
 from paceline.errors import PacelineError
+from paceline.runtimes.join import join_world
 from paceline.testing.cases import Case
 from paceline.testing.task import Quadratic, flat_parameters
-from paceline.worlds.join import join_world
 
 MakeOptimizer = Callable[[torch.nn.Module, float], torch.optim.Optimizer]
 

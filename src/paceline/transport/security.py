@@ -12,7 +12,7 @@ Both ends decide by this table, so the variables must be the same on all machine
 Both CURVE key pairs come from the secret by scrypt: whoever knows it is one of us. ZeroMQ
 asks `Security.zap_reply` about each connection before the first message of it is read; plain
 connections show the server's token there as a password. A server that a job starts has a
-token of its own (`paceline.worlds.handover` says how workers learn it); one that is named with
+token of its own (`paceline.runtimes.real.job_store` says how workers learn it); one that is named with
 HOST:PORT has that of ``PACELINE_SERVERS_TOKEN``, or one derived from the secret. Who does not
 have the token gets no answer but "not of this job".
 

@@ -10,9 +10,9 @@ from paceline.cluster import load_cluster, uniform_cluster
 from paceline.cluster.probe import Findings, infer_cluster, measure
 from paceline.cluster.probe.pairs import MOST_BYTES, Pairs
 from paceline.errors import ClusterError, PacelineError
-from paceline.worlds.described import Seat, check_places
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.join import join_world
+from paceline.runtimes.real.cluster_check import Seat, check_places
+from paceline.runtimes.simulated import Simulation
 from tests import forked
 from tests.real.helpers import SCRIPTS
 

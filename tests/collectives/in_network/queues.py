@@ -5,7 +5,7 @@ import torch
 import paceline
 from paceline.collectives import make, over
 from paceline.collectives.communicator import TorchComm
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 
 paceline.init()
 world = join_world()

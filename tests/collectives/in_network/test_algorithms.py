@@ -21,7 +21,7 @@ from paceline.collectives.in_network.algorithms import BLOCK
 from paceline.collectives.in_network.fixed_point import FixedPoint, exponents_of
 from paceline.collectives.pricing import seconds
 from paceline.errors import WorkerFailedError
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.collectives.in_network.test_rina import LAYOUTS, cluster_of, shape
 from tests.profiles import examples
 from tests.virtual.helpers import run

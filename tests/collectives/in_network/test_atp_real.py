@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from paceline.worlds.servers import ADDRESSES_VARIABLE
+from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE
 from tests import forked
 from tests.collectives.in_network.test_real import (
     ENVIRONMENT,

@@ -6,7 +6,7 @@ import torch
 from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.collectives import make, over
 from paceline.collectives.communicator import TorchComm
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.virtual.helpers import run
 
 SIZE = 3000

@@ -20,7 +20,7 @@ from paceline.collectives.in_network.topology import Group, one_switch, ring_of_
 from paceline.collectives.pricing import seconds
 from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.profiles import examples
 from tests.virtual.helpers import run
 

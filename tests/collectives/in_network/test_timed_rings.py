@@ -7,7 +7,7 @@ from paceline.collectives.in_network.datagrams import FEWEST_QUEUED, QUEUED_BYTE
 from paceline.collectives.in_network.rina import RingOfRacks
 from paceline.collectives.in_network.timers import RoundTrip
 from paceline.collectives.in_network.topology import ring_of_racks
-from paceline.worlds.emulated.plan import JUMBO_MTU
+from paceline.runtimes.emulated.network_plan import JUMBO_MTU
 from tests.collectives.in_network.timed import SLOTS, TimedRing
 
 RACKS = (0,) * 4 + (1,) * 4

@@ -25,9 +25,9 @@ from paceline.collectives.in_network.topology import (
     Stages,
     datagrams_of,
 )
-from paceline.worlds.emulated.plan import JUMBO_MTU
-from paceline.worlds.emulated.shaping import Bucket, wire_rate
-from paceline.worlds.emulated.switchboard import ETHERNET_HEADER
+from paceline.runtimes.emulated.network_plan import JUMBO_MTU
+from paceline.runtimes.emulated.shaping import Bucket, wire_rate
+from paceline.runtimes.emulated.switchboard import ETHERNET_HEADER
 
 SLOTS = 128
 TURN_SECONDS, DATAGRAM_SECONDS = 1e-4, 1e-4

@@ -10,9 +10,9 @@ import paceline
 from paceline.cluster import uniform_cluster
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError, WorkerFailedError
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing import restarts as laws
-from paceline.worlds.virtual import Simulation
 from tests import forked
 from tests.core.checkpoint.test_save_load import on
 from tests.core.checkpoint.toys import (

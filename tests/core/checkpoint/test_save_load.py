@@ -11,8 +11,8 @@ import paceline
 from paceline.cluster import uniform_cluster
 from paceline.core.checkpoint import worker_state
 from paceline.errors import UsageError
-from paceline.worlds.seeding import random_states
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.random_state import random_states
+from paceline.runtimes.simulated import Simulation
 from tests.core.checkpoint.kill import killed_after
 
 

@@ -8,7 +8,7 @@ from losing import lose
 
 import paceline
 from paceline.cluster.probe.pairs import Pairs
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 
 paceline.init()
 pairs = Pairs(join_world(), 0.2)

@@ -11,7 +11,7 @@ import torch
 
 import paceline
 from paceline.methods.contrib.daso_pace import Pace
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.methods.local_updates.helpers import momentum, simulate
 from tests.methods.osp.helpers import flat, loss_of, network
 

@@ -15,7 +15,7 @@ import paceline
 from paceline.core.method_spec import read_spec
 from paceline.errors import UsageError
 from paceline.methods.contrib.sel_sync import SelSync, SelSyncState, norm_of
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.methods.local_updates.helpers import adam, momentum, simulate, spread, train
 from tests.methods.osp.helpers import flat, loss_of, network
 

@@ -9,8 +9,8 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, uniform_cluster
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
-from paceline.worlds.virtual import Simulation
 
 SIZE = 400
 """Elements of `Walk`."""

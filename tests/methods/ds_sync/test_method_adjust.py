@@ -8,7 +8,7 @@ import paceline
 from paceline.buckets import stand_in_for
 from paceline.cluster import Cluster, Rack, Rule
 from paceline.cluster.rules import repair, throttle
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.methods.ds_sync.helpers import Walk, equal, simulate, state_of
 
 LINK = 125e6

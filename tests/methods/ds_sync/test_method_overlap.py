@@ -8,7 +8,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.methods.ds_sync.helpers import Walk, equal, simulate
 from tests.methods.ds_sync.trainings import (
     OVERLAPS,

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from paceline.cluster import uniform_cluster
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 from tests import forked
 from tests.methods.ds_sync.ends import FEW, ends
 

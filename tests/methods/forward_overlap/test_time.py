@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.virtual.helpers import LINK, run
 
 LAYERS, FORWARD, BACKWARD = 4, 0.02, 0.04

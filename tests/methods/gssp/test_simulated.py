@@ -13,9 +13,9 @@ import torch
 
 import paceline
 from paceline.cluster import uniform_cluster
+from paceline.runtimes.join import join_world
+from paceline.runtimes.simulated import Simulation
 from paceline.testing.task import Counting, flat_parameters
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import Simulation
 
 RATE = 0.25
 Seconds = Callable[[int, float], float]

@@ -11,8 +11,8 @@ from torch import nn
 
 import paceline
 from paceline.cluster import Cluster, uniform_cluster
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.join import join_world
+from paceline.runtimes.simulated import Simulation
 from tests.methods.osp.helpers import flat, loss_of, network
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.methods.local_updates import SparseLoCo
 from paceline.methods.table import methods_page
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.methods.local_updates.helpers import adam, simulate, train
 from tests.methods.local_updates.test_compressed import PLAIN, WIDE, to_own, wide
 from tests.methods.local_updates.test_laws import CLOSE, apart

@@ -13,7 +13,7 @@ from torch import nn
 import paceline
 from paceline.cluster import uniform_cluster
 from paceline.methods.osp import OSP
-from paceline.worlds.virtual import Simulation
+from paceline.runtimes.simulated import Simulation
 
 STEPS = 9
 FIRST_DEFERRED = 2

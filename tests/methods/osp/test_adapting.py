@@ -8,8 +8,8 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack, Workload
 from paceline.cluster.rules import Rule, throttle
+from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.testing import inspect
-from paceline.worlds.virtual import ComputeModel, Simulation
 
 OSP = "osp:collective=native,budget=constant"
 

@@ -21,8 +21,8 @@ from paceline.methods.osp.deferral import Parts, Rate
 from paceline.methods.osp.deferral_policy import LONGER, LOOK, PATIENCE, Seen, Trial
 from paceline.methods.osp.measurement import StepWatch
 from paceline.methods.osp.reports import Measured, read_mask
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
-from paceline.worlds.virtual import Simulation
 from tests.methods.osp import helpers as small
 from tests.methods.osp.test_adapting import COMPUTE, layers, link_for
 from tests.methods.osp.test_laws import OtherWayRound

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from paceline.errors import PacelineError
 from paceline.interfaces import Service, ServiceJob
 from paceline.interfaces.server_messages import Say
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 from tests.services.two_levels import DIE, KIND, add, job_of
 
 HOSTS = sys.argv[1:3]

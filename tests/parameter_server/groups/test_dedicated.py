@@ -19,8 +19,8 @@ from paceline.interfaces.server_messages import (
 )
 from paceline.parameter_server.process import kinds
 from paceline.parameter_server.process.dedicated import MOST_SERVICES, Dedicated
-from paceline.worlds import dedicated
-from paceline.worlds.handover import Address
+from paceline.runtimes.real import dedicated_servers
+from paceline.runtimes.real.job_store import Address
 from tests.server import TOKEN, connect, running, time_limit
 
 WORKERS = 2
@@ -182,7 +182,7 @@ def test_workers_introduce_servers_that_then_ask_each_other():
             [connect(shell, worker) for shell in shells] for worker in range(WORKERS)
         ]
         for ends in of_workers:
-            dedicated.introduce(services, addresses, ends)
+            dedicated_servers.introduce(services, addresses, ends)
         for ends in of_workers:
             for number, end in enumerate(ends):
                 part = torch.empty(10)
@@ -198,4 +198,4 @@ def test_servers_without_peers_and_those_of_the_job_are_not_introduced():
         (Service("server 0"), Address(host="127.0.0.1", port=1)),
         (Service("server 0", peers=("server 1",)), None),
     ):
-        dedicated.introduce([service], [address], [None])
+        dedicated_servers.introduce([service], [address], [None])

@@ -4,9 +4,9 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.interfaces import Groups, ServerJob, read_members
-from paceline.worlds import places
-from paceline.worlds.dedicated import check_supervised
-from paceline.worlds.servers import (
+from paceline.runtimes import service_placement
+from paceline.runtimes.real.dedicated_servers import check_supervised
+from paceline.runtimes.real.server_process import (
     ADDRESSES_VARIABLE,
     INCARNATION_VARIABLE,
     SURVIVE_VARIABLE,
@@ -27,7 +27,7 @@ def placed(place, groups, hosts=0, nodes=2):
         return ["beside:0"] if place in ("auto", "embedded") else [place]
 
     job = ServerJob(None, "", place, "rank", groups=groups)
-    return places.spread(job.services, find)
+    return service_placement.spread(job.services, find)
 
 
 def spots(*arguments, **options):

@@ -6,9 +6,9 @@ import pytest
 
 from paceline.transport.security import TOKEN
 from tests import forked
-from tests.emulated.conftest import refusal
 from tests.hanging import free_port
 from tests.real.helpers import PACELINE, Job
+from tests.runtimes.emulated.conftest import refusal
 from tests.server import ROOT
 
 WORKERS, STEPS = 3, 8

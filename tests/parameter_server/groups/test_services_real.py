@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.emulated.conftest import refusal
 from tests.real.helpers import PACELINE, Job, somebody_listens
+from tests.runtimes.emulated.conftest import refusal
 from tests.server import ROOT
 
 WORKERS = 4

@@ -6,9 +6,9 @@ import torch
 from paceline.cluster import Cluster, Rack
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.interfaces import Service, ServiceJob
+from paceline.runtimes.join import join_world
+from paceline.runtimes.simulated import Simulation
 from paceline.transport.protocol import HEADER_BYTES
-from paceline.worlds.join import join_world
-from paceline.worlds.virtual import Simulation
 from tests.services.two_levels import KIND, add, job_of
 
 LINK, UPLINK = 1e6, 0.25e6

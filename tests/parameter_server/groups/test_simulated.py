@@ -10,11 +10,11 @@ import paceline
 from paceline.cluster import Cluster
 from paceline.methods import METHODS
 from paceline.methods.gssp import GSSP
+from paceline.runtimes.simulated.services import VirtualServer
 from paceline.testing.task import Counting, flat_parameters
-from paceline.worlds.virtual.servers import VirtualServer
 from tests.group_servers.toy import Grouped
+from tests.runtimes.simulated.test_coding_time import model, train, workload
 from tests.virtual.helpers import cluster, rack, run, run_on, simulation
-from tests.virtual.test_coding_time import model, train, workload
 
 LR = 0.5
 WORKERS = 4

@@ -14,9 +14,9 @@ from paceline.cluster.workload import Workload
 from paceline.compression import COMPRESSORS, make
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.parameter_server.state_machine.compression import code_bytes
+from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.testing import inspect
 from paceline.transport.protocol import HEADER_BYTES
-from paceline.worlds.virtual import ComputeModel, Simulation
 from tests.compression.test_training import counted
 from tests.compression.test_training import step as do_step
 from tests.compression.toys import Halves

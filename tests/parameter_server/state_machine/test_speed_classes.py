@@ -19,8 +19,8 @@ from paceline.parameter_server.client.compression import Encoding
 from paceline.parameter_server.state_machine.compression_checks import (
     check_brings_nearer,
 )
+from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.testing import inspect
-from paceline.worlds.virtual import ComputeModel, Simulation
 from tests.parameter_server.state_machine.test_compressed_training import (
     LR,
     SHAPES,

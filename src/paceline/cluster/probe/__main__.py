@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.cluster.probe.measure import SIZES, measure
-from paceline.worlds.join import join_world
+from paceline.runtimes.join import join_world
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from paceline.cluster.probe.result import Findings, Size
 from paceline.core.sync import gather_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import World
-from paceline.worlds.described import seat
+from paceline.runtimes.real.cluster_check import seat
 
 SIZES = tuple(4096 * 4**k for k in range(7))
 """4 KiB to 16 MiB."""

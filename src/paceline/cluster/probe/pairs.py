@@ -16,8 +16,8 @@ from paceline.collectives.communicator import TorchComm
 from paceline.core.sync import gather_bytes
 from paceline.errors import PeerLostError
 from paceline.interfaces import World
+from paceline.runtimes.real.cluster_check import seat
 from paceline.torch_internals import moves_host_tensors
-from paceline.worlds.described import seat
 
 FIRST_BYTES = 64 * 1024
 MOST_BYTES = 2**28

@@ -18,7 +18,7 @@ from paceline.cluster.profiling.compressors import coding_times
 from paceline.cluster.profiling.gradient_dump import KeptGradients
 from paceline.cluster.workload import CodingTimes
 from paceline.compression import make
-from paceline.python_private import end_pool
+from paceline.runtimes.python_internals import end_pool
 from paceline.timeouts import timeouts
 from paceline.transport.liveness import end_with_parent, without_interrupts
 

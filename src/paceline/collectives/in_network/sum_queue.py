@@ -18,7 +18,7 @@ ranks go on around the plain ring, over the connections that they have, until it
 
 At its end a rank meets the others once more: what it has acknowledged may have been lost.
 Everything that is waited for is either watched, or is of gloo, which learns of dead peers, as
-`worlds.liveness` does.
+`runtimes.real.peer_monitor` does.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from paceline.core.checkpoint.structure import as_data
 from paceline.core.optimizer import training_of
 from paceline.errors import UsageError
 from paceline.interfaces import OwnState, World
-from paceline.worlds.seeding import random_states, set_random_states
+from paceline.runtimes.random_state import random_states, set_random_states
 
 VERSION = 3
 """Of the format that `save` writes and `load` reads."""

@@ -1,0 +1,266 @@
+"""A training job on an emulated cluster: its workers, its rules, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.cluster.cluster_file import cluster_toml
+from paceline.cluster.rules import Rule
+from paceline.errors import PacelineError
+from paceline.run_options import RunOptions
+from paceline.runtimes import progress
+from paceline.runtimes.emulated.aggregators import Aggregators
+from paceline.runtimes.emulated.control_messages import INTERFACE
+from paceline.runtimes.emulated.host_process import HostProcess
+from paceline.runtimes.emulated.network import Fabric
+from paceline.runtimes.emulated.runtime import WORLD_VARIABLE, EmulatedWorld
+from paceline.runtimes.failures import Failure, reported, summary
+from paceline.runtimes.output import Shown, WorkerOutput
+from paceline.runtimes.processes import end_all, wait_for_all
+from paceline.runtimes.real.peer_monitor import exit_grace
+from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE
+from paceline.runtimes.scratch import ToldToEnd, scratch_folder
+from paceline.timeouts import timeouts
+from paceline.transport.security import TOKEN, TRUSTED
+
+PORT = 29500
+"""Where worker 0's store listens: on a host of its own, no port is in use."""
+
+SERVER_PORT = 29600
+
+
+class EmulatedJob:
+    """Runs a script once per worker of *fabric*'s cluster. *output*: whose prints are shown,
+    see `WorkerOutput`."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        script: str,
+        arguments: Sequence[str],
+        options: RunOptions,
+        output: Shown | None = None,
+    ) -> None:
+        self._output = WorkerOutput(output)
+        self._fabric = fabric
+        self._command = [sys.executable, script, *arguments]
+        self._options = options
+        self._processes: list[HostProcess] = []
+        self._servers: list[HostProcess] = []
+        self._killed_by_rule: set[int] = set()
+        self._timers: list[threading.Timer] = []
+        self._aggregators = Aggregators(fabric)
+
+    def run(self) -> int:
+        """Run until all workers have ended; returns the exit status.
+
+        A signal to end (SIGINT, SIGTERM, SIGHUP) ends all workers first. Whatever happens,
+        no worker is left.
+        """
+        with (
+            scratch_folder() as scratch,
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as reached,
+        ):
+            path = str(Path(scratch) / "progress")
+            reached.bind(path)
+            reached.listen(1)
+            listener = threading.Thread(
+                target=self._hear_progress, args=(reached,), daemon=True
+            )
+            listener.start()
+            try:
+                self._start(scratch, path)
+                return self._supervise(scratch)
+            except ToldToEnd as told:
+                return told.say()
+            finally:
+                self._aggregators.forget()
+                end_all(
+                    [*self._processes, *self._servers, *self._aggregators.processes]
+                )
+                self._output.finish()
+                for timer in self._timers:
+                    timer.cancel()
+                with contextlib.suppress(OSError):
+                    reached.shutdown(socket.SHUT_RDWR)  # ends the listener
+                listener.join()
+
+    # ---- workers ----
+
+    def _start(self, scratch: str, path: str) -> None:
+        cluster = self._fabric.cluster
+        per_host = [cluster.host_of(w) for w in range(cluster.workers)]
+        shared = {
+            "WORLD_SIZE": str(cluster.workers),
+            "MASTER_ADDR": self._fabric.hosts[0].address,
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+            "TORCHELASTIC_RUN_ID": "emulated",
+            WORLD_VARIABLE: EmulatedWorld.name,
+        }
+        # Hosts have no names: torch would warn of each connection that it cannot name one.
+        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        base = quiet | os.environ | shared
+        file = Path(scratch) / "cluster.toml"
+        file.write_text(cluster_toml(cluster, exact=True))
+        base |= replace(self._options, cluster=str(file)).to_environment()
+        # Hosts are no machine of their own, and have no network but this job's.
+        base.setdefault(TOKEN, secrets.token_hex(16))
+        live = base.pop(progress.FILE_VARIABLE, None)  # where worker 0 writes
+        base |= self._start_servers(base)
+        base |= self._aggregators.start(base)
+        for worker, host in enumerate(per_host):
+            own = {
+                "RANK": str(worker),
+                "LOCAL_RANK": str(per_host[:worker].count(host)),
+                "LOCAL_WORLD_SIZE": str(per_host.count(host)),
+                "GROUP_RANK": str(host),
+                "TORCHELASTIC_ERROR_FILE": str(_error_file(scratch, worker)),
+            }
+            if worker == 0:
+                own[progress.SOCKET_VARIABLE] = path
+                if live is not None:
+                    own[progress.FILE_VARIABLE] = live
+            stdout, stderr = self._output.streams(worker)
+            process = self._fabric.popen(
+                host,
+                self._command,
+                env={**base, **own, **self._output.environment()},
+                stdout=stdout,
+                stderr=stderr,
+            )
+            self._processes.append(process)
+            self._output.show(worker, process)
+
+    def _start_servers(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """One parameter server on each host that stands for one; returns the variables by
+        which workers find them."""
+        cluster = self._fabric.cluster
+        # Nobody but this job's own processes is on this network.
+        trusted = {TRUSTED: "1"}
+        addresses = []
+        for number in range(len(cluster.servers)):
+            host = cluster.host_of_server(number)
+            address = self._fabric.hosts[host].address
+            addresses.append(f"{address}:{SERVER_PORT}")
+            command = [
+                *(sys.executable, "-m", "paceline", "serve", "--bind", address),
+                *("--port", str(SERVER_PORT), "--workers", str(cluster.workers)),
+            ]
+            self._servers.append(
+                self._fabric.popen(
+                    host,
+                    command,
+                    env={**environment, **trusted},
+                    stdin=subprocess.DEVNULL,
+                )
+            )
+        return trusted | (
+            {ADDRESSES_VARIABLE: "+".join(addresses)} if addresses else {}
+        )
+
+    def _supervise(self, scratch: str) -> int:
+        """Wait for all; when one fails, give the others time to say why, then end them."""
+        running = dict(enumerate(self._processes))
+        failures: list[Failure] = []
+        grace = timeouts.job_grace + exit_grace()
+        deadline: float | None = None
+        while running:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for worker in self._wait_for_some(running, left):
+                process = running.pop(worker)
+                if process.poll():
+                    failures.append(self._failure(scratch, worker, process))
+                    deadline = deadline or time.monotonic() + grace
+            if deadline is not None and time.monotonic() >= deadline:
+                for process in running.values():
+                    process.terminate()
+                wait_for_all(running.values(), timeouts.terminate)
+                for worker in _ended(running):
+                    failures.append(self._failure(scratch, worker, running.pop(worker)))
+                break
+        if failures:
+            print(f"paceline: {summary(failures)}", file=sys.stderr)
+        return 1 if failures else 0
+
+    def _wait_for_some(
+        self, running: Mapping[int, HostProcess], seconds: float | None
+    ) -> list[int]:
+        """The workers that have ended, once there is one or the time is up."""
+        watch = select.poll()
+        for process in running.values():
+            watch.register(process, select.POLLIN)
+        watch.poll(None if seconds is None else 1000 * seconds)
+        return _ended(running)
+
+    def _failure(self, scratch: str, worker: int, process: HostProcess) -> Failure:
+        report = reported(_error_file(scratch, worker))
+        message = report.message
+        if worker in self._killed_by_rule:
+            message = "by a rule of the cluster"
+        return Failure(
+            rank=worker,
+            process=process.pid,
+            status=process.poll() or 0,
+            seconds=report.seconds or time.time(),
+            message=message,
+        )
+
+    # ---- rules ----
+
+    def _hear_progress(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # the job is over
+        with connection, connection.makefile("rb") as lines:
+            for line in lines:
+                self._reached(int(line))
+
+    def _reached(self, step: int) -> None:
+        for rule in self._fabric.cluster.rules:
+            if rule.at is not None and step == 0:
+                timer = threading.Timer(rule.at, self._apply, [rule])
+                timer.daemon = True
+                self._timers.append(timer)
+                timer.start()
+            elif rule.step == step and step:
+                self._apply(rule)
+
+    def _apply(self, rule: Rule) -> None:
+        print(f"paceline: rule: {rule.describe()}", file=sys.stderr)
+        try:
+            if isinstance(rule.target, int):
+                self._killed_by_rule.add(rule.target)
+                self._processes[rule.target].kill()
+                return
+            cluster = self._fabric.cluster
+            for link in cluster.links_named(rule.target):
+                if rule.action == "cut":
+                    self._fabric.cut(link)
+                    continue
+                rate = rule.rate if rule.rate is not None else cluster.capacities[link]
+                self._fabric.set_rate(link, rate)
+                self._fabric.repair(link)
+        except PacelineError as error:
+            print(f"paceline: rule failed: {error}", file=sys.stderr)
+
+
+def _ended(running: Mapping[int, HostProcess]) -> list[int]:
+    return [worker for worker, p in running.items() if p.poll() is not None]
+
+
+def _error_file(scratch: str, worker: int) -> Path:
+    return Path(scratch) / f"error-{worker}.json"

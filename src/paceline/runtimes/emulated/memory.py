@@ -1,0 +1,57 @@
+"""How many hosts this machine's memory can hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline import units
+from paceline.runtimes.emulated.errors import EmulationError
+
+HOST_BYTES = 400_000
+"""A network namespace, its cable and its queues, in the kernel (measured: 300 kB)."""
+NEIGHBOUR_BYTES = 600
+"""What each host's entry for each other host takes."""
+WORKER_BYTES = 250_000_000
+"""A worker that has imported torch, without its model (measured)."""
+
+
+def available() -> int:
+    """Bytes that new processes may take, as the kernel or the container's limit says."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    table = dict(line.split(":") for line in lines)
+    free = int(table["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no limit, or none that we can see
+        return free
+    return min(free, max(0, limit - used))
+
+
+def needed(hosts: int, processes: int, process_bytes: int) -> int:
+    """Bytes that *hosts* and *processes* of *process_bytes* in them take."""
+    network = hosts * (HOST_BYTES + NEIGHBOUR_BYTES * (hosts - 1))
+    return network + processes * process_bytes
+
+
+def most_hosts(free: int, process_bytes: int) -> int:
+    """The largest number of hosts that *free* bytes hold, with a process in each."""
+    hosts = free // (HOST_BYTES + process_bytes)
+    while hosts and needed(hosts, hosts, process_bytes) > free:
+        hosts -= 1
+    return hosts
+
+
+def check(hosts: int, processes: int, process_bytes: int) -> None:
+    """Raises `EmulationError` if this machine's memory cannot hold all that."""
+    free = available()
+    need = needed(hosts, processes, process_bytes)
+    if need > free:
+        raise EmulationError(
+            f"expected a cluster that fits into memory: {hosts} hosts with {processes} "
+            f"processes of {units.show_bytes(process_bytes)} need "
+            f"{units.show_bytes(need)}, and {units.show_bytes(free)} are free, enough for "
+            f"{most_hosts(free, process_bytes)} hosts. Use fewer, or the virtual world, "
+            "which holds thousands"
+        )

@@ -1,0 +1,211 @@
+"""A cluster's shaped network inside this machine, for the length of a ``with``.
+
+::
+
+    with Fabric(cluster) as fabric:
+        print(fabric.measure().summary())
+        server = fabric.popen(0, [sys.executable, "serve.py", fabric.hosts[0].address])
+        fabric.cut(1)
+        fabric.repair(1)
+
+Nothing is named on the machine and nothing outlives the launcher, however it ends (see
+`paceline.runtimes.emulated.keeper`). Directed links are those of the `Cluster`, numbered as
+its ``capacities``.
+"""
+
+from __future__ import annotations
+
+import math
+import socket as sockets
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from paceline import units
+from paceline.cluster.cluster import Cluster
+from paceline.errors import UsageError
+from paceline.runtimes.emulated import memory
+from paceline.runtimes.emulated.control import Client
+from paceline.runtimes.emulated.control_messages import (
+    Built,
+    Cut,
+    Done,
+    OpenSocket,
+    Repair,
+    SetRate,
+)
+from paceline.runtimes.emulated.errors import EmulationError
+from paceline.runtimes.emulated.host_process import Argument, HostProcess, Stream
+from paceline.runtimes.emulated.link_check import Report, measure
+from paceline.runtimes.emulated.network_plan import Host, Plan
+from paceline.runtimes.emulated.shaping import UNLIMITED, wire_rate
+
+
+class Fabric:
+    """Hosts with shaped links, as a *cluster* describes them, plus *extra_hosts* servers.
+
+    ``hosts`` has the cluster's hosts first, then the servers'; ``aggregators`` those of what
+    adds up at racks' switches. ``warnings`` says what of
+    the cluster is not emulated; it is complete once the ``with`` has been entered. All
+    methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        extra_hosts: int = 0,
+        process_bytes: int = memory.WORKER_BYTES,
+    ) -> None:
+        """Nothing is started yet.
+
+        *process_bytes* is the memory that each worker and each server will take. Raises
+        `UsageError` or `EmulationError` for more hosts than this machine can hold.
+        """
+        self.cluster = cluster
+        self._plan = Plan(cluster, extra_hosts)
+        self.hosts: tuple[Host, ...] = self._plan.hosts
+        self.aggregators: tuple[Host, ...] = self._plan.aggregators
+        hosts = len(self.hosts) + len(self.aggregators)
+        others = hosts - cluster.hosts
+        memory.check(hosts, cluster.workers + others, process_bytes)
+        self.rates = list(self._plan.capacities)
+        self.warnings: list[str] = []
+        self._client: Client | None = None
+
+    def __enter__(self) -> Fabric:
+        """Make the network.
+
+        Raises `EmulationPermissionError`, `KernelLacksError` or `EmulationError`; nothing
+        is left then.
+        """
+        self._client = Client()
+        try:
+            built = self._client.ask(self._plan.build(), Built)
+        except BaseException:
+            self.close()
+            raise
+        self.warnings = self._find_warnings(built.delayed, self._client.ready.own_proc)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill every process in every host and remove the network; then all is gone."""
+        if self._client is not None:
+            self._client.close()
+
+    def popen(
+        self,
+        host: int,
+        arguments: Sequence[Argument],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Argument | None = None,
+        stdin: Stream = None,
+        stdout: Stream = None,
+        stderr: Stream = None,
+    ) -> HostProcess:
+        """Start a process in a host, with `subprocess.Popen`'s words.
+
+        It is a session of its own, so Ctrl-C does not reach it; it and all that it starts
+        end when the fabric does. Raises `OSError` if the program cannot be started.
+        """
+        self._plan.check_host(host)
+        return HostProcess(
+            self._running,
+            host,
+            arguments,
+            environment=env,
+            directory=cwd,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+        )
+
+    def socket(self, host: int) -> sockets.socket:
+        """A new TCP socket that lives in a host, for use here: to bind and listen at the
+        host's address, or to connect from it. Close it."""
+        self._plan.check_host(host)
+        _, (descriptor,) = self._running.ask_with(OpenSocket(host=host), Done)
+        return sockets.socket(fileno=descriptor)
+
+    def set_rate(self, link: int, rate: float) -> None:
+        """Give a directed link another goodput, in bytes per second; `math.inf` for one
+        that is never the limit.
+
+        A link that is cut stays cut, and has the new rate when it is repaired.
+        """
+        self._plan.check_link(link)
+        if not rate > 0:
+            raise UsageError(
+                f"{self.link_name(link)}: expected a rate above zero, got {rate:g} "
+                "bytes/s; to let nothing through, cut the link"
+            )
+        self._running.ask(SetRate(link=link, rate=wire_rate(rate)), Done)
+        self.rates[link] = rate
+
+    def cut(self, link: int) -> None:
+        """Lose every packet on a directed link from now on; neither end is told."""
+        self._plan.check_link(link)
+        self._running.ask(Cut(link=link), Done)
+
+    def repair(self, link: int) -> None:
+        """Let packets flow again, at the rate from before."""
+        self._plan.check_link(link)
+        self._running.ask(Repair(link=link), Done)
+
+    def link_name(self, link: int) -> str:
+        """What people call a directed link: ``"worker 3 out"``, ``"server 0 in"``."""
+        return self._plan.link_name(link)
+
+    def path(self, source: int, destination: int) -> tuple[int, ...]:
+        """The directed links from one host to another."""
+        return self._plan.path(source, destination)
+
+    def measure(self) -> Report:
+        """Load every link with TCP for about half a second, while nothing else does, and
+        say what it gave. A cut link is an error."""
+        return measure(self)
+
+    @property
+    def _running(self) -> Client:
+        if self._client is None:
+            raise EmulationError(
+                "the emulated cluster has not been started: write `with Fabric(...) as "
+                "fabric:` and use it inside"
+            )
+        return self._client
+
+    def _find_warnings(self, delayed: bool, own_proc: bool) -> list[str]:
+        found = []
+        if not delayed and any(
+            rack.latency or rack.uplink_latency for rack in self.cluster.racks
+        ):
+            latencies = sorted(
+                {rack.latency for rack in self.cluster.racks}
+                | {r.uplink_latency for r in self.cluster.racks if r.uplink_latency}
+            )
+            asked = ", ".join(units.show_seconds(value) for value in latencies)
+            found.append(
+                f"latency is not emulated ({asked} asked for): this kernel has no netem "
+                "(CONFIG_NET_SCH_NETEM, module sch_netem). Packets take what the machine "
+                "takes, some tens of microseconds; rates and cuts are emulated"
+            )
+        for link, rate in enumerate(self.rates):
+            if math.isfinite(rate) and wire_rate(rate) == UNLIMITED:
+                found.append(
+                    f"{self.link_name(link)}: {units.show_rate(rate)} is more than can "
+                    f"be emulated and is not limited"
+                )
+        if not own_proc:
+            found.append(
+                "processes in hosts see the machine's /proc, where they have other "
+                "numbers than their own: this system refuses them one of their own"
+            )
+        return found

@@ -1,0 +1,171 @@
+"""A cluster as hosts, addresses and devices; no I/O.
+
+The switchboard holds a bridge per rack and one for the core. Each directed link of the
+cluster is the egress of exactly one device::
+
+    host i                     switchboard
+    eth0 --------------- h<i> [rack bridge] u<r> --------------- d<r> [core bridge]
+    host i out: eth0     in: h<i>           rack r up: u<r>      down: d<r>
+
+Hosts beyond the cluster's own (servers) stand in rack 0, have the first rack's link,
+and their links are numbered after all links of the cluster: out, in, out, in.
+
+After all these come the hosts of what adds up at racks' switches, one for each rack that
+aggregates. They stand at the switch: on no link of the cluster, and as fast as the machine lets
+them be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from paceline.cluster.cluster import Cluster, ServerHost
+from paceline.errors import UsageError
+from paceline.runtimes.emulated.control_messages import (
+    INTERFACE,
+    Build,
+    HostPlan,
+    LinkPlan,
+)
+from paceline.runtimes.emulated.shaping import wire_rate
+
+__all__ = ["INTERFACE", "MAX_HOSTS", "Host", "Plan"]
+
+ETHERNET_MTU, JUMBO_MTU = 1500, 9000
+MAX_HOSTS = 1000
+"""A bridge takes 1023 ports, and one goes to the core."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: what it is called, where it is reached, where it stands."""
+
+    number: int
+    name: str
+    address: str
+    rack: int
+
+
+class Plan:
+    """The links of a cluster and its extra hosts, numbered and named."""
+
+    def __init__(self, cluster: Cluster, extra_hosts: int) -> None:
+        """Raises `UsageError` for a number of hosts that no bridge can take, and for rules of
+        paths."""
+        if extra_hosts < 0:
+            raise UsageError(f"extra_hosts: expected 0 or more, got {extra_hosts}")
+        if cluster.paths:
+            one = cluster.link_name(len(cluster.capacities) - 1)
+            raise UsageError(
+                f"the path {one!r} is a rule's: the emulated world shapes links, and no paths: "
+                "name a link, or use the virtual world (paceline simulate, or --world virtual)"
+            )
+        aggregating = [i for i, rack in enumerate(cluster.racks) if rack.aggregates]
+        servers = len(cluster.servers) + extra_hosts
+        wanted = cluster.hosts + servers + len(aggregating)
+        if wanted > MAX_HOSTS:
+            raise UsageError(
+                f"expected at most {MAX_HOSTS} hosts in an emulated cluster, got "
+                f"{wanted}: use the virtual world for more"
+            )
+        beside = (ServerHost(),) * extra_hosts
+        self.cluster = cluster = replace(cluster, servers=cluster.servers + beside)
+        self.capacities = cluster.capacities
+        count = cluster.hosts + len(cluster.servers)
+        racks = [cluster.rack_of_host(host) for host in range(count)]
+        self.hosts = tuple(
+            Host(
+                number=i,
+                name=self.link_name(self.host_link(i, inwards=False))[: -len(" out")],
+                address=_address(i),
+                rack=rack,
+            )
+            for i, rack in enumerate(racks)
+        )
+        self.aggregators = tuple(
+            Host(
+                number=count + i,
+                name=f"the aggregator of rack {rack}",
+                address=_address(count + i),
+                rack=rack,
+            )
+            for i, rack in enumerate(aggregating)
+        )
+
+    @property
+    def mtu(self) -> int:
+        """Of all links: large where datagrams are added up, which costs processors by the
+        datagram, and all hosts share this machine's."""
+        return JUMBO_MTU if self.aggregators else ETHERNET_MTU
+
+    def link_name(self, link: int) -> str:
+        """What people call a directed link: ``"worker 3 out"``, ``"server 0 in"``."""
+        return self.cluster.link_name(link)
+
+    def host_link(self, host: int, *, inwards: bool) -> int:
+        """The directed link from or to a host."""
+        return self.cluster.link_out_of(host) + inwards
+
+    def path(self, source: int, destination: int) -> tuple[int, ...]:
+        """The directed links from one host to another, servers included."""
+        return self.cluster.host_path(source, destination)
+
+    def check_link(self, link: int) -> None:
+        """Raises `UsageError`, naming the range, for a link that does not exist."""
+        if not 0 <= link < len(self.capacities):
+            raise UsageError(
+                f"unknown link {link}: expected 0 ({self.link_name(0)}) to "
+                f"{len(self.capacities) - 1} ({self.link_name(len(self.capacities) - 1)})"
+            )
+
+    def check_host(self, host: int) -> None:
+        """Raises `UsageError`, naming the range, for a host that does not exist."""
+        count = len(self.hosts) + len(self.aggregators)
+        if not 0 <= host < count:
+            raise UsageError(f"unknown host {host}: expected 0 to {count - 1}")
+
+    def build(self) -> Build:
+        """What the keeper has to make."""
+        hosts = [
+            HostPlan(
+                rack=host.rack,
+                address=host.address,
+                hardware_address="02:00:0a:4d:"
+                f"{(host.number + 1) // 256:02x}:{(host.number + 1) % 256:02x}",
+            )
+            for host in (*self.hosts, *self.aggregators)
+        ]
+        links: list[LinkPlan | None] = [None] * len(self.capacities)
+        for host in self.hosts:
+            # Half of the rack's latency on either side of its switch: a path within the
+            # rack has the whole, one between racks half of each rack's.
+            delay = self.cluster.racks[host.rack].latency / 2
+            for inwards in (False, True):
+                link = self.host_link(host.number, inwards=inwards)
+                links[link] = LinkPlan(
+                    name=self.link_name(link),
+                    host=None if inwards else host.number,
+                    device=f"h{host.number}" if inwards else INTERFACE,
+                    rate=wire_rate(self.capacities[link]),
+                    delay=delay,
+                )
+        for number, rack in enumerate(self.cluster.racks):
+            for downwards in (False, True):
+                link = 2 * self.cluster.hosts + 2 * number + downwards
+                links[link] = LinkPlan(
+                    name=self.link_name(link),
+                    host=None,
+                    device=f"{'d' if downwards else 'u'}{number}",
+                    rate=wire_rate(self.capacities[link]),
+                    delay=rack.uplink_latency,
+                )
+        return Build(
+            racks=len(self.cluster.racks),
+            mtu=self.mtu,
+            hosts=hosts,
+            links=[link for link in links if link is not None],
+        )
+
+
+def _address(number: int) -> str:
+    return f"10.77.{(number + 1) // 256}.{(number + 1) % 256}"

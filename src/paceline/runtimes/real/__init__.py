@@ -1,0 +1,1 @@
+"""The real runtime: one worker in one process."""

@@ -1,0 +1,175 @@
+"""The cluster that a real job's workers are told of, and whether it can be theirs.
+
+Rank 0's file counts for all, who learn it from the job's store: so it may lie on one machine,
+and all ranks have the same. Each rank says there whether it was told of another one, and where
+it runs; rank 0 judges, and every rank raises what it has found. Once, and bounded as all that
+the store is asked for: whoever waits for a rank that has died is ended by `liveness`.
+
+What can be judged is which workers share a machine, and where the file names its hosts, which
+worker runs on which. A job whose workers are all on one machine, where there is no network
+between hosts, may be told of any cluster: so one tries what it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from paceline.cluster import Cluster, cluster_toml, load_cluster, parse_cluster
+from paceline.errors import ClusterError, PacelineError
+from paceline.run_options import CLUSTER_VARIABLE
+from paceline.runtimes.real.job_store import Board, Store
+
+KEY = "paceline/cluster"
+_ADVICE = (
+    "its workers are ranks, numbered rack by rack and host by host: start the job so that "
+    "its ranks are, or describe the network that it has (`paceline probe` measures it)"
+)
+
+
+class Seat(msgspec.Struct, kw_only=True):
+    """Where one worker runs, and which cluster it was told of."""
+
+    name: str
+    """Of the machine, for people."""
+    machine: str
+    """Two workers with different ones are on different machines."""
+    host: str
+    """Two workers with equal ones are on one machine, and share its network."""
+    file: str = ""
+    digest: str = ""
+    """Of what is in the file, if that can be read here."""
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """What rank 0 has found: a *cluster* as TOML, or a *fault*, or neither."""
+
+    cluster: str = ""
+    fault: str = ""
+
+
+def seat(file: str | None = None) -> Seat:
+    """This process's. A machine is told by the number of its boot, which its containers
+    share, and a host by its network's number besides; where the system has neither, by its
+    name."""
+    name = socket.gethostname()
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = str(Path("/proc/self/ns/net").readlink())
+    except OSError:
+        machine = network = name
+    mine = Seat(name=name, machine=machine, host=f"{name} {machine} {network}")
+    if file is not None:
+        mine.file = file
+        with contextlib.suppress(
+            ClusterError
+        ):  # rank 0's counts, which is judged there
+            mine.digest = _digest(load_cluster(file))
+    return mine
+
+
+def find_cluster(
+    rank: int,
+    size: int,
+    file: str | None,
+    store: Store,
+    environment: Mapping[str, str] = os.environ,
+) -> Cluster | None:
+    """The cluster of a job of *size* workers, of whom this one was told of *file*; None where
+    nobody was told. Collective. Raises `ClusterError`, on every rank."""
+    board = Board(store, size, environment)
+    board.say(f"{KEY}/{rank}", msgspec.json.encode(seat(file)).decode())
+    if rank == 0:
+        verdict = Verdict()
+        try:
+            words = [board.hear(f"{KEY}/{other}") for other in range(size)]
+            seats = [msgspec.json.decode(one, type=Seat) for one in words]
+            cluster = judge(seats)
+            if cluster is not None:
+                verdict.cluster = cluster_toml(cluster, exact=True)
+        except (PacelineError, msgspec.MsgspecError) as error:
+            verdict.fault = str(error)
+        board.say(KEY, msgspec.json.encode(verdict).decode())
+    verdict = msgspec.json.decode(board.hear(KEY), type=Verdict)
+    if verdict.fault:
+        raise ClusterError(verdict.fault)
+    return parse_cluster(verdict.cluster) if verdict.cluster else None
+
+
+def judge(seats: Sequence[Seat]) -> Cluster | None:
+    """The cluster of rank 0's file. Raises `ClusterError` where it is not these workers'."""
+    told = [rank for rank, seat in enumerate(seats) if seat.file]
+    if not told:
+        return None
+    file = seats[0].file
+    if not file:
+        raise ClusterError(
+            f"{CLUSTER_VARIABLE}: rank {told[0]} is told of a cluster, "
+            f"{seats[told[0]].file}, and rank 0 is not: set it for rank 0, whose file counts "
+            "for all, or for every rank"
+        )
+    cluster = load_of(file, len(seats))
+    for rank in told:
+        if seats[rank].digest not in ("", _digest(cluster)):
+            raise ClusterError(
+                f"cluster {file}: rank 0's is another one than rank {rank}'s, "
+                f"{seats[rank].file} on {seats[rank].name}: give all ranks the same file, "
+                "or rank 0 alone one, which counts for all"
+            )
+    try:
+        check_places(cluster, seats)
+    except ClusterError as error:
+        raise ClusterError(f"cluster {file}: {error}") from None
+    return cluster
+
+
+def load_of(file: str, size: int) -> Cluster:
+    """The cluster of *file*, for a job of *size* workers. Raises `ClusterError`."""
+    cluster = load_cluster(file)
+    if cluster.workers != size:
+        raise ClusterError(
+            f"cluster {file}: expected a job of as many workers as it has, "
+            f"{cluster.workers}, got {size}: start as many, or describe the network that "
+            "this job has (`paceline probe` measures it)"
+        )
+    return cluster
+
+
+def check_places(cluster: Cluster, seats: Sequence[Seat]) -> None:
+    """Raise `ClusterError` where workers share a machine in one of the two and not in the
+    other, or are on another than is named, unless all of them share one."""
+    if len({seat.host for seat in seats}) == 1:
+        return
+    first_on: dict[int, int] = {}
+    first_at: dict[str, int] = {}
+    for rank, mine in enumerate(seats):
+        host = cluster.host_of(rank)
+        name = cluster.name_of(host)
+        if name not in ("", mine.name):
+            raise ClusterError(
+                f"it has worker {rank} on {name!r}, and that runs on {mine.name!r}; "
+                f"{_ADVICE}; or leave out the key 'names', where machines are called "
+                "otherwise in each job and stand in the same order"
+            )
+        other = first_on.setdefault(host, rank)
+        if seats[other].machine != mine.machine:
+            raise ClusterError(
+                f"it has workers {other} and {rank} on one host, and they are on two "
+                f"machines ({seats[other].name}, {mine.name}); {_ADVICE}"
+            )
+        other = first_at.setdefault(mine.host, rank)
+        if cluster.host_of(other) != host:
+            raise ClusterError(
+                f"it has workers {other} and {rank} on hosts {cluster.host_of(other)} and "
+                f"{host}, and they are on one machine ({mine.name}); {_ADVICE}"
+            )
+
+
+def _digest(cluster: Cluster) -> str:
+    return hashlib.sha256(cluster_toml(cluster, exact=True).encode()).hexdigest()

@@ -1,0 +1,234 @@
+"""How a worker process ends: well, badly, or because its launcher did.
+
+Theory of operation
+-------------------
+Python tells `atexit` nothing about why a process ends, so exceptions that nobody handles,
+``sys.exit`` and ``destroy_process_group`` are watched, from when the script joins a world until the
+process ends. That replaces ``sys.excepthook`` and ``dist.destroy_process_group``, and, where others
+would wait for this worker or a launcher asks how it ended, ``sys.exit``, ``exit`` and ``quit``:
+each calls the one that was there, which is put back at the end. Importing paceline
+replaces nothing.
+
+*Well*: the script returned, or left with exit status 0. What was put off until now is done
+(an optimizer that was not finished keeps the others company, results are written), and
+then the process groups go, with everything that refers to them: torch's threads end with
+the last reference, and a thread that is alive while the interpreter is taken down may
+abort the process. A script that calls ``dist.destroy_process_group`` itself gets the same,
+just before.
+
+*Badly*: an exception that nobody caught, or ``sys.exit`` with another status. Nothing
+collective may be done: the others might not come. Nor may the interpreter be taken down:
+a collective under way would hold it up until all peers have come, or abort it. So the
+process ends at once, after Python's own tidying up, and says why to the other workers
+(`liveness`) and to the launcher.
+
+A bare ``raise SystemExit(3)`` cannot be told from a good end: the worker goes on in step
+with the others until they end, and has status 3 then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback as tracebacks
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import msgspec
+import torch.distributed as dist
+
+from paceline.errors import PacelineError, PeerLostError
+from paceline.runtimes.processes import end_with_parent, reader_has_gone
+from paceline.runtimes.python_internals import call_finalizers, end_children
+from paceline.torch_internals import forget_default_group
+
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    PeerLostError.__name__,
+)
+"""What gloo, NCCL and `liveness` say in a worker whose peer ended: no cause, but a
+consequence."""
+
+
+class Ending:
+    """Watches how this process ends.
+
+    *steps* counts the optimizer steps so far; *close* is what is put off until a good end,
+    before the process groups go; *leave* comes last, with None or what went wrong. *matters*:
+    whether anybody wants to know the exit status.
+    """
+
+    def __init__(
+        self,
+        steps: Callable[[], int],
+        close: Callable[[], None],
+        leave: Callable[[str | None], None],
+        *,
+        matters: bool,
+    ) -> None:
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._steps = steps
+        self._close = close
+        self._leave = leave
+        self._process = os.getpid()
+        # The exit status and cause of a bad end, and the number of steps when it was asked
+        # for: a script that catches its SystemExit and trains on has not ended.
+        self._bad_end: tuple[int, str, int] | None = None
+        self._watch(matters)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()
+        atexit.register(self._at_exit)
+
+    def _watch(self, matters: bool) -> None:
+        hook, leave, destroy = sys.excepthook, sys.exit, dist.destroy_process_group
+
+        def note_exception(
+            kind: type[BaseException],
+            error: BaseException,
+            traceback: TracebackType | None,
+        ) -> None:
+            interrupted = issubclass(kind, KeyboardInterrupt)
+            unread = issubclass(kind, BrokenPipeError) and reader_has_gone()
+            status = 128 + signal.SIGINT if interrupted else 1
+            cause = f"failed with {kind.__name__}: {error}"
+            self._note_bad_end(status, "was interrupted" if interrupted else cause)
+            if os.getpid() == self._process:
+                report_to_launcher(error)
+            if isinstance(error, PacelineError):
+                traceback = _frames_of_script(traceback)
+                error.__cause__, error.__suppress_context__ = None, True
+            if not unread:  # nobody reads what the script prints: no fault of it
+                hook(kind, error.with_traceback(traceback), traceback)
+
+        @functools.wraps(leave)
+        def note_exit(status: Any = None, /) -> NoReturn:
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            if in_main_thread and status is not None and status != 0:
+                number = status % 256 if isinstance(status, int) else 1
+                self._note_bad_end(number, f"ended with exit status {number}")
+            leave(status)
+
+        @functools.wraps(destroy)
+        def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+            # In a ``finally`` on the way out of an error nobody is kept company.
+            error = sys.exc_info()[1]
+            good = error is None or (isinstance(error, SystemExit) and not error.code)
+            if good and (group is None or group is dist.group.WORLD):
+                self._close()
+                forget_default_group()
+            destroy(group)
+
+        self._replace(sys, "excepthook", note_exception)
+        self._replace(dist, "destroy_process_group", destroy_process_group)
+        if matters:
+            for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+                self._replace(place, name, note_exit)
+
+    def _replace(self, place: Any, name: str, ours: Any) -> None:
+        # builtins has no exit where Python was started without site
+        self._replaced.append((place, name, getattr(place, name, ours), ours))
+        setattr(place, name, ours)
+
+    def _put_back(self) -> None:
+        """What was there, but where somebody has put something else over it since."""
+        for place, name, before, ours in self._replaced:
+            if getattr(place, name, None) is ours:
+                setattr(place, name, before)
+        self._replaced.clear()
+
+    def _note_bad_end(self, status: int, cause: str) -> None:
+        self._bad_end = status, cause, self._steps()
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._process:
+            return  # a child that was forked off
+        if self._bad_end is not None:
+            status, cause, steps = self._bad_end
+            if steps == self._steps():
+                self._leave(cause)
+                end_at_once(status)
+        try:
+            self._close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except BaseException as error:
+            report_to_launcher(error)
+            if isinstance(error, PacelineError):
+                print(f"paceline: {error}", file=sys.stderr)
+            else:
+                tracebacks.print_exc()
+            self._leave(f"failed at its end: {error}")
+            end_at_once(1)
+        self._put_back()
+        self._leave(None)
+
+
+def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
+    """What is shown of an error that paceline raises on purpose: frames up to the call of paceline."""
+    ours = f"{Path(__file__).parent.parent.parent}{os.sep}"
+    frames = []
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename.startswith(ours):
+            break
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    shown: TracebackType | None = None
+    for one in reversed(frames):
+        shown = TracebackType(shown, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return shown
+
+
+def report_to_launcher(error: BaseException) -> None:
+    """Leave the error where torchrun looks for it, in its form: `ErrorHandler`'s would
+    not show the traceback of an exception that nobody handles."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or not isinstance(error, Exception):
+        return
+    traceback = "".join(tracebacks.format_exception(error))
+    # torchrun takes the lowest of these, in whole seconds, for the first cause, and dates
+    # a killed worker when it notices: a consequence is put safely after its cause.
+    lost_a_peer = isinstance(error, PeerLostError) or any(
+        words in str(error) for words in LOST_PEER
+    )
+    timestamp = int(time.time()) + (2 if lost_a_peer else 0)
+    details = {"py_callstack": traceback, "timestamp": str(timestamp)}
+    if isinstance(error, PacelineError) and not error.restart_helps:
+        details["final"] = "1"
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    # The launcher may end this process meanwhile, and two threads may have bad news.
+    unfinished = Path(f"{path}.{threading.get_ident()}.part")
+    with contextlib.suppress(OSError):
+        unfinished.write_bytes(msgspec.json.encode({"message": message}))
+        unfinished.replace(path)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """End this process without taking the interpreter down.
+
+    What Python tidies up at exit is tidied up: child processes, temporary folders, logs.
+    """
+    for tidy_up in (
+        end_children,
+        call_finalizers,
+        logging.shutdown,
+        sys.stdout.flush,
+        sys.stderr.flush,
+    ):
+        try:
+            tidy_up()
+        except Exception:
+            tracebacks.print_exc()
+    os._exit(status)

@@ -1,0 +1,259 @@
+"""Workers of a job that survives deaths on many machines: what each is told, and how it comes
+to its server.
+
+No supervisor knows them all. Each is a process that something starts, and starts again when it
+ends badly: systemd, Kubernetes, Slurm, Ray, a loop in a shell. It has a rank, and knows where the
+server is, and its token (see `environment_of`); the server numbers its lives, and tells it how
+many workers there are. One that is there before its server, or while that is started again,
+waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from threading import Event
+from typing import NoReturn, TypeVar
+
+from paceline import methods, spec
+from paceline.core.settings import Settings
+from paceline.errors import PeerLostError, UsageError
+from paceline.run_options import RunOptions
+from paceline.runtimes import launchers
+from paceline.runtimes.real.addresses import found_at
+from paceline.runtimes.real.dedicated_servers import addresses_at
+from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
+from paceline.timeouts import timeouts
+from paceline.transport.connection import RemoteServer
+from paceline.transport.protocol import BEFORE_IT_STOOD, IS_HERE
+from paceline.transport.security import choose
+
+T = TypeVar("T")
+
+
+def environment_of(server: str, rank: int, workers: int) -> dict[str, str]:
+    """What tells a process that it is worker *rank* of *workers*, whose server is at *server*
+    (HOST:PORT). Beside these it needs the server's token, or the job's secret.
+
+    Raises `UsageError` for a place that is none, and a rank that there is not.
+    """
+    _check_server(server)
+    if workers < 1:
+        raise UsageError(f"--workers: expected 1 or more, got {workers}")
+    if not 0 <= rank < workers:
+        raise UsageError(
+            f"--rank: expected 0 to {workers - 1}, of {workers} workers, got {rank}"
+        )
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        SURVIVE_VARIABLE: "1",
+        ADDRESSES_VARIABLE: server,
+    }
+
+
+def _check_server(server: str) -> None:
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536 or "+" in server:
+        raise UsageError(
+            f"--server, or {ADDRESSES_VARIABLE}: expected HOST:PORT, where `paceline serve --survive` listens, got "
+            f"{server!r}"
+        )
+
+
+def become(
+    script: str,
+    arguments: Sequence[str],
+    options: RunOptions,
+    server: str,
+    rank: int | None,
+    workers: int | None,
+) -> NoReturn:
+    """This process becomes the script, as one worker: so who started it starts, ends and counts
+    the worker itself. *rank*, *workers*: None: as the launcher's variables say, and else, of how
+    many there are, the server.
+
+    The server is asked in any case, so that what it would refuse ends here, before a script has
+    loaded its data. Raises `UsageError` for that, where nobody says which worker this is, and
+    for a job that cannot be; `PeerLostError` where no server comes.
+    """
+    place = place_of(os.environ, server, rank, workers)
+    if place.size:
+        environment_of(server, place.rank, place.size)  # which says what cannot be
+    check(server, os.environ, options.method)
+    size = size_at(server, place.rank, place.size, os.environ)
+    # What else the launcher has said stays, such as LOCAL_RANK.
+    told = replace(place, size=size).to_environment() | os.environ
+    environment = told | environment_of(server, place.rank, size)
+    if (
+        options.json
+    ):  # the object alone goes to standard output, all else to standard error
+        sys.stdout.flush()
+        kept = os.dup(1)
+        os.set_inheritable(kept, True)
+        os.dup2(2, 1)
+        options = replace(options, result=f"/dev/fd/{kept}")
+    environment |= options.to_environment()
+    os.execve(sys.executable, [sys.executable, script, *arguments], environment)
+
+
+def place_of(
+    environment: Mapping[str, str], server: str, rank: int | None, workers: int | None
+) -> launchers.Place:
+    """What is given, else what the launcher's variables say; size 0 where neither says it: the
+    server knows. Raises `UsageError` where nobody says the rank, or they say different sizes."""
+    _check_server(server)
+    if rank is not None and workers is not None:
+        return launchers.Place(rank=rank, size=workers)
+    said = _said(environment, server, rank)
+    if rank is None and said is None:
+        raise UsageError(
+            "--rank: no launcher's variables say which worker this is: give --rank R, or set RANK"
+        )
+    size = 0 if said is None else said.size
+    if workers is not None and size not in (0, workers):
+        raise UsageError(
+            f"--workers {workers}, and the launcher's variables say {size}: give --rank, "
+            "too, where they are of something else"
+        )
+    place = said or launchers.Place(rank=0, size=0)
+    return replace(
+        place, rank=place.rank if rank is None else rank, size=workers or size
+    )
+
+
+def _said(
+    environment: Mapping[str, str], server: str, given: int | None
+) -> launchers.Place | None:
+    """What the launcher's variables say: RANK may stand there alone. *given*: the rank that wins
+    over it, if any. Raises `UsageError` where they contradict each other."""
+    rank = launchers.lone_rank(environment)
+    if rank is not None:
+        if given is None:
+            launchers.check_lone_rank(environment, rank)
+        return launchers.Place(rank=rank, size=0)
+    # Workers meet at the server, so nobody needs to know where worker 0 is.
+    host = server.rpartition(":")[0]
+    return launchers.find({"MASTER_ADDR": host, **environment})
+
+
+def size_at(
+    server: str, rank: int, workers: int, environment: Mapping[str, str]
+) -> int:
+    """How many workers the job of that *server* has, once it is there. *workers*: how many worker
+    *rank* takes it to have; 0: it does not know.
+
+    Raises `UsageError` where the server says another number, has no such rank, or does not know
+    this job; `PeerLostError` as `connected` does.
+    """
+    (address,) = addresses_at(server, environment)
+    name, host = "server 0", found_at(address.host, environment)
+
+    def ask() -> int:
+        end = RemoteServer(
+            name,
+            host,
+            address.port,
+            worker=rank,
+            incarnation=None,
+            workers=workers,
+            asks=True,
+            token=address.token,
+        )
+        end.close()
+        return end.workers
+
+    return connected(name, host, address.port, rank, ask)
+
+
+def learn_size(environment: MutableMapping[str, str]) -> None:
+    """Add how many workers there are to the variables of one that was told by hand, without
+    `become`, that it survives, and only which worker it is: else it would take itself for the only
+    one. Raises what `size_at` does, and `UsageError` where no server is named that knows."""
+    rank = launchers.lone_rank(environment)
+    if environment.get(SURVIVE_VARIABLE) != "1" or rank is None:
+        return
+    server = environment.get(ADDRESSES_VARIABLE, "")
+    if not server:
+        raise UsageError(
+            f"{SURVIVE_VARIABLE}=1 and RANK={rank}, and nothing says of how many workers: set "
+            f"{ADDRESSES_VARIABLE}=HOST:PORT, whose server knows, or WORLD_SIZE"
+        )
+    _check_server(server)
+    environment["WORLD_SIZE"] = str(size_at(server, rank, 0, environment))
+
+
+def check(server: str, environment: Mapping[str, str], method: str | None) -> None:
+    """Raise `UsageError` for a job that cannot be: nothing tells the token, nothing protects
+    the server's connections, or its workers would meet elsewhere than at the server."""
+    (address,) = addresses_at(server, environment)
+    choose(address.host, environment)
+    if method is not None:
+        parsed = spec.parse(method)
+        made, _ = methods.make(parsed, set(spec.field_types(Settings)))
+        methods.check_survives(made)
+
+
+def connected(
+    name: str, host: str, port: int, rank: int, connect: Callable[[], T]
+) -> T:
+    """What *connect* gives, once the server is there, and an earlier life of this worker gone.
+
+    Raises `PeerLostError` where nobody listens for `Timeouts.server_listen`, or who listens does not let
+    this worker in, and `UsageError` where the server does not want it.
+    """
+    waiting = time.monotonic() + timeouts.server_listen
+    contested: float | None = None
+    said: set[str] = set()
+    while True:
+        if _wait_until_somebody_listens(name, host, port, rank, waiting):
+            contested = None  # another server, maybe
+        try:
+            return connect()
+        except (PeerLostError, UsageError) as error:
+            words, now = str(error), time.monotonic()
+            if IS_HERE in words or BEFORE_IT_STOOD in words:
+                contested = now if contested is None else contested
+                limit = (
+                    timeouts.rank_taken if IS_HERE in words else timeouts.server_close
+                )
+                if now > contested + limit:
+                    raise
+            elif isinstance(error, UsageError) or now > waiting:
+                raise
+            # It has just ended, or its network has: then it is to be waited for.
+            if isinstance(error, PeerLostError) and words not in said:
+                said.add(words)
+                _say(f"worker {rank} tries again: {words}")
+            taken = IS_HERE in words
+        Event().wait(timeouts.rank_retry if taken else timeouts.server_retry)
+
+
+def _say(words: str) -> None:
+    print(f"paceline: {words}", file=sys.stderr, flush=True)
+
+
+def _wait_until_somebody_listens(
+    name: str, host: str, port: int, rank: int, deadline: float
+) -> bool:
+    """Returns whether nobody did at first."""
+    said = False
+    while True:
+        try:
+            socket.create_connection((host, port), timeouts.hello).close()
+            return said
+        except OSError as error:
+            where = f"{name} at {host}:{port}"
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    f"{where}: nobody has listened there for {timeouts.server_listen:.0f} s ({error}): is "
+                    "`paceline serve --survive` running there, or is the job over?"
+                ) from None
+            if not said:
+                _say(f"worker {rank} waits for {where}: {error}")
+                said = True
+        Event().wait(timeouts.server_retry)

@@ -1,0 +1,230 @@
+"""Names the rank that the others wait for, where nobody has died.
+
+Theory of operation
+-------------------
+Each rank looks at its own script now and then, on its liveness thread. A rank that has waited
+for others for `Timeouts.rank_hang`, and has sent nothing meanwhile, reports that to rank 0's hub.
+The hub then asks all ranks where they are. Their liveness threads answer, whatever their
+scripts do. A rank hangs if it does not wait and has sent nothing for as long, or if it does not
+answer. So nothing is said where all ranks are slow alike, since nobody waits then, and
+nothing where all of them wait, since then no rank is to blame.
+
+Rank 0 names the rank, its process and its script's stack, once: again only after the rank has
+gone on. Nothing is ended: the rank may be compiling, or evaluating alone. What NCCL waits for on
+a device is not seen here, since the host goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from paceline import polling_store
+from paceline.records import Journal
+from paceline.runtimes.python_internals import frames_of
+from paceline.timeouts import timeouts
+from paceline.torch_internals import AUTOGRAD, COLLECTIVES
+
+LOOKS = 10
+"""How often a rank looks at itself in `Timeouts.rank_hang`."""
+MOST_NAMED = 4
+MOST_WAITING = 16
+"""Ranks in a sentence."""
+MOST_FRAMES = 8
+PLACE_CHARACTERS, NAME_CHARACTERS = 80, 30
+"""Of each frame. In UTF-8, all frames fit into a line of the hub's."""
+
+_WAIT_IN = (COLLECTIVES, polling_store.__name__)
+"""A script that is in these modules waits for other ranks."""
+_NOT_THE_SCRIPT = (
+    "<",
+    f"{Path(polling_store.__file__).parent}{os.sep}",
+    *(
+        f"{sysconfig.get_path(name)}{os.sep}"
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    ),
+)
+
+
+class Whereabouts(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Where a rank's script is.
+
+    *step*: of the job, the one that it is in. *waits*: whether it waits for other ranks or for a
+    server. *still*: for how many seconds neither this has changed, nor has it ended a step or
+    sent anything. *changes*: how often that has changed. *stack*: of a script that does
+    not wait its frames, the innermost one last.
+    """
+
+    step: int
+    waits: bool = False
+    still: float = 0.0
+    changes: int = 0
+    stack: list[str] = []
+
+
+class HangWatch:
+    """A rank's watch over its own script, which runs on the thread that makes this.
+
+    *step*: the number of the step that the script is in.
+    """
+
+    def __init__(self, journal: Journal, step: Callable[[], int]) -> None:
+        self._journal, self._step = journal, step
+        self._thread = threading.get_ident()
+        self._mark: object = None
+        self._since = time.monotonic()
+        self._changes = 0
+
+    def look(self) -> Whereabouts:
+        """Where the script is now. Call it often: it sees changes between two calls."""
+        frames = frames_of(self._thread)
+        wait = self._wait(frames)
+        mark = (self._journal.step_count, self._journal.messages, wait)
+        now = time.monotonic()
+        if mark != self._mark:
+            self._mark, self._since = mark, now
+            self._changes += 1
+        return Whereabouts(
+            step=self._step(),
+            waits=wait is not None,
+            still=now - self._since,
+            changes=self._changes,
+            stack=[] if wait is not None else stack_of(frames),
+        )
+
+    def _wait(self, frames: Sequence[FrameType]) -> object:
+        """What tells the wait that the script is in from others; None: it does not wait."""
+        blocked = self._journal.blocked
+        own = blocked.get(self._thread)
+        if own is not None:
+            return own
+        for frame in frames:
+            if frame.f_globals.get("__name__") in _WAIT_IN:
+                return id(frame), frame.f_lasti
+        if frames and frames[0].f_globals.get("__name__") == AUTOGRAD:
+            # On a device, hooks run on a thread of autograd's, and may wait there.
+            return next(iter(list(blocked.values())), None)
+        return None
+
+
+class Hangs:
+    """The hub's side: when to ask the ranks, and which of them hang.
+
+    It keeps no clock: each call is told *now*, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[int, Whereabouts] = {}
+        self._until: float | None = None
+        """When the inquiry that is under way ends; None: there is none."""
+        self._not_before = 0.0
+        self._named: dict[int, int | None] = {}
+        """Of each rank that is named already: `Whereabouts.changes` then."""
+
+    def hear(self, rank: int, where: Whereabouts, now: float) -> bool:
+        """A report, or an answer. Returns whether all other ranks are to be asked now."""
+        if self._until is not None:
+            self._answers[rank] = where
+            return False
+        waits_long = where.waits and where.still >= timeouts.rank_hang
+        if not waits_long or now < self._not_before:
+            return False
+        self._answers = {rank: where}
+        self._until = now + timeouts.hang_answer
+        self._not_before = now + timeouts.rank_hang / 3
+        return True
+
+    def milliseconds(self, now: float) -> int | None:
+        """Until `conclude` is due at the latest; None: nothing is under way."""
+        return (
+            None if self._until is None else max(0, int(1000 * (self._until - now)) + 1)
+        )
+
+    def is_due(self, present: int, now: float) -> bool:
+        """Whether `conclude` may have something to say, where so many ranks are *present*."""
+        if self._until is None:
+            return False
+        return len(self._answers) >= present or now >= self._until
+
+    def conclude(self, present: Mapping[int, str], now: float) -> str:
+        """What is to be said, if anything, once all ranks that are *present* have answered or have
+        had their time. The values of *present* are hosts and processes."""
+        if self._until is None:
+            return ""
+        silent = present.keys() - self._answers.keys()
+        if silent and now < self._until:
+            return ""
+        self._until = None
+        answers = {r: at for r, at in self._answers.items() if r in present}
+        # The last thing that a rank has sent may have come while others waited already.
+        hang = {
+            rank: at.changes
+            for rank, at in answers.items()
+            if not at.waits and at.still >= timeouts.rank_hang / 2
+        }
+        found: dict[int, int | None] = hang | dict.fromkeys(silent)
+        fresh = [r for r in sorted(found) if found[r] != self._named.get(r, -1)]
+        waiting = {rank: at for rank, at in answers.items() if at.waits}
+        if not waiting:
+            return ""  # those who waited have ended meanwhile
+        self._named = found
+        if not fresh:
+            return ""
+        lines = [
+            self._sentence(rank, present[rank], answers.get(rank), waiting)
+            for rank in fresh[:MOST_NAMED]
+        ]
+        if len(fresh) > MOST_NAMED:
+            lines.append(f"paceline: so have {len(fresh) - MOST_NAMED} more ranks")
+        return "\n".join(lines)
+
+    @staticmethod
+    def _sentence(
+        rank: int,
+        process: str,
+        at: Whereabouts | None,
+        waiting: Mapping[int, Whereabouts],
+    ) -> str:
+        step = max(other.step for other in waiting.values())
+        seconds = max(other.still for other in waiting.values())
+        ranks = ", ".join(str(other) for other in sorted(waiting)[:MOST_WAITING])
+        if len(waiting) > MOST_WAITING:
+            ranks += f" and {len(waiting) - MOST_WAITING} more"
+        one = len(waiting) == 1
+        sentence = (
+            f"paceline: rank {rank} {process} has held up step {step} for {seconds:.0f} s; "
+            f"rank{'' if one else 's'} {ranks} wait{'s' if one else ''} for it. "
+        )
+        if at is None:
+            return (
+                f"{sentence}It does not answer: its process is stopped, or its code holds "
+                "the interpreter's lock"
+            )
+        if not at.stack:
+            return f"{sentence}It is in step {at.step}"
+        frames = "".join(f"\n    {frame}" for frame in at.stack)
+        return f"{sentence}It is in step {at.step}, at {at.stack[-1]}:{frames}"
+
+
+def stack_of(frames: Sequence[FrameType]) -> list[str]:
+    """The script's own of *frames* (the innermost one first), as lines, the innermost one last;
+    without such frames, those of libraries."""
+    own = [
+        frame
+        for frame in frames
+        if not frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT)
+    ]
+    return [_line_of(frame) for frame in (own or frames)[MOST_FRAMES - 1 :: -1]]
+
+
+def _line_of(frame: FrameType) -> str:
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"[-PLACE_CHARACTERS:]
+    line = f"{place} in {frame.f_code.co_name[:NAME_CHARACTERS]}"
+    return "".join(letter if letter.isprintable() else "?" for letter in line)

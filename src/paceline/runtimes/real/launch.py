@@ -1,0 +1,132 @@
+"""A thin layer over torchrun's launch API."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from paceline.errors import UsageError
+from paceline.run_options import RunOptions
+from paceline.runtimes.failures import Failure, summary
+from paceline.runtimes.processes import as_launcher
+from paceline.runtimes.python_internals import options_of
+from paceline.runtimes.scratch import ToldToEnd, scratch_folder
+from paceline.timeouts import timeouts
+
+_PLACEMENT = (
+    "--nnodes",
+    "--rdzv-endpoint",
+    "--rdzv-backend",
+    "--master-addr",
+    "--master-port",
+    "--standalone",
+)
+_PLACEMENT_VARIABLES = tuple(
+    "PET_" + option.removeprefix("--").upper().replace("-", "_")
+    for option in _PLACEMENT
+)
+"""torchrun takes each option from a variable too, as Kubeflow's trainer gives them."""
+
+
+def torchrun_options() -> dict[str, int]:
+    """torchrun's options, and how many values each takes."""
+    return options_of(torchrun.get_args_parser())
+
+
+def launch(
+    workers: int | None,
+    torchrun_options: Sequence[str],
+    script: str,
+    script_arguments: Sequence[str],
+    options: RunOptions,
+) -> int:
+    """Run worker processes until all have ended; returns the exit status.
+
+    When one fails, torchrun's agent ends the others; what is printed then names the rank
+    that failed first. Neither processes nor temporary files are left.
+    """
+    words = list(torchrun_options)
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    if workers is not None:
+        if workers < 1:
+            raise UsageError(f"--workers: expected 1 or more, got {workers}")
+        if "--nproc-per-node" in given:
+            raise UsageError(
+                "--workers and --nproc-per-node are the same: give one of them"
+            )
+        words.append(f"--nproc-per-node={workers}")
+    placed = not given.isdisjoint(_PLACEMENT) or any(
+        os.environ.get(variable) for variable in _PLACEMENT_VARIABLES
+    )
+    if not placed:
+        words.append("--standalone")  # a free port of its own: two jobs never meet
+    if "--shutdown-timeout" not in given:
+        words.append(f"--shutdown-timeout={timeouts.workers_shutdown:.0f}")
+    # torchrun would set the number of threads too, with a warning each time.
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    variables = threads | options.to_environment() | as_launcher()
+    # What its agent says of a failed worker is said below, with the cause.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(
+        logging.CRITICAL
+    )
+    with scratch_folder() as scratch, _environment(variables):
+        if "--log-dir" not in given:
+            words.append(f"--log-dir={scratch}")  # torchrun's own choice would stay
+        arguments = torchrun.parse_args([*words, script, *script_arguments])
+        try:
+            torchrun.run(arguments)
+        except ChildFailedError as error:
+            failures = [_failure(rank, f) for rank, f in error.failures.items()]
+            print(f"paceline: {summary(failures)}", file=sys.stderr)
+            return 1
+        except SignalException as error:
+            name = error.sigval.name
+            print(f"paceline: {name}: all workers were ended", file=sys.stderr)
+            return 128 + error.sigval
+        except ToldToEnd as told:  # before torchrun listened to signals itself
+            return told.say()
+        except (
+            RendezvousError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # a port in use, say
+            print(f"paceline: the job could not start: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within it this process has these, too: torchrun's workers have its environment."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _failure(rank: int, failure: ProcessFailure) -> Failure:
+    message = failure.error_file_data.get("message")
+    return Failure(
+        rank=rank,
+        process=failure.pid,
+        status=failure.exitcode,
+        seconds=failure.timestamp,
+        message=str(message["message"]) if isinstance(message, dict) else "",
+    )

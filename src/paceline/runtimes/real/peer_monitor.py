@@ -1,0 +1,253 @@
+"""Every survivor learns which rank died, whatever gloo and NCCL notice.
+
+Theory of operation
+-------------------
+Each rank keeps one idle TCP connection to rank 0's hub. *Dead* is a lost connection (see
+`lifelines`). No death is inferred from silence, so a rank that computes, compiles or evaluates
+for an hour with the interpreter's lock held is not taken for dead. A rank that ends well says
+goodbye first; one that ends with an error says which. The hub tells everybody; when the hub
+itself is lost, everybody knows that it was rank 0. A living rank that the others wait for is
+named, and goes on (see `hangs`).
+
+A survivor may be blocked in a collective for ever, where Python cannot interrupt it. So it is
+ended when it has been in one for a few seconds after the news. A survivor that does something
+else may write an emergency checkpoint: it has PACELINE_EXIT_GRACE_SECONDS to end by itself.
+
+Lines of JSON, each bounded; a connection that does not begin with the hub's token is closed.
+Nothing is unpickled. Threat model: ranks learn the token as `handover` says, so other users of
+one machine do not have it; several machines need PACELINE_SECRET for that, else whoever
+reaches torch's store reads it, and the token keeps out strays and scanners alone. It travels in the clear:
+whoever reads the network between machines has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.interfaces.trainings import Place, Places
+from paceline.run_options import seconds_from
+from paceline.runtimes.real import addresses
+from paceline.runtimes.real.failure_hub import (
+    KEY,
+    LINE_BYTES,
+    Hello,
+    Hub,
+    News,
+    line_of,
+    make_hub,
+)
+from paceline.runtimes.real.hang_report import LOOKS, HangWatch
+from paceline.runtimes.real.job_store import Board, Store
+from paceline.timeouts import timeouts
+from paceline.transport import liveness
+
+EXIT_GRACE_VARIABLE = "PACELINE_EXIT_GRACE_SECONDS"
+_LOOK_EVERY = 0.2
+FAULT_CHARACTERS = 500
+
+
+class Liveness:
+    """This rank's watch over the others.
+
+    *lost* is called once, on a thread of this object, with a sentence that names the rank
+    that ended badly; *broke* for each training of another that ended with an error, with its
+    number and such a sentence. *places* tells the others where this rank is, and hears it of them.
+    *watch* sees for how long this rank waits for others; without it, none is reported.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Store,
+        lost: Callable[[str], None],
+        broke: Callable[[int, str], None] = lambda *_: None,
+        places: Places | None = None,
+        watch: HangWatch | None = None,
+    ) -> None:
+        self._rank = rank
+        self._lost, self._broke = lost, broke
+        self._over = False
+        self._places = places or Places()
+        self._watch = watch
+        self.hub: Hub | None = None
+        """Rank 0's."""
+        self._board = Board(store, size)
+        if rank == 0:
+            self.hub = make_hub(size, self._board)
+        try:
+            address = self._board.read(KEY)
+        except UsageError as error:
+            self._goes_unwatched(f"cannot learn where rank 0 watches: {error}")
+            return
+        if address.fault:
+            self._over = True
+            if rank == 0:
+                print(
+                    f"paceline: {address.fault}; when a rank dies, the others will learn "
+                    "it from gloo or NCCL alone",
+                    file=sys.stderr,
+                )
+            return
+        host, port = addresses.found_at(address.host), address.port
+        try:
+            self._socket = socket.create_connection(
+                (host, port), timeouts.liveness_connect
+            )
+        except OSError as error:
+            self._goes_unwatched(f"cannot reach rank 0 at {host}:{port}: {error}")
+            return
+        self._socket.settimeout(None)
+        liveness.watch(self._socket)
+        self._say(
+            Hello(
+                token=address.token,
+                rank=rank,
+                host=socket.gethostname(),
+                process=os.getpid(),
+            )
+        )
+        self._places.connect(rank, self._tell_place, waits=True)
+        self._thread = threading.Thread(
+            target=self._listen, name="paceline liveness", daemon=True
+        )
+        self._thread.start()
+
+    def _goes_unwatched(self, why: str) -> None:
+        self._over = True
+        print(
+            f"paceline: rank {self._rank} {why}; when a rank dies, it will learn it from "
+            "gloo or NCCL alone, and the others will learn its own death from them alone",
+            file=sys.stderr,
+        )
+
+    def tell_of_training(self, number: int, fault: str) -> None:
+        """A training has ended for this rank with a *fault*; the rank itself goes on."""
+        if not self._over:
+            with contextlib.suppress(OSError):
+                brief = fault[:FAULT_CHARACTERS]
+                self._say(News(rank=self._rank, fault=brief, training=number))
+
+    def _tell_place(self, place: Place) -> None:
+        if not self._over:
+            with contextlib.suppress(OSError):
+                self._say(News(rank=self._rank, place=place))
+
+    def close(self, fault: str | None = None) -> None:
+        """This rank ends: well, or with a *fault* that the others are told."""
+        if not self._over:
+            self._over = True
+            with contextlib.suppress(OSError):
+                brief = fault[:FAULT_CHARACTERS] if fault else None
+                self._say(News(rank=self._rank, fault=brief))
+                self._socket.shutdown(socket.SHUT_RDWR)  # the listener closes it
+        if self.hub is not None:  # also after bad news
+            self.hub.close()
+        self._board.close()
+
+    def _say(self, words: msgspec.Struct) -> None:
+        self._socket.sendall(line_of(words))
+
+    def _listen(self) -> None:
+        with self._socket:
+            self._hear_news()
+        self._places.disconnect()
+
+    def _hear_news(self) -> None:
+        try:
+            for line in self._lines():
+                news = msgspec.json.decode(line, type=News)
+                if news.asks:
+                    self._say_where(only_long_waits=False)
+                    continue
+                if news.place is not None:
+                    self._places.hear(news.rank, news.place, news.present)
+                    continue
+                if news.fault is None:  # rank 0 ends well, and its hub with it
+                    return
+                sentence = f"rank {news.rank} {news.fault}"
+                if news.training is None:
+                    self._tell(sentence)
+                    return
+                if not self._over:
+                    self._broke(news.training, sentence)
+            lost = None
+        except OSError as error:
+            lost = error
+        except msgspec.MsgspecError as error:
+            self._tell(f"rank 0 sent what is not a line of news: {error}")
+            return
+        self._tell(f"rank 0 {liveness.how_it_ended(lost)}")
+
+    def _lines(self) -> Iterator[bytes]:
+        """What the hub says. Between its words, this rank looks at itself."""
+        begun, poll = b"", select.poll()
+        poll.register(self._socket, select.POLLIN)
+        every = None if self._watch is None else timeouts.rank_hang / LOOKS
+        due = time.monotonic()
+        while True:
+            pause = None
+            if every is not None:
+                if time.monotonic() >= due:
+                    self._say_where(only_long_waits=True)
+                    due = time.monotonic() + every
+                pause = 1000 * max(0.0, due - time.monotonic())
+            if not poll.poll(pause):
+                continue
+            heard = self._socket.recv(LINE_BYTES)
+            if not heard:
+                return
+            *lines, begun = (begun + heard).split(b"\n")
+            yield from lines
+
+    def _say_where(self, *, only_long_waits: bool) -> None:
+        if self._watch is None or self._over:
+            return
+        where = self._watch.look()
+        if only_long_waits and not (where.waits and where.still >= timeouts.rank_hang):
+            return
+        with contextlib.suppress(OSError):  # the hub is lost, which is heard next
+            self._say(News(rank=self._rank, where=where))
+
+    def _tell(self, sentence: str) -> None:
+        if not self._over:
+            self._over = True
+            self._lost(sentence)
+
+
+def exit_grace() -> float:
+    """Seconds that a worker which has lost a peer may take to end by itself."""
+    return seconds_from(os.environ, EXIT_GRACE_VARIABLE, timeouts.exit_grace)
+
+
+def end_after_grace(
+    rank: int,
+    sentence: str,
+    said: threading.Event,
+    is_blocked: Callable[[], bool],
+    grace: float,
+) -> None:
+    """What a real worker does with bad news: say it, and end in time.
+
+    *is_blocked*: whether the training waits for others. When it has done so for
+    `Timeouts.collective_grace`, or *grace* seconds have passed, the process ends."""
+    print(f"paceline: {sentence}; rank {rank} ends too", file=sys.stderr, flush=True)
+    said.set()
+    blocked_since = now = time.monotonic()
+    end = now + grace
+    while now < end and now - blocked_since < timeouts.collective_grace:
+        time.sleep(_LOOK_EVERY)
+        now = time.monotonic()
+        if not is_blocked():
+            blocked_since = now
+    os._exit(1)

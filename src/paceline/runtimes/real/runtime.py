@@ -1,0 +1,386 @@
+"""The real world: one process per worker, launched by torchrun, srun, mpirun or whatever sets
+torchrun's variables, on the wall clock."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from paceline.cluster import Cluster, Workload
+from paceline.cluster.profiling import KeptGradients, Profiler, times_of, with_times
+from paceline.cluster.profiling.timers import stopwatch_for
+from paceline.collectives.continuations import ThreadRunner, WaitingRunner
+from paceline.collectives.in_network.datagram_sums import (
+    AGGREGATORS_VARIABLE,
+    aggregators_from,
+)
+from paceline.errors import PeerLostError, UsageError
+from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
+from paceline.interfaces.trainings import Job
+from paceline.records import Journal
+from paceline.report.files import WorkerRecords
+from paceline.run_options import RunOptions
+from paceline.runtimes import launchers, own_groups, progress
+from paceline.runtimes.launchers import Place
+from paceline.runtimes.python_internals import main_thread_is_in
+from paceline.runtimes.real import external_worker
+from paceline.runtimes.real.cluster_check import find_cluster, load_of
+from paceline.runtimes.real.compute import PacedCompute
+from paceline.runtimes.real.exit import LOST_PEER, Ending, report_to_launcher
+from paceline.runtimes.real.hang_report import HangWatch
+from paceline.runtimes.real.peer_monitor import Liveness, end_after_grace, exit_grace
+from paceline.runtimes.real.server_process import SURVIVE_VARIABLE
+from paceline.runtimes.real.services import RealServices
+from paceline.runtimes.real.whole_lines import write_whole_lines
+from paceline.runtimes.results import Result, Summary, exchange_summaries
+from paceline.timeouts import timeouts
+from paceline.torch_internals import COLLECTIVES, default_store, local_store
+
+
+class RealWorld:
+    """This process as one worker of a job.
+
+    The variables of its launcher say which (see `launchers`); without them the process is
+    a job of one.
+    """
+
+    name: ClassVar[str] = "real"
+
+    def __init__(self, options: RunOptions) -> None:
+        self.options = options
+        place = _find_place()
+        self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)
+        if self.size > 1:
+            write_whole_lines()
+        self.cluster: Cluster | None = None
+        self._records: WorkerRecords | None = None
+        if options.records is not None:
+            # Other tools' traces, and those of other machines, are on this clock.
+            clock = time.time() - self.now()
+            self._records = WorkerRecords(options.records, clock)
+        self.journal = Journal(self.rank, self.now, self._records)
+        self.job = Job(options, self._training_broke)
+        self._profilers: list[Profiler] = []
+        self._paced: list[PacedCompute] = []
+        self._results_written = False
+        self._liveness: Liveness | None = None
+        self._services: RealServices | None = None
+        self._knows_cluster = False
+        self.alone = os.environ.get(SURVIVE_VARIABLE) == "1"
+        if self.alone:
+            own_groups.warn_of(self.rank)
+        progress.write_there(
+            self.journal, lambda: self.job.first_step, alone=self.alone
+        )
+        self._exit_grace = exit_grace()
+        self._bad_news = threading.Event()
+        self._ends_badly = threading.Event()
+        self._leaving = False
+        self._weighed = threading.Event()
+        self._weighed.set()
+        self._broke = False
+        Ending(
+            *(lambda: self.journal.step_count, self.close, self._leave),
+            matters=place is not None or self.size > 1 or self.alone,
+        )
+
+    @property
+    def speeds(self) -> Sequence[float] | None:
+        return None if self.cluster is None else self.cluster.speeds
+
+    @property
+    def racks(self) -> Sequence[int] | None:
+        if self.cluster is None:
+            return None
+        return [self.cluster.rack_of(worker) for worker in range(self.size)]
+
+    @property
+    def aggregators(self) -> Mapping[int, tuple[str, int]]:
+        return aggregators_from(os.environ.get(AGGREGATORS_VARIABLE, ""))
+
+    def connect(self) -> None:
+        if self.alone:
+            self._learn_cluster()
+            return
+        if not dist.is_initialized():
+            self._initialize()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.journal.worker = self.rank
+        if self.size > 1 and self._liveness is None:
+            self._liveness = Liveness(
+                self.rank,
+                self.size,
+                default_store(),
+                self._lost_a_peer,
+                self._training_of_a_peer_broke,
+                self.job.places,
+                HangWatch(self.journal, self._step_under_way),
+            )
+        self._learn_cluster()
+
+    def _step_under_way(self) -> int:
+        return self.job.first_step + self.journal.step_count + 1
+
+    def _learn_cluster(self) -> None:
+        """Once. Collective, but where workers meet at their servers alone."""
+        if self._knows_cluster:
+            return
+        self._knows_cluster = True
+        self.cluster = self._find_cluster(self.options.cluster)
+
+    def _find_cluster(self, file: str | None) -> Cluster | None:
+        if self.size > 1 and not self.alone:
+            return find_cluster(self.rank, self.size, file, default_store())
+        return None if file is None else load_of(file, self.size)
+
+    def _initialize(self) -> None:
+        backend = "gloo"
+        if torch.cuda.is_available():
+            devices = torch.cuda.device_count()
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % devices)
+            # All ranks of a machine decide alike: NCCL refuses two ranks on one device.
+            if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= devices:
+                backend = "cpu:gloo,cuda:nccl"
+        variables = os.environ.keys()
+        if "RANK" in variables and (self.size > 1 or "MASTER_ADDR" in variables):
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=local_store(), rank=0, world_size=1)
+
+    def services(self, job: ServiceJob) -> Sequence[Endpoint]:
+        if self._services is None:
+            store = local_store() if self.alone else default_store()
+            self._services = RealServices(self.rank, self.size, store, self.journal)
+        return self._services.find(job)
+
+    def runner(self, name: str, *, thread: bool) -> Runner:
+        return ThreadRunner(f"paceline {name}") if thread else WaitingRunner()
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def pace(self, seconds: float) -> None:
+        if seconds:
+            time.sleep(seconds)
+
+    def spend(self, seconds: float, what: str) -> None:
+        """It takes the time it takes."""
+
+    def outside(self, wait: Callable[[], None]) -> None:
+        wait()
+
+    def compute(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        samples: float | None,
+    ) -> Compute | None:
+        if self.options.profile is not None:
+            keep = None
+            if self.options.gradients is not None and self.rank == 0:
+                keep = KeptGradients(
+                    self.options.gradients, self.options.gradient_steps
+                )
+            watch = self.stopwatch(parameters[0][1].device)
+            profiler = Profiler(model, parameters, watch, keep)
+            self._profilers.append(profiler)
+            return profiler
+        own = getattr(model, "workload", None)
+        if isinstance(own, Workload):
+            self._paced.append(PacedCompute(own, samples, 1.0))
+            return self._paced[-1]
+        return None  # it takes the time it takes
+
+    @property
+    def workload(self) -> Workload | None:
+        return self._paced[0].workload if self._paced else None
+
+    def stopwatch(self, device: torch.device) -> Stopwatch:
+        return stopwatch_for(device)
+
+    def blank(self, size: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros(-(-size // 4), device=device)
+
+    @property
+    def compute_from(self) -> str:
+        """One line for people: where compute time comes from."""
+        return "what it takes"
+
+    def _training_broke(self, number: int, cause: str) -> None:
+        self._broke = True
+        if self._liveness is not None and not _is_consequence(cause):
+            fault = f"broke off its training: {cause}"
+            self._liveness.tell_of_training(number, fault)
+
+    def _training_of_a_peer_broke(self, number: int, sentence: str) -> None:
+        """Somebody's training has ended with an error that his script has caught: those who
+        are in it would wait for ever. Not so where all ranks meet the same error; it takes
+        this one a moment to come to it."""
+        job = self.job
+        if job.is_over(number) and not _is_consequence(job.broken_by(number)):
+            return
+        self._weighed.clear()
+        self._ends_badly.wait(
+            timeouts.collective_grace
+        )  # of the consequence, in gloo's words
+        own = job.broken_by(number)
+        if not own or _is_consequence(own):
+            self._lost_a_peer(sentence)
+        self._weighed.set()
+
+    def _lost_a_peer(self, sentence: str) -> None:
+        self.journal.lost = sentence
+        report_to_launcher(PeerLostError(sentence))
+        end_after_grace(
+            *(self.rank, sentence, self._bad_news),
+            *(self._waits_for_others, self._exit_grace),
+        )
+
+    def _waits_for_others(self) -> bool:
+        """Whether the training is in a collective, its own or the script's, or waits for a
+        server; or the script is over."""
+        return (
+            bool(self.journal.blocked)
+            or self._leaving
+            or main_thread_is_in(COLLECTIVES)
+        )
+
+    def _leave(self, fault: str | None) -> None:
+        if self._liveness is None:
+            return
+        if fault is None:
+            self._leaving = True
+            self._weighed.wait()  # whether this is a good end, after all
+        elif _is_consequence(fault):
+            # gloo or NCCL was faster: this rank's end is a consequence, and who died is
+            # about to be known. Telling the others of this one would blame it.
+            self._ends_badly.set()
+            self._bad_news.wait(timeouts.collective_grace)
+        self._liveness.close(fault)
+
+    @property
+    def _broken_by(self) -> str:
+        """The error that has ended the last training here, if any."""
+        trainings = self.job.trainings
+        return trainings[-1].training.broken_by if trainings else ""
+
+    def close(self) -> None:
+        """Do what was put off until the end. Raises `PeerLostError` where the script has caught the error
+        that broke its training, and whoever started this worker would take its good end for the job's."""
+        if dist.is_initialized() or self.alone:
+            self.job.end()
+        if self._services is not None:
+            self._services.close()
+        self._write_results()
+        if self.alone and self._broken_by:
+            raise PeerLostError(
+                f"the script of worker {self.rank} ends well, though its training broke: "
+                f"{self._broken_by}. A job that survives (--survive) takes a good end for a complete "
+                "training, so this worker ends badly, and is started again"
+            )
+
+    def _write_results(self) -> None:
+        if not self.journal.method or self._results_written:
+            return
+        self._results_written = True
+        if self._records is not None:
+            self._records.close()
+        if self._broke and dist.is_initialized() and self.size > 1:
+            return  # the others may be elsewhere, and there is no result of them all
+        if self.options.profile is not None:
+            self._write_profile(self.options.profile)
+        if self.options.json:
+            mine = Summary.of(self.journal)
+            summaries = [mine]
+            if dist.is_initialized():
+                store = default_store()
+                summaries = exchange_summaries(mine, self.rank, self.size, store)
+                if len(summaries) < self.size:
+                    self.journal.note(
+                        f"figures are of {len(summaries)} of {self.size} workers: the "
+                        "others were not at their end yet"
+                    )
+            if self.rank == 0:
+                for caution in self._cautions():
+                    self.journal.note(caution)
+                result = Result.of(
+                    *(self.name, self.size, self.journal, summaries),
+                    *(self.options.steps, self.job.first_step),
+                )
+                result.compute = self.compute_from
+                if self.options.result is not None:
+                    Path(self.options.result).write_text(result.to_json() + "\n")
+                else:
+                    # In one piece: other workers may write to the same place.
+                    sys.stdout.write(result.to_json() + "\n")
+                    sys.stdout.flush()
+
+    def _cautions(self) -> tuple[str, ...]:
+        """Why the run's figures tell little, beside what its journal knows."""
+        return ()
+
+    def _write_profile(self, path: str) -> None:
+        if len(self._profilers) > 1:
+            raise UsageError(
+                f"the script trains {len(self._profilers)} models, and a workload is one "
+                "model's: profile a script that trains one"
+            )
+        workload = self._profilers[0].workload(self._source())
+        if dist.is_initialized():
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            own = torch.tensor(times_of(workload), dtype=torch.float64, device=device)
+            dist.all_reduce(own, dist.ReduceOp.MAX)
+            workload = with_times(workload, own.tolist())
+        if self.rank == 0:
+            workload.save(path)
+            if self.options.gradients is not None:
+                optimizer = self.job.trainings[0].optimizer
+                inner = getattr(optimizer, "unwrapped", optimizer)
+                KeptGradients(self.options.gradients).keep_optimizer(inner)
+
+    def _source(self) -> str:
+        threads = torch.get_num_threads()
+        processor = (
+            torch.cuda.get_device_name()
+            if torch.cuda.is_available()
+            else f"CPU, {threads} thread" + ("s" if threads != 1 else "")
+        )
+        workers = "1 worker" if self.size == 1 else f"{self.size} workers"
+        return (
+            f"measured: medians of {len(self._profilers[0].forwards)} steps, {workers}, "
+            f"{processor}"
+        )
+
+
+def _is_consequence(fault: str) -> bool:
+    """Whether it only says that a peer has gone."""
+    return any(words in fault for words in LOST_PEER)
+
+
+def _find_place() -> Place | None:
+    """This process's place in its job; if another launcher than torchrun said it, torchrun's
+    variables do from then on, to everything that looks for them. A script that has made its
+    process group knows better."""
+    external_worker.learn_size(os.environ)
+    try:
+        place = launchers.find(os.environ)
+    except UsageError:
+        if dist.is_initialized():
+            return None
+        raise
+    if place is not None and dist.is_initialized():
+        group = (dist.get_rank(), dist.get_world_size())
+        if group != (place.rank, place.size):
+            return None
+    if place is not None and "RANK" not in os.environ:
+        for name, value in place.to_environment().items():
+            os.environ.setdefault(name, value)
+    return place

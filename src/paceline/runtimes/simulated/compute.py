@@ -1,0 +1,311 @@
+"""Compute time in virtual time: charged by a workload, a speed and seeded jitter."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from paceline.cluster.workload import Workload
+from paceline.compression import full_spec
+from paceline.errors import UsageError
+from paceline.interfaces import CodingStage, Compressor
+from paceline.runtimes.simulated.inputs import Shapes, shapes_of
+from paceline.torch_internals import Uncopied
+from paceline.units import show_seconds
+
+
+class StaleProfileError(UsageError):
+    """A profile that was kept is not of what is trained now; it can be made anew."""
+
+
+class UnmeasuredCodeError(StaleProfileError):
+    """A profile that was kept knows nothing of the compressor that is used now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeModel:
+    """What a training step costs to compute on a worker of speed 1.
+
+    *workload* says it tensor by tensor. Without one, *forward* and *backward* are seconds
+    a step, spread over the tensors by bytes. *jitter* is the relative standard deviation
+    of a step's compute time (Gaussian, cut off at zero), drawn per worker and step from
+    *seed*. *memory*: bytes that a compressor reads or writes in a second, where the workload
+    does not say what it takes. *what* names the workload to people. *instead_of_pace*: the
+    workload holds also what the script paces, and `paceline.pace` takes no time. *kept*: the
+    workload is a profile that can be made anew, so that `StaleProfileError` is raised where it
+    does not fit; *inputs*: the shapes of what the model was given then, if these are to be the
+    same.
+    """
+
+    forward: float = 0.01
+    backward: float = 0.02
+    jitter: float = 0.0
+    memory: float = 10e9
+    seed: int = 0
+    workload: Workload | None = None
+    what: str = "the workload"
+    instead_of_pace: bool = False
+    kept: bool = False
+    inputs: Shapes | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("forward", "backward", "jitter"):
+            if not 0 <= getattr(self, key) < float("inf"):
+                raise UsageError(
+                    f"--{key}: expected zero or more, got {getattr(self, key)}"
+                )
+
+    def describe(self, paced_by_script: bool, stand_in: bool = False) -> str:
+        """One line for people: where compute time came from."""
+        if paced_by_script:
+            text = "paced by the script"
+        elif stand_in:
+            text = "that of the workload which the script's model stands for"
+        elif self.workload is not None:
+            text = (
+                f"{self.what}: forward {show_seconds(self.workload.forward_seconds)}, "
+                f"backward {show_seconds(self.workload.backward_seconds)}, update "
+                f"{show_seconds(self.workload.update)}"
+            )
+            if self.workload.batch is not None:
+                text += f", for {self.workload.batch:g} samples"
+            if self.workload.source:
+                text += f" ({self.workload.source})"
+        else:
+            text = (
+                f"forward {self.forward:g} s, backward {self.backward:g} s a step, "
+                "spread over the tensors by bytes (--forward, --backward)"
+            )
+        return f"{text}; jitter {self.jitter:g}" if self.jitter else text
+
+
+class VirtualCompute:
+    """One worker's compute time: its speed, its jitter, and what is still owed.
+
+    A forward pass is charged when its first gradient (or a wait) shows that it has run, or,
+    where it may wait for tensors, as it uses them; in
+    proportion to its number of samples over that of the first training batch; also
+    without gradients (evaluation). From the first `pace` on the script is taken to pace
+    itself, and nothing else is charged. *crowd*: how many workers code on one core, where
+    hosts share cores. Gradients are ready at about the same time everywhere, so they all do so at
+    once.
+    """
+
+    def __init__(
+        self,
+        model: ComputeModel,
+        rank: int,
+        speed: float,
+        spend: Callable[[float, str], None],
+        crowd: float = 1.0,
+    ) -> None:
+        self.costs = model
+        self.crowd = crowd
+        self._rank = rank
+        self._speed = speed
+        self._spend = spend
+        # A generator of its own per worker: a worker's times do not depend on how many
+        # others there are.
+        self._random = random.Random(f"{model.seed}/{rank}")
+        self._factor = self._draw()
+        self._owed = 0.0
+        self.inside_forward = False
+        """Whether a forward pass waits for a tensor: what it owes has not run yet."""
+        self._models = 0
+        self.workload: Workload | None = None  # of the first model
+        self.guessed: set[str] = set()
+        """Sentences on compressors of which nobody has measured what they take."""
+        self.paced_by_script = False
+        self.stand_in = False  # charged by the workload that the model stands for
+
+    def of_model(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        samples: float | None,
+        own: Workload | None = None,
+        model: torch.nn.Module | None = None,
+    ) -> ModelCompute:
+        """Where the passes of one *model* are charged; *own* is the workload that the model
+        stands for, if it stands for one.
+
+        A workload is one model's, the first that is trained: another one, later, is
+        charged as if there were no workload.
+        """
+        costs = self.costs
+        workload = costs.workload or own
+        self._models += 1
+        try:
+            if workload is not None:
+                workload.check_matches(names, sizes, costs.what)
+        except UsageError as error:
+            if self._models == 1 and costs.kept:
+                raise StaleProfileError(str(error)) from None
+            if self._models == 1 or own is not None:
+                raise
+            if self._rank == 0:
+                print(
+                    f"compute: of model {self._models}, which is charged forward "
+                    f"{costs.forward:g} s and backward {costs.backward:g} s: {error}",
+                    file=sys.stderr,
+                )
+            workload = None
+        if workload is None:
+            workload = Workload.spread(names, sizes, costs.forward, costs.backward)
+        self.workload = self.workload or workload
+        if model is not None and costs.inputs is not None and self._models == 1:
+            self._expect(model, costs.inputs)
+        self.stand_in = own is not None and costs.workload is None
+        return ModelCompute(self, workload, samples)
+
+    def _expect(self, model: torch.nn.Module, profiled: Shapes) -> None:
+        """Hold the first training pass's inputs against those of the profile."""
+
+        def called(
+            module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
+            if not torch.is_grad_enabled():
+                return
+            handle.remove()
+            shapes = shapes_of(args, kwargs)
+            if shapes != profiled:
+                raise StaleProfileError(
+                    f"{self.costs.what}: the model's inputs have other shapes, samples "
+                    f"of {_shapes(shapes)} instead of {_shapes(profiled)}"
+                )
+
+        handle = model.register_forward_pre_hook(Uncopied(called), with_kwargs=True)
+
+    def owe(self, seconds: float) -> None:
+        """A forward pass has begun."""
+        if not self.paced_by_script:
+            self._owed += seconds
+
+    def pay(self, seconds: float) -> None:
+        """So much of a forward pass has run."""
+        part = min(seconds, self._owed)
+        if part:
+            self._owed -= part
+            self._take(part, "forward")
+
+    def charge(self, seconds: float, name: str) -> None:
+        """A gradient was computed, or an update."""
+        if not self.paced_by_script:
+            self.settle()
+            self._take(seconds, name)
+
+    def spend(self, seconds: float, name: str) -> None:
+        """Paceline itself computes."""
+        self._take(seconds, name)
+
+    def settle(self) -> None:
+        """Charge what a forward pass still owes."""
+        if self._owed and not self.inside_forward:
+            owed, self._owed = self._owed, 0.0
+            self._take(owed, "forward")
+
+    def pace(self, seconds: float) -> None:
+        """The script says what it computes."""
+        if self.costs.instead_of_pace:
+            return
+        self.paced_by_script = True
+        self._owed = 0.0
+        self._take(seconds, "paced")
+
+    def step_ended(self) -> None:
+        """The next step draws its own jitter."""
+        self.settle()
+        self._factor = self._draw()
+
+    def _draw(self) -> float:
+        if not self.costs.jitter:
+            return 1.0
+        return max(0.0, self._random.gauss(1.0, self.costs.jitter))
+
+    def _take(self, seconds: float, name: str) -> None:
+        if seconds:
+            self._spend(seconds * self._factor / self._speed, name)
+
+
+class ModelCompute:
+    """A `Compute` for one model, which takes its worker's time."""
+
+    def __init__(
+        self, worker: VirtualCompute, workload: Workload, samples: float | None
+    ) -> None:
+        self._worker = worker
+        self._workload = workload
+        self._reference = samples if workload.batch is None else workload.batch
+        self._scale = 1.0
+        self._bytes = max(1, sum(workload.sizes))
+        self._begun = 0.0
+        """Seconds of those tensors' forward that have been used, and not yet charged."""
+
+    def forward(self, samples: int | None, training: bool) -> None:
+        if self._reference is None and training:
+            self._reference = samples
+        self._scale = samples / self._reference if samples and self._reference else 1.0
+        self._begun = 0.0
+        self._worker.owe(self._workload.forward_seconds * self._scale)
+
+    def used(self, index: int) -> None:
+        # A wait that comes now comes after what ran before, and before all else.
+        self._worker.pay(self._begun)
+        self._begun = self._workload.forward[index] * self._scale
+        self._worker.inside_forward = True
+
+    def usable(self) -> None:
+        self._worker.inside_forward = False
+
+    def gradient(self, index: int) -> None:
+        self._worker.charge(self._workload.backward[index] * self._scale, "backward")
+
+    def gradient_taken(self) -> None:
+        pass
+
+    def codes_with(self, compressor: Compressor) -> None:
+        costs, spec = self._worker.costs, _spec_of(compressor)
+        if spec in self._workload.coding:
+            return
+        if costs.kept and self._workload is costs.workload:
+            raise UnmeasuredCodeError(
+                f"{costs.what}: it does not say what compression {spec} takes"
+            )
+        self._worker.guessed.add(
+            f"what compression {spec} takes is a guess from bytes, as no workload says it: "
+            f"paceline profile SCRIPT --compression {spec} measures it"
+        )
+
+    def coded(
+        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
+    ) -> None:
+        times = self._workload.coding.get(_spec_of(compressor))
+        if times is None:
+            passes = compressor.passes(workers)
+            read = passes[0] if stage == "encode" else passes[1]
+            seconds = read * size / self._worker.costs.memory
+        else:
+            whole = times.encode if stage == "encode" else times.after(workers)
+            seconds = whole * size / self._bytes
+        # Also where the script says what it computes: it does not know of this.
+        self._worker.settle()
+        self._worker.spend(seconds * self._worker.crowd, "coding")
+
+    def update_begins(self) -> None:
+        self._worker.charge(self._workload.update, "update")
+
+    def step_ended(self) -> None:
+        self._worker.step_ended()
+
+
+_spec_of: Callable[[Any], str] = cache(full_spec)
+
+
+def _shapes(shapes: Shapes) -> str:
+    return " and ".join(" x ".join(map(str, shape)) or "1" for shape in shapes)

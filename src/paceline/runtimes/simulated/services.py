@@ -1,0 +1,417 @@
+"""Servers and other services in virtual time: the same state machine, as a handler of events.
+
+A request travels over the links like any message, on a connection of its own per (sender,
+server, channel): first in, first out, so incast falls out of the link model. The server's
+processor takes requests first come, first served, and what a transition adds up and steps
+keeps it busy; answers leave when it is done, and so does what it asks of other services. So it
+is with a server's own deadlines.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from paceline.buckets import stand_alike, stands_in, wire_bytes
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.links import Links
+from paceline.cluster.workload import Workload
+from paceline.errors import UsageError
+from paceline.interfaces import (
+    Answer,
+    AnyServer,
+    Ask,
+    AskingServer,
+    Sender,
+    ServiceJob,
+)
+from paceline.interfaces.server_messages import Refused, Reply, Request
+from paceline.parameter_server.process import kinds
+from paceline.records import Journal
+from paceline.runtimes import service_placement
+from paceline.runtimes.simulated.clock import Clock, Completion
+from paceline.runtimes.simulated.message_trace import Observe, Ways
+from paceline.transport.peers import no_peer
+from paceline.transport.protocol import HEADER_BYTES
+
+
+@dataclass(frozen=True)
+class ServerRates:
+    """Bytes per second that a server's processor adds up, that its optimizer steps, and that are
+    read or written for codes."""
+
+    added: float = float("inf")
+    stepped: float = float("inf")
+    coded: float = float("inf")
+
+
+def rates_of(workload: Workload | None, memory: float) -> ServerRates:
+    """A server's optimizer is as fast as a worker's, where the workload tells that, and so are
+    its codes: *memory* is the bytes per second that these read or write."""
+    if workload is None or not workload.update:
+        return ServerRates(coded=memory)
+    return ServerRates(stepped=sum(workload.sizes) / workload.update, coded=memory)
+
+
+class Receiver(Protocol):
+    """Who takes the answer to one request: *host* is where, and *into* what for."""
+
+    host: int
+    into: torch.Tensor | None
+
+    def arrived(self, message: Reply, payload: torch.Tensor | None) -> None:
+        """The answer's last byte is here."""
+
+
+Outgoing = Sequence[Answer | Ask]
+
+
+class VirtualServer:
+    """One service on a virtual host, or in a switch. *number*: as who it asks others. *observe* is
+    told when messages from and to workers were on their way, if somebody looks."""
+
+    def __init__(
+        self,
+        name: str,
+        host: int,
+        number: int,
+        server: AnyServer,
+        clock: Clock,
+        links: Links,
+        rates: ServerRates,
+        observe: Observe | None = None,
+    ) -> None:
+        self.name, self.host, self.server = name, host, server
+        self.clock, self.links = clock, links
+        self._ways = Ways(name, clock, links.cluster.workers, observe)
+        self._number, self._rates = number, rates
+        self._peers: dict[str, VirtualPeer] = {}
+        self._waiting: dict[tuple[int, str, int], Receiver] = {}
+        self._queue: deque[Callable[[float], Outgoing]] = deque()
+        """What is to be handled, each at an instant that it is told."""
+        self._busy = False
+        self._alarm: float | None = None
+        """When the next event is that looks whether a deadline has passed."""
+
+    def meet(self, peers: Sequence[VirtualServer]) -> None:
+        """It may ask these."""
+        self._peers = {
+            peer.name: VirtualPeer(self._number, self.host, peer) for peer in peers
+        }
+
+    def take(
+        self,
+        sender: Sender,
+        message: Request,
+        payload: torch.Tensor | None,
+        receiver: Receiver,
+        time: float,
+    ) -> int:
+        """A request begins its way here at *time*; *receiver* takes the answer. Returns how
+        many bytes it is."""
+        self._waiting[sender.worker, sender.channel, sender.number] = receiver
+        size, copied = HEADER_BYTES, None
+        if payload is not None:
+            copied = stand_alike(payload.detach().clone(), payload)
+            size += wire_bytes(payload)
+        arrived = partial(self.server.on_message, sender, message, copied)
+        send = partial(
+            self.links.send,
+            ("to server", self.name, sender.worker, sender.channel),
+            receiver.host,
+            self.host,
+            size,
+            lambda: None,
+            self._ways.observed(
+                "to", sender, message, size, time, partial(self.enter, arrived)
+            ),
+        )
+        self.clock.at(time, send)
+        return size
+
+    def enter(self, event: Callable[[float], Outgoing]) -> None:
+        """Something is to be handled, in its turn."""
+        self._queue.append(event)
+        if not self._busy:
+            self._serve()
+
+    def _serve(self) -> None:
+        """Handle what came first; its answers leave when the processor is done."""
+        if not self._queue:
+            self._busy = False
+            return
+        self._busy = True
+        answers = self._queue.popleft()(self.clock.now)
+        self._set_alarm()
+        work, rates = self.server.take_work(), self._rates
+        seconds = work.added / rates.added + work.stepped / rates.stepped
+        seconds += work.coded / rates.coded
+        self.clock.at(self.clock.now + seconds, partial(self._done, answers))
+
+    def _set_alarm(self) -> None:
+        """An event cannot be taken back: one that comes before the deadline, which has
+        moved, sets the next."""
+        deadline = self.server.next_deadline()
+        if deadline is not None and (self._alarm is None or deadline < self._alarm):
+            self._alarm = max(deadline, self.clock.now)
+            self.clock.at(self._alarm, partial(self._ring, self._alarm))
+
+    def _ring(self, alarm: float) -> None:
+        if alarm != self._alarm:
+            return  # an earlier one was set since
+        self._alarm = None
+        deadline = self.server.next_deadline()
+        if deadline is not None and deadline <= self.clock.now:
+            self.enter(self.server.on_timer)
+        else:
+            self._set_alarm()
+
+    def _done(self, outgoing: Outgoing) -> None:
+        for one in outgoing:
+            if isinstance(one, Ask):
+                self._ask(one)
+            else:
+                self._send(one)
+        self._serve()
+
+    def _ask(self, ask: Ask) -> None:
+        assert isinstance(self.server, AskingServer)
+        peer = self._peers.get(ask.peer)
+        if peer is None:
+            raise UsageError(no_peer(self.name, ask.peer, self._peers))
+        replied = partial(self.server.on_reply, ask.peer, ask.number)
+        peer.ask(ask, lambda reply, into: self.enter(partial(replied, reply, into)))
+
+    def _send(self, answer: Answer) -> None:
+        to = answer.to
+        receiver = self._waiting.pop((to.worker, to.channel, to.number), None)
+        if receiver is None:
+            return
+        size = HEADER_BYTES
+        if answer.payload is not None:
+            # A tensor that stands for a larger one is as large as what it answers.
+            into = receiver.into
+            stands = into is not None and stands_in(into)
+            size += wire_bytes(into if stands and into is not None else answer.payload)
+        self.links.send(
+            ("from server", self.name, to.worker, to.channel),
+            self.host,
+            receiver.host,
+            size,
+            lambda: None,
+            self._ways.observed(
+                "from",
+                to,
+                answer.message,
+                size,
+                self.clock.now,
+                partial(receiver.arrived, answer.message, answer.payload),
+            ),
+        )
+
+
+class VirtualReception:
+    """The `Reception` of one request of a worker on *host*."""
+
+    def __init__(
+        self,
+        host: int,
+        clock: Clock,
+        journal: Journal,
+        into: torch.Tensor | None,
+        describe: Callable[[], str],
+        received: Callable[[], None],
+    ) -> None:
+        """*received* is called when the answer is here."""
+        self.host, self.into = host, into
+        self._clock, self._journal = clock, journal
+        self._completion = Completion(describe)
+        self._received = received
+        self._answer: Reply | None = None
+
+    def arrived(self, message: Reply, payload: torch.Tensor | None) -> None:
+        """The answer's last byte is here."""
+        _put(payload, self.into)
+        self._answer = message
+        self._received()
+        self._clock.complete(self._completion)
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        self._clock.when(self._completion, action)
+
+    def wait(self) -> Reply:
+        start = self._clock.current.time
+        self._clock.wait(self._completion)
+        self._journal.waited("server", start, self._clock.current.time)
+        assert self._answer is not None
+        if isinstance(self._answer, Refused):
+            raise UsageError(self._answer.reason)
+        return self._answer
+
+
+@dataclass
+class VirtualChannel:
+    """A sender's requests on one channel: the next one's number, and which of them are
+    unanswered, in order."""
+
+    next: int = 0
+    unanswered: dict[int, None] = field(default_factory=dict)
+
+    def take_number(self) -> tuple[int, int]:
+        """A request's number, and the one below which all are answered."""
+        number, self.next = self.next, self.next + 1
+        received = next(iter(self.unanswered), number)
+        self.unanswered[number] = None
+        return number, received
+
+
+@dataclass
+class VirtualEndpoint:
+    """One virtual worker's `Endpoint`."""
+
+    worker: int
+    server: VirtualServer
+    journal: Journal
+    _channels: dict[str, VirtualChannel] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    def request(
+        self,
+        message: Request,
+        payload: torch.Tensor | None = None,
+        into: torch.Tensor | None = None,
+        channel: str = "",
+    ) -> VirtualReception:
+        clock, cluster = self.server.clock, self.server.links.cluster
+        requests = self._channels.setdefault(channel, VirtualChannel())
+        number, received = requests.take_number()
+        sender = Sender(self.worker, 0, channel, number, received)
+        what = type(message).__name__.lower()
+        reception = VirtualReception(
+            cluster.host_of(self.worker),
+            clock,
+            self.journal,
+            into,
+            lambda: f"an answer of {self.name} to its {what}",
+            partial(requests.unanswered.pop, number),
+        )
+        size = self.server.take(sender, message, payload, reception, clock.current.time)
+        self.journal.sent(size)
+        return reception
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+class VirtualPeer:
+    """A service's end of another one, its *peer*; it asks from *host*, as number *sender*."""
+
+    def __init__(self, sender: int, host: int, peer: VirtualServer) -> None:
+        self._sender, self._host, self._peer = sender, host, peer
+        self._channels: dict[str, VirtualChannel] = {}
+
+    def ask(
+        self, ask: Ask, replied: Callable[[Reply, torch.Tensor | None], None]
+    ) -> None:
+        """Send a request; *replied* is called with its answer, once that is here."""
+        requests = self._channels.setdefault(ask.channel, VirtualChannel())
+        number, received = requests.take_number()
+
+        def arrived(reply: Reply) -> None:
+            del requests.unanswered[number]
+            replied(reply, ask.into)
+
+        sender = Sender(self._sender, 0, ask.channel, number, received)
+        receiver = AskReceiver(self._host, ask.into, arrived)
+        now = self._peer.clock.now
+        self._peer.take(sender, ask.message, ask.payload, receiver, now)
+
+
+@dataclass
+class AskReceiver:
+    """The `Receiver` of what a service has asked."""
+
+    host: int
+    into: torch.Tensor | None
+    replied: Callable[[Reply], None]
+
+    def arrived(self, message: Reply, payload: torch.Tensor | None) -> None:
+        """The answer's last byte is here."""
+        _put(payload, self.into)
+        self.replied(message)
+
+
+def _put(payload: torch.Tensor | None, into: torch.Tensor | None) -> None:
+    if payload is not None and into is not None:
+        into[: payload.numel()].copy_(payload)
+
+
+def make_services(
+    job: ServiceJob,
+    cluster: Cluster,
+    clock: Clock,
+    links: Links,
+    rates: ServerRates,
+    observe: Observe | None,
+) -> list[VirtualServer]:
+    """The services of a job, where it asks for them."""
+    placed = service_placement.spread(job, partial(hosts_of, cluster))
+    names = tuple(service.name for service, _ in placed)
+    made: dict[str, VirtualServer] = {}
+    for index, (service, host) in enumerate(placed):
+        number = cluster.workers + index
+        start = kinds.Start(
+            service.name,
+            cluster.workers,
+            service.spec,
+            names,
+            service.peers,
+            job.method,
+        )
+        machine = kinds.make(service.kind, start)
+        made[service.name] = VirtualServer(
+            service.name, host, number, machine, clock, links, rates, observe
+        )
+    for service, _ in placed:
+        made[service.name].meet([made[peer] for peer in service.peers])
+    return list(made.values())
+
+
+def hosts_of(cluster: Cluster, place: str) -> Sequence[int]:
+    """The hosts, or the switch, that a place means. Raises `UsageError`."""
+    words = service_placement.single(place)
+    if words is not None:
+        word = words[0]
+        if word == service_placement.BESIDE:
+            worker = service_placement.number_of(place, cluster.workers, "a worker")
+            return [cluster.host_of(worker)]
+        if word == service_placement.HOST:
+            count = cluster.hosts + len(cluster.servers)
+            return [service_placement.number_of(place, count, "a host")]
+        rack = service_placement.number_of(place, len(cluster.racks), "a rack")
+        return [cluster.switch_of(rack)]
+    if place == "auto":
+        place = "dedicated" if cluster.servers else "embedded"
+    if place == "embedded":
+        return [cluster.host_of(0)]
+    if place == "per-node":
+        return range(cluster.hosts)
+    if place != "dedicated":
+        raise UsageError(
+            f"servers={place}: addresses are for real servers; in the virtual world "
+            "take embedded, per-node or dedicated"
+        )
+    if not cluster.servers:
+        raise UsageError(
+            "servers=dedicated: the cluster has no host of its own for a server; add "
+            "a [[server]] table to its file, or --server-hosts 1"
+        )
+    return [cluster.host_of_server(i) for i in range(len(cluster.servers))]

@@ -1,0 +1,38 @@
+"""An emulated cluster needs namespaces; where they are refused, the tests say so."""
+
+import functools
+import sys
+
+import pytest
+
+from paceline.cluster import uniform_cluster
+from paceline.runtimes.emulated.control import Client
+from paceline.runtimes.emulated.errors import EmulationError
+from paceline.runtimes.emulated.network import Fabric
+
+
+@functools.cache
+def refusal():
+    """Why namespaces cannot be made here, or nothing."""
+    if not sys.platform.startswith("linux"):
+        return "needs Linux"
+    try:
+        with Client():
+            return ""
+    except EmulationError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="session")
+def namespaces():
+    """Skip where namespaces are not permitted."""
+    if refusal():
+        pytest.skip(refusal())
+
+
+@pytest.fixture(scope="module")
+def fabric(namespaces):
+    """Two hosts at 100 Mbit/s, shared by a file's tests, which undo what they do."""
+    cluster = uniform_cluster(2, "100 Mbit/s", "0 s")
+    with Fabric(cluster, process_bytes=0) as fabric:
+        yield fabric

@@ -1,0 +1,15 @@
+"""A probe among ranks that take themselves for machines of their own."""
+
+import json
+import os
+import sys
+
+from paceline.cluster.probe import measure
+from paceline.runtimes.join import join_world
+from paceline.runtimes.real.cluster_check import Seat
+
+name = "node-" + "cabd"[int(os.environ["RANK"])]
+module = sys.modules[measure.__module__]
+module.seat = lambda: Seat(name=name, machine=name, host=name)
+findings = measure(join_world(), seconds_per_pair=0.001, largest=4096)
+print(json.dumps([findings.hosts, findings.names]))

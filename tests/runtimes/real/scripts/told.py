@@ -1,0 +1,39 @@
+"""A worker that says which cluster it knows, what a mean over its racks gives, and what becomes
+of each way in which ranks are told of clusters.
+
+Arguments: a JSON file with the ways, a list of [NAME, FILE of each rank]."""
+
+import json
+import sys
+
+import torch.distributed as dist
+
+import paceline
+from paceline.cluster import cluster_toml
+from paceline.errors import ClusterError
+from paceline.runtimes.join import join_world
+from paceline.runtimes.real.cluster_check import find_cluster
+from paceline.testing import Case
+from paceline.testing.checks import final_parameters
+from paceline.torch_internals import default_store
+
+paceline.init()
+world = join_world()
+found = {
+    "cluster": world.cluster and cluster_toml(world.cluster, exact=True),
+    "racks": world.racks,
+    "speeds": world.speeds,
+    "end": final_parameters(Case(method="bsp:collective=hierarchical"), "ddp"),
+}
+if len(sys.argv) > 1:
+    with open(sys.argv[1]) as file:
+        ways = json.load(file)
+    whole = default_store()
+    for name, files in ways:
+        store = dist.PrefixStore(name, whole)
+        try:
+            find_cluster(world.rank, world.size, files[world.rank], store)
+            found[name] = ""
+        except ClusterError as error:
+            found[name] = str(error)
+print(json.dumps(found), flush=True)

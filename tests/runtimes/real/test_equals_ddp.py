@@ -1,0 +1,76 @@
+"""bsp is DDP: the same parameters after 20 steps, whichever world and fusion rule."""
+
+import pytest
+import torch
+
+from paceline.cli.options import SCRATCH
+from tests import forked
+from tests.real.helpers import SCRIPTS
+from tests.runtimes.real.scripts.train_cases import CASES
+
+BOUNDS = {"sgd": 1e-6, "adamw": 1e-5, "batchnorm": 1e-6, "everything": 1e-6}
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def trained(request, tmp_path_factory):
+    """A folder of what real processes trained, with paceline and with DDP, and of what
+    virtual workers did."""
+    size = request.param
+    folders = {w: tmp_path_factory.mktemp(f"{w}-{size}") for w in ("real", "virtual")}
+    script, real, virtual = SCRIPTS / "train_cases.py", *folders.values()
+    forked.run_together(size, [script, real, "paceline", "ddp"])
+    words = ["-m", "paceline", "simulate", f"--workers={size}", script, "--"]
+    done = forked.run([*words, virtual, "paceline"], folder=virtual)
+    assert done.returncode == 0, done.stderr
+    folders["virtual"] /= SCRATCH  # where a simulation's checkpoints end up
+    return size, folders
+
+
+def load(folder, engine, name, rank):
+    return torch.load(folder / f"{engine}-{name}-{rank}.pt", weights_only=True)
+
+
+def assert_close(actual, expected, bound):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        largest = tensor.abs().max()
+        error = (actual[name] - tensor).abs().max()
+        assert error <= bound * largest, f"{name}: {error} of {largest}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_real_equals_ddp(trained, name):
+    size, folders = trained
+    bound = BOUNDS[name.partition("-")[0]]
+    for rank in range(size):
+        ours, theirs = (
+            load(folders["real"], engine, name, rank) for engine in ("paceline", "ddp")
+        )
+        assert ("evaluated" in ours) == (rank > 0)
+        theirs = {key: theirs[key] for key in ours}
+        assert_close(ours, theirs, bound)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_virtual_equals_real(trained, name):
+    """To the last bit: the virtual world adds in gloo's order."""
+    size, folders = trained
+    for rank in range(size):
+        virtual, real = (
+            load(folders[world], "paceline", name, rank)
+            for world in ("virtual", "real")
+        )
+        assert_close(virtual, real, bound=0.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_moved_the_parameters(trained, name):
+    """Equal to DDP means something only where training happened, and everywhere alike."""
+    size, folders = trained
+    torch.manual_seed(0)
+    start = CASES[name][0]()
+    states = [load(folders["real"], "paceline", name, rank) for rank in range(size)]
+    for key, parameter in start.named_parameters():
+        assert parameter.requires_grad != torch.equal(states[0][key], parameter)
+        for state in states[1:]:
+            assert torch.equal(state[key], states[0][key])

@@ -1,0 +1,333 @@
+"""What opens a server is told to the job's workers, and to nobody who reads the store."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from paceline.errors import UsageError
+from paceline.interfaces import Service, ServiceJob
+from paceline.records import Journal
+from paceline.runtimes.real.job_store import Address, Board, Posted, Sheet, Way, way_of
+from paceline.runtimes.real.services import RealServices, Where
+from paceline.transport.security import SECRET, TOKEN, dedicated_token
+from tests.hanging import SECONDS
+from tests.real.helpers import (
+    SCRIPTS,
+    DictStore,
+    kill,
+    run,
+    wait_until,
+)
+
+SOMEBODY = 65534
+LONG = "a secret of the job"
+TOKEN_OF_ALL = "the token of all servers"
+NAME = "paceline/servers/0/0"
+ALONE = {"MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2"}
+APART = {"MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "1"}
+SIGNED = APART | {SECRET: LONG}
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody")
+
+
+@contextlib.contextmanager
+def posted(environment: Mapping[str, str]) -> Iterator[tuple[DictStore, Board, str]]:
+    """A store in which an address lies, who has posted it, and its token."""
+    store = DictStore()
+    board = Board(store, 2, environment)
+    token = board.new_token()
+    board.post(NAME, Address(host="127.0.0.1", port=4711, token=token))
+    yield store, board, token
+    board.close()
+
+
+@pytest.mark.parametrize(
+    ("environment", "way"),
+    [
+        (ALONE, Way.HERE),
+        (APART, Way.OPEN),
+        ({"MASTER_ADDR": "127.0.0.1"}, Way.HERE),
+        ({"MASTER_ADDR": "localhost"}, Way.HERE),
+        ({}, Way.HERE),
+        ({"MASTER_ADDR": "10.0.0.1"}, Way.OPEN),
+        ({"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "2"}, Way.HERE),
+        ({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"}, Way.OPEN),
+        (ALONE | {SECRET: LONG}, Way.SIGNED),
+        (APART | {SECRET: LONG}, Way.SIGNED),
+        (APART | {TOKEN: TOKEN_OF_ALL}, Way.SIGNED),
+        (ALONE | {SECRET: ""}, Way.HERE),
+    ],
+)
+def test_the_table(environment: dict[str, str], way: Way) -> None:
+    assert way_of(2, environment) is way
+
+
+@pytest.mark.parametrize(
+    "environment", [ALONE, SIGNED, APART | {TOKEN: TOKEN_OF_ALL}], ids=str
+)
+def test_workers_learn_the_token_and_the_store_does_not_tell_it(
+    environment: dict[str, str],
+) -> None:
+    with posted(environment) as (store, _, token):
+        address = Board(store, 2, environment).read(NAME)
+        assert address == Address(host="127.0.0.1", port=4711, token=token)
+        assert len(token) == 32
+        known = [token, *(environment.get(key, token) for key in (SECRET, TOKEN))]
+        for value in store.values():
+            assert not any(secret.encode() in value for secret in known)
+    with posted(environment) as (_, _, another):
+        assert another != token
+
+
+def test_where_the_network_is_trusted_the_store_tells_it() -> None:
+    with posted(APART) as (store, _, token):
+        assert Board(store, 2, APART).read(NAME).token == token
+        assert token.encode() in store[NAME]
+
+
+@pytest.mark.parametrize("environment", [ALONE, APART, SIGNED], ids=str)
+def test_a_fault_is_told_in_words(environment: dict[str, str]) -> None:
+    store = DictStore()
+    Board(store, 2, environment).post(NAME, Address(fault="the port is in use"))
+    assert Board(store, 2, environment).read(NAME) == Address(
+        fault="the port is in use"
+    )
+
+
+# ---- who writes into the store ----
+
+
+@pytest.mark.parametrize("environment", [ALONE, APART, SIGNED], ids=str)
+def test_words_are_heard_as_they_were_said(environment: dict[str, str]) -> None:
+    store = DictStore()
+    Board(store, 2, environment).say(NAME, "several\nlines")
+    assert Board(store, 2, environment).hear(NAME) == "several\nlines"
+
+
+def test_words_that_somebody_else_has_said_are_refused() -> None:
+    store = DictStore()
+    for his in (APART, SIGNED | {SECRET: LONG + "!"}, SIGNED | {"MASTER_PORT": "1"}):
+        Board(store, 2, his).say(NAME, "words")
+        with pytest.raises(UsageError, match="not signed"):
+            Board(store, 2, SIGNED).hear(NAME)
+    Board(store, 2, SIGNED).say(NAME, "words")
+    store["another name"] = store[NAME]
+    with pytest.raises(UsageError, match="not signed"):
+        Board(store, 2, SIGNED).hear("another name")
+    store[NAME] = b"{"
+    with pytest.raises(UsageError, match="none of ours"):
+        Board(store, 2, SIGNED).hear(NAME)
+
+
+def forged(**changes: object) -> Posted:
+    with posted(SIGNED) as (store, _, _):
+        genuine = msgspec.json.decode(store[NAME], type=Posted)
+    return msgspec.structs.replace(genuine, **changes)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        forged(address=Address(host="10.6.6.6", port=4711)),
+        forged(address=Address(host="127.0.0.1", port=666)),
+        forged(number="0" * 32),
+        forged(signature=""),
+        Posted(address=Address(host="10.6.6.6", port=666, token="his own")),
+    ],
+    ids=["host", "port", "number", "signature", "open"],
+)
+def test_what_is_not_signed_is_refused(words: Posted) -> None:
+    store = DictStore({NAME: msgspec.json.encode(words)})
+    with pytest.raises(UsageError, match=f"not signed with this worker's {SECRET}"):
+        Board(store, 2, SIGNED).read(NAME)
+
+
+def test_what_another_job_or_name_has_signed_is_refused() -> None:
+    with posted(SIGNED) as (store, _, _):
+        for name, environment in (
+            ("paceline/servers/1/0", SIGNED),
+            (NAME, SIGNED | {"MASTER_PORT": "29501"}),
+            (NAME, SIGNED | {SECRET: LONG + "!"}),
+        ):
+            store[name] = store[NAME]
+            with pytest.raises(UsageError, match="not signed"):
+                Board(store, 2, environment).read(name)
+
+
+def here(descriptor: int) -> DictStore:
+    words = Posted(process=os.getpid(), descriptor=descriptor)
+    return DictStore({NAME: msgspec.json.encode(words)})
+
+
+def test_a_file_that_others_could_have_made_is_refused(tmp_path: Path) -> None:
+    sheet = Sheet(name=f"29500/{NAME}", address=Address(host="10.6.6.6", token="his"))
+    path = tmp_path / "sheet"
+    path.write_bytes(msgspec.json.encode(sheet))
+    changeable = os.memfd_create("paceline", os.MFD_ALLOW_SEALING)
+    os.write(changeable, path.read_bytes())
+    with path.open("rb") as file:
+        for descriptor in (file.fileno(), changeable, 9999):
+            with pytest.raises(UsageError, match="cannot read what process"):
+                Board(here(descriptor), 2, ALONE).read(NAME)
+    os.close(changeable)
+
+
+def test_another_jobs_file_is_refused() -> None:
+    with posted(ALONE) as (store, _, _):
+        others = ALONE | {"MASTER_PORT": "29501"}
+        with pytest.raises(UsageError, match=f"it is '29500/{NAME}'"):
+            Board(store, 2, others).read(NAME)
+
+
+def test_nothing_is_left_of_a_file_that_was_read() -> None:
+    before = os.listdir("/proc/self/fd")
+    with posted(ALONE) as (store, board, _):
+        Board(store, 2, ALONE).read(NAME)
+        board.close()
+        with pytest.raises(UsageError, match="cannot read what process"):
+            Board(store, 2, ALONE).read(NAME)
+    assert os.listdir("/proc/self/fd") == before
+
+
+@as_root
+def test_another_user_cannot_read_the_file_nor_have_his_read() -> None:
+    with posted(ALONE) as (store, _, _):
+        place = msgspec.json.decode(store[NAME], type=Posted)
+        path = f"/proc/{place.process}/fd/{place.descriptor}"
+        # A child that is somebody else: no interpreter, which he might not be able to read.
+        ask = ["cat", path]
+        asked = subprocess.run(
+            ask, user=SOMEBODY, group=SOMEBODY, extra_groups=[], capture_output=True
+        )
+        assert asked.stdout == b""
+        assert b"Permission denied" in asked.stderr
+        assert subprocess.run(ask, capture_output=True).stdout  # and root may
+    sheet = Sheet(name=f"29500/{NAME}", address=Address(host="10.6.6.6", token="his"))
+    os.setegid(SOMEBODY)
+    os.seteuid(SOMEBODY)
+    try:
+        his = DictStore()
+        theirs = Board(his, 2, ALONE)
+        theirs.post(NAME, sheet.address)
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+    with pytest.raises(UsageError, match=f"it is user {SOMEBODY}'s"):
+        Board(his, 2, ALONE).read(NAME)
+    theirs.close()
+
+
+# ---- servers that are named ----
+
+
+def find(environment: dict[str, str], place: str = "127.0.0.1:1") -> None:
+    job = ServiceJob((Service("server", place=place),))
+    RealServices(0, 1, DictStore(), Journal(0, lambda: 0.0)).find(job, environment)
+
+
+def test_a_worker_that_was_told_no_token_says_where_it_comes_from() -> None:
+    with pytest.raises(UsageError, match=f"paceline serve.*{TOKEN}=.*{SECRET}"):
+        find({})
+    with pytest.raises(UsageError, match="at least 16 characters, got 9"):
+        find({TOKEN: "dedicated"})
+
+
+@pytest.mark.parametrize("place", ["embedded", "per-node", "beside:0", "host:0"])
+def test_workers_that_share_nothing_start_no_servers(place: str) -> None:
+    with pytest.raises(UsageError, match=f"servers={place}: a job that survives"):
+        find({"PACELINE_SURVIVE": "1"}, place)
+
+
+def node(number: int) -> dict[str, str]:
+    """The first worker of a node, of two that have two workers each."""
+    return {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": str(number)}
+
+
+@pytest.mark.parametrize("of_second", [0, 1])
+def test_a_server_for_each_node_is_started_by_somebody(of_second: int) -> None:
+    """Where ranks go round the nodes, what rank divided by workers of a node says is wrong."""
+    store = DictStore()
+    store |= {f"paceline/starters/{rank}": b"2 -" for rank in (2, 3)}
+    store["paceline/starters/1"] = f"2 {of_second}".encode()
+    where = Where(0, 4, store, node(0))
+    if of_second:
+        assert [spot.here for spot in where.spots("per-node")] == [True, False]
+    else:
+        with pytest.raises(
+            UsageError, match=r"nodes 0, 0, expected each of 0 to 1 once"
+        ):
+            where.spots("per-node")
+
+
+def test_nodes_of_unequal_size_are_refused_on_every_worker() -> None:
+    """Those of the larger node take it for the only one: they started a server each has for
+    itself, while the other node's worker waited for theirs."""
+    store = DictStore()
+    sizes = ["3", "3", "3", "1"]
+    store |= {
+        f"paceline/starters/{rank}": f"{size} -".encode()
+        for rank, size in enumerate(sizes)
+    }
+    for rank, size in enumerate(sizes):
+        told = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": str(rank % 3)}
+        told["GROUP_RANK"] = str(rank // 3)
+        with pytest.raises(
+            UsageError, match=r"different numbers of workers \(1, 3, as"
+        ):
+            Where(rank, 4, store, told).spots("per-node")
+
+
+def test_the_token_of_named_servers() -> None:
+    assert dedicated_token({}) is None
+    assert dedicated_token({TOKEN: TOKEN_OF_ALL}) == TOKEN_OF_ALL
+    assert dedicated_token({TOKEN: TOKEN_OF_ALL, SECRET: LONG}) == TOKEN_OF_ALL
+    derived = dedicated_token({SECRET: LONG})
+    assert derived == dedicated_token({SECRET: LONG})
+    assert derived != dedicated_token({SECRET: LONG + "!"})
+    assert derived is not None
+    assert LONG not in derived
+
+
+# ---- a job, and somebody who is not of it ----
+
+
+@as_root
+@pytest.mark.slow
+def test_somebody_else_on_the_machine_learns_nothing_that_opens_the_server(
+    tmp_path: Path,
+) -> None:
+    job = run(2, "trains_until.py", tmp_path, folder=tmp_path / "job")
+    try:
+        ready = [tmp_path / "ready-0", tmp_path / "ready-1"]
+
+        def begun() -> bool:
+            assert job.process.poll() is None, job.output
+            return all(path.exists() for path in ready)
+
+        wait_until(begun, SECONDS, "the first step")
+        port, server = ready[0].read_text().split()
+        stranger = subprocess.run(
+            [sys.executable, str(SCRIPTS / "stranger.py"), port, server],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert stranger.returncode == 0, stranger.stderr
+        learnt = msgspec.json.decode(stranger.stdout)
+        assert learnt["uid"] == SOMEBODY
+        assert learnt["values"] > 0  # torch's store tells all it has
+        assert learnt["posted"] > 0  # the addresses among it
+        assert learnt["tried"] > 0
+        assert learnt["opened"] == []
+        assert learnt["admitted"] == []
+        (tmp_path / "enough").touch()
+        job.wait().check_ended_well()
+    finally:
+        job.stop()
+        for process in job.processes():
+            kill(process)

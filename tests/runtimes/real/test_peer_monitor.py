@@ -1,0 +1,268 @@
+"""Every survivor learns which rank died: the hub alone, and real processes without any
+launcher that would end them."""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.runtimes.real.failure_hub import LINE_BYTES, News
+from paceline.runtimes.real.job_store import Board
+from paceline.runtimes.real.peer_monitor import Liveness
+from tests import forked
+from tests.hanging import SECONDS
+from tests.real.helpers import DictStore
+
+SCRIPT = Path(__file__).parent / "scripts" / "dies.py"
+
+
+@pytest.fixture
+def ranks():
+    """Three ranks in one process, and the queue of what each was told."""
+    store, told = DictStore(), queue.Queue()
+    members = [
+        Liveness(rank, 3, store, lambda text, rank=rank: told.put((rank, text)))
+        for rank in range(3)
+    ]
+    yield members, told, store
+    for member in reversed(members):
+        member.close()
+
+
+def hear(told, count):
+    return dict(told.get(timeout=SECONDS) for _ in range(count))
+
+
+def connection(store):
+    address = Board(store, 3).read("paceline/liveness")
+    connection = socket.create_connection((address.host, address.port), SECONDS)
+    return connection, address.token
+
+
+def wait_until_known(members):
+    """News that all have passed on means that the hub knows all of them."""
+    hub = members[0].hub
+    deadline = time.monotonic() + SECONDS
+    while len(hub.present) < len(members):
+        assert time.monotonic() < deadline, "the hub did not hear of all ranks"
+        time.sleep(0.01)
+
+
+def test_a_lost_connection_is_told_to_everybody(ranks):
+    members, told, _ = ranks
+    wait_until_known(members)
+    members[1]._over = True  # a process that is gone hears nothing
+    members[1]._socket.shutdown(socket.SHUT_RDWR)
+    heard = hear(told, 2)
+    assert set(heard) == {0, 2}
+    assert all(f"process {os.getpid()}) died" in text for text in heard.values())
+    assert all(text.startswith("rank 1 ") for text in heard.values())
+
+
+def test_a_fault_is_told_in_its_own_words(ranks):
+    members, told, _ = ranks
+    wait_until_known(members)
+    members[2].close("failed with ValueError: boom")
+    assert hear(told, 2) == dict.fromkeys((0, 1), "rank 2 failed with ValueError: boom")
+
+
+def test_a_goodbye_is_no_alarm_and_hides_no_later_death(ranks):
+    members, told, _ = ranks
+    wait_until_known(members)
+    members[1].close()
+    members[2]._over = True
+    members[2]._socket.shutdown(socket.SHUT_RDWR)
+    heard = hear(told, 1)
+    assert heard[0].startswith("rank 2 ")
+    assert told.empty()
+
+
+def test_a_training_that_broke_is_told_and_its_rank_goes_on():
+    store, told = DictStore(), queue.Queue()
+    members = [
+        Liveness(
+            rank,
+            3,
+            store,
+            lambda text, rank=rank: told.put((rank, text)),
+            lambda *news, rank=rank: told.put((rank, news)),
+        )
+        for rank in range(3)
+    ]
+    wait_until_known(members)
+    members[1].tell_of_training(4, "broke off: boom")
+    assert hear(told, 2) == dict.fromkeys((0, 2), (4, "rank 1 broke off: boom"))
+    members[1]._over = True  # and then it dies
+    members[1]._socket.shutdown(socket.SHUT_RDWR)
+    heard = hear(told, 2)
+    assert set(heard) == {0, 2}
+    assert all(text.startswith("rank 1 (host") for text in heard.values())
+    for member in reversed(members):
+        member.close()
+
+
+def test_the_end_of_rank_0_is_no_alarm(ranks):
+    members, told, _ = ranks
+    wait_until_known(members)
+    members[0].close()
+    for member in members[1:]:
+        member._thread.join(SECONDS)
+        assert not member._thread.is_alive()
+    assert told.empty()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"\x80\x04\x95 not a line of ours\n",
+        b'{"token": "wrong", "rank": 1, "host": "here", "process": 1}\n',
+        b'{"token": "TOKEN", "rank": 77, "host": "here", "process": 1}\n',
+        b"x" * (LINE_BYTES + 1),
+        b'{"rank": 1, "fault": "lies"}\n',
+    ],
+)
+def test_strangers_are_shown_out_and_nobody_is_alarmed(ranks, words):
+    members, told, store = ranks
+    wait_until_known(members)
+    stranger, token = connection(store)
+    stranger.sendall(words.replace(b"TOKEN", token.encode()))
+    stranger.settimeout(SECONDS)
+    assert stranger.recv(1) == b""  # closed by the hub
+    stranger.close()
+    members[1]._say(News(rank=1, fault="is the first to be heard"))
+    assert hear(told, 2) == {
+        0: "rank 1 is the first to be heard",
+        2: "rank 1 is the first to be heard",
+    }
+
+
+@pytest.mark.slow
+def test_a_crowd_of_strangers_is_bounded(ranks):
+    members, _, store = ranks
+    wait_until_known(members)
+    crowd = [connection(store)[0] for _ in range(40)]
+    first = crowd[0]
+    first.settimeout(SECONDS)
+    assert first.recv(1) == b""  # the oldest makes room
+    for stranger in crowd:
+        stranger.close()
+
+
+def ends_of(case):
+    """What became of three ranks that nobody watches over."""
+    ranks = forked.together(3, [SCRIPT, case])
+    try:
+        return [rank.done() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.parametrize(
+    ("case", "dead", "words"),
+    [
+        ("kill 0 training", 0, "rank 0 died"),
+        ("kill 2 training", 2, "rank 2 (host"),
+        ("kill 1 barrier", 1, "rank 1 (host"),
+        ("raise 1 barrier", 1, "rank 1 failed with ValueError: boom"),
+    ],
+)
+def test_survivors_of_real_processes_know_who(case, dead, words):
+    for rank, end in enumerate(ends_of(case)):
+        if rank == dead:
+            expected = -signal.SIGKILL if case.startswith("kill") else 1
+            assert end.returncode == expected
+        else:
+            assert end.returncode == 1
+            assert words in end.stderr
+
+
+SAVES = SCRIPT.with_name("saves_when_lost.py")
+
+
+@pytest.fixture
+def saving(tmp_path, monkeypatch):
+    """Starts ranks of `SAVES` in an empty folder, with that many seconds of grace."""
+    started = []
+
+    def start(ranks, case, grace):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PACELINE_EXIT_GRACE_SECONDS", grace)
+        started.extend(forked.together(ranks, [SAVES, case]))
+        return started
+
+    yield start
+    for rank in started:
+        rank.kill()
+
+
+@pytest.mark.slow
+def test_a_survivor_that_catches_the_error_writes_its_whole_checkpoint(
+    saving, tmp_path
+):
+    ranks = saving(3, "save", "120")
+    assert ranks[2].done().returncode == -signal.SIGKILL
+    survivor = ranks[0].done()
+    assert survivor.returncode == 0, survivor.stderr
+    assert "rank 2 (host" in survivor.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["emergency.pt"]
+
+
+@pytest.mark.slow
+def test_who_hangs_in_a_collective_ends_promptly_and_others_when_their_grace_is_over(
+    saving,
+):
+    ranks = saving(3, "hang", "15")
+    for rank in (0, 1):
+        assert ranks[1].poll() is None, "it was to end after rank 0"
+        end = ranks[rank].done()
+        assert end.returncode == 1
+        assert "rank 2 (host" in end.stderr
+
+
+def test_a_grace_that_is_no_time_is_refused(saving):
+    end = saving(1, "save", "soon")[0].done()
+    assert end.returncode == 1
+    assert "PACELINE_EXIT_GRACE_SECONDS" in end.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dead", "words"), [(0, "rank 0 died"), (1, "rank 1 (host")], ids=["0", "1"]
+)
+def test_a_forked_helper_keeps_no_dead_rank_alive(dead, words):
+    """Nor the server process of rank 0: it has the same standard error."""
+    reading, writing = os.pipe()
+    job = forked.variables_of(2)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), f"kill {dead} training backup"],
+            env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
+            stdin=reading,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for variables in job
+    ]
+    try:
+        ends = [process.communicate(timeout=SECONDS)[1] for process in processes]
+    finally:
+        os.close(writing)  # only now do the helpers end
+        os.close(reading)
+        for process in processes:
+            process.kill()
+    assert processes[dead].returncode == -signal.SIGKILL
+    assert processes[1 - dead].returncode == 1
+    assert words in ends[1 - dead]
+
+
+def test_a_rank_that_ends_long_before_the_others_alarms_nobody():
+    ends = ends_of("early 1 training")
+    assert [end.returncode for end in ends] == [0, 0, 0], ends
+    assert not any("paceline:" in end.stderr for end in ends)

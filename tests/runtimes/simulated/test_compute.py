@@ -1,0 +1,135 @@
+"""Compute time: paced by the script, scaled by speed, spread by seeded jitter."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+import paceline
+from paceline.errors import UsageError, WorkerFailedError
+from paceline.runtimes.simulated import ComputeModel
+from paceline.runtimes.simulated.compute import VirtualCompute
+from tests.virtual.helpers import cluster, rack, run, run_on, simulation
+
+
+def paced(rank: int) -> float:
+    start = paceline.now()
+    paceline.pace(1.0)
+    return paceline.now() - start
+
+
+def test_speed_scales_compute_time_per_worker() -> None:
+    where = cluster(rack(3, speed=(1.0, 0.5, 4.0)), rack(1))
+    assert run(where, paced) == [1.0, 2.0, 0.25, 1.0]
+
+
+def test_jitter_is_seeded_and_of_each_worker() -> None:
+    first = run(4, paced, compute=ComputeModel(jitter=0.1, seed=3))
+    assert run(4, paced, compute=ComputeModel(jitter=0.1, seed=3)) == first
+    assert len(set(first)) == 4
+    other = run(4, paced, compute=ComputeModel(jitter=0.1, seed=4))
+    assert not set(first) & set(other)
+
+
+def test_a_workers_jitter_does_not_depend_on_how_many_there_are() -> None:
+    model = ComputeModel(jitter=0.1, seed=3)
+    assert run(8, paced, compute=model)[:2] == run(2, paced, compute=model)
+
+
+def test_without_jitter_the_seed_does_not_matter() -> None:
+    for seed in (0, 1):
+        assert run(2, paced, compute=ComputeModel(seed=seed)) == [1.0, 1.0]
+
+
+def drawn(jitter: float, steps: int) -> list[float]:
+    """One worker's time for a second of work, step by step."""
+    spent: list[float] = []
+    compute = VirtualCompute(
+        ComputeModel(jitter=jitter, seed=1),
+        0,
+        1.0,
+        lambda seconds, name: spent.append(seconds),
+    )
+    for _ in range(steps):
+        compute.pace(1.0)
+        compute.step_ended()
+    return spent
+
+
+def test_every_step_draws_its_own_jitter() -> None:
+    times = drawn(0.1, 2000)
+    # Bounds: five standard errors of 2000 draws.
+    assert statistics.mean(times) == pytest.approx(1.0, abs=5 * 0.1 / 2000**0.5)
+    assert statistics.stdev(times) == pytest.approx(0.1, rel=5 / 4000**0.5)
+
+
+def test_jitter_never_makes_time_negative() -> None:
+    times = drawn(5.0, 500)
+    assert all(time >= 0 for time in times)
+    assert 0 in times  # draws below zero are cut off
+    assert max(times) > 5
+
+
+def test_forward_and_backward_are_spread_by_bytes() -> None:
+    spent: list[tuple[str, float]] = []
+    model = ComputeModel(forward=0.3, backward=0.6)
+    worker = VirtualCompute(model, 0, 0.5, lambda s, name: spent.append((name, s)))
+    compute = worker.of_model(["small", "large"], [100, 200], None)
+    compute.forward(32, training=True)
+    assert spent == []  # shows only with the first gradient, or a wait
+    compute.gradient(1)
+    compute.gradient(0)
+    # Half the speed: twice the time. 200 of 300 bytes: 0.4 s of 0.6.
+    expected = [("forward", 0.6), ("backward", 0.8), ("backward", 0.4)]
+    assert spent == [(name, pytest.approx(seconds)) for name, seconds in expected]
+
+    spent.clear()
+    compute.forward(8, training=False)  # a quarter of the first training batch
+    worker.settle()
+    worker.settle()
+    assert spent == [("forward", pytest.approx(0.15))]
+
+
+def test_a_script_that_paces_itself_is_charged_nothing_else() -> None:
+    spent: list[str] = []
+    worker = VirtualCompute(ComputeModel(), 0, 1.0, lambda s, name: spent.append(name))
+    compute = worker.of_model(["w"], [4], None)
+    compute.forward(1, training=True)
+    worker.pace(0.5)
+    compute.gradient(0)
+    compute.forward(1, training=True)
+    worker.settle()
+    assert spent == ["paced"]
+    assert worker.paced_by_script
+
+
+def test_pacing_shows_in_the_trace_and_in_the_result() -> None:
+    world = simulation(cluster(rack(2, speed=(1.0, 0.5))), trace=True)
+    run_on(world, paced)
+    spans = [
+        (s.worker, s.row, s.name, s.start, s.end)
+        for kept in world.result.kept
+        for s in kept.spans
+    ]
+    assert spans == [
+        (0, "compute", "paced", 0.0, 1.0),
+        (1, "compute", "paced", 0.0, 2.0),
+    ]
+    assert world.result.virtual_seconds == 2.0
+    assert world.result.paced_by_script
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+def test_pace_refuses_negative_time(seconds: float) -> None:
+    with pytest.raises(WorkerFailedError, match=f"zero or more seconds, got {seconds}"):
+        run(1, lambda rank: paceline.pace(seconds))
+
+
+@pytest.mark.parametrize("key", ["forward", "backward", "jitter"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_compute_model_names_the_bad_option(key: str, value: float) -> None:
+    with pytest.raises(
+        UsageError, match=f"--{key}: expected zero or more, got {value}"
+    ):
+        ComputeModel(**{key: value})
