@@ -14,9 +14,9 @@ from paceline.cli.planned import plan_script
 from paceline.cli.telling import telling
 from paceline.cluster import uniform_cluster
 from paceline.interfaces import QUALITIES
-from paceline.plan.pictures import draw_plan
-from paceline.plan.price import Budget
-from paceline.report.pictures import house_style
+from paceline.tools.plan.pictures import draw_plan
+from paceline.tools.plan.prediction_cost import Budget
+from paceline.tools.report.pictures import house_style
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "digits.py"

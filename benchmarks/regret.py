@@ -24,8 +24,8 @@ import torch
 
 from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
 from paceline.interfaces import QUALITIES
-from paceline.plan import plan
-from paceline.plan.predict import SETTLED, Job, Prediction, predict
+from paceline.tools.plan import plan
+from paceline.tools.plan.predict import SETTLED, Job, Prediction, predict
 from paceline.units import bytes_per_second
 
 RESULTS = Path(__file__).parent / "results" / "regret.json"

@@ -37,12 +37,12 @@ from paceline.cluster.profiling.compressors import threads_set
 from paceline.cluster.profiling.gradient_dump import KeptGradients
 from paceline.compression import full_spec
 from paceline.core.method_spec import read_spec
-from paceline.plan import plan
-from paceline.plan.codes import codes_in_front, revised
-from paceline.plan.predict import Job
-from paceline.plan.together import in_processes
 from paceline.run_options import RunOptions
 from paceline.spec import parse
+from paceline.tools.plan import plan
+from paceline.tools.plan.compression_times import codes_in_front, revised
+from paceline.tools.plan.predict import Job
+from paceline.tools.plan.predictor import in_processes
 
 RESULTS = Path(__file__).parent / "results" / "regret_emulated.json"
 CLASSES = ("exact", "late", "lossy", "local")

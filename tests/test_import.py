@@ -19,12 +19,16 @@ NOT_FOR_SCRIPTS = (
     *("lightning", "accelerate", "transformers", "ray"),
     *(
         "paceline.runtimes.simulated",
-        "paceline.plan",
-        "paceline.doctor",
+        "paceline.tools.plan",
+        "paceline.tools.doctor",
         "paceline.cluster.probe",
     ),
-    *("paceline.auto.change", "paceline.auto.course", "paceline.testing"),
-    *("paceline.cli", "paceline.integrations", "paceline.report.plots"),
+    *(
+        "paceline.tools.auto.method_switching",
+        "paceline.tools.auto.course",
+        "paceline.testing",
+    ),
+    *("paceline.cli", "paceline.integrations", "paceline.tools.report.plots"),
 )
 """What a training of one's own does without: it costs seconds, in all, in each worker."""
 

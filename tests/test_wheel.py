@@ -18,7 +18,12 @@ NEEDED = ("pyproject.toml", "README.md", "LICENSE")
 PACKAGES = [path for path in sys.path if path.endswith("site-packages")]
 DATA = (
     *("py.typed", "cluster/workloads/resnet50.json"),
-    *("report/page.html", "report/page.css", "report/page.js", "report/timeline.js"),
+    *(
+        "tools/report/page.html",
+        "tools/report/page.css",
+        "tools/report/page.js",
+        "tools/report/timeline.js",
+    ),
 )
 
 TYPED = """

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.cli import main
-from paceline.report import variants as trained_variants
-from paceline.report.files import claim
+from paceline.tools.compare import runner as trained_variants
+from paceline.tools.report.run_files import claim
 from tests import forked
 from tests.hanging import SECONDS
 from tests.real.helpers import wait_until

@@ -15,7 +15,7 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 
 WAITS = """
 from paceline.methods import METHODS
-from paceline.plan.rows import _waits_for
+from paceline.tools.plan.rows import _waits_for
 print(*(f"{name}: {_waits_for(cls())}" for name, cls in METHODS.items()), sep="\\n")
 """
 

@@ -11,9 +11,9 @@ from paceline.cli.plan import _spent
 from paceline.cli.planned import FOR_CANDIDATES
 from paceline.errors import UsageError
 from paceline.methods import METHODS
-from paceline.plan.help import Helps
-from paceline.plan.price import Budget
 from paceline.runtimes.simulated.profile import paced_workload
+from paceline.tools.plan.prediction_cost import Budget
+from paceline.tools.plan.suggestions import Helps
 
 SCRIPT = """
 import torch, paceline

@@ -8,7 +8,7 @@ import pytest
 from paceline.cli import plan as verb
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.simulated import ComputeModel
-from tests.plan.helpers import layers
+from tests.tools.plan.helpers import layers
 
 MEASURED = ComputeModel(workload=layers(2, 1.0, 0.1, 0.2), what="train.workload.json")
 

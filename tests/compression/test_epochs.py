@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import paceline
-from paceline.auto.__main__ import present_of
 from paceline.cluster import Workload
 from paceline.cluster.stand_in import stand_in
 from paceline.compression import full_spec, make, warm_up_of
 from paceline.compression.gd_top_k import EPOCH_STEPS
-from paceline.plan.facts import facts_of
-from paceline.plan.predict import Job, predict
 from paceline.runtimes.join import join_world
-from tests.plan.helpers import cluster
+from paceline.tools.auto.__main__ import present_of
+from paceline.tools.plan.predict import Job, predict
+from paceline.tools.plan.script import facts_of
+from tests.tools.plan.helpers import cluster
 from tests.virtual.helpers import run
 
 WORKERS, EPOCH, SIDE = 4, 5, 64

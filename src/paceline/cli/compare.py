@@ -19,21 +19,21 @@ from paceline.cli.live import describe
 from paceline.cli.planned import classes, plan_script, processes
 from paceline.cli.telling import rows, telling
 from paceline.errors import UsageError
-from paceline.report.files import clear
 from paceline.run_options import RunOptions
 from paceline.runtimes.processes import as_launcher, end_all
 from paceline.runtimes.scratch import scratch_folder
+from paceline.tools.report.run_files import clear
 from paceline.units import show_seconds
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
     from paceline.interfaces import Quality
-    from paceline.plan import Plan
     from paceline.records import StepRecord
-    from paceline.report.goal import Goal
-    from paceline.report.variants import Variant
     from paceline.runtimes.results import Outcome, Result
     from paceline.runtimes.simulated import ComputeModel
+    from paceline.tools.compare.goal import Goal
+    from paceline.tools.compare.runner import Variant
+    from paceline.tools.plan import Plan
 
 PLAN_PART = 2 / 3
 """Of a plan's usual budget, for the one where no variant is named: it draws no page."""
@@ -97,7 +97,7 @@ def compare(
     """
     o.check_job(script, *variant or ())
     _check_plan(world, variant, quality)
-    from paceline.report.goal import Goal
+    from paceline.tools.compare.goal import Goal
 
     goal = None if until is None else Goal.read(until)
     allowed = classes(quality)
@@ -113,8 +113,8 @@ def compare(
         pace=pace,
     )
     given.check(world)
-    from paceline.report.variants import Variant
     from paceline.runtimes.results import Result
+    from paceline.tools.compare.runner import Variant
 
     arguments = script_arguments or []
     shared: dict[str, object] = {"--steps": steps, "--seed": seed, "--workers": workers}
@@ -188,8 +188,8 @@ def _planned(
     json: bool,
 ) -> Plan:
     """The plan; says which will run, and why, on standard error."""
-    from paceline.plan.price import Budget, usual_seconds
-    from paceline.plan.verdict import passed_over, verdict
+    from paceline.tools.plan.headline import passed_over, verdict
+    from paceline.tools.plan.prediction_cost import Budget, usual_seconds
 
     with o.standard_output_for_result(True), telling(json) as told:
         made = plan_script(
@@ -224,7 +224,7 @@ def _planned(
 
 def _specs(plan: Plan | None) -> dict[str, str]:
     """What a plan has run, by what it is there for: DDP's rule, then the best of each class."""
-    from paceline.plan.help import DDP
+    from paceline.tools.plan.suggestions import DDP
 
     best = {} if plan is None else plan.advised
     return {BASELINE: DDP} | {
@@ -262,9 +262,9 @@ def _show(
     json: bool,
 ) -> None:
     """The table, and where the files are; or all of it for programs."""
-    from paceline.report.tables import print_results
-    from paceline.report.variants import to_json
     from paceline.runtimes.results import Result
+    from paceline.tools.compare.runner import to_json
+    from paceline.tools.report.terminal import print_results
 
     first = next((one for _, one in results if isinstance(one, Result)), None)
     if json:
@@ -286,7 +286,7 @@ def _print_gains(
     goal: Goal | None,
     first: Result,
 ) -> None:
-    from paceline.report.gains import Gain, print_gains
+    from paceline.tools.compare.gains import Gain, print_gains
 
     rows = []
     for role, (spec, outcome), when in zip(_specs(plan), results, reached, strict=True):
@@ -324,9 +324,9 @@ def _run_all(
 ) -> tuple[list[tuple[str, Outcome]], list[StepRecord | None]]:
     """Run each variant, some *at_once*; records of those that have not failed are merged in
     *output*. Also each one's step that reached the *goal*, if any."""
-    from paceline.report.variants import merge_records, reached, run_variant
     from paceline.runtimes.progress import FILE_VARIABLE, read
     from paceline.runtimes.results import Result
+    from paceline.tools.compare.runner import merge_records, reached, run_variant
 
     running: list[subprocess.Popen[str]] = []
     interrupted = threading.Event()
@@ -387,7 +387,9 @@ def _write_page(
     results: Sequence[tuple[str, Outcome]],
     first: Result,
 ) -> Path:
-    from paceline.report.comparison import write_report  # matplotlib: only where needed
+    from paceline.tools.compare.report import (
+        write_report,  # matplotlib: only where needed
+    )
 
     notes = [("network", first.network), ("compute", first.compute)]
     return write_report(
@@ -403,7 +405,7 @@ def _write_page(
 
 def _class_of(spec: str) -> str:
     """What becomes of a gradient; nothing where that is found out while it trains."""
-    from paceline.plan.candidates import candidate
+    from paceline.tools.plan.candidates import candidate
 
     try:
         return candidate(spec).quality

@@ -49,8 +49,8 @@ def compress(
         price,
     )
     from paceline.compression import COMPRESSORS, Identity, make
-    from paceline.report.prices import prices_as_json, print_prices
     from paceline.runtimes.real.launch import launch
+    from paceline.tools.report.compressor_table import prices_as_json, print_prices
 
     check_workers(workers)
     if steps < 1:

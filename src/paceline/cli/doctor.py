@@ -23,9 +23,9 @@ from paceline.runtimes.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
-    from paceline.doctor import Diagnosis, Evidence
+    from paceline.tools.doctor import Diagnosis, Evidence
 
-SCRIPT = str(Path(__file__).parent.parent / "doctor" / "__main__.py")
+SCRIPT = str(Path(__file__).parent.parent / "tools" / "doctor" / "__main__.py")
 NO_ANSWER = 2
 """Exit status where nothing was found out: 0 is healthy, 1 are faults."""
 
@@ -121,7 +121,7 @@ def doctor(
                 "only network and machines were examined",
                 file=sys.stderr,
             )
-        from paceline.doctor import diagnose
+        from paceline.tools.doctor import diagnose
 
         with telling(json, "predicting what each remedy gains"):
             diagnosis = diagnose(evidence)
@@ -135,8 +135,8 @@ def doctor(
 
 def _write_page(folder: Path, diagnosis: Diagnosis, evidence: Evidence) -> None:
     """What was found out is told already: a folder that cannot be written is no reason to fail."""
-    from paceline.doctor.page import doctor_page
-    from paceline.report.page import NAME, write_page
+    from paceline.tools.doctor.report import doctor_page
+    from paceline.tools.report.html import NAME, write_page
 
     command = shlex.join(["paceline", *sys.argv[1:]])
     try:
@@ -215,8 +215,8 @@ class _Job:
 
     def virtual(self, network: Cluster, workload: str | None) -> Evidence | None:
         from paceline.cli.measured import profiled, run_or_profile_anew
-        from paceline.doctor.virtual import examined, examined_network
         from paceline.runtimes.simulated import Simulation
+        from paceline.tools.doctor.simulated import examined, examined_network
 
         if self._script is None:
             with telling(self._json, "measuring the links"):
@@ -252,7 +252,7 @@ class _Job:
         )
 
     def _read(self, file: Path, status: int) -> Evidence | None:
-        from paceline.doctor import Evidence
+        from paceline.tools.doctor import Evidence
 
         if status:
             sys.exit(status if status > 128 else NO_ANSWER)  # a signal's is its own

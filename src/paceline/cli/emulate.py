@@ -12,9 +12,9 @@ from paceline.cli import options as o
 from paceline.cli.live import live_line
 from paceline.cli.telling import telling
 from paceline.cluster import Workload
-from paceline.report.files import forget_workers, merge_workers
 from paceline.run_options import RunOptions
 from paceline.runtimes.scratch import scratch_folder
+from paceline.tools.report.run_files import forget_workers, merge_workers
 
 if TYPE_CHECKING:
     from paceline.runtimes.emulated.network import Fabric

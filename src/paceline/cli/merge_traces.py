@@ -33,7 +33,7 @@ def merge_traces(
 
     All are put on one clock: open the file in ui.perfetto.dev.
     """
-    from paceline.report.merged_trace import merge_traces as merge
+    from paceline.tools.report.merged_trace import merge_traces as merge
 
     _, *others = merge(ours, theirs, output)
     of = [str(one.path) if one.rank is None else f"rank {one.rank}" for one in others]

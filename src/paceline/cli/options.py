@@ -192,8 +192,8 @@ def check_job(script: Path, *specs: str | None) -> None:
         raise UsageError(f"there is no script {script}")
     if not any(specs):
         return
-    from paceline.auto.wish import wish_of
     from paceline.core.method_spec import read_spec
+    from paceline.tools.auto.config import wish_of
 
     for spec in specs:
         if spec is not None and wish_of(spec) is None:
@@ -210,9 +210,9 @@ def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) ->
     if spec is None:
         return
     from paceline import methods
-    from paceline.auto.wish import wish_of
     from paceline.core.method_spec import read_spec
     from paceline.interfaces import UpdatesOnServer
+    from paceline.tools.auto.config import wish_of
 
     wish = wish_of(spec)
     if wish is not None:
@@ -299,7 +299,7 @@ def show(result: Result, json: bool, true_output: int) -> None:
         with open(true_output, "w", closefd=False) as stream:
             print(result.to_json(), file=stream)
         return
-    from paceline.report.tables import print_results
+    from paceline.tools.report.terminal import print_results
 
     print_results([(result.brief or result.method, result)])
 

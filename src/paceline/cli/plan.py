@@ -29,12 +29,12 @@ from paceline.units import show_age, show_seconds
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
     from paceline.interfaces import Quality
-    from paceline.plan.help import Helps
-    from paceline.plan.price import Budget
-    from paceline.plan.together import Predict
-    from paceline.plan.until import Reached
-    from paceline.plan.what_if import Point
-    from paceline.report.goal import Goal
+    from paceline.tools.compare.goal import Goal
+    from paceline.tools.plan.prediction_cost import Budget
+    from paceline.tools.plan.predictor import Predict
+    from paceline.tools.plan.suggestions import Helps
+    from paceline.tools.plan.until import Reached
+    from paceline.tools.plan.what_if import Point
 
 
 def plan(
@@ -118,7 +118,7 @@ def plan(
     o.check_job(script, None)
     if budget is not None and not budget > 0:
         raise UsageError(f"--budget: expected more than zero, got {budget:g}")
-    from paceline.report.goal import Goal
+    from paceline.tools.compare.goal import Goal
 
     allowed = classes(quality)
     goal = None if until is None else Goal.read(until)
@@ -200,9 +200,9 @@ class _Answer:
 def _answered(asked: _Asked) -> _Answer:
     """Plan, write the page, and print what was found."""
     began = time.perf_counter()
-    from paceline.plan.help import helps
-    from paceline.plan.price import Budget, usual_seconds
-    from paceline.plan.together import in_processes
+    from paceline.tools.plan.prediction_cost import Budget, usual_seconds
+    from paceline.tools.plan.predictor import in_processes
+    from paceline.tools.plan.suggestions import helps
 
     most = usual_seconds(asked.cluster) if asked.budget is None else asked.budget
     left = Budget(most)
@@ -248,7 +248,7 @@ def _train(asked: _Asked, answer: _Answer, told: Telling) -> None:
     """With the best of each class, where there is a goal."""
     if asked.goal is None:
         return
-    from paceline.plan.until import Trained, until
+    from paceline.tools.plan.until import Trained, until
 
     made = answer.made
     trained = Trained(
@@ -268,7 +268,7 @@ def _train(asked: _Asked, answer: _Answer, told: Telling) -> None:
 
 def _print(asked: _Asked, answer: _Answer, stream: TextIO | None = None) -> None:
     """The result: as one object where JSON is asked for, on *stream*, else as tables."""
-    from paceline.plan import tables
+    from paceline.tools.plan import tables
 
     plan, more, points = answer.made.plan, answer.helps, answer.points
     script, arguments = str(asked.script), asked.arguments
@@ -318,7 +318,7 @@ def _spent(began: float, most: float, left: Budget, more: Helps, what_if: bool) 
 
 def _page_before(output: Path) -> str:
     """That the page of another plan is replaced, where one is there; else nothing."""
-    from paceline.report.page import NAME
+    from paceline.tools.report.html import NAME
 
     try:
         written = (output / NAME).stat().st_mtime
@@ -337,10 +337,10 @@ def _write_page(
     left: Budget,
 ) -> Path:
     """The page, and its pictures as files beside it."""
-    from paceline.plan.page import plan_page
-    from paceline.plan.pictures import write_pictures  # matplotlib takes a second
-    from paceline.plan.steps import steps_of
-    from paceline.report.page import NAME, write_page
+    from paceline.tools.plan.pictures import write_pictures  # matplotlib takes a second
+    from paceline.tools.plan.report import plan_page
+    from paceline.tools.plan.traced_step import steps_of
+    from paceline.tools.report.html import NAME, write_page
 
     made, points = answer.made, answer.points
     steps = steps_of(made.plan, made.job, told, predict, left)
@@ -363,8 +363,8 @@ def _write_page(
 
 def _points(made: Planned, told: Telling, predict: Predict) -> list[Point]:
     """What more workers and faster links would give, after saying how long that takes."""
-    from paceline.plan.what_if import seconds_at_most
-    from paceline.plan.what_if import what_if as make_points
+    from paceline.tools.plan.what_if import seconds_at_most
+    from paceline.tools.plan.what_if import what_if as make_points
 
     seconds = seconds_at_most(made.plan, made.job)
     told.say(f"--what-if takes about {show_seconds(seconds)} of a core at most")

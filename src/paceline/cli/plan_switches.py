@@ -54,9 +54,9 @@ def plan_switches(
     if slots is not None and slots < 1:
         raise UsageError(f"--slots: expected 1 or more, got {slots}")
     times = Workload.load(workload)
-    from paceline.plan.switches import Upgrade
-    from paceline.plan.switches import plan_switches as make_plan
-    from paceline.plan.switches_shown import draw_purchase, print_purchase
+    from paceline.tools.plan.switch_upgrades import Upgrade
+    from paceline.tools.plan.switch_upgrades import plan_switches as make_plan
+    from paceline.tools.plan.switch_upgrades_report import draw_purchase, print_purchase
 
     with telling(json, "pricing") as told:
         found = make_plan(

@@ -15,12 +15,12 @@ from paceline.run_options import RunOptions
 if TYPE_CHECKING:
     from paceline.cluster import Cluster, Workload
     from paceline.interfaces import Quality
-    from paceline.plan import Plan
-    from paceline.plan.facts import Facts
-    from paceline.plan.predict import Job
-    from paceline.plan.price import Budget
-    from paceline.plan.together import Predict
     from paceline.runtimes.simulated import ComputeModel
+    from paceline.tools.plan import Plan
+    from paceline.tools.plan.predict import Job
+    from paceline.tools.plan.prediction_cost import Budget
+    from paceline.tools.plan.predictor import Predict
+    from paceline.tools.plan.script import Facts
 
 MOST_PROCESSES = 4
 FOR_CANDIDATES = 0.75
@@ -80,9 +80,9 @@ def plan_script(
 ) -> Planned:
     """Run *script* for a few steps, find out what a step takes, and plan. Candidates take `FOR_CANDIDATES`
     of *budget*, codes some of the rest; what is left of it is left."""
-    from paceline.plan import plan
-    from paceline.plan.facts import facts_of
-    from paceline.plan.predict import Job
+    from paceline.tools.plan import plan
+    from paceline.tools.plan.predict import Job
+    from paceline.tools.plan.script import facts_of
 
     compute = o.make_compute(workload, forward, backward, 0.0, None)
     told(f"running {script}", None, None)
@@ -129,10 +129,14 @@ def _with_codes(
 ) -> tuple[Plan, Job]:
     """The same, with what codes take that are in front: the script was measured on this machine, and
     so are they, the first ones first, as far as *budget* goes. Twice, since what comes next may be another guess."""
-    from paceline.plan.codes import codes_in_front, revised, seconds_of
-    from paceline.plan.together import in_this_process
     from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
     from paceline.runtimes.simulated.profile import measured_codes
+    from paceline.tools.plan.compression_times import (
+        codes_in_front,
+        revised,
+        seconds_of,
+    )
+    from paceline.tools.plan.predictor import in_this_process
 
     cores = _busy_cores(job.cluster)
     for _ in range(2):
@@ -157,7 +161,7 @@ def _with_codes(
 def _busy_cores(cluster: Cluster) -> int:
     """How many of this machine's cores code at the same time in *cluster*: those that its hosts share,
     as far as there are so many; one, where each host has its own."""
-    from paceline.plan.together import has_rows_of_others
+    from paceline.tools.plan.predictor import has_rows_of_others
 
     shared = None if cluster.processor is None else cluster.processor.cores
     if shared is None or has_rows_of_others():

@@ -17,9 +17,9 @@ from paceline.cli.live import live_line
 from paceline.cli.telling import telling
 from paceline.cluster import ServerHost, cluster_toml
 from paceline.errors import UsageError
-from paceline.report.files import make_folder
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
 from paceline.runtimes.scratch import scratch_folder
+from paceline.tools.report.run_files import make_folder
 
 if TYPE_CHECKING:
     from paceline.runtimes.simulated import Simulation

@@ -15,9 +15,9 @@ from paceline.cli.live import live_line
 from paceline.cli.telling import telling
 from paceline.cluster import Workload
 from paceline.errors import UsageError
-from paceline.report.files import make_folder
 from paceline.run_options import RunOptions
 from paceline.runtimes.scratch import scratch_folder
+from paceline.tools.report.run_files import make_folder
 
 
 def profile(
@@ -55,9 +55,9 @@ def profile(
     o.check_job(script, None)
     from paceline.cluster.profiling import KeptGradients, coding_times
     from paceline.compression import make
-    from paceline.report.tables import print_workload
     from paceline.runtimes.real.launch import launch
     from paceline.runtimes.simulated.profile_cache import profile_name
+    from paceline.tools.report.terminal import print_workload
 
     compressors = [make(spec) for spec in compression or []]
     path = output or Path(profile_name(script))

@@ -14,9 +14,9 @@ from paceline.cli.arguments import torchrun_words
 from paceline.cli.live import live_line
 from paceline.cluster import load_cluster
 from paceline.errors import UsageError
-from paceline.report.files import forget_workers, merge_workers
 from paceline.run_options import RunOptions
 from paceline.runtimes.scratch import scratch_folder
+from paceline.tools.report.run_files import forget_workers, merge_workers
 
 
 def run(

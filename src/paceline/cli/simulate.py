@@ -11,9 +11,9 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.live import describe
 from paceline.cli.telling import telling
-from paceline.report.files import make_folder, write_run
 from paceline.run_options import RunOptions
 from paceline.runtimes.progress import Standing, place
+from paceline.tools.report.run_files import make_folder, write_run
 
 if TYPE_CHECKING:
     from paceline.runtimes.simulated import ComputeModel

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.auto.wish import CHOSEN_BY_AUTO, FIRST, check_wish, say_alone, wish_of
-from paceline.auto.wish import Auto as Wish
 from paceline.compression import Exactly, as_by_default, make
 from paceline.core.method_spec import fitted, read_spec
 from paceline.core.model_checks import check_trained_by_nobody_else
@@ -23,11 +21,19 @@ from paceline.errors import UsageError
 from paceline.interfaces import Compressor, Method, World
 from paceline.interfaces.server_messages import Answers
 from paceline.runtimes.join import join_world
+from paceline.tools.auto.config import (
+    CHOSEN_BY_AUTO,
+    FIRST,
+    check_wish,
+    say_alone,
+    wish_of,
+)
+from paceline.tools.auto.config import Auto as Wish
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-    from paceline.auto.change import Auto
+    from paceline.tools.auto.method_switching import Auto
 
 
 def distribute(
@@ -110,7 +116,7 @@ def _train_by(
     wish: Wish, subject: Subject, settings: Settings, *, overrides: bool
 ) -> DistributedOptimizer:
     """What the user leaves to paceline; *overrides*: by the command line, which wins over the script."""
-    from paceline.auto.course import changing  # it needs much that others do not
+    from paceline.tools.auto.course import changing  # it needs much that others do not
 
     world = subject.world
     if overrides:
@@ -132,7 +138,9 @@ def _changes(method: object) -> TypeIs[Auto]:
     """Whether it is no method, but goes from one to another."""
     if method is None or isinstance(method, str):
         return False
-    from paceline.auto.change import Auto  # it needs much that others do not
+    from paceline.tools.auto.method_switching import (
+        Auto,  # it needs much that others do not
+    )
 
     return isinstance(method, Auto)
 

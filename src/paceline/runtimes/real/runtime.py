@@ -26,7 +26,6 @@ from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
 from paceline.interfaces.trainings import Job
 from paceline.records import Journal
-from paceline.report.files import WorkerRecords
 from paceline.run_options import RunOptions
 from paceline.runtimes import launchers, own_groups, progress
 from paceline.runtimes.launchers import Place
@@ -42,6 +41,7 @@ from paceline.runtimes.real.services import RealServices
 from paceline.runtimes.real.whole_lines import write_whole_lines
 from paceline.runtimes.results import Result, Summary, exchange_summaries
 from paceline.timeouts import timeouts
+from paceline.tools.report.run_files import WorkerRecords
 from paceline.torch_internals import COLLECTIVES, default_store, local_store
 
 

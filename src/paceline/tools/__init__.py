@@ -1,0 +1,1 @@
+"""Predict, compare, tune and diagnose trainings, and report on them."""

@@ -1,0 +1,122 @@
+"""What the user wishes: ``auto``, ``auto:quality=lossy``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline import spec
+from paceline.cluster import Cluster, load_cluster
+from paceline.errors import UsageError, unknown
+from paceline.interfaces import QUALITIES, Quality, World
+
+NAME = "auto"
+FIRST = "bsp"
+"""What training begins with."""
+ALLOWED: tuple[Quality, ...] = QUALITIES[:-1]
+"""Classes: all but asynchronous."""
+CHOSEN_BY_AUTO = ("fusion", "collective", "compression", "answers")
+"""Arguments of `distribute` that it chooses itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """*quality*: the weakest class that may be chosen; all stronger ones may be, too. *cluster*: a file
+    that describes the network, which then is not measured. *file*: where the decision is kept; empty:
+    where `paceline.tools.auto.decision_cache` says. *budget*: about how many seconds of a core predictions may take; None:
+    as many as a plan's."""
+
+    quality: Quality = "exact"
+    cluster: str = ""
+    file: str = ""
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.quality not in QUALITIES:
+            raise UsageError(unknown("value for quality", self.quality, ALLOWED))
+        if self.quality == "asynchronous":
+            raise UsageError(
+                "auto:quality=asynchronous: nobody bounds how late gradients are then, so whether a "
+                "training learns as well cannot be told by its steps; name the method "
+                "if that is what you want, or take exact, late, lossy or local"
+            )
+        if self.budget is not None and not 0 < self.budget < float("inf"):
+            raise UsageError(
+                f"auto:budget: expected seconds above 0, got {self.budget}"
+            )
+
+    @property
+    def allowed(self) -> tuple[Quality, ...]:
+        """Classes that may be chosen, from the strongest promise to the weakest."""
+        return ALLOWED[: ALLOWED.index(self.quality) + 1]
+
+    def budget_for(self, cluster: Cluster) -> float:
+        """Seconds of a core for the predictions of a plan of *cluster*."""
+        if self.budget is not None:
+            return self.budget
+        from paceline.tools.plan.prediction_cost import (
+            usual_seconds,  # the planner's, not a worker's
+        )
+
+        return usual_seconds(cluster)
+
+    def load_cluster(self, workers: int) -> Cluster | None:
+        """The network that a file describes; None where none is named. Raises `ClusterError`."""
+        if not self.cluster:
+            return None
+        cluster = load_cluster(Path(self.cluster))
+        if cluster.workers != workers:
+            raise UsageError(
+                f"auto:cluster={self.cluster}: it has {cluster.workers} workers, and this job "
+                f"{workers}; leave it out, and the network is measured"
+            )
+        return cluster
+
+
+def wish_of(text: str | None) -> Auto | None:
+    """What a spec wishes; None where it is not ``auto``. Raises `UsageError` for keys that mean
+    nothing."""
+    if text is None or text.partition(":")[0].strip() != NAME:
+        return None
+    values = spec.parse(text).values
+    known = set(spec.field_types(Auto))
+    for key in values:
+        if key in known:
+            continue
+        hint = unknown("key", key, known)
+        raise UsageError(
+            f"auto: {hint} Method, collective, compression and fusion rule are what it chooses"
+        )
+    return Auto(**spec.convert_fields(Auto, values, NAME))
+
+
+def check_wish(world: World, *, chosen_beside: Mapping[str, str], others: bool) -> None:
+    """Raise `UsageError` where nothing can be chosen: under ``--survive``, beside choices that it
+    makes itself (*chosen_beside*, by argument), and beside another training (*others*)."""
+    if world.alone:
+        raise UsageError(
+            "method 'auto' under --survive: workers that meet only at their servers agree on no "
+            "change; name a method whose server updates (`paceline plan SCRIPT` compares them)"
+        )
+    for name, value in chosen_beside.items():
+        raise UsageError(
+            f"distribute(method='auto', {name}={value!r}): {name} is what auto chooses; leave it "
+            f"out, or name the method, as method='{FIRST}', {name}={value!r}"
+        )
+    if others:
+        raise UsageError(
+            "method 'auto' while another model is trained: steps of two trainings cannot be told "
+            "apart; name a method for both, or call finish() on the first"
+        )
+
+
+def say_alone(world: World) -> None:
+    """One worker: nothing can be chosen."""
+    if world.rank == 0:
+        print(
+            f"paceline: auto: one worker sends nothing, so it is {FIRST}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,298 @@
+"""A training changes its method between two steps.
+
+Theory of operation
+-------------------
+All workers that train ask their `Course` after the same step, and it answers all of them alike. Then
+each ends the present training, as if it was out of data: what is under way arrives, late gradients are
+applied, and models become equal. That is safe whoever else is out of data, has left its loop in the
+middle of a step, or does not know that others are: ending is what a training is made for.
+
+Then all workers meet, those out of data too, and each says what it wants: a spec, or nothing.
+Where anybody wants to go on all begin by that spec, and who is out of data ends that training at once, which
+keeps the others company. Where nobody does, the job is over.
+
+What cannot be begun is refused before anything ends. What fails nevertheless while it is begun,
+fails on all, and the spec of before is begun again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from paceline.collectives.communicator import TorchComm
+from paceline.core.active_training import Present
+from paceline.core.method_hooks import rhythms_of
+from paceline.core.method_spec import read_spec
+from paceline.core.optimizer import DistributedOptimizer, present_of
+from paceline.core.settings import Settings
+from paceline.core.start import Made, Prepared, Subject, begin, prepare, train
+from paceline.core.sync import gather_bytes
+from paceline.core.training import Training
+from paceline.errors import UsageError
+from paceline.interfaces import QUALITIES, Method, Quality
+from paceline.records import Span
+from paceline.tools.auto.script_constraints import Habits
+from paceline.tools.auto.switched_state import KeptCodes, KeptPlans, equalize
+
+
+class Course(Protocol):
+    """Says when to change, and to what. *meets*: before it asks for a change it has met all workers
+    in that very step, and none is out of data: that saves a round of messages."""
+
+    @property
+    def meets(self) -> bool: ...
+
+    def after_step(self, step: int) -> str | None:
+        """Step number *step*, from 1, has ended: the spec to go on with, the same on all workers
+        that train; None: as before."""
+        ...
+
+    def begin(
+        self, training: Training, forbid: Callable[[Method, Settings], str]
+    ) -> None:
+        """The first *training* has begun. *forbid* tells why a method cannot be begun, given what this
+        worker's script has done until then; or nothing."""
+        ...
+
+    def refused(self, spec: str, why: str) -> None:
+        """What it has asked for cannot be begun, on any worker: training goes on as before."""
+        ...
+
+    def leave(self) -> None:
+        """This worker is out of data. Not collective."""
+        ...
+
+    def close(self, *, well: bool) -> None:
+        """The last training has ended here. Collective where it has ended *well*."""
+        ...
+
+
+@dataclass(frozen=True)
+class Auto:
+    """What ``method=`` may be, beside a method: one that changes. *course* makes who decides;
+    training *begins* by that spec; *quality* is the weakest class that it may change to."""
+
+    course: Callable[[Subject], Course]
+    begins: str = "bsp"
+    quality: Quality = "local"
+
+    def train(self, subject: Subject, settings: Settings) -> DistributedOptimizer:
+        """See `beginning.train`."""
+        chosen = read_spec(self.begins, settings)
+        wrapped = train(subject, *chosen)
+        present = present_of(wrapped)
+        now, course = prepare(subject, *chosen), self.course(subject)
+        present.changes = MethodChanges(
+            subject, present, settings, now, course, self.quality
+        )
+        journal = subject.world.journal
+        journal.methods.append((journal.step_count, journal.brief))
+        return wrapped
+
+
+class _Wish(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker says when a training has ended, of which it has done so many *steps*: the *spec*
+    that it goes on with, or nothing where it is out of data; *fault*: why that cannot be."""
+
+    spec: str = ""
+    steps: int = 0
+    fault: str = ""
+
+
+class MethodChanges:
+    """The `Changes` of one training. *settings* are those that specs do not name; *now*: how it is
+    trained at present; ``steps``: how many it has done."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        present: Present,
+        settings: Settings,
+        now: Prepared,
+        course: Course,
+        quality: Quality,
+    ) -> None:
+        self.now, self.course, self.steps = now, course, 0
+        self._allowed = QUALITIES[: QUALITIES.index(quality) + 1]
+        self._subject, self._present, self._settings = subject, present, settings
+        self._world = subject.world
+        self._device = subject.parameters[0][1].device
+        self._habits = Habits()
+        self._codes, self._plans = KeptCodes(), KeptPlans()
+        self._habits.watch(present.training, now.method)
+        course.begin(present.training, self._forbid)
+
+    # ---- what training calls ----
+
+    @property
+    def spec(self) -> str:
+        """What training goes by now, in full."""
+        return self.now.spec
+
+    def after_step(self) -> None:
+        """A step has ended. Collective where the course says so."""
+        self.steps += 1
+        wanted = self.course.after_step(self.steps)
+        if wanted is None:
+            return
+        why = self.change(wanted, together=self.course.meets)
+        if why:
+            self._world.journal.note(f"{wanted} cannot be begun here: {why}")
+            self.course.refused(wanted, why)
+
+    def finish(self) -> None:
+        """This worker is out of data: keep the others company, whatever they change to."""
+        well = False
+        try:
+            self.course.leave()
+            self._keep_company()
+            well = not self._present.broken_by
+        finally:
+            self.course.close(well=well)
+
+    def _keep_company(self) -> None:
+        while True:
+            steps = self._end(together=False)
+            if self._present.broken_by:
+                return
+            wishes = self._meet(_Wish(steps=steps))
+            if not any(wish.spec for wish in wishes):
+                return
+            try:
+                self._go_on(wishes)
+            except BaseException as error:
+                self._broke(error)
+                raise
+
+    # ---- a change ----
+
+    def change(self, spec: str, *, together: bool = False) -> str:
+        """Train by *spec* from the next step on; or say why that cannot be. Collective: between
+        two steps, on all workers that train, after the same step; *together*: they know that
+        these are all."""
+        try:
+            prepared = self._prepared(spec)
+        except UsageError as error:
+            return str(error)
+        began = self._world.now()
+        # Workers' scripts may differ in it: so it is said where all meet.
+        fault = self._forbid(prepared.method, prepared.settings)
+        try:
+            steps = self._end(together)
+            why = self._go_on(self._meet(_Wish(spec, steps, fault)))
+        except BaseException as error:
+            self._broke(error)
+            raise
+        name = f"change to {spec}"
+        span = Span(self._world.rank, "method", name, began, self._world.now())
+        self._world.journal.observe(span)
+        return why
+
+    def _forbid(self, method: Method, settings: Settings) -> str:
+        return self._habits.forbid(method, settings, scales=self._present.scales)
+
+    def _prepared(self, spec: str) -> Prepared:
+        """Raises `UsageError` for what is known to be impossible here; alike on all workers."""
+        prepared = prepare(self._subject, *read_spec(spec, self._settings))
+        method = prepared.method
+        from paceline.tools.plan.candidates import (
+            quality_of,  # it needs the virtual world
+        )
+
+        quality = quality_of(method, prepared.settings)
+        if quality not in self._allowed:
+            raise UsageError(
+                f"{spec} is {quality}, and this training may change to what is "
+                f"{', '.join(self._allowed)}"
+            )
+        rhythms = rhythms_of(method, self._world, self._world.size)
+        if any(rhythm != rhythms[0] for rhythm in rhythms):
+            raise UsageError(
+                f"under {spec} workers do different numbers of steps, and a method changes "
+                "after the same step of all; take uneven=equal"
+            )
+        return prepared
+
+    def _end(self, together: bool) -> int:
+        """End the present training; returns how many steps it has done. Collective."""
+        steps = self._present.training.progress["step"]
+        self._codes.take(self.now.spec, self._present.training)
+        self._plans.take(self.now.spec, self._present.training)
+        self._present.end(together=together)
+        return steps
+
+    def _go_on(self, wishes: Sequence[_Wish]) -> str:
+        """All workers begin what was wished for; or what was before, if that fails anywhere: then
+        it says why. Collective."""
+        going = [rank for rank, wish in enumerate(wishes) if wish.spec]
+        specs = {wishes[rank].spec for rank in going}
+        if len(specs) > 1:
+            raise UsageError(
+                f"workers want to go on by different specs, {' and '.join(sorted(specs))}: a "
+                "course answers all workers alike"
+            )
+        (spec,) = specs
+        steps = max(wishes[rank].steps for rank in going)
+        self._share_optimizer(going, len(wishes))
+        faults = [wish.fault for wish in wishes if wish.fault]
+        before, made = self.now, None
+        if not faults:
+            made, faults = self._try(spec)
+        if faults:
+            made = self._make(before)
+        assert made is not None
+        self._use(made, steps)
+        return faults[0] if faults else ""
+
+    def _share_optimizer(self, going: Sequence[int], workers: int) -> None:
+        """Its state, where workers' may differ, becomes that of those who go on."""
+        differ = self.now.method.rhythm.lets_models_differ
+        if (not differ and len(going) == workers) or workers == 1:
+            return
+        comm = TorchComm(self._world, self._world.job.next_name())
+        optimizer = self._subject.optimizer
+        equalize(comm, optimizer, going, self._device, mean=differ)
+        comm.close()
+
+    def _try(self, spec: str) -> tuple[Made | None, list[str]]:
+        """The training by *spec*, or why it cannot be made on some worker."""
+        made, fault = None, ""
+        try:
+            made = self._make(self._prepared(spec))
+        except UsageError as error:
+            fault = str(error)
+        faults = [wish.fault for wish in self._meet(_Wish(fault=fault)) if wish.fault]
+        if faults and made is not None:
+            made.give_up()
+            made = None
+        return made, faults
+
+    def _make(self, prepared: Prepared) -> Made:
+        self._world.journal.change(prepared.spec, prepared.brief)
+        self.now = prepared
+        return begin(self._subject, prepared, anew=False)
+
+    def _use(self, made: Made, steps: int) -> None:
+        training = made.training
+        training.go_on_from(self._present.training, steps)
+        self._codes.give_back(self.now.spec, training)
+        self._plans.give_back(self.now.spec, training)
+        self._habits.watch(training, self.now.method)
+        self._world.job.hold(training, made.close)
+        self._present.training, self._present.endpoints = training, made.endpoints
+
+    def _broke(self, error: BaseException) -> None:
+        """No training goes on here: the others are told, as when one breaks."""
+        self._present.broke(error)
+        self._world.job.broke(self._subject.number, self._present.broken_by)
+
+    def _meet(self, mine: _Wish) -> list[_Wish]:
+        """What each worker says, by rank. Collective."""
+        return [
+            msgspec.msgpack.decode(said, type=_Wish)
+            for said in gather_bytes(msgspec.msgpack.encode(mine), self._device)
+        ]

@@ -1,0 +1,1 @@
+"""Train with several methods, and compare them."""

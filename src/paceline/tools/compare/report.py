@@ -1,0 +1,235 @@
+"""A comparison as a page: table, plots, a step of each variant, and links to all records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from paceline.records import StepRecord
+from paceline.runtimes.results import Outcome, Result
+from paceline.tools.compare.curves import read_steps
+from paceline.tools.compare.runner import Variant, VariantStep
+from paceline.tools.report.colours import COLOURS
+from paceline.tools.report.html import NAME, write_page
+from paceline.tools.report.model import (
+    Cell,
+    Drawn,
+    Links,
+    Number,
+    Page,
+    Pictures,
+    Section,
+    Table,
+    Timelines,
+)
+from paceline.tools.report.pictures import Picture, for_page
+from paceline.tools.report.plots import Look, looks_of, write_plots
+from paceline.tools.report.terminal import Sheet, sheet
+from paceline.tools.report.timeline import Step, step_of
+from paceline.tools.report.traces import spans_in
+from paceline.units import show_seconds
+
+SPANS = 24_000
+"""Of all timelines of a page together: a third of a megabyte."""
+
+
+def write_report(
+    folder: str,
+    variants: Sequence[Variant],
+    results: Sequence[tuple[str, Outcome]],
+    *,
+    title: str,
+    command: str,
+    notes: Sequence[tuple[str, str]],
+    qualities: Sequence[str] = (),
+) -> Path:
+    """Draw the plots of a comparison whose records are in *folder* and write its page,
+    ``index.html``; returns the page's path. At least one of *results* has not failed.
+
+    *notes* are lines for people, each with its name: network, compute. *qualities*: each
+    variant's class (empty: nobody says). Raises `UsageError` where *folder* cannot be written.
+    """
+    records = read_steps(folder)
+    pictures = write_plots(folder, results, records)
+    steps = _steps(Path(folder), variants, results, records)
+    first = next(outcome for _, outcome in results if isinstance(outcome, Result))
+    many = "worker" if first.workers == 1 else "workers"
+    page = Page(
+        title=title,
+        answer=answer(results),
+        command=command,
+        notes=[*notes, ("world", f"{first.world}, {first.workers} {many}")],
+        details=_details(results, qualities),
+        sections=[
+            *_shown(results, qualities, pictures, steps),
+            *_files(variants, results),
+        ],
+    )
+    return write_page(Path(folder) / NAME, page)
+
+
+def answer(results: Sequence[tuple[str, Outcome]]) -> str:
+    """Which variant has the shortest step, and how it compares with the first."""
+    timed = [
+        (look.label, outcome.step_seconds)
+        for look, (_, outcome) in zip(_looks(results), results, strict=True)
+        if isinstance(outcome, Result) and outcome.step_seconds
+    ]
+    if not timed:
+        return "no step was taken"
+    name, least = min(timed, key=lambda pair: pair[1])
+    if len(timed) == 1:
+        return f"{name}: {show_seconds(least)} a step"
+    other, seconds = timed[0]
+    if name == other:
+        other, seconds = min(timed[1:], key=lambda pair: pair[1])
+    return (
+        f"{name} has the shortest step, {show_seconds(least)}; {other} takes "
+        f"{seconds / least:.2f} times as long"
+    )
+
+
+def _details(
+    results: Sequence[tuple[str, Outcome]], qualities: Sequence[str]
+) -> list[str]:
+    """The shortest step of each class, where there are several: what is shorter may promise
+    less."""
+    best: dict[str, tuple[float, str]] = {}
+    for quality, look, (_, outcome) in zip(
+        qualities, _looks(results), results, strict=False
+    ):
+        if quality and isinstance(outcome, Result) and outcome.step_seconds:
+            mine = outcome.step_seconds, look.label
+            best[quality] = min(mine, best.get(quality, mine))
+    if len(best) < 2:
+        return []
+    return [
+        f"{quality}: {name}, {show_seconds(seconds)}"
+        for quality, (seconds, name) in best.items()
+    ]
+
+
+def _looks(results: Sequence[tuple[str, Outcome]]) -> Sequence[Look]:
+    return looks_of([spec for spec, _ in results])
+
+
+def table(results: Sequence[tuple[str, Outcome]]) -> Sheet:
+    """The table as `print_results` has it, with variants called as in plots."""
+    looks = _looks(results)
+    return sheet([(look.label, r) for look, (_, r) in zip(looks, results, strict=True)])
+
+
+def _shown(
+    results: Sequence[tuple[str, Outcome]],
+    qualities: Sequence[str],
+    pictures: Sequence[Picture],
+    steps: Sequence[Step],
+) -> list[Section]:
+    headings, rows, legend, notes = table(results)
+    metrics = headings[6:-1] if len(rows) > 1 else headings[6:]
+    caption = "; ".join(legend)
+    if len(rows) > 1:
+        caption += "; ratio = step over the first variant's"
+    cells = [
+        _cells(row, outcome, metrics)
+        for row, (_, outcome) in zip(rows, results, strict=True)
+    ]
+    if qualities:
+        headings = [headings[0], "class", *headings[1:]]
+        for mine, quality in zip(cells, qualities, strict=True):
+            mine.insert(1, quality or None)
+    figures = Table(
+        title="Variants",
+        headings=headings,
+        rows=cells,
+        caption=f"{caption}; metrics are the last ones that rank 0 logged",
+        colours=[i % len(COLOURS) for i in range(len(rows))],
+        notes=notes,
+    )
+    drawn = [
+        Drawn(
+            title=picture.title,
+            svg=for_page(picture),
+            caption=picture.caption,
+            files=[("SVG", f"{picture.name}.svg"), ("PNG", f"{picture.name}.png")],
+        )
+        for picture in pictures
+    ]
+    return [
+        figures,
+        *([Timelines(title="A step, moment by moment", steps=steps)] if steps else []),
+        Pictures(title="Pictures", pictures=drawn),
+    ]
+
+
+def _cells(row: Sequence[str], outcome: Outcome, metrics: Sequence[str]) -> list[Cell]:
+    """The table's words, with the figures by which they are sorted."""
+    if not isinstance(outcome, Result):
+        return list(row)
+    values = [
+        *(outcome.buckets, outcome.step_seconds, outcome.compute_seconds),
+        *(outcome.exposed_communication_seconds, outcome.bytes_sent_per_worker),
+        *(outcome.metrics.get(metric) for metric in metrics),
+        outcome.step_seconds,
+    ]
+    figures: list[Cell] = [
+        Number(None if text == "-" else value, text)
+        for text, value in zip(row[1:], values, strict=False)
+    ]
+    return [row[0], *figures]
+
+
+def _steps(
+    folder: Path,
+    variants: Sequence[Variant],
+    results: Sequence[tuple[str, Outcome]],
+    records: Sequence[VariantStep],
+) -> list[Step]:
+    """A step of each variant that ran."""
+    ran = [
+        (look.label, variant)
+        for look, variant, (_, outcome) in zip(
+            _looks(results), variants, results, strict=True
+        )
+        if isinstance(outcome, Result)
+    ]
+    mine: dict[str, list[StepRecord]] = {}
+    for record in records:
+        mine.setdefault(record.variant, []).append(record)
+    found = []
+    for label, variant in ran:
+        trace = folder / f"{variant.file_name}.trace.json"
+        if not trace.exists():
+            continue
+        spans = partial(spans_in, trace)
+        most = SPANS // max(6, len(ran))
+        step = step_of(label, spans, mine.get(variant.spec, []), most)
+        if step is not None:
+            found.append(step)
+    return found
+
+
+def _files(
+    variants: Sequence[Variant], results: Sequence[tuple[str, Outcome]]
+) -> list[Section]:
+    traces = [
+        (look.label, f"{variant.file_name}.trace.json")
+        for look, variant, (_, outcome) in zip(
+            _looks(results), variants, results, strict=True
+        )
+        if isinstance(outcome, Result)
+    ]
+    return [
+        Links(
+            title="Traces",
+            files=traces,
+            caption="What every worker did, moment by moment: open ui.perfetto.dev in a "
+            "browser and load the file.",
+        ),
+        Links(
+            title="Records",
+            files=[("records.jsonl", "records.jsonl")],
+            caption="A line of JSON per variant, worker and step.",
+        ),
+    ]

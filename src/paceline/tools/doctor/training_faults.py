@@ -1,0 +1,207 @@
+"""Faults of what is trained, and how: looked for once what the machines and links have is mended.
+
+Each asks the virtual world: what would a step take if messages began at no cost, if gradients went
+otherwise, if another class was allowed?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from paceline.bucketing import FIXED
+from paceline.cluster import Processor
+from paceline.collectives import COLLECTIVES
+from paceline.core.method_spec import brief_spec, read_spec
+from paceline.interfaces import QUALITIES, Quality, weaker
+from paceline.spec import Spec, parse
+from paceline.tools.doctor.fault_kinds import Found, command_of
+from paceline.tools.doctor.network_model import Picture
+from paceline.tools.doctor.thresholds import (
+    GAIN,
+    HELPS,
+    SLOW_METHOD,
+    START_UP,
+    TOO_SLOW,
+)
+from paceline.tools.doctor.training_model import Patient
+from paceline.tools.plan.candidates import first, quality_of
+from paceline.units import show_bytes, show_rate, show_seconds
+
+NEAR = ("auto", "embedded")
+"""Where servers are beside rank 0, unless the cluster has hosts for them."""
+
+WEAKER: tuple[Quality, ...] = ("late", "lossy", "local")
+"""Classes that are advised where exact methods cannot be fast enough."""
+
+
+def start_up(picture: Picture, patient: Patient) -> Found | None:
+    """A step that would be much shorter if its messages began at no cost, and has fewer or shorter
+    chains of them under another rule or collective."""
+    steps = [one.step for one in picture.evidence.workers if one.step is not None]
+    now, free = patient.step_seconds(), _at_no_cost(patient).step_seconds()
+    if not steps or now is None or free is None or now - free < START_UP * now:
+        return None
+    found = [
+        (seconds, spec)
+        for spec in _otherwise(patient.spec)
+        if (seconds := patient.step_seconds(spec)) is not None
+    ]
+    best, spec = min(found, default=(now, ""))
+    if now - best < GAIN * now:
+        return None
+    messages = max(1.0, steps[0].messages)
+    each = show_bytes(float(f"{steps[0].bytes_sent / messages:.2g}"))
+    return Found(
+        where="every worker",
+        because=f"{messages:.0f} messages a step of {each} each; their starts take "
+        f"{_seconds(now - free)} of it",
+        do=f"merge them, or send them along shorter chains: {spec}",
+        mend=lambda patient: replace(patient, spec=spec),
+        command=command_of(picture.evidence, "run", "--method", spec),
+    )
+
+
+def _at_no_cost(patient: Patient) -> Patient:
+    """With messages that cost only their bytes."""
+    processor = patient.processor
+    if processor is not None:
+        processor = Processor(byte=processor.byte, cores=processor.cores)
+    return replace(patient, latency=0.0, uplink_latency=0.0, processor=processor)
+
+
+def _otherwise(text: str) -> list[str]:
+    """The spec under each fixed rule of fusion, and with each collective that any network has."""
+    spec = parse(text)
+    rows = [
+        {"collective": name}
+        for name, row in COLLECTIVES.items()
+        if not row.needs_servers and not getattr(row, "needs_aggregators", False)
+    ]
+    changes: list[dict[str, str]] = [{"fusion": rule} for rule in FIXED]
+    changes += [{"fusion": "ddp"} | row for row in rows if row["collective"] != "ring"]
+    specs = [str(Spec(spec.name, spec.values | change)) for change in changes]
+    return [one for one in dict.fromkeys(specs) if one != text]
+
+
+def slow_method(picture: Picture, patient: Patient) -> Found | None:
+    """A method whose step takes far longer than one of another that promises as much, or more."""
+    if not picture.trains:
+        return None
+    now = patient.step_seconds()
+    if now is None:  # such as a script's own method, which is registered there alone
+        return None
+    method, settings = read_spec(patient.spec)
+    name, own = brief_spec(method, settings), quality_of(method, settings)
+    bound = patient.limit_seconds if own == "exact" else patient.least_seconds
+    if now <= SLOW_METHOD * bound:
+        return None
+    among, _ = first(patient.cluster)
+    about: dict[Quality, tuple[float, str]] = {}
+    for one in among:
+        if weaker(one.quality, own) == own and one.spec != name:
+            seconds = patient.about_seconds(one.spec)
+            if seconds is not None:
+                best = about.get(one.quality, (seconds, one.spec))
+                about[one.quality] = min(best, (seconds, one.spec))
+    found: dict[Quality, tuple[float, str]] = {}
+    for quality, (_, spec) in about.items():
+        # What a short run has as the fastest may be no faster than the usual one, once buckets are planned.
+        for text in dict.fromkeys(("bsp", spec) if quality == "exact" else (spec,)):
+            seconds = patient.step_seconds(text)
+            usual = found.get(quality, (now / SLOW_METHOD, ""))[0]
+            least = (1 - GAIN) * usual if quality in found else usual
+            if seconds is not None and seconds < least:
+                found[quality] = seconds, text
+    if not found:
+        return None
+    quality = _strongest(found, now, QUALITIES)
+    seconds, spec = found[quality]
+    because = (
+        f"{name} takes {_seconds(now)} a step here, and {spec}, which is {quality}, "
+        f"{_seconds(seconds)}"
+    )
+    do = f"--method {spec}"
+    if _on_one_server(patient):
+        because += "; all gradients pass the one server beside worker 0"
+        spread = parse(name)
+        spread = Spec(spread.name, spread.values | {"servers": "per-node"})
+        there = patient.step_seconds(str(spread))
+        if there is not None and now > SLOW_METHOD * there:
+            do += f", or a server on each host: {spread} ({_seconds(there)})"
+    return Found(
+        where="every worker",
+        because=because,
+        do=do,
+        mend=lambda patient: replace(patient, spec=spec),
+        command=command_of(picture.evidence, "run", "--method", spec),
+    )
+
+
+def _on_one_server(patient: Patient) -> bool:
+    method, settings = read_spec(patient.spec)
+    served = COLLECTIVES[settings.collective].needs_servers
+    return (
+        (method.updates_on == "server" or served)
+        and settings.servers in NEAR
+        and not patient.cluster.servers
+    )
+
+
+def too_slow(picture: Picture, patient: Patient) -> Found | None:
+    """A network on which the shortest step of any exact mean is far longer than computing."""
+    limit, compute = patient.limit_seconds, patient.compute_seconds
+    now = patient.step_seconds()
+    if not picture.trains or now is None:
+        return None
+    if quality_of(*read_spec(patient.spec)) != "exact" or limit <= TOO_SLOW * compute:
+        return None
+    quality, spec = _advised(patient)
+    enough = picture.usual_link * limit / (TOO_SLOW * compute)
+    return Found(
+        where="the whole network",
+        because=f"no exact method comes below {_at_least(limit)} a step, of which "
+        f"{_seconds(compute)} compute",
+        do=f"a method of class {quality}: {spec}; or links of "
+        f"{show_rate(float(f'{8 * enough:.2g}') / 8)}",
+        mend=lambda patient: replace(patient, spec=spec),
+        command=command_of(picture.evidence, "run", "--method", spec),
+    )
+
+
+def _advised(patient: Patient) -> tuple[Quality, str]:
+    """A weaker class and its fastest spec, of the plan's first candidates."""
+    now = patient.about_seconds(patient.spec) or math.inf
+    among, _ = first(patient.cluster)
+    found: dict[Quality, tuple[float, str]] = {}
+    for one in among:
+        if one.quality in WEAKER:
+            seconds = patient.about_seconds(one.spec)
+            if seconds is not None:
+                best = found.get(one.quality, (now, ""))
+                found[one.quality] = min(best, (seconds, one.spec))
+    quality = _strongest(found, now, WEAKER)
+    return quality, found[quality][1]
+
+
+def _strongest(
+    found: Mapping[Quality, tuple[float, str]], now: float, ranked: Sequence[Quality]
+) -> Quality:
+    """From the strongest promise on the first class that gains enough."""
+    most = max(now - seconds for seconds, _ in found.values())
+    return next(
+        quality
+        for quality in ranked
+        if quality in found and now - found[quality][0] >= HELPS * most
+    )
+
+
+def _seconds(value: float) -> str:
+    return show_seconds(float(f"{value:.3g}"))
+
+
+def _at_least(value: float) -> str:
+    """Rounded down: a bound is never above what was measured beside it."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return show_seconds(float(f"{math.floor(value / unit) * unit:.3g}"))

@@ -1,0 +1,146 @@
+"""What is worth predicting: method x collective x compression x fusion, from the registries.
+
+All of them would be thousands. So `first` takes every method as it is by default, and bsp with
+one thing changed: each fusion rule, each collective, each compressor. `crossed` takes the best of each
+class then, and changes one thing more in it. The rules, once for all:
+
+- A method that keeps parameters on servers has one on each host, where the cluster has no hosts for
+  servers: a single one would carry all gradients over one link.
+- A collective that needs aggregators is left out where no rack has one. ``ring`` is: it is what
+  native does.
+- Compressors are as by default; with the best of a class the `CODES` fastest under bsp are tried.
+
+What cannot run is not known here: the code that refuses it does, and says why, when it is
+predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from paceline.bucketing import FIXED, RULES
+from paceline.cluster import Cluster
+from paceline.collectives import COLLECTIVES
+from paceline.compression import COMPRESSORS, Identity, make
+from paceline.core.method_spec import read_spec
+from paceline.core.settings import Settings
+from paceline.errors import UsageError
+from paceline.interfaces import Method, Quality, weaker
+from paceline.methods import METHODS
+from paceline.spec import Spec, parse
+from paceline.tools.plan.estimates import LeftOut
+
+CODES = 2
+"""Compressors that the best of each class is tried with."""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A spec, and what it promises."""
+
+    spec: str
+    quality: Quality
+
+
+def candidate(spec: str | Spec) -> Candidate:
+    """Raises `UsageError` for a spec that nobody can train with."""
+    text = str(spec)
+    method, settings = read_spec(text)
+    return Candidate(text, quality_of(method, settings))
+
+
+def quality_of(method: Method, settings: Settings) -> Quality:
+    """The weakest of what method, collective and code promise."""
+    own: Quality = getattr(method, "quality", "asynchronous")
+    how: Quality = getattr(COLLECTIVES[settings.collective], "quality", "exact")
+    return weaker(weaker(own, how), settings.compression.quality)
+
+
+def first(cluster: Cluster) -> tuple[list[Candidate], list[LeftOut]]:
+    """The candidates of the first round: bsp first, so that it wins where all are alike."""
+    names = ["bsp", *(name for name in METHODS if name != "bsp")]
+    specs = [
+        Spec(name, dict(form))
+        for name in names
+        for form in ({}, *getattr(METHODS[name], "forms", ()))
+    ]
+    usual = Settings()
+    changes: list[tuple[str, Iterable[str], str]] = [
+        ("fusion", RULES, usual.fusion),
+        ("collective", COLLECTIVES, usual.collective),
+        ("compression", COMPRESSORS, usual.compression.name),
+    ]
+    specs += [
+        Spec("bsp", {key: name})
+        for key, among, default in changes
+        for name in among
+        if name != default
+    ]
+    return _candidates(specs, cluster)
+
+
+def crossed(
+    best: Mapping[Quality, str], codes: Sequence[str], cluster: Cluster
+) -> tuple[list[Candidate], list[LeftOut]]:
+    """The *best* spec of each class with one thing more changed in it; *codes*: compressors,
+    the fastest first."""
+    specs = []
+    for text in best.values():
+        spec = parse(text)
+        method, settings = read_spec(text)
+        if method.updates_on != "server" and settings.collective == "native":
+            others = (name for name in COLLECTIVES if name != "native")
+            specs += [_with(spec, collective=name) for name in others]
+        if settings.compression == Identity() and text != "bsp":
+            pushed = method.updates_on == "server"
+            usable = [name for name in codes if make(name).stands_alone or not pushed]
+            for name in usable[:CODES]:
+                specs.append(_with(spec, compression=name))
+                if pushed:
+                    specs.append(_with(spec, compression=name, answers="differences"))
+        if method.updates_on != "server" and "fusion" not in spec.values:
+            specs += [_with(spec, fusion=rule) for rule in FIXED]
+    return _candidates(specs, cluster)
+
+
+def _with(spec: Spec, **keys: str) -> Spec:
+    return Spec(spec.name, spec.values | keys)
+
+
+def _candidates(
+    specs: Iterable[Spec], cluster: Cluster
+) -> tuple[list[Candidate], list[LeftOut]]:
+    found, left = [], []
+    for spec in specs:
+        collective = COLLECTIVES.get(spec.values.get("collective", ""))
+        if collective is not None and collective.name == "ring":
+            continue
+        try:
+            made = candidate(_placed(spec, cluster))
+        except UsageError as error:
+            own: Quality = getattr(METHODS[spec.name], "quality", "asynchronous")
+            quality = weaker(own, "lossy") if "compression" in spec.values else own
+            left.append(LeftOut(spec=str(spec), quality=quality, why=str(error)))
+            continue
+        if getattr(collective, "needs_aggregators", False) and not _aggregates(cluster):
+            why = "no rack of this cluster has an aggregator (aggregates = true)"
+            left.append(LeftOut(spec=made.spec, quality=made.quality, why=why))
+        else:
+            found.append(made)
+    return found, left
+
+
+def _placed(spec: Spec, cluster: Cluster) -> Spec:
+    """With a server on each host, where there are servers and no hosts for them."""
+    method, settings = read_spec(str(spec))
+    served = (
+        method.updates_on == "server" or COLLECTIVES[settings.collective].needs_servers
+    )
+    if not served or cluster.servers or settings.servers != "auto":
+        return spec
+    return _with(spec, servers="per-node")
+
+
+def _aggregates(cluster: Cluster) -> bool:
+    return any(getattr(rack, "aggregates", False) for rack in cluster.racks)

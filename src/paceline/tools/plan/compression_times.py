@@ -1,0 +1,86 @@
+"""What codes take, of the candidates that are in front: measured, and predicted again with that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import msgspec
+
+from paceline.cluster.workload import CodingTimes
+from paceline.compression import full_spec
+from paceline.core.method_spec import read_spec
+from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.merged_tensors import coarse
+from paceline.tools.plan.predict import Job, Prediction
+from paceline.tools.plan.prediction_cost import cost
+from paceline.tools.plan.predictor import Predict, in_this_process
+from paceline.tools.plan.rows import Scale
+
+IN_FRONT = 1.2
+"""Times the best of its class."""
+MOST = 4
+"""Codes that are measured: each takes up to a second or so."""
+
+
+def code_of(spec: str) -> str:
+    """What a candidate's gradients are coded with, as workloads call it."""
+    _, settings = read_spec(spec)
+    return full_spec(settings.compression.settled())
+
+
+def codes_in_front(plan: Plan) -> list[str]:
+    """Codes whose times are guessed, of the rows that are in front of their class."""
+    best = plan.best
+    rows = [
+        row
+        for row in plan.rows
+        if row.guessed and row.step_seconds <= IN_FRONT * best[row.quality].step_seconds
+    ]
+    return list(dict.fromkeys(code_of(row.spec) for row in rows))[:MOST]
+
+
+def revised(
+    plan: Plan,
+    job: Job,
+    coding: Mapping[str, CodingTimes],
+    predict: Predict = in_this_process,
+) -> tuple[Plan, Job]:
+    """*plan* with the rows that code as in *coding* predicted again, as before in a short run or in
+    full, and with what that is counted as; and *job*, which it was made of, with a workload that knows of these times."""
+    spent = plan.spent_seconds + seconds_of(plan, job, coding)
+    known = {**job.workload.coding, **coding}
+    job = replace(job, workload=replace(job.workload, coding=known))
+    mine = _coded(plan, coding)
+    one = plan.one_machine.step_seconds
+    scale = Scale(plan.workers, plan.batch, one, plan.limit_seconds)
+    new: dict[str, Row] = {}
+    for short in (True, False):
+        rows = [row for row in mine if row.cut == short]
+        said = predict(_as_run(job, short), [row.spec for row in rows], short=short)
+        for row, answer in zip(rows, said, strict=True):
+            if isinstance(answer, Prediction):
+                new[row.spec] = scale.row(
+                    row.spec, row.quality, answer, cut=row.cut, hopeful=row.hopeful
+                )
+    rows = [new.get(row.spec, row) for row in plan.rows]
+    rows.sort(key=lambda row: row.step_seconds)
+    plan = msgspec.structs.replace(plan, rows=tuple(rows), spent_seconds=spent)
+    return plan, job
+
+
+def seconds_of(plan: Plan, job: Job, codes: Collection[str]) -> float:
+    """About how many seconds of a core `revised` takes with the times of *codes*."""
+    return sum(
+        cost(_as_run(job, row.cut), row.spec, short=row.cut)
+        for row in _coded(plan, codes)
+    )
+
+
+def _as_run(job: Job, short: bool) -> Job:
+    """Short runs are of a model with few tensors."""
+    return replace(job, workload=coarse(job.workload)) if short else job
+
+
+def _coded(plan: Plan, codes: Collection[str]) -> list[Row]:
+    return [row for row in plan.rows if row.guessed and code_of(row.spec) in codes]

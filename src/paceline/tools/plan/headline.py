@@ -1,0 +1,238 @@
+"""A plan in words: what comes of it in one sentence, why, and what would help."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from paceline.cluster import Cluster
+from paceline.interfaces import Quality
+from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.suggestions import DDP, Helps
+from paceline.units import show_bytes, show_rate, show_seconds
+
+ALIKE = 1.02
+"""Times as fast: less is as fast."""
+WORTH = 1.1
+"""Times as fast as all that promise more: else a weaker promise is not worth a word."""
+MANY_STEPS = 50
+"""Before a method is as fast as planned: fewer are nothing in a training."""
+SHOWN = 0.01
+"""Of a step: less is nothing."""
+
+
+def verdict(plan: Plan, found: Helps | None = None) -> str:
+    """The answer to "which method, here?" in one sentence, or two."""
+    if plan.workers == 1:
+        return "One worker is one machine: it waits for nobody, whatever the method."
+    quality, row = strongest(plan)
+    ddp = _as_good_ddp(plan, row)
+    if row.speed_up >= ALIKE and ddp is not None:
+        text = (
+            f"{plan.workers} workers train {times(ddp.speed_up)} as fast as one machine "
+            f"with DDP's rule: stay with DDP{_hardly_faster(ddp, quality, row)}"
+        )
+    elif row.speed_up >= ALIKE:
+        text = (
+            f"{plan.workers} workers train {times(row.speed_up)} as fast as one machine "
+            f"with {row.spec} ({quality}){_against_ddp(plan, row)}"
+        )
+    else:
+        how = "slower than" if row.speed_up < 1 / ALIKE else "no faster than"
+        text = (
+            f"{plan.workers} workers are {how} one machine with every {quality} method "
+            f"({times(row.speed_up)} as fast with {row.spec}{_rate(found, row)})"
+        )
+    weaker = _worth_it(plan, row)
+    if weaker:
+        words = [
+            f"{times(one.speed_up)} with {one.spec} ({one.quality})" for one in weaker
+        ]
+        text += "; where less than that will do, " + ", ".join(words)
+    if max(one.speed_up for one in plan.advised.values()) < ALIKE:
+        text += ". No class is faster here than one machine alone"
+    return text + "."
+
+
+def strongest(plan: Plan) -> tuple[Quality, Row]:
+    """The best of the strongest class that has one."""
+    return next(iter(plan.advised.items()))
+
+
+def times(factor: float) -> str:
+    """``2.4 x``."""
+    return f"{factor:.2f} x" if factor < 10 else f"{factor:.1f} x"
+
+
+def _against_ddp(plan: Plan, row: Row) -> str:
+    ddp = plan.row(DDP)
+    if ddp is None:
+        return ""
+    factor = ddp.step_seconds / row.step_seconds
+    return f", {times(factor)} as fast as with DDP's rule"
+
+
+def to_take(plan: Plan) -> dict[Quality, Row]:
+    """What is advised of each class. Where the strongest one's best is hardly faster than DDP's rule, that
+    rule stands for it, and the others are those that are faster: a change is to be worth it."""
+    found = plan.advised
+    if not found:
+        return found
+    quality, row = strongest(plan)
+    ddp = _as_good_ddp(plan, row)
+    if ddp is None:
+        return found
+    kept = {q: one for q, one in found.items() if _as_good_ddp(plan, one) is None}
+    return {quality: ddp} | kept
+
+
+def _as_good_ddp(plan: Plan, row: Row) -> Row | None:
+    """The row of DDP's rule, if *row* is not `ALIKE` times as fast."""
+    ddp = plan.row(DDP)
+    if ddp is None or ddp.step_seconds >= ALIKE * row.step_seconds:
+        return None
+    return ddp
+
+
+def _hardly_faster(ddp: Row, quality: Quality, row: Row) -> str:
+    if row is ddp:
+        return f" (no {quality} method is faster)"
+    gain = ddp.step_seconds / row.step_seconds - 1
+    return f" ({row.spec}, the best {quality} method, is {100 * gain:.1g} % faster)"
+
+
+def _rate(found: Helps | None, row: Row) -> str:
+    for one in () if found is None else found.break_even:
+        if one.spec == row.spec and one.rate is not None:
+            digits = float(f"{one.rate * 8:.2g}") / 8
+            return f"; links of {show_rate(digits)} would make them equal"
+    return ""
+
+
+def _worth_it(plan: Plan, first: Row) -> list[Row]:
+    """The best of each weaker class, where it is faster than all that promise more."""
+    best, found = first.step_seconds, []
+    for row in plan.advised.values():
+        if row.step_seconds * WORTH <= best:
+            best = row.step_seconds
+            found.append(row)
+    return found
+
+
+def summary(plan: Plan, cluster: Cluster, found: Helps) -> list[tuple[str, str]]:
+    """Lines with their names: one machine, all workers, why, the limit, what would help."""
+    one, workers = plan.one_machine.step_seconds, plan.workers
+    alone = f"{show_seconds(one)} a batch of its own"
+    if workers == 1:
+        return [("one machine", alone)]
+    row = next(iter(to_take(plan).values()))
+    together = (
+        f"{show_seconds(row.step_seconds)} a step = {show_seconds(row.compute_seconds)} "
+        f"computing + {show_seconds(row.exposed_seconds)} waiting, with {row.spec}: "
+        f"{times(row.speed_up)} one machine"
+    )
+    lines = [
+        (
+            "one machine",
+            f"{alone}, {show_seconds(workers * one)} for as many samples as {workers} take",
+        ),
+        (f"{workers} workers", together),
+        ("why", _why(row, cluster)),
+    ]
+    ddp = plan.row(DDP)
+    if ddp is not None and ddp is not row:
+        lines.append(
+            (
+                "",
+                f"DDP's rule: {show_seconds(ddp.step_seconds)}; no exact mean is faster "
+                f"than {show_seconds(plan.limit_seconds)}",
+            )
+        )
+    lines += [("links", f"{each.words} with {each.spec}") for each in found.break_even]
+    lines += [
+        ("would help", f"{each.what}: {times(each.speed_up)} one machine")
+        for each in found.helps
+    ]
+    if found.tried and not found.helps:
+        lines.append(("would help", f"none of {found.tried} changes that were tried"))
+    return _named_once(lines)
+
+
+def _why(row: Row, cluster: Cluster) -> str:
+    slowest = min(rate for rack in cluster.racks for rate in rack.links)
+    text = f"{show_bytes(row.bytes_sent)} leave each worker in a step"
+    if any(rack.workers_per_host > 1 for rack in cluster.racks):
+        return text  # part of it stays in the host
+    seconds = row.bytes_sent / slowest
+    text += f": {show_seconds(seconds)} at {show_rate(slowest)}"
+    hidden = seconds - row.exposed_seconds
+    if hidden > SHOWN * row.step_seconds:
+        text += f", of which {show_seconds(hidden)} pass while it computes"
+    return text
+
+
+def _named_once(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """A name that stands above is not repeated."""
+    before = [""] + [name for name, _ in lines]
+    return [
+        ("" if name == last else name, text)
+        for (name, text), last in zip(lines, before, strict=False)
+    ]
+
+
+def passed_over(plan: Plan) -> str:
+    """Which are faster than what is advised, and why they are not; empty where none is."""
+    advised = plan.advised
+    faster = [
+        f"{row.spec} ({quality}, {show_seconds(row.step_seconds)})"
+        for quality, row in plan.best.items()
+        if advised[quality] is not row
+    ]
+    if not faster:
+        return ""
+    return (
+        "faster a step by a fifth at most, and not advised, as what sends less learns less from a "
+        f"step: {', '.join(faster)}"
+    )
+
+
+def slow_starts(plan: Plan) -> str:
+    """Which of those that are to be taken need many steps before they are as fast as the plan says; empty
+    where none does."""
+    late = [
+        f"{row.spec} (from step {row.steady_after + 1} on)"
+        for row in to_take(plan).values()
+        if row.steady_after >= MANY_STEPS
+    ]
+    return f"not as fast from the start: {', '.join(late)}" if late else ""
+
+
+def reasons(plan: Plan) -> dict[str, list[str]]:
+    """Why candidates were left out, each reason with their specs; what most share first."""
+    found: dict[str, list[str]] = {}
+    for one in plan.left_out:
+        found.setdefault(one.why, []).append(one.spec)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def commands(
+    plan: Plan, script: str, arguments: Sequence[str] = ()
+) -> dict[Quality, str]:
+    """What trains by the best of each class, as advised, or by DDP's rule (`to_take`)."""
+    return {
+        quality: command(row.spec, script, arguments)
+        for quality, row in to_take(plan).items()
+    }
+
+
+def command(
+    spec: str,
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    verb: str = "run",
+    options: Sequence[str] = (),
+) -> str:
+    """What trains so."""
+    words = ["paceline", verb, script, *options, "--method", spec]
+    return shlex.join([*words, *(["--", *arguments] if arguments else [])])

@@ -1,0 +1,61 @@
+"""What bounds a step whatever the method, and what one machine does alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.cluster import Cluster, Rack, Workload
+from paceline.errors import UsageError
+from paceline.tools.plan.estimates import Row
+from paceline.tools.plan.predict import Job, Refused, predict
+
+
+def limit_seconds(cluster: Cluster, workload: Workload) -> float:
+    """Seconds of a step below which no exact mean of all gradients, sent as they are, comes:
+    the slowest worker computes, and meanwhile
+
+    - every link that parts some workers from the others passes the sum of either side, S bytes;
+    - where nobody but workers adds up, they send 2 (n - 1) S in all, over all their links.
+    """
+    slowest = workload.compute_seconds / min(cluster.speeds)
+    return max(slowest, _network_seconds(cluster, sum(workload.sizes)))
+
+
+def _network_seconds(cluster: Cluster, size: float) -> float:
+    if cluster.hosts == 1:
+        return 0.0
+    links = [rate for rack in cluster.racks for rate in rack.links]
+    bounds = [size / min(links)]
+    if len(cluster.racks) > 1:
+        bounds += [size / rack.uplink for rack in cluster.racks if rack.uplink]
+    helped = cluster.servers or any(
+        getattr(rack, "aggregates", False) for rack in cluster.racks
+    )
+    if not helped:
+        bounds.append(2 * (cluster.hosts - 1) * size / sum(links))
+    return max(bounds)
+
+
+def alone(job: Job) -> Row:
+    """One worker, the fastest, with its own part of the batch and nobody to wait for."""
+    fastest = max(job.cluster.speeds)
+    rack = Rack(workers=1, link=125e6, latency=0.0, speed=(fastest,))
+    found = predict(replace(job, cluster=Cluster((rack,))), "bsp", short=True)
+    if isinstance(found, Refused):
+        raise UsageError(found.why)
+    batch = job.workload.batch
+    return Row(
+        spec="one machine",
+        quality="exact",
+        step_seconds=found.step_seconds,
+        compute_seconds=found.compute_seconds,
+        exposed_seconds=found.exposed_seconds,
+        bytes_sent=0.0,
+        buckets=found.buckets,
+        waits_for="nobody",
+        to_limit=1.0,
+        speed_up=1.0,
+        samples_per_second=None
+        if batch is None
+        else job.passes * batch / found.step_seconds,
+    )

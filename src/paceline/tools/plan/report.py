@@ -1,0 +1,328 @@
+"""A plan as a page: the answer, the best of each class, every candidate, a step of two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.cluster import Cluster
+from paceline.interfaces import QUALITIES
+from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.headline import (
+    commands,
+    passed_over,
+    reasons,
+    slow_starts,
+    summary,
+    verdict,
+)
+from paceline.tools.plan.pictures import bars_of
+from paceline.tools.plan.suggestions import Helps
+from paceline.tools.plan.tables import MEANS
+from paceline.tools.plan.until import Reached
+from paceline.tools.plan.what_if import Point
+from paceline.tools.report.colours import COLOURS
+from paceline.tools.report.model import (
+    Bar,
+    Bars,
+    Cell,
+    Chart,
+    Links,
+    Number,
+    Page,
+    Panel,
+    Section,
+    Series,
+    Table,
+    Timelines,
+    Words,
+)
+from paceline.tools.report.timeline import Step
+from paceline.units import show_bytes, show_rate, show_seconds
+
+_GREY = len(COLOURS) - 1
+LEGEND = (
+    "step = compute + waits (exposed communication); of limit: over the shortest step of any "
+    "exact mean; x one: samples a second over one machine's. ~: in a short run only, as too "
+    "slow in its class, or the budget is spent."
+)
+
+
+def plan_page(
+    plan: Plan,
+    found: Helps,
+    points: Sequence[Point],
+    reached: Sequence[Reached],
+    steps: Sequence[Step],
+    *,
+    cluster: Cluster,
+    script: str,
+    arguments: Sequence[str] = (),
+    goal: str = "",
+    command: str = "",
+    notes: Sequence[tuple[str, str]] = (),
+    files: Sequence[str] = (),
+) -> Page:
+    """The page of a plan and what else was asked; *files* are pictures beside it."""
+    sections: list[Section | None] = [
+        _best(plan),
+        _commands(plan, script, arguments),
+        _reached(reached, goal),
+        Timelines(
+            title="A step, moment by moment",
+            steps=steps,
+            caption="One settled step of each, in virtual time.",
+        )
+        if steps
+        else None,
+        _helps(found),
+        *_what_if(points),
+        _candidates(plan),
+        _left_out(plan),
+        Links(title="Pictures", files=[(name, name) for name in files])
+        if files
+        else None,
+    ]
+    return Page(
+        title=f"{script}: {plan.cluster}",
+        answer=verdict(plan, found),
+        details=_details(plan, found, cluster),
+        command=command,
+        notes=notes,
+        sections=[section for section in sections if section is not None],
+    )
+
+
+def _details(plan: Plan, found: Helps, cluster: Cluster) -> list[str]:
+    """Why; what would help has a table of its own."""
+    lines: list[str] = []
+    named = ""
+    for name, text in summary(plan, cluster, found):
+        named = name or named
+        if named == "would help":
+            continue
+        if name:
+            lines.append(f"{name}: {text}")
+        else:
+            lines[-1] += f"; {text}"
+    return [*lines, *filter(None, (passed_over(plan), slow_starts(plan)))]
+
+
+def _best(plan: Plan) -> Bars:
+    rows = bars_of(plan)
+    return Bars(
+        title="Best of each class",
+        parts=("compute", "waits"),
+        rows=[
+            Bar(
+                name=f"{name}: {row.spec}" if place else name,
+                values=(row.compute_seconds, row.exposed_seconds),
+                text=show_seconds(row.step_seconds)
+                + (f", {row.speed_up:.2f} x one machine" if place else ""),
+                colour=QUALITIES.index(row.quality) if place else _GREY,
+            )
+            for place, (name, row) in enumerate(rows)
+        ],
+        limit=plan.limit_seconds,
+        limit_name="no exact mean is faster",
+        caption="; ".join(f"{quality}: {MEANS[quality]}" for quality in plan.advised),
+    )
+
+
+def _commands(plan: Plan, script: str, arguments: Sequence[str]) -> Words | None:
+    lines = list(commands(plan, script, arguments).values())
+    if not lines:
+        return None
+    return Words(title="Commands that run them", lines=lines, kind="code")
+
+
+def _candidates(plan: Plan) -> Table:
+    colours = {quality: place for place, quality in enumerate(QUALITIES)}
+    guessed = any(row.guessed for row in plan.rows)
+    caption = LEGEND
+    if guessed:
+        caption += (
+            " What codes take is a guess from bytes where the workload does not say it: "
+            "paceline profile SCRIPT --compression NAME measures it."
+        )
+    if plan.unlooked:
+        caption += f" {plan.unlooked} were not looked at: --budget is spent."
+    return Table(
+        title=f"All {len(plan.rows)} candidates",
+        headings=(
+            *("method", "class", "step", "compute", "waits"),
+            *("sent", "buckets", "of limit", "x one", "samples/s"),
+        ),
+        rows=[_figures(row) for row in plan.rows],
+        sort=2,
+        caption=caption,
+        colours=[colours[row.quality] for row in plan.rows],
+    )
+
+
+def _figures(row: Row) -> list[Cell]:
+    rate = row.samples_per_second
+    return [
+        row.spec,
+        row.quality,
+        Number(
+            row.step_seconds,
+            ("~ " if row.cut else "") + show_seconds(row.step_seconds),
+            title="; ".join(row.notes),
+        ),
+        _seconds(row.compute_seconds),
+        _seconds(row.exposed_seconds),
+        Number(row.bytes_sent, show_bytes(row.bytes_sent)),
+        Number(row.buckets, str(row.buckets)),
+        Number(row.to_limit, f"{row.to_limit:.2f}"),
+        Number(row.speed_up, f"{row.speed_up:.2f}"),
+        None
+        if rate is None
+        else Number(rate, f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"),
+    ]
+
+
+def _left_out(plan: Plan) -> Table | None:
+    if not plan.left_out:
+        return None
+    return Table(
+        title="Left out, and why",
+        headings=("why", "methods"),
+        rows=[(why, ", ".join(specs)) for why, specs in reasons(plan).items()],
+        folded=True,
+    )
+
+
+def _helps(found: Helps) -> Table | None:
+    if not found.helps:
+        return None
+    return Table(
+        title="What would help",
+        headings=("do", "step", "x one"),
+        rows=[
+            (
+                each.what,
+                _seconds(each.step_seconds),
+                Number(each.speed_up, f"{each.speed_up:.2f}"),
+            )
+            for each in found.helps
+        ],
+        caption=f"Each run with {found.helps[0].spec}. Larger batches are another training: "
+        "whether they learn as well, nobody has asked.",
+    )
+
+
+def _reached(reached: Sequence[Reached], goal: str) -> Table | None:
+    if not reached:
+        return None
+    return Table(
+        title=f"Trained until {goal}",
+        headings=("method", "class", "after", "steps", "at the end"),
+        rows=[
+            (
+                one.spec,
+                one.quality,
+                _after(one),
+                None if one.steps is None else Number(one.steps, str(one.steps)),
+                None if one.last is None else Number(one.last, f"{one.last:.4g}"),
+            )
+            for one in reached
+        ],
+        caption="In virtual time.",
+        notes=[f"{one.spec} failed: {one.failed}" for one in reached if one.failed],
+    )
+
+
+def _after(one: Reached) -> Number:
+    if one.failed:
+        return Number(None, "failed")
+    if one.seconds is None:
+        return Number(None, "never")
+    return Number(one.seconds, show_seconds(one.seconds))
+
+
+# ---- what if ----
+
+
+def _what_if(points: Sequence[Point]) -> list[Section]:
+    if not points:
+        return []
+    counts = sorted({float(point.workers) for point in points})
+    caption = (
+        "The best of each class by the number of workers, each with a part of the batch as "
+        "large as here, on one switch."
+    )
+    return [
+        Chart(
+            title="What more workers and faster links give",
+            panels=_panels(points, "speed_up", 1.0, dotted=(counts, counts)),
+            x="workers",
+            y="times one machine",
+            log="xy",
+            caption=f"{caption} Dotted: as many times one machine as there are workers.",
+            table=_points(points),
+        ),
+        Chart(
+            title="Efficiency",
+            panels=_panels(points, "efficiency", 100.0),
+            x="workers",
+            y="per cent of as many machines as there are workers",
+            log="x",
+            top=100.0,
+        ),
+    ]
+
+
+def _panels(
+    points: Sequence[Point],
+    field: str,
+    factor: float,
+    dotted: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> list[Panel]:
+    """A panel for each link."""
+    panels = []
+    for rate in sorted({point.rate for point in points}):
+        series = []
+        for number, quality in enumerate(QUALITIES):
+            mine = sorted(
+                (p for p in points if p.quality == quality and p.rate == rate),
+                key=lambda point: point.workers,
+            )
+            if mine:
+                xs = [float(point.workers) for point in mine]
+                ys = [factor * getattr(point, field) for point in mine]
+                series.append(Series(quality, xs, ys, number))
+        panels.append(Panel(show_rate(rate), series, dotted))
+    return panels
+
+
+def _points(points: Sequence[Point]) -> Table:
+    """A row for each class and number of workers, a column for each link."""
+    rates = sorted({point.rate for point in points})
+    rows: dict[tuple[str, int], dict[float, Point]] = {}
+    for point in points:
+        rows.setdefault((point.quality, point.workers), {})[point.rate] = point
+    return Table(
+        title="Times one machine",
+        headings=("class", "workers", *map(show_rate, rates)),
+        rows=[
+            [
+                quality,
+                Number(workers, str(workers)),
+                *(
+                    Number(
+                        by_rate[rate].speed_up,
+                        f"{by_rate[rate].speed_up:.2f}",
+                        title=by_rate[rate].spec,
+                    )
+                    if rate in by_rate
+                    else None
+                    for rate in rates
+                ),
+            ]
+            for (quality, workers), by_rate in rows.items()
+        ],
+    )
+
+
+def _seconds(value: float) -> Number:
+    return Number(value, show_seconds(value))

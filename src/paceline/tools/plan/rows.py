@@ -1,0 +1,60 @@
+"""Rows of a plan: a prediction, held against one machine and the limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.method_spec import read_spec
+from paceline.interfaces import Method, MethodSummary, Quality
+from paceline.tools.plan.estimates import Row
+from paceline.tools.plan.predict import Prediction
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What rows are held against: the *workers*, each with its *batch* (None: nobody knows it); seconds
+    of a step of *one* machine alone, and the *limit* of any exact mean."""
+
+    workers: int
+    batch: float | None
+    one: float
+    limit: float
+
+    def row(
+        self,
+        spec: str,
+        quality: Quality,
+        found: Prediction,
+        *,
+        cut: bool,
+        hopeful: bool,
+    ) -> Row:
+        """See `Row`."""
+        step, workers = found.step_seconds, self.workers
+        method, _ = read_spec(spec)
+        return Row(
+            spec=spec,
+            quality=quality,
+            step_seconds=step,
+            compute_seconds=found.compute_seconds,
+            exposed_seconds=found.exposed_seconds,
+            bytes_sent=found.bytes_sent,
+            buckets=found.buckets,
+            waits_for=_waits_for(method),
+            to_limit=step / self.limit,
+            speed_up=workers * self.one / step,
+            samples_per_second=None
+            if self.batch is None
+            else workers * self.batch / step,
+            cut=cut,
+            hopeful=hopeful,
+            guessed=found.guessed,
+            steady_after=found.steady_after,
+            notes=found.notes,
+        )
+
+
+def _waits_for(method: Method) -> str:
+    """In the words of its summary; empty where it has none, as in a script that registers a method."""
+    summary: MethodSummary | None = getattr(method, "summary", None)
+    return "" if summary is None else summary.waits_for

@@ -1,0 +1,175 @@
+"""What a script trains, found out by running a few steps of it in virtual time."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.buckets import wire_bytes
+from paceline.cluster import Workload, uniform_cluster
+from paceline.cluster.profiling import StepHabits
+from paceline.core.optimizer import training_of
+from paceline.errors import PacelineError, UsageError, WorkerFailedError
+from paceline.interfaces import Method
+from paceline.methods import METHODS
+from paceline.run_options import RunOptions
+from paceline.runtimes.simulated import ComputeModel, Simulation
+from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
+from paceline.runtimes.simulated.script import run_script
+from paceline.spec import parse
+from paceline.tools.plan.predict import MakeOptimizer, plain_sgd
+
+TRIED_STEPS = 3
+"""A script that clips by itself does so in its first step; a scheduler may come after it."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """*optimizer* makes one like the script's; *workload* is what the script's model stands for,
+    if it does. *refused*: methods under which the script fails, and why. *names* and *sizes*: of what is
+    trained, in bytes."""
+
+    optimizer: MakeOptimizer = plain_sgd
+    workload: Workload | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    epoch_steps: int = 0
+    """Of the sampler that the script gives; 0: it gives none."""
+    paced: bool = False
+    """Whether the script says itself what it computes."""
+    passes: int | None = None
+    uses_gradients: bool | None = None
+    """As `Workload` has them; None: no step has shown it."""
+
+    def of_script(self, workload: Workload) -> Workload:
+        """*workload* with what this script does in a step, whatever script it was measured in."""
+        passes = workload.passes if self.passes is None else self.passes
+        uses = self.uses_gradients
+        uses = workload.uses_gradients if uses is None else uses
+        said = [workload.source] if workload.source else []
+        if passes is not None and passes > 1:
+            said.append(f"{passes} passes an update (no_sync)")
+        if uses:
+            said.append("the script reads or changes gradients before step()")
+        return replace(
+            workload, passes=passes, uses_gradients=uses, source="; ".join(said)
+        )
+
+    def check(self, workload: Workload, what: str) -> None:
+        """Raise `UsageError` for a workload of another model."""
+        workload.check_matches(self.names, self.sizes, what)
+
+
+def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
+    """Runs two workers for a few steps under bsp, and under one method of each kind that
+    sees gradients otherwise: what the script does to them is refused by all of a kind. Checkpoints
+    that it writes go to *scratch*.
+
+    Raises what the script raises under bsp.
+    """
+    habits: list[StepHabits] = []
+    simulation = _run(script, arguments, "bsp", scratch, habits)
+    trainings = simulation.job_of(0).trainings
+    if not trainings:
+        raise UsageError(
+            f"{script} ended without calling paceline.distribute: nothing was trained"
+        )
+    optimizer = optimizer_like(trainings[0].optimizer)
+    sampler = training_of(trainings[0].optimizer).sampler
+    own = getattr(trainings[0].model, "workload", None)
+    workload = own if isinstance(own, Workload) else None
+    refused: dict[str, str] = {}
+    for kind in _kinds():
+        try:
+            _run(script, arguments, kind[0], scratch)
+        except PacelineError as error:
+            cause = error.__cause__ if isinstance(error, WorkerFailedError) else None
+            refused |= dict.fromkeys(kind, str(cause or error))
+    said = parse(simulation.result.journals[0].method).values
+    waits_for_means = not {"clip_norm", "check_finite"}.isdisjoint(said)
+    trained = [
+        (name, wire_bytes(parameter))
+        for name, parameter in trainings[0].model.named_parameters()
+        if parameter.requires_grad and parameter.numel()
+    ]
+    return Facts(
+        optimizer,
+        workload,
+        refused,
+        tuple(name for name, _ in trained),
+        tuple(size for _, size in trained),
+        epoch_steps=0 if sampler is None else len(sampler),
+        paced=simulation.result.paced_by_script,
+        passes=habits[0].passes,
+        uses_gradients=waits_for_means or habits[0].uses_gradients,
+    )
+
+
+def _kinds() -> list[list[str]]:
+    """Names of methods: those whose scripts are given equal gradients at equal places. Without
+    those that are as bsp."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, cls in METHODS.items():
+        method: Method = cls()
+        kinds.setdefault((method.updates_on, method.gradient_seen_by_user), []).append(
+            name
+        )
+    return [names for names in kinds.values() if "bsp" not in names]
+
+
+def _run(
+    script: str,
+    arguments: Sequence[str],
+    method: str,
+    scratch: Path,
+    habits: list[StepHabits] | None = None,
+) -> Simulation:
+    """*habits*: gets those of worker 0, by training."""
+    simulation = Simulation(
+        uniform_cluster(2, "10gbit", "50us"),
+        options=RunOptions(method=method, steps=TRIED_STEPS, tells=False),
+        compute=ComputeModel(),
+        output="first",
+    )
+    if habits is not None:
+
+        def watch(
+            model: torch.nn.Module,
+            parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        ) -> list[StepHabits]:
+            habits.append(StepHabits([parameter for _, parameter in parameters]))
+            return habits[-1:]
+
+        simulation.job_of(0).watchers.append(watch)
+    quiet = io.StringIO()
+    with (
+        redirect_stdout(quiet),
+        redirect_stderr(quiet),
+        redirect_checkpoints(scratch),
+    ):
+        run_script(simulation, script, arguments)
+    return simulation
+
+
+def optimizer_like(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
+    """What makes one of the same class and hyperparameters, for other parameters; plain SGD for
+    one that cannot be made so."""
+    real: Any = getattr(optimizer, "unwrapped", optimizer)
+    cls: Any = type(real)
+    known = inspect.signature(cls).parameters
+    values = {k: v for k, v in real.defaults.items() if k in known}
+    like: MakeOptimizer = partial(cls, **values)
+    try:
+        like([torch.nn.Parameter(torch.zeros(1))])
+    except Exception:
+        return plain_sgd
+    return like

@@ -1,0 +1,275 @@
+"""A plan as tables for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cluster import Cluster
+from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.headline import (
+    command,
+    commands,
+    passed_over,
+    reasons,
+    slow_starts,
+    summary,
+    to_take,
+    verdict,
+)
+from paceline.tools.plan.suggestions import DDP, Helps
+from paceline.tools.plan.until import Reached
+from paceline.tools.plan.what_if import Point
+from paceline.tools.report.terminal import console_for_tables
+from paceline.units import show_bytes, show_rate, show_seconds
+
+STAND_IN = "examples/workload.py"
+"""Trains a workload's tensors, and sleeps where a model computes."""
+
+MEANS = {
+    "exact": "DDP's result, to rounding",
+    "late": "every gradient is applied once, at most a step late",
+    "lossy": "codes; what they leave out is sent later, or small",
+    "local": "workers' parameters differ between rounds",
+    "asynchronous": "nobody waits for all; parameters are stale",
+}
+"""Each class, in a line."""
+
+
+def print_plan(
+    plan: Plan,
+    found: Helps,
+    cluster: Cluster,
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    network: Sequence[str] | None = None,
+    stand_in: str | None = None,
+    everything: bool = False,
+) -> None:
+    """The verdict and the best of each class first, why and what would help, and last the commands
+    that run the best. *network*: options that describe the network, to try one there first; *stand_in*: with
+    this workload's stand-in, which takes no processors, where the script would take more than there are.
+    *everything*: also all rows, and what was left out and why."""
+    console = console_for_tables()
+    answer = Text(verdict(plan, found), style="bold")
+    console.print(answer)
+    console.print(_best(plan))
+    console.print(_promises(plan))
+    if everything:
+        _print_everything(plan, console)
+    console.print(_grid(summary(plan, cluster, found)))
+    for sentence in _small_print(plan, everything):
+        console.print(Text(sentence))
+    if everything:
+        console.print(answer)
+    lines = list(commands(plan, script, arguments).items())
+    if lines:
+        console.print("run one (on several machines with torchrun's options, on each):")
+    width = max((len(quality) for quality, _ in lines), default=0)
+    for quality, line in lines:
+        console.print(Text(f"  {quality:{width}}  {line}"), soft_wrap=True)
+    if lines and network is not None:
+        row = next(iter(to_take(plan).values()))
+        where = "on this machine"
+        if stand_in is not None:
+            script, arguments = STAND_IN, [stand_in, "--steps", "100"]
+            where += ", whose cores are too few for the script's own computing"
+        trial = command(row.spec, script, arguments, verb="emulate", options=network)
+        console.print(Text(f"try one first, {where}: {trial}"), soft_wrap=True)
+
+
+def _promises(plan: Plan) -> Text:
+    return Text("; ".join(f"{quality}: {MEANS[quality]}" for quality in plan.best))
+
+
+def _grid(lines: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, text in lines:
+        table.add_row(Text(name), Text(text))
+    return table
+
+
+def _print_everything(plan: Plan, console: Console) -> None:
+    console.print(_all(plan))
+    console.print(
+        "step = compute + waits (exposed communication); of limit: over the shortest step of "
+        "any exact mean; x one: samples a second over one machine's"
+    )
+    if plan.left_out:
+        table = Table(title="left out")
+        table.add_column("method", overflow="fold")
+        table.add_column("why", overflow="fold")
+        for why, specs in reasons(plan).items():
+            table.add_row(Text(" ".join(specs)), Text(why))
+        console.print(table)
+
+
+def _small_print(plan: Plan, everything: bool) -> list[str]:
+    """How many there were, and what of them is a guess."""
+    if not plan.rows:
+        return []
+    text = f"{len(plan.rows)} candidates ran"
+    if plan.left_out:
+        text += f"; {len(plan.left_out)} cannot run here"
+    said = [text + ("" if everything else ": --all lists each, and why")]
+    slow = sum(not row.counts for row in plan.rows)
+    if slow:
+        said.append(f"{slow} of them ran briefly (~): too slow in their class")
+    hopeful = sum(row.hopeful for row in plan.rows)
+    if hopeful:
+        said.append(
+            f"{hopeful} of them ran briefly (~): candidates' part of --budget had no time "
+            "for more"
+        )
+    if plan.unlooked:
+        said.append(
+            f"{plan.unlooked} more were not looked at: candidates' part of --budget is spent"
+        )
+    if passed_over(plan):
+        said.append(passed_over(plan))
+    if slow_starts(plan):
+        said.append(slow_starts(plan))
+    if any(row.guessed for row in plan.rows):
+        said.append(
+            "what codes take is a guess from bytes where the workload does not say it: "
+            "paceline profile SCRIPT --compression NAME measures it"
+        )
+    return said
+
+
+def print_reached(found: Sequence[Reached], goal: str) -> None:
+    """When each of the trained ones reached the goal."""
+    table = Table(title=f"trained until {goal}, in virtual time")
+    table.add_column("class")
+    table.add_column("method", overflow="fold")
+    for heading in ("after", "steps", "at the end"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found:
+        after = "never" if one.seconds is None else show_seconds(one.seconds)
+        table.add_row(
+            one.quality,
+            Text(one.spec),
+            "failed" if one.failed else after,
+            "-" if one.steps is None else str(one.steps),
+            "-" if one.last is None else f"{one.last:.4g}",
+        )
+    console = console_for_tables()
+    console.print(table)
+    for one in found:
+        if one.failed:
+            console.print(Text(f"{one.spec} failed: {one.failed}"), soft_wrap=True)
+
+
+def print_points(points: Sequence[Point]) -> None:
+    """The best of each class by workers and links: times one machine, and what of each worker is left."""
+    rates = sorted({point.rate for point in points})
+    table = Table(
+        title="what if: times one machine (efficiency), the best of each class"
+    )
+    table.add_column("class")
+    table.add_column("workers", justify="right")
+    for rate in rates:
+        table.add_column(show_rate(rate), justify="right", no_wrap=True)
+    for quality in dict.fromkeys(point.quality for point in points):
+        mine = [point for point in points if point.quality == quality]
+        name: str = quality
+        for workers in sorted({point.workers for point in mine if point.workers > 1}):
+            by_rate = {p.rate: p for p in mine if p.workers == workers}
+            cells = [
+                f"{at.speed_up:.2f} ({at.efficiency:.0%})"
+                if (at := by_rate.get(rate))
+                else "-"
+                for rate in rates
+            ]
+            table.add_row(name, str(workers), *cells)
+            name = ""
+        table.add_section()
+    console = console_for_tables()
+    console.print(table)
+    console.print(
+        "each worker has a batch as here, all stand at one switch; short runs, so that a plan of one "
+        "point can be a little faster"
+    )
+
+
+def _best(plan: Plan) -> Table:
+    table = Table(title=f"best of each class: {plan.cluster}")
+    table.add_column("class")
+    table.add_column("method", overflow="fold")
+    ddp = plan.row(DDP)
+    headings = ["step", "waits", "of limit", "x one"]
+    headings += ["x DDP"] if ddp is not None else []
+    headings += ["samples/s"] if plan.batch is not None else []
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_row(*_cells(plan.one_machine, plan, "-"))
+    if ddp is not None and ddp is not plan.advised.get("exact"):
+        table.add_row(*_cells(ddp, plan, "what DDP does"))
+    for quality, row in plan.advised.items():
+        table.add_row(*_cells(row, plan, quality))
+    return table
+
+
+def _cells(row: Row, plan: Plan, quality: str) -> list[str]:
+    alone, ddp = row is plan.one_machine, plan.row(DDP)
+    cells = [
+        quality,
+        row.spec,
+        ("~ " if row.cut else "") + show_seconds(row.step_seconds),
+        show_seconds(row.exposed_seconds),
+        "-" if alone else f"{row.to_limit:.2f}",
+        f"{row.speed_up:.2f}",
+    ]
+    if ddp is not None:
+        over = ddp.step_seconds / row.step_seconds
+        cells.append("-" if alone else f"{over:.2f}")
+    if plan.batch is not None:
+        cells.append(f"{row.samples_per_second or math.nan:.4g}")
+    return cells
+
+
+def _all(plan: Plan) -> Table:
+    table = Table(title=f"all {len(plan.rows)} candidates")
+    table.add_column("method", overflow="fold")
+    table.add_column("class")
+    for heading in ("step", "compute", "waits", "sent", "of limit", "x one"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in plan.rows:
+        table.add_row(
+            Text(row.spec),
+            row.quality,
+            ("~ " if row.cut else "") + show_seconds(row.step_seconds),
+            show_seconds(row.compute_seconds),
+            show_seconds(row.exposed_seconds),
+            show_bytes(row.bytes_sent),
+            f"{row.to_limit:.2f}",
+            f"{row.speed_up:.2f}",
+        )
+    return table
+
+
+def to_json(
+    plan: Plan,
+    found: Helps,
+    points: Sequence[Point],
+    reached: Sequence[Reached],
+    script: str = "SCRIPT",
+    arguments: Sequence[str] = (),
+) -> str:
+    """One object: the plan's fields, the fastest spec of each class (*best*), the one to take (*advised*) and the *commands* that run it, the
+    *verdict*, what would help, and *what_if* and *until*, empty where nobody asked."""
+    content = msgspec.to_builtins(plan)
+    content["verdict"] = verdict(plan, found)
+    content["best"] = {quality: row.spec for quality, row in plan.best.items()}
+    content["advised"] = {quality: row.spec for quality, row in to_take(plan).items()}
+    content["commands"] = commands(plan, script, arguments)
+    content |= msgspec.to_builtins(found)
+    content["what_if"] = msgspec.to_builtins(points)
+    content["until"] = msgspec.to_builtins(reached)
+    return msgspec.json.encode(content).decode()

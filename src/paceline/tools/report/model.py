@@ -1,0 +1,180 @@
+"""What a page is made of: plain data, shown in order by `paceline.tools.report.html`.
+
+All texts are escaped where they are shown; nothing here draws, and nothing here is markup but a
+`Drawn` picture's SVG, which `paceline.tools.report.pictures` has made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from paceline.tools.report.timeline import Step
+
+
+class Number(NamedTuple):
+    """A figure: sorted by *value*, shown as *text*. *bad*: marked, by a sign as well as by its
+    colour; *title* says more."""
+
+    value: float | None
+    text: str
+    title: str = ""
+    bad: bool = False
+
+
+Cell = str | Number | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """Sentences: a list, a numbered one whose items have a head and more lines, paragraphs, or
+    lines of *code*, each of which can be copied."""
+
+    title: str
+    lines: Sequence[str]
+    kind: Literal["list", "numbered", "paragraphs", "code"] = "list"
+    caption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Files beside the page: what they are called, and where."""
+
+    title: str
+    files: Sequence[tuple[str, str]]
+    caption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows that can be sorted by any column; they come sorted by column number *sort*, or in no
+    order. *colours*: of each row the number of its colour, shown beside its first cell. *notes*
+    are numbered, *folded*: shown when somebody opens it."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    caption: str = ""
+    sort: int | None = None
+    colours: Sequence[int] | None = None
+    notes: Sequence[str] = ()
+    folded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """Seconds for each part, and a *text* behind it. *colour*: the number of its own one, for all
+    parts; else each part has one."""
+
+    name: str
+    values: Sequence[float]
+    text: str = ""
+    colour: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """Stacked bars of seconds. A part that is called *waits* is hatched. *limit*: seconds at
+    which a line stands, called *limit_name*."""
+
+    title: str
+    parts: Sequence[str]
+    rows: Sequence[Bar]
+    caption: str = ""
+    limit: float | None = None
+    limit_name: str = "limit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A figure for each pair, shaded from the best to the worst; *least*: what differs by less
+    than that hardly differs in shade (None: half of the largest)."""
+
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    cells: Sequence[Sequence[Number | None]]
+    corner: str = "from \\ to"
+    caption: str = ""
+    low_is_bad: bool = True
+    least: float | None = None
+
+
+class Series(NamedTuple):
+    """A line of a panel: *colour* is its number."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    colour: int = 0
+
+
+class Panel(NamedTuple):
+    """A small chart. *dotted*: a line to compare with."""
+
+    title: str
+    series: Sequence[Series]
+    dotted: tuple[Sequence[float], Sequence[float]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Small charts of one kind side by side, on equal axes; their figures as a *table* too.
+    *x*, *y* name the axes; *log*: which of them are logarithmic, to base 2. *top*: where the
+    vertical axis ends."""
+
+    title: str
+    panels: Sequence[Panel]
+    x: str
+    y: str
+    log: Literal["", "x", "xy"] = ""
+    top: float | None = None
+    caption: str = ""
+    table: Table | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timelines:
+    """Steps of several runs, of which two are shown at a time, on one scale; *first* are their
+    numbers."""
+
+    title: str
+    steps: Sequence[Step]
+    first: tuple[int, int] = (0, 1)
+    caption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A picture that is drawn already: *svg* is trusted. *files* lie beside the page."""
+
+    title: str
+    svg: str
+    caption: str
+    files: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Pictures side by side."""
+
+    title: str
+    pictures: Sequence[Drawn]
+    caption: str = ""
+
+
+Section = Words | Links | Table | Bars | Matrix | Chart | Timelines | Pictures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """*answer* is the sentence that people came for; *details* follow it. *notes*: named
+    lines, such as the network."""
+
+    title: str
+    answer: str
+    details: Sequence[str] = ()
+    command: str = ""
+    notes: Sequence[tuple[str, str]] = ()
+    sections: Sequence[Section] = field(default=())

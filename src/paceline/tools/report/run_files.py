@@ -1,0 +1,183 @@
+"""A folder of records: per-step JSON lines and a trace, by each worker or for all."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from paceline.errors import UsageError
+from paceline.records import Span, StepRecord
+from paceline.tools.report.traces import chrome_trace
+
+_WORKERS = "worker-*.jsonl"
+_PIECE = 1 << 16
+"""Bytes that are read or written at once."""
+
+
+class WorkerRecords:
+    """A real worker's `Recorder`: a file in *folder* for the launcher to merge.
+
+    JSON lines as they come, an object for a step and an array for a span: all that a step
+    took is in the file when it has ended. Only the last line of a killed worker's may be
+    incomplete; what the worker writes in another life comes after the last whole one. *clock*:
+    what to add to a span's times to have seconds since 1970.
+    """
+
+    def __init__(self, folder: str, clock: float = 0.0) -> None:
+        self._folder, self._clock = folder, clock
+        self._file: BinaryIO | None = None
+        self._lines = bytearray()
+        self._broken = False
+
+    def step(self, record: StepRecord) -> None:
+        self._add(record)
+        self._write(record.worker)
+
+    def span(self, span: Span) -> None:
+        start, end = self._clock + span.start, self._clock + span.end
+        self._add(span._replace(start=start, end=end))
+        if len(self._lines) > _PIECE:
+            self._write(span.worker)
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        if self._file is not None:
+            self._write(0)
+            self._file.close()
+
+    def _add(self, line: StepRecord | Span) -> None:
+        if not self._broken:
+            self._lines += msgspec.json.encode(line) + b"\n"
+
+    def _write(self, worker: int) -> None:
+        """What has come until now, in one piece; a training outlives a full disk."""
+        if self._broken:
+            return
+        try:
+            if self._file is None:
+                name = f"worker-{worker}.jsonl"
+                self._file = _open_after_whole_lines(make_folder(self._folder) / name)
+            if self._file.write(self._lines) < len(self._lines):
+                raise OSError(f"there is no room left in {self._folder}")
+        except (OSError, UsageError) as error:
+            self._broken = True
+            print(
+                f"paceline: worker {worker}: no more records are written: {error}",
+                file=sys.stderr,
+            )
+        self._lines.clear()
+
+
+def _open_after_whole_lines(path: Path) -> BinaryIO:
+    """To go on writing behind the last line that is complete; unbuffered."""
+    path.touch()
+    with path.open("rb") as before:
+        whole = sum(len(line) for line in before if line.endswith(b"\n"))
+    os.truncate(path, whole)
+    return path.open("ab", buffering=0)
+
+
+def _lines_of(path: Path) -> Iterator[StepRecord | Span]:
+    decode = msgspec.json.Decoder(StepRecord | Span).decode
+    with path.open("rb", buffering=_PIECE) as lines:
+        yield from (decode(line) for line in lines if line.endswith(b"\n"))
+
+
+def _steps_of(path: Path) -> Iterator[StepRecord]:
+    return (line for line in _lines_of(path) if isinstance(line, StepRecord))
+
+
+def merge_workers(folder: str, name: str) -> None:
+    """Write ``NAME.jsonl`` and ``NAME.trace.json`` of what all real workers have left in
+    *folder*, which is removed. However much it is: it is read as it is written."""
+    paths = sorted(Path(folder).glob(_WORKERS))
+
+    def spans() -> Iterator[Span]:
+        lines = itertools.chain.from_iterable(map(_lines_of, paths))
+        return (line for line in lines if isinstance(line, Span))
+
+    steps = heapq.merge(*map(_steps_of, paths), key=_order)
+    write_run(folder, name, steps, spans, wall=True)
+    for path in paths:
+        path.unlink()
+
+
+def forget_workers(folder: str) -> None:
+    """Remove what workers of an earlier run, that was killed, have left in *folder*."""
+    for path in make_folder(folder).glob(_WORKERS):
+        path.unlink()
+
+
+def write_run(
+    folder: str,
+    name: str,
+    steps: Iterable[StepRecord],
+    spans: Callable[[], Iterable[Span]],
+    *,
+    wall: bool = False,
+) -> None:
+    """Write ``NAME.jsonl`` (a record per worker and step) and ``NAME.trace.json``. *wall*: times of
+    *spans* are seconds since 1970."""
+    path = make_folder(folder)
+    encode = msgspec.json.Encoder().encode
+    with (path / f"{name}.jsonl").open("wb", buffering=_PIECE) as file:
+        file.writelines(encode(record) + b"\n" for record in steps)
+    with (path / f"{name}.trace.json").open("wb", buffering=_PIECE) as file:
+        file.writelines(chrome_trace(spans, wall=wall))
+
+
+def _order(record: StepRecord) -> tuple[int, int]:
+    return record.step, record.worker
+
+
+_CLAIMED = ".paceline-files"
+
+
+def claim(folder: str, *names: str) -> None:
+    """Note that the files with these *names* in *folder* are about to be made, so that
+    `clear` may remove them. A folder that is there already stays somebody else's."""
+    path = make_folder(folder)
+    known = _claimed(path)
+    fresh = [n for n in names if n not in known and not (path / n).is_dir()]
+    (path / _CLAIMED).write_text("".join(f"{name}\n" for name in [*known, *fresh]))
+
+
+def clear(folder: str) -> None:
+    """Remove from *folder* what was claimed there, and nothing else."""
+    path = make_folder(folder)
+    for name in _claimed(path):
+        if (path / name).is_dir() and not (path / name).is_symlink():
+            shutil.rmtree(path / name)
+        else:
+            (path / name).unlink(missing_ok=True)
+    (path / _CLAIMED).unlink(missing_ok=True)
+
+
+def _claimed(path: Path) -> list[str]:
+    try:
+        names = (path / _CLAIMED).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [n for n in names if Path(n).name == n and n not in ("", ".", "..")]
+
+
+def make_folder(folder: str, what: str = "records") -> Path:
+    """Make *folder* if need be; raises `UsageError` where nothing can be written there,
+    *what* was to be."""
+    path = Path(folder)
+    probe = path / f".paceline-probe-{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {what} to {folder}: {error}") from error
+    return path

@@ -1,0 +1,187 @@
+"""Tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cluster.workload import Workload
+from paceline.records import StepRecord
+from paceline.runtimes.results import Failed, Outcome, Result
+from paceline.tools.compare.goal import Goal
+from paceline.units import show_bytes, show_seconds
+
+_WIDTH_OF_FILES = 120
+"""Columns where standard output is no terminal: nothing needs to be folded there."""
+
+
+class Sheet(NamedTuple):
+    """A table's text: a cell per heading and row, a *legend* of one or more sentences, and
+    the notes that rows refer to as ``[1]``, ``[2]``, ... behind their names."""
+
+    headings: list[str]
+    rows: list[list[str]]
+    legend: list[str]
+    notes: list[str]
+
+
+def sheet(rows: Sequence[tuple[str, Outcome]]) -> Sheet:
+    """A row per run: its name, where its time goes, its last metrics, and the ratio of its
+    step time to that of the first run that has one; what is to be known about it, below.
+    """
+    results = [outcome for _, outcome in rows if isinstance(outcome, Result)]
+    metrics = list(dict.fromkeys(name for r in results for name in r.metrics))
+    first = next((r.step_seconds for r in results if r.step_seconds), None)
+    headings = ["variant", "buckets", "settled", "step", "compute", "exposed", "sent"]
+    headings += metrics
+    if len(rows) > 1:
+        headings.append("ratio")
+    # What is to be known about all of them needs no mark.
+    common = [
+        note
+        for note in (results[0].notes if len(results) > 1 else ())
+        if all(note in result.notes for result in results)
+    ]
+    numbers: dict[str, int] = {}
+    table = []
+    for name, outcome in rows:
+        marks = [
+            numbers.setdefault(note, len(numbers) + 1)
+            for note in outcome.notes
+            if note not in common
+        ]
+        label = name + "".join(f" [{number}]" for number in marks)
+        if isinstance(outcome, Failed):
+            cells = ["-", "-", "failed", *["-"] * (len(headings) - 4)]
+        else:
+            cells = _figures(outcome, metrics)
+            if len(rows) > 1:
+                step = outcome.step_seconds
+                cells.append(f"{step / first:.3f}" if step and first else "-")
+        table.append([label, *cells])
+    return Sheet(headings, table, [_sum(results), *common], list(numbers))
+
+
+ADDS_UP = 0.005
+"""To this part of a step its figures are seen to add up."""
+
+
+def _sum(results: Sequence[Result]) -> str:
+    words = "step = compute + exposed (waiting for the network)"
+    for r in results:
+        step, compute = r.step_seconds, r.compute_seconds
+        exposed = r.exposed_communication_seconds
+        if step is None or compute is None or exposed is None:
+            continue
+        if abs(step - compute - exposed) > ADDS_UP * step:
+            words += " in each step, and medians of these need not add up"
+            break
+    return f"{words}; sent per worker; figures are of settled steps"
+
+
+def _figures(result: Result, metrics: Sequence[str]) -> list[str]:
+    sent = result.bytes_sent_per_worker
+    values = (result.metrics.get(metric) for metric in metrics)
+    first = result.settled_from
+    return [
+        str(result.buckets),
+        "-" if first is None else f"{first} to {result.steps}",
+        _seconds(result.step_seconds),
+        _seconds(result.compute_seconds),
+        _seconds(result.exposed_communication_seconds),
+        "-" if sent is None else show_bytes(sent),
+        *("-" if value is None else f"{value:.4g}" for value in values),
+    ]
+
+
+def print_results(
+    rows: Sequence[tuple[str, Outcome]],
+    reached: Sequence[StepRecord | None] = (),
+    goal: Goal | None = None,
+) -> None:
+    """The table of `sheet`, and what its figures were made with. At least one run has a
+    result. *reached*: the step with which each came to the *goal*."""
+    first = next(outcome for _, outcome in rows if isinstance(outcome, Result))
+    headings, cells, legend, notes = sheet(rows)
+    many = "worker" if first.workers == 1 else "workers"
+    table = Table(title=f"{first.workers} {many}, {first.world} world")
+    table.add_column(headings[0], overflow="fold")
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    if goal is not None:
+        table.add_column(f"to {goal}", justify="right", no_wrap=True)
+        cells = [
+            [*row, "never" if when is None else show_seconds(when.end_seconds)]
+            for row, when in zip(cells, reached, strict=True)
+        ]
+    for row in cells:
+        table.add_row(*(Text(cell) for cell in row))
+    console = console_for_tables()
+    console.print(table)
+    for sentence in legend:
+        console.print(Text(sentence))
+    if first.world == "virtual":
+        console.print(
+            "all in virtual time: in the script that is paceline.now(), and not time.time()"
+        )
+    below = Table.grid(padding=(0, 1))
+    for number, note in enumerate(notes, start=1):
+        below.add_row(Text(f"[{number}]"), Text(note))
+    if notes:
+        console.print(below)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else show_seconds(value)
+
+
+def print_workload(workload: Workload, rows: int = 12) -> None:
+    """A workload's sums, and the tensors whose backward pass takes longest."""
+    table = Table(title=workload.source or "workload")
+    table.add_column("tensor", overflow="fold")
+    for heading in ("gradient", "forward", "backward", "ready at"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    ready = dict(zip(workload.order, workload.ready_seconds, strict=True))
+    count = len(workload.names)
+    longest = sorted(range(count), key=workload.backward.__getitem__, reverse=True)
+    shown = set(longest[:rows])
+    for i in (i for i in workload.order if i in shown):
+        table.add_row(
+            workload.names[i],
+            show_bytes(workload.sizes[i]),
+            show_seconds(workload.forward[i]),
+            show_seconds(workload.backward[i]),
+            show_seconds(ready[i]),
+        )
+    if count > rows:
+        table.add_row(f"... and {count - rows} more", "", "", "", "")
+    table.add_section()
+    table.add_row(
+        f"{count} tensors",
+        show_bytes(sum(workload.sizes)),
+        show_seconds(workload.forward_seconds),
+        show_seconds(workload.backward_seconds),
+        f"update {show_seconds(workload.update)}",
+    )
+    console = console_for_tables()
+    console.print(table)
+    for name, times in workload.coding.items():
+        sentence = (
+            f"compression {name}: {show_seconds(times.encode)} until the first codes, "
+            f"{show_seconds(times.decode)} + {show_seconds(times.decode_per_worker)} a "
+            "worker after them"
+        )
+        console.print(Text(sentence))
+
+
+def console_for_tables() -> Console:
+    """Standard output, wide enough where that is a file. Names of metrics, tensors and files are shown as
+    they are: ``acc[val]`` is no markup."""
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
+    return console

@@ -1,0 +1,237 @@
+"""Programs of several ranks in step, on a clock that the test moves."""
+
+import random
+from collections import deque
+
+from paceline.tools.auto.controller import Program
+from paceline.tools.auto.interfaces import LeftError
+from tests.hanging import SECONDS
+
+
+class Mail:
+    """What `Exchange` does, for ranks that are taken in turn within a step."""
+
+    def __init__(self, size):
+        self.size = size
+        self.messages = []  # of each message: what ranks have posted
+
+    def end(self, rank):
+        return End(self, rank)
+
+
+class UnreadError(Exception):
+    """A message was read before all had posted it."""
+
+
+class End:
+    def __init__(self, mail, rank):
+        self._mail, self._rank = mail, rank
+        self._posts, self._reads, self._over = 0, deque(), False
+
+    @property
+    def size(self):
+        return self._mail.size
+
+    def _post(self, out, content):
+        number = self._posts
+        self._posts += 1
+        if number == len(self._mail.messages):
+            self._mail.messages.append({})
+        assert self._rank not in self._mail.messages[number]
+        self._mail.messages[number][self._rank] = (out, content)
+        self._reads.append(number)
+
+    def post(self, values):
+        self._post(False, list(values))
+
+    def is_readable(self):
+        return len(self._mail.messages[self._reads[0]]) == self.size
+
+    def _take(self):
+        if not self.is_readable():
+            raise UnreadError
+        message = self._mail.messages[self._reads.popleft()]
+        if any(out for out, _ in message.values()):
+            self._over = True
+            raise LeftError
+        return [content for _, content in message.values()], message
+
+    def take(self):
+        contents, _ = self._take()
+        assert len({len(content) for content in contents}) == 1, "different messages"
+        return [sum(column) for column in zip(*contents, strict=True)]
+
+    def tell(self, text):
+        self._post(False, text)
+
+    def told(self):
+        _, message = self._take()
+        return message[0][1]
+
+    def leave(self):
+        if not self._over:
+            self._over = True
+            self._post(True, [])
+
+
+class Senses:
+    """One rank of a world in which a step with each spec takes so long: `World.seconds`."""
+
+    needs_probe = True
+
+    def __init__(self, world, rank):
+        self._world, self._rank = world, rank
+        self.refused = ""
+        self._times = []
+        self._since_change = 0
+
+    def step(self, spec, changed):
+        world = self._world
+        if changed:
+            self._since_change = 0
+        self._since_change += 1
+        seconds = world.seconds(spec, len(self._times))
+        seconds *= 1 + world.noise * world.random[self._rank].gauss(0, 1)
+        if changed:
+            seconds += world.change_seconds
+        self._times.append(max(1e-6, seconds))
+
+    @property
+    def settled(self):
+        return self._since_change > self._world.settles_after
+
+    period = 1
+
+    def last(self, steps):
+        return self._times[-steps:]
+
+    def waited(self):
+        return self._world.waited
+
+    def recall(self):
+        return self._world.recalled if self._rank == 0 else ("", 0.0)
+
+    def network_is_as_recalled(self):
+        return self._world.as_recalled
+
+    def begin_plan(self, probe_seconds):
+        self._world.probes[self._rank].append(probe_seconds)
+        self._planned_at = len(self._times) + self._world.plan_steps
+
+    def plan_is_there(self):
+        return self._rank == 0 and len(self._times) >= self._planned_at
+
+    def candidates(self):
+        return list(self._world.candidates) if self._rank == 0 else []
+
+
+class World:
+    """What happens to all ranks. *seconds* gives a step's, by spec and by its number."""
+
+    def __init__(self, size, seconds, candidates=(), **options):
+        self.size, self.seconds, self.candidates = size, seconds, candidates
+        self.noise = options.pop("noise", 0.0)
+        self.waited = options.pop("waited", 0.5)
+        self.settles_after = options.pop("settles_after", 20)
+        self.plan_steps = options.pop("plan_steps", 30)
+        self.change_seconds = options.pop("change_seconds", 0.1)
+        self.recalled = options.pop("recalled", ("", 0.0))
+        self.as_recalled = options.pop("as_recalled", True)
+        self.refuses = options.pop("refuses", ())
+        seed = options.pop("seed", 0)
+        assert not options, options
+        self.random = [random.Random(f"{seed}/{rank}") for rank in range(size)]
+        self.probes = [[] for _ in range(size)]
+        self.mail = Mail(size)
+        self.ends = [self.mail.end(rank) for rank in range(size)]
+        self.senses = [Senses(self, rank) for rank in range(size)]
+        self.found = [[] for _ in range(size)]
+        self.said = [[] for _ in range(size)]
+        self.programs = [
+            Program(
+                self.senses[rank],
+                self.ends[rank],
+                "bsp",
+                self.found[rank].append,
+                self.said[rank].append,
+            )
+            for rank in range(size)
+        ]
+        self.runs = [program.run() for program in self.programs]
+        self.specs = ["bsp"] * size
+        self.history = []
+        self.changed = [False] * size
+        self.left = set()
+        self.turns = random.Random(f"{seed}/turns")
+
+    def step(self):
+        """One step of all, in any order; a rank that must wait for others comes again."""
+        wanted = {}
+        ranks = [rank for rank in range(self.size) if rank not in self.left]
+        self.history.append(self.specs[ranks[0]] if ranks else "")
+        for rank in ranks:
+            self.senses[rank].step(self.specs[rank], self.changed[rank])
+        waiting = list(ranks)
+        self.turns.shuffle(waiting)
+        wanted = self._run(waiting)
+        assert len(set(wanted.values())) <= 1, f"ranks decide differently: {wanted}"
+        for rank, spec in wanted.items():
+            self.changed[rank] = spec is not None
+            if spec is not None:
+                refused = spec in self.refuses
+                self.senses[rank].refused = "not with this one" if refused else ""
+                if refused:
+                    self.changed[rank] = False
+                else:
+                    self.specs[rank] = spec
+        return wanted
+
+    def _run(self, waiting):
+        """Each in a thread of its own would do: a message that all wait for is in once the last has
+        posted it."""
+        import threading
+
+        wanted, lock = {}, threading.Condition()
+        failed = []
+
+        def go(rank):
+            end = self.ends[rank]
+            take = end._take
+
+            def patient():
+                while not end.is_readable():
+                    assert lock.wait(SECONDS), "waits for ever"
+                return take()
+
+            end._take = patient
+            try:
+                with lock:
+                    wanted[rank] = next(self.runs[rank])
+                    lock.notify_all()
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                end._take = take
+
+        post = End._post
+
+        def noisy(end, out, content):
+            post(end, out, content)
+            lock.notify_all()
+
+        End._post = noisy
+        try:
+            threads = [threading.Thread(target=go, args=(rank,)) for rank in waiting]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            End._post = post
+        if failed:
+            raise failed[0]
+        return wanted
+
+    def leave(self, rank):
+        self.ends[rank].leave()
+        self.left.add(rank)

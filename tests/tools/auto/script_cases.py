@@ -1,0 +1,250 @@
+"""What scripts do around steps, under a method that changes; each runs on all workers."""
+
+import math
+
+import pytest
+import torch
+
+import paceline
+from paceline.errors import GradientError
+from paceline.runtimes.join import join_world
+from paceline.tools.auto.method_switching import Auto
+from tests.tools.auto.cases import (
+    Follows,
+    assert_equal_everywhere,
+    begun,
+    changing,
+    flat,
+    inputs,
+    normalized,
+    one_step,
+)
+
+TURNS = {2: "dear", 4: "bsp:collective=tree", 6: "osp:collective=native,defer=nothing"}
+
+
+def both(train, turns=TURNS, tolerance=1e-6, **options):
+    """*train* does the same under bsp and under methods in turn."""
+    ends = []
+    for method in ("bsp", changing(turns, True) if isinstance(turns, dict) else turns):
+        net, wrapped = begun(method, **options)
+        train(net, wrapped)
+        wrapped.finish()
+        assert_equal_everywhere(flat(net))
+        ends.append(flat(net))
+    assert torch.allclose(*ends, atol=tolerance)
+    return ends[1]
+
+
+def gradients_are_accumulated_and_clipped():
+    def train(net, wrapped):
+        for step in range(9):
+            wrapped.zero_grad(set_to_none=step % 2 == 0)
+            with wrapped.no_sync():
+                net(inputs(paceline.rank(), step)).square().mean().backward()
+            net(inputs(paceline.rank(), step + 50)).square().mean().backward()
+            wrapped.step()
+
+    free, clipped = both(train), both(train, clip_norm=0.05)
+    assert not torch.allclose(free, clipped, atol=1e-3)
+
+
+def schedulers_count_all_steps():
+    def train(net, wrapped):
+        schedule = torch.optim.lr_scheduler.StepLR(wrapped, 3, gamma=0.5)
+        for step in range(9):
+            one_step(net, wrapped, step)
+            schedule.step()
+        assert wrapped.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+        assert wrapped.steps_of_all >= 9
+
+    both(train)
+
+
+def a_script_that_clips_by_itself_is_not_sent_to_what_sends_gradients_early():
+    follows = Follows({3: "osp", 4: "osp:collective=native", 6: "dear"})
+
+    def train(net, wrapped):
+        for step in range(9):
+            wrapped.zero_grad()
+            net(inputs(paceline.rank(), step)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            wrapped.step()
+
+    ends = []
+    for method in ("bsp", Auto(follows)):
+        net, wrapped = begun(method)
+        train(net, wrapped)
+        wrapped.finish()
+        ends.append(flat(net))
+    assert torch.allclose(*ends, atol=1e-6)
+    assert [spec for spec, _ in follows.why] == ["osp", "osp:collective=native"]
+    assert all("clip" in why for _, why in follows.why)
+
+
+def a_scaler_skips_the_same_steps():
+    def train(net, wrapped):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(9):
+            wrapped.zero_grad()
+            loss = net(inputs(paceline.rank(), step)).square().mean()
+            if step in (3, 5) and paceline.rank() == 0:
+                loss = loss * math.inf
+            scaler.scale(loss).backward()
+            scaler.step(wrapped)
+            scaler.update()
+        assert scaler.get_scale() == 2.0
+
+    both(train, {2: "dear", 4: "priority"})
+    follows = Follows({2: "local-sgd:every=2", 5: "osp:collective=native"})
+    both(train, Auto(follows))
+    assert "GradScaler" in follows.why[0][1]
+    assert "GradScaler" in follows.why[1][1]
+
+
+def closures_are_evaluated():
+    def train(net, wrapped):
+        for step in range(8):
+
+            def closure(step=step):
+                wrapped.zero_grad()
+                loss = net(inputs(paceline.rank(), step)).square().mean()
+                loss.backward()
+                return loss
+
+            wrapped.step(closure)
+
+    both(train)
+    follows = Follows({2: "dear", 3: "bsp:fusion=wfbp"})
+    for method in ("bsp", Auto(follows)):
+        net, wrapped = begun(method, lambda p: torch.optim.LBFGS(p, max_iter=3))
+        train(net, wrapped)
+        wrapped.finish()
+        assert_equal_everywhere(flat(net))
+    assert [spec for spec, _ in follows.why] == ["dear"]
+
+
+def results_are_looked_at_in_between():
+    def train(net, wrapped):
+        for step in range(9):
+            one_step(net, wrapped, step)
+            if step in (1, 2, 5):
+                with wrapped.consolidated(), torch.no_grad():
+                    assert_equal_everywhere(flat(net))
+                    net(inputs(0, 99))
+
+    both(train)
+    net, wrapped = begun(changing({2: "diloco:every=2", 6: "bsp"}))
+    train(net, wrapped)
+    wrapped.finish()
+
+
+def two_optimizers_change_by_themselves():
+    ends = []
+    for methods in (("bsp", "bsp"), (changing({2: "dear"}), changing({3: "osp"}))):
+        pairs = [begun(method) for method in methods]
+        for step in range(6):
+            for number, (net, wrapped) in enumerate(pairs):
+                one_step(net, wrapped, step + 10 * number)
+        for _, wrapped in pairs:
+            wrapped.finish()
+        ends.append(torch.cat([flat(net) for net, _ in pairs]))
+    assert torch.allclose(*ends, atol=1e-6)
+    join_world().job.trainings.clear()
+
+
+def samplers_weigh_uneven_shares():
+    def train(method, specs=None):
+        data = torch.randn(29, 6, generator=torch.Generator().manual_seed(1))
+        sampler = paceline.Sampler(
+            data, batch_size=7, shares=[1.0] * (paceline.world_size() - 1) + [2.0]
+        )
+        net, wrapped = begun(method, sampler=sampler)
+        for _ in range(3):
+            for rows in sampler:
+                wrapped.zero_grad()
+                net(data[rows]).square().mean().backward()
+                wrapped.step()
+        wrapped.finish()
+        return flat(net)
+
+    assert torch.allclose(train("bsp"), train(changing(TURNS)), atol=1e-6)
+
+
+def statistics_of_batches_go_on():
+    ends = []
+    for method in ("bsp", changing({2: "dear", 5: "bsp:fusion=wfbp"})):
+        net = normalized()
+        plain = torch.optim.SGD(net.parameters(), lr=0.1)
+        wrapped = paceline.distribute(net, plain, method=method, fusion="ddp")
+        for step in range(8):
+            one_step(net, wrapped, step)
+        wrapped.finish()
+        buffers = [buffer.float().flatten() for buffer in net.buffers()]
+        assert_equal_everywhere(torch.cat(buffers))
+        ends.append(torch.cat(buffers))
+    assert torch.allclose(*ends, atol=1e-6)
+
+
+def a_loop_is_left_before_the_last_step():
+    """By one worker, in the step after which the others change."""
+    net, wrapped = begun(changing({4: "dear", 6: "bsp"}))
+    for step in range(8):
+        wrapped.zero_grad()
+        net(inputs(paceline.rank(), step)).square().mean().backward()
+        if step == 3 and paceline.rank() == 0:
+            break
+        wrapped.step()
+    wrapped.finish()
+    assert_equal_everywhere(flat(net))
+
+
+def courses_that_disagree_are_an_error():
+    other = "dear" if paceline.rank() else "priority"
+    net, wrapped = begun(changing({2: other}))
+    one_step(net, wrapped, 0)
+    with pytest.raises(paceline.PacelineError, match="dear and prio"):
+        one_step(net, wrapped, 1)
+    assert "different specs" in wrapped.broken_by
+    with pytest.raises(paceline.PacelineError, match="finish"):
+        wrapped.step()
+    wrapped.finish()
+    join_world().job.trainings.clear()
+
+
+def a_gradient_that_is_not_finite_is_named_under_each_method():
+    for spec in ("bsp:fusion=wfbp", "dear"):
+        net, wrapped = begun(changing({2: spec}), check_finite=True)
+        for step in range(3):
+            one_step(net, wrapped, step)
+        wrapped.zero_grad()
+        loss = net(inputs(paceline.rank(), 3)).sum() * math.nan
+        with pytest.raises(GradientError, match="not finite"):
+            loss.backward()
+        wrapped.finish()
+    join_world().job.trainings.clear()
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        gradients_are_accumulated_and_clipped,
+        schedulers_count_all_steps,
+        a_script_that_clips_by_itself_is_not_sent_to_what_sends_gradients_early,
+        a_scaler_skips_the_same_steps,
+        closures_are_evaluated,
+        results_are_looked_at_in_between,
+        two_optimizers_change_by_themselves,
+        samplers_weigh_uneven_shares,
+        statistics_of_batches_go_on,
+        a_loop_is_left_before_the_last_step,
+    )
+}
+MISTAKES = {
+    case.__name__: case
+    for case in (
+        courses_that_disagree_are_an_error,
+        a_gradient_that_is_not_finite_is_named_under_each_method,
+    )
+}
+"""After each of them a real job is over: these are for virtual time."""

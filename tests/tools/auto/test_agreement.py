@@ -1,0 +1,81 @@
+"""Messages of all ranks: texts of any length, also where somebody leaves in the middle of one."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from paceline.tools.auto.agreement import WORDS, Exchange
+from paceline.tools.auto.interfaces import LeftError
+from tests.collectives.in_network.places import together
+from tests.hanging import SECONDS
+
+
+class Sums:
+    """All-reduces of ranks that are threads: the same number of each rank's is one."""
+
+    def __init__(self, size):
+        self.size, self.posted = size, [[] for _ in range(size)]
+        self._changed = threading.Condition()
+
+    def comm(self, rank):
+        def all_reduce(buffer, operation):
+            with self._changed:
+                number = len(self.posted[rank])
+                self.posted[rank].append(buffer.clone())
+                self._changed.notify_all()
+            return SimpleNamespace(wait=lambda: self._sum(number, buffer))
+
+        return SimpleNamespace(rank=rank, size=self.size, all_reduce=all_reduce)
+
+    def _sum(self, number, buffer):
+        with self._changed:
+            all_are_in = self._changed.wait_for(
+                lambda: all(len(of) > number for of in self.posted), SECONDS
+            )
+        assert all_are_in
+        buffer.copy_(sum(of[number] for of in self.posted))
+
+
+def candidates(length):
+    line = "0.123456789 ds-sync:compression=gd-top-k:density=0.004,collective=rina é\n"
+    text = line * (length // len(line.encode()) + 1)
+    return text.encode()[:length].decode(errors="ignore")
+
+
+@pytest.mark.parametrize("length", [0, 1, WORDS - 1, WORDS, WORDS + 1, 5 * WORDS])
+def test_rank_0_s_text_is_heard_whole_however_long_it_is(length):
+    sums = Sums(3)
+
+    def work(rank):
+        end = Exchange(sums.comm(rank), torch.device("cpu"))
+        end.tell(candidates(length) if rank == 0 else "not looked at")
+        text = end.told()
+        end.post([1.0, 2.0])
+        assert end.take()[:2] == [3.0, 6.0]
+        end.close()
+        return text
+
+    assert together(3, work) == [candidates(length)] * 3
+
+
+@pytest.mark.parametrize("told_before", [False, True])
+def test_who_leaves_in_the_middle_of_a_text_keeps_nobody_waiting(told_before):
+    """It leaves before the text's first message, or after that and before the second."""
+    sums = Sums(3)
+
+    def work(rank):
+        end = Exchange(sums.comm(rank), torch.device("cpu"))
+        if rank != 1 or told_before:
+            end.tell(candidates(3 * WORDS))
+        if rank == 1:
+            end.leave()
+        else:
+            with pytest.raises(LeftError):
+                end.told()
+            end.leave()
+        end.close()
+
+    together(3, work)
+    assert len({len(of) for of in sums.posted}) == 1

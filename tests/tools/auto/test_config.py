@@ -1,0 +1,73 @@
+"""What a user may wish, and what is refused in words."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.errors import ClusterError, UsageError
+from paceline.tools.auto.config import Auto, check_wish, wish_of
+from paceline.tools.plan.prediction_cost import usual_seconds
+from tests.tools.plan.helpers import cluster
+
+
+def test_the_words():
+    assert wish_of(None) is None
+    assert wish_of("bsp:fusion=ddp") is None
+    assert wish_of("auto") == Auto()
+    wish = wish_of("auto:quality=lossy,cluster=c.toml,file=d.json,budget=5")
+    assert wish == Auto(quality="lossy", cluster="c.toml", file="d.json", budget=5.0)
+
+
+def test_more_workers_have_the_budget_of_a_plan():
+    for workers in (8, 64):
+        network = cluster(workers)
+        assert wish_of("auto").budget_for(network) == usual_seconds(network)
+        assert wish_of("auto:budget=5").budget_for(network) == 5.0
+
+
+def test_a_class_allows_all_stronger_ones_and_never_asynchronous():
+    assert Auto().allowed == ("exact",)
+    assert Auto(quality="lossy").allowed == ("exact", "late", "lossy")
+    assert Auto(quality="local").allowed == ("exact", "late", "lossy", "local")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("auto:quality=asynchronous", "name the method"),
+        ("auto:quality=fast", "fast"),
+        ("auto:qualty=late", "Did you mean 'quality'"),
+        ("auto:compression=int8", "what it chooses"),
+        ("auto:budget=0", "above 0"),
+        ("auto:budget=much", "a number"),
+    ],
+)
+def test_bad_wishes(spec, words):
+    with pytest.raises(UsageError, match=words):
+        wish_of(spec)
+
+
+def test_a_cluster_of_other_workers(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text('[[rack]]\nworkers = 4\nlink = "1gbit"\nlatency = "50us"\n')
+    wish = Auto(cluster=str(file))
+    assert wish.load_cluster(4).workers == 4
+    with pytest.raises(UsageError, match=r"4 workers, and this job 3"):
+        wish.load_cluster(3)
+    with pytest.raises(ClusterError):
+        Auto(cluster=str(tmp_path / "missing.toml")).load_cluster(4)
+
+
+@pytest.mark.parametrize(
+    ("alone", "beside", "others", "words"),
+    [
+        (True, {}, False, "--survive"),
+        (False, {"compression": "int8"}, False, "compression"),
+        (False, {}, True, "another model"),
+    ],
+)
+def test_where_nothing_can_be_chosen(alone, beside, others, words):
+    world = SimpleNamespace(alone=alone)
+    with pytest.raises(UsageError, match=words):
+        check_wish(world, chosen_beside=beside, others=others)
+    check_wish(SimpleNamespace(alone=False), chosen_beside={}, others=False)

@@ -1,0 +1,264 @@
+"""What is decided, step by step, on all ranks alike: no network, no clock."""
+
+import collections
+import random
+
+import pytest
+
+from paceline.bucketing.trial import WORTH_IT
+from paceline.tools.auto import controller
+from paceline.tools.auto.controller import typical
+from tests.tools.auto.fleet import World
+
+
+def fixed(**seconds):
+    """The same times at all steps."""
+    return lambda spec, step: seconds[spec]
+
+
+def settle(world, most=1500):
+    """Steps until all ranks have decided, and some more."""
+    for number in range(most):
+        world.step()
+        if number > 5 and all(one.is_settled for one in world.programs):
+            return number
+    raise AssertionError(f"nothing is settled after {most} steps")
+
+
+def test_the_fastest_candidate_stays_and_all_ranks_know_it():
+    world = World(
+        3, fixed(bsp=1.0, dear=0.8, osp=0.7), [("osp", 0.7), ("dear", 0.8)], noise=0.01
+    )
+    settle(world)
+    assert world.specs == ["osp"] * 3
+    for found in world.found:
+        (one,) = found
+        assert one.chosen == "osp"
+        assert one.before == "bsp"
+        assert [tried.spec for tried in one.tried] == ["osp", "dear"]
+        assert [tried.better for tried in one.tried] == [True, False]
+        assert one.tried[0].seconds == pytest.approx(0.7, rel=0.02)
+        assert one.usual == pytest.approx(0.7, rel=0.02)
+
+
+def test_a_candidate_that_was_predicted_to_be_fast_and_is_not_is_left():
+    world = World(2, fixed(bsp=1.0, dear=1.1), [("dear", 0.5)], noise=0.01)
+    settle(world)
+    assert world.specs == ["bsp"] * 2
+    assert not world.found[0][0].tried[0].better
+
+
+@pytest.mark.parametrize("phase", range(4, 8))
+def test_what_was_given_up_for_its_cost_is_told_with_its_cost(phase):
+    """Its last steps may be fast: those are not what it was given up for."""
+
+    def seconds(spec, step):
+        if spec == "bsp":
+            return 1.0
+        return 0.9 if (world.since[spec] + phase) % 8 > 4 else 1.4
+
+    world = World(2, seconds, [("dear", 0.5)], settles_after=140)
+    world.since = collections.Counter()
+    step = world.senses[0].step
+
+    def counted(spec, changed):
+        world.since[spec] += 1
+        step(spec, changed)
+
+    world.senses[0].step = counted
+    settle(world)
+    (tried,) = world.found[0][0].tried
+    assert "given up" in tried.why
+    assert tried.seconds > tried.before_seconds
+
+
+def test_where_nothing_waits_nothing_is_measured():
+    world = World(2, fixed(bsp=1.0, dear=0.5), [("dear", 0.5)], waited=0.01)
+    settle(world)
+    assert world.specs == ["bsp"] * 2
+    assert world.probes == [[], []]
+    assert world.found[0][0].tried == []
+
+
+def test_a_refused_candidate_is_named_and_the_next_one_is_tried():
+    world = World(
+        2,
+        fixed(bsp=1.0, dear=0.8, osp=0.1),
+        [("osp", 0.1), ("dear", 0.8)],
+        refuses=("osp",),
+    )
+    settle(world)
+    assert world.specs == ["dear"] * 2
+    assert "not with this one" in world.found[0][0].tried[0].why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_laws_on_random_networks(seed):
+    """Ranks decide alike (`World.step` asserts it), it comes to an end, what stays is not slower than
+    what ran before by more than noise, and the thousand steps that follow its beginning take
+    hardly longer than with what ran before."""
+    draw = random.Random(seed)
+    specs = ["a", "b"]
+    times = {"bsp": 1.0} | {spec: draw.uniform(0.4, 2.5) for spec in specs}
+    noise = draw.choice([0.0, 0.005, 0.02])
+    world = World(
+        draw.randint(2, 4),
+        lambda spec, step: times[spec],
+        [(spec, 0.5) for spec in specs],
+        noise=noise,
+        change_seconds=draw.uniform(0.0, 1.5),
+        settles_after=draw.randint(0, 60),
+        seed=seed,
+    )
+    while len(world.history) < 1000:
+        world.step()
+    assert sum(world.senses[0].last(1000)) <= 1000 * (1 + controller.SHARE + 0.005)
+    assert times[world.specs[0]] <= 1.0
+    while len(world.history) < 2500:  # what was put off
+        world.step()
+    best = min(times.values())
+    assert times[world.specs[0]] <= best / WORTH_IT * (1 + 2 * noise)
+    assert set(world.history) <= {"bsp", *specs}
+
+
+def test_the_bound_on_costs_is_what_holds_them():
+    """The control of the law above: a trial without bounds costs more."""
+    times = {"bsp": 1.0, "a": 1.25}
+    bound, controller.SHARE = controller.SHARE, 10.0
+    try:
+        world = World(
+            2, lambda spec, step: times[spec], [("a", 0.5)], settles_after=120
+        )
+        settle(world)
+    finally:
+        controller.SHARE = bound
+    assert sum(world.senses[0].last(2000)) - len(world.history) > 20
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_is_out_of_data_stops_all_changes_and_nobody_waits(seed):
+    draw = random.Random(seed)
+    world = World(
+        3,
+        fixed(bsp=1.0, dear=0.9, osp=0.7),
+        [("osp", 0.7), ("dear", 0.9)],
+        noise=0.02,
+        settles_after=draw.randint(0, 10),
+        plan_steps=draw.randint(5, 20),
+        seed=seed,
+    )
+    for _ in range(draw.randint(1, 150)):
+        world.step()
+    leaving = draw.sample(range(3), draw.randint(1, 3))
+    for rank in leaving:
+        world.leave(rank)
+        for _ in range(draw.randint(0, 20)):
+            changed = world.step()
+            assert not any(changed.values())
+    for _ in range(100):
+        assert not any(world.step().values())
+    for rank in set(range(3)) - world.left:
+        world.leave(rank)
+    posted = {len(message) for message in world.mail.messages}
+    assert posted == {3}, "some ranks have posted more than others"
+
+
+def test_steps_that_are_slower_for_good_are_decided_anew_and_a_blip_is_not():
+    times = {"bsp": 1.0, "dear": 1.2}
+    world = World(
+        2,
+        lambda spec, step: times[spec] * (3 if 400 < step < 440 else 1),
+        [("dear", 0.5)],
+        noise=0.01,
+    )
+    settle(world)
+    for _ in range(700):
+        world.step()
+    assert len(world.found[0]) == 1
+    times.update(bsp=2.0, dear=1.0)
+    for _ in range(1500):
+        world.step()
+    assert world.specs == ["dear"] * 2
+    assert len(world.found[0]) == 2
+
+
+def test_a_network_that_changes_all_the_time_is_not_run_after():
+    world = World(2, lambda spec, step: 2.0 if step // 400 % 2 else 1.0, noise=0.01)
+    for _ in range(6000):
+        world.step()
+    assert len(world.found[0]) <= controller.DECISIONS
+    assert "stays" in world.said[0][-1]
+
+
+def test_looks_get_rarer():
+    world = World(2, fixed(bsp=1.0), noise=0.01)
+    settle(world)
+    before = len(world.mail.messages)
+    for _ in range(5000):
+        world.step()
+    assert len(world.mail.messages) - before < 15
+
+
+def test_what_was_decided_before_is_used_at_once_where_it_holds():
+    world = World(2, fixed(bsp=1.0, dear=0.8), recalled=("dear", 0.81), noise=0.01)
+    steps = settle(world)
+    assert world.specs == ["dear"] * 2
+    assert world.history[3] == "dear"
+    assert steps < 60
+    assert world.found[0][0].recalled
+    assert world.probes == [[], []]
+
+
+@pytest.mark.parametrize("as_recalled", [True, False])
+def test_what_was_decided_before_is_decided_anew_where_it_does_not_hold(as_recalled):
+    world = World(
+        2,
+        fixed(bsp=1.0, dear=0.9, osp=0.7),
+        [("osp", 0.7)],
+        recalled=("dear", 0.3),
+        as_recalled=as_recalled,
+        noise=0.01,
+    )
+    settle(world)
+    assert world.specs == ["osp"] * 2
+    assert ("dear" in world.history) == as_recalled
+    assert not world.found[0][0].recalled
+
+
+def test_steps_of_milliseconds_put_the_probe_off():
+    world = World(
+        2, lambda spec, step: {"bsp": 0.04, "dear": 0.03}[spec], [("dear", 0.03)]
+    )
+    for _ in range(1000):
+        world.step()
+    assert world.probes == [[], []]
+    assert world.found == [[], []]
+    for _ in range(1500):
+        world.step()
+    assert len(world.probes[0]) == 1
+    assert world.specs == ["dear"] * 2
+
+
+def test_what_is_put_off_is_said_and_tried_later():
+    world = World(
+        2,
+        fixed(bsp=1.0, dear=0.5, osp=0.4),
+        [("osp", 0.4), ("dear", 0.5)],
+        change_seconds=4.0,
+    )
+    settle(world)
+    for found in world.found:
+        assert [one.spec for one in found[0].tried] == ["osp"]
+        assert found[0].chosen == "osp"
+    while len(world.found[0]) < 2:
+        world.step()
+    assert [one.spec for one in world.found[0][1].tried] == ["osp", "dear"]
+    assert not world.found[0][1].later
+
+
+def test_periods_are_measured_whole():
+    assert typical([1.0, 1.0, 4.0, 1.0, 1.0, 4.0], 3) == (2.0, 0.0)
+    assert typical([1.0, 1.0, 4.0], 3) == (2.0, 0.05)
+    assert typical([1.0, 2.0, 3.0], 1) == (2.0, 1.0)
+    assert typical([2.0, 1.9, 2.1, 2.0, 9.0, 2.0, 2.0, 0.1], 1) == (2.0, 0.0)

@@ -1,0 +1,87 @@
+"""A training changes its method between two steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline
+from paceline.core.method_spec import read_spec
+from paceline.runtimes.simulated import Simulation
+from paceline.testing.cases import CASES as TABLE
+from paceline.tools.auto.method_switching import Auto
+from paceline.tools.plan.candidates import quality_of
+from tests import forked
+from tests.tools.auto import cases, script_cases
+from tests.virtual.helpers import run
+
+CASES = cases.CASES | script_cases.CASES
+VIRTUAL = CASES | script_cases.MISTAKES
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+@pytest.mark.parametrize("name", VIRTUAL)
+def test_case(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_TEST_FOLDER", str(tmp_path))
+    run(3, lambda rank: VIRTUAL[name]())
+
+
+def there_and_back(case, workers, meets):
+    """Models at the end: of bsp, and of bsp, *case*'s method, and bsp again."""
+    ends = []
+
+    def main(rank):
+        paceline.init()
+        usual = cases.trained("bsp", 14)
+        follows = cases.Follows({3: case.method, 9: "bsp"}, meets)
+        ends.append((usual, cases.trained(Auto(follows), 14)))
+        assert not follows.why, follows.why
+
+    Simulation(case.cluster(workers)).run(main)
+    return ends
+
+
+def quality(case):
+    return quality_of(*read_spec(case.method))
+
+
+WAYS = [
+    case
+    for case in TABLE
+    if isinstance(case.method, str) and quality(case) != "asynchronous"
+]
+SAMPLED = ("bsp:collective=hierarchical", "osp", "streaming-diloco", "daso", "dear")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case.method,
+            marks=[] if case.method in SAMPLED else pytest.mark.slow,
+        )
+        for case in WAYS
+    ],
+)
+@pytest.mark.parametrize("meets", [False, True])
+def test_all_workers_come_back_from_each_method_with_one_model(case, meets):
+    ends = there_and_back(case, 3, meets)
+    for usual, found in ends:
+        assert torch.equal(found, ends[0][1])
+        if quality(case) == "exact":
+            assert torch.allclose(found, usual, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_every_case_on_two_processes(tmp_path):
+    ends = forked.run_together(
+        2,
+        ["-m", "tests.tools.auto.all_cases"],
+        folder=ROOT,
+        environment={"PACELINE_TEST_FOLDER": str(tmp_path)},
+    )
+    for rank, end in enumerate(ends):
+        assert set(end.stdout.splitlines()) >= {
+            f"rank {rank} {name}: ok" for name in CASES
+        }

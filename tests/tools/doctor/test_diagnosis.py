@@ -1,0 +1,349 @@
+"""A diagnosis: faults that cost something, what mending gains, in at most ten lines."""
+
+import re
+from dataclasses import replace
+
+import msgspec
+import pytest
+from msgspec.structs import replace as replace_all
+
+from paceline.cluster import Cluster, Rack
+from paceline.errors import UsageError
+from paceline.tools.doctor import Diagnosis
+from paceline.tools.doctor import diagnose as diagnosed
+from paceline.tools.doctor.diagnosis import FAULTS, LATER
+from paceline.tools.doctor.network_model import Picture
+from paceline.tools.doctor.report import doctor_page
+from paceline.tools.doctor.training_model import patient_of
+from paceline.tools.plan.predict import Job, predict
+from paceline.tools.report.model import Matrix, Words
+from tests.tools.doctor.synthetic import BRIDGE, ETHERNET, Site
+from tests.tools.doctor.test_suspects import MAKERS
+from tests.tools.plan.helpers import layers
+
+WORK = layers(4, 8.0, 0.03, 0.06)
+"""Of 8 MB: at a gigabit the network takes as long as backward."""
+
+
+def site(hosts=4, **more):
+    return Site(**{"hosts": hosts, "workload": WORK, "noise": 0.0} | more)
+
+
+def diagnose(evidence):
+    """Where a step takes what its parts say."""
+    if any(one.step is None for one in evidence.workers):
+        return diagnosed(evidence)
+    seconds = patient_of(Picture(evidence)).step_seconds()
+    workers = tuple(_with_step(one, seconds) for one in evidence.workers)
+    return diagnosed(replace_all(evidence, workers=workers))
+
+
+def named(made):
+    return {one.name: one for one in diagnose(made.evidence()).faults}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_fault_is_the_only_one_and_gains_something(name):
+    made = site(noise=0.03)
+    if name == "no overlap":
+        late = (0.0, 0.0, 0.0, 0.06)  # what is registered last is ready first
+        made.workload = replace(WORK, backward=late)
+    MAKERS[name](made, 1)
+    found = diagnose(made.evidence())
+    assert [one.name for one in found.faults] == [name]
+    assert not found.healthy
+    fault = found.faults[0]
+    assert fault.gains_seconds > 0.05 * found.predicted_seconds
+    assert found.mended_seconds < found.predicted_seconds
+    assert len(found.lines()) == 3
+    assert all(word in "\n".join(found.lines()) for word in (name, fault.do))
+
+
+EXPLAINED = [(row.name, symptom) for row in FAULTS for symptom in row.explains]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cause", "symptom"), EXPLAINED)
+def test_with_a_cause_its_symptoms_are_mended(cause, symptom):
+    """So the cause is named, on whose account they are not, and gains what they cost."""
+    healthy = diagnose(site(hosts=6).evidence())
+    made = site(hosts=6)
+    MAKERS[symptom](made, 1)
+    MAKERS[cause](made, 1)
+    found = diagnose(made.evidence())
+    assert [one.name for one in found.faults] == [cause]
+    assert found.mended_seconds == pytest.approx(healthy.predicted_seconds, rel=0.05)
+
+
+def test_a_wrong_interface_of_all_hosts_is_named_where_two_have_a_slow_path():
+    fast = ETHERNET.rate * 10
+    made = site(link=ETHERNET.rate / 10, paths={(1, 2): 0.4, (2, 1): 0.4})
+    used = (BRIDGE, replace_all(ETHERNET, rate=fast))
+    made.interfaces = dict.fromkeys(range(made.hosts), used)
+    (found,) = diagnose(made.evidence()).faults
+    assert found.name == "wrong interface"
+    mended = diagnose(site(link=fast).evidence()).predicted_seconds
+    assert diagnose(made.evidence()).mended_seconds == pytest.approx(mended, rel=0.05)
+
+
+@pytest.mark.slow
+def test_what_a_cause_explains_on_its_host_is_not_mended_on_others():
+    made, alone = site(hosts=6), site(hosts=6)
+    for one in (made, alone):
+        MAKERS["contention"](one, 4)
+    MAKERS["threads"](made, 1)
+    MAKERS["contention"](made, 1)
+    found = named(made)
+    assert set(found) == {"threads", "contention"}
+    assert found["contention"].where == named(alone)["contention"].where
+    assert found["contention"].gains_seconds > 0.05 * made.workload.forward_seconds
+
+
+@pytest.mark.slow
+def test_what_is_gained_is_the_step_without_it():
+    made = site()
+    healthy = diagnose(made.evidence())
+    assert healthy.healthy
+    assert healthy.lines()[-1].startswith("no fault found")
+    made.factors = {1: 2.0}
+    found = diagnose(made.evidence())
+    assert found.mended_seconds == pytest.approx(healthy.predicted_seconds)
+    rack = Rack(workers=4, link=125e6, latency=50e-6, speed=(1, 0.5, 1, 1))
+    true = predict(
+        Job(cluster=Cluster((rack,)), workload=WORK, inputs=(2e-3,) * 4), made.spec
+    )
+    assert found.predicted_seconds == pytest.approx(true.step_seconds)
+    gains = true.step_seconds - healthy.predicted_seconds
+    assert found.faults[0].gains_seconds == pytest.approx(gains)
+
+
+def test_where_a_script_uses_gradients_a_late_method_gains_nothing():
+    steps = [
+        patient_of(Picture(site(workload=work, spec="dear").evidence())).step_seconds()
+        for work in (WORK, replace(WORK, uses_gradients=True))
+    ]
+    bsp = patient_of(Picture(site(spec="bsp").evidence())).step_seconds()
+    assert steps[0] < 0.97 * bsp
+    assert steps[1] == pytest.approx(bsp, rel=0.02)
+
+
+@pytest.mark.slow
+def test_one_direction_of_a_link_is_that_fast_in_virtual_time():
+    both, out, less = site(), site(), site()
+    both.slow = {(1, "out"): 0.2, (1, "in"): 0.2}
+    out.slow = {(1, "out"): 0.2}
+    less.slow = {(1, "out"): 0.5}
+    steps = [diagnose(one.evidence()).predicted_seconds for one in (both, out, less)]
+    assert steps[0] == pytest.approx(steps[1], rel=0.02)  # a ring is as its slowest
+    assert steps[2] < 0.7 * steps[1]
+
+
+@pytest.mark.slow
+def test_what_a_small_model_does_not_wait_for_is_no_fault():
+    made = site(hosts=6, workload=layers(4, 0.01, 0.03, 0.06))
+    MAKERS["slow link"](made, 1)
+    made.racks, made.uplink = 2, 0.4 * made.link
+    assert not named(made)
+    made.workload = WORK
+    assert set(named(made)) == {"slow link", "scarce uplink"}
+
+
+def test_a_fault_that_another_hides_is_named_and_gains_add_up():
+    made = site()
+    made.slow = {(1, "out"): 0.1}
+    made.factors = {2: 2.0}
+    found = diagnose(made.evidence())
+    assert [one.name for one in found.faults] == ["slow link", "slow host"]
+    gains = sum(one.gains_seconds for one in found.faults)
+    assert gains == pytest.approx(found.predicted_seconds - found.mended_seconds)
+
+
+@pytest.mark.slow
+def test_what_retransmissions_cost_is_what_nothing_else_explains():
+    made = site()
+    made.losing = {1: 0.02}  # links as fast as ever
+    evidence = made.evidence()
+    predicted = diagnose(evidence).predicted_seconds
+    later = msgspec.structs.replace(
+        evidence, workers=tuple(_with_step(one, 0.5) for one in evidence.workers)
+    )
+    gains = diagnosed(later).faults[0].gains_seconds
+    assert gains == pytest.approx(0.5 - predicted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0.8, 0.9, 1.1, 1.2])
+def test_a_step_that_is_predicted_wrongly_is_promised_no_gain(part):
+    made = site(factors={1: 2.0})
+    evidence = made.evidence()
+    seconds = part * diagnose(evidence).predicted_seconds
+    workers = tuple(_with_step(one, seconds) for one in evidence.workers)
+    found = diagnosed(replace_all(evidence, workers=workers))
+    assert [one.name for one in found.faults] == ["slow host"]
+    promised = abs(part - 1) < 0.15
+    assert (found.faults[0].gains_seconds is not None) == promised
+    assert (found.mended_seconds is not None) == promised
+    assert len(found.notes) == (not promised)
+    assert ("% shorter" in doctor_page(found, evidence, "").answer) == promised
+
+
+@pytest.mark.slow
+def test_a_method_is_compared_with_those_that_promise_as_much():
+    """All gradients of osp go over the link of worker 0."""
+    found = diagnose(replace(site(), spec="osp").evidence())
+    (fault,) = found.faults
+    assert fault.name == "slow method"
+    assert "--method bsp" in fault.command
+    assert "osp:servers=per-node" in fault.do
+    assert found.mended_seconds < found.predicted_seconds / 2
+    assert not named(replace(site(), spec="bsp"))
+    assert not named(replace(site(), spec="local-sgd"))
+
+
+@pytest.mark.slow
+def test_nothing_is_named_slow_where_there_is_nothing_to_wait_for():
+    small = layers(4, 0.01, 0.03, 0.06)
+    assert not named(site(spec="osp", workload=small))
+
+
+def test_a_page_marks_what_is_a_fault_and_nothing_else():
+    """A link for which nobody waits is none; and what is to be run is written as it is typed."""
+    made = site(hosts=6, workload=layers(4, 0.01, 0.03, 0.06))
+    MAKERS["slow link"](made, 1)
+    evidence = made.evidence()
+    found = diagnose(evidence)
+    assert found.healthy
+    assert not _marked(doctor_page(found, evidence, ""))
+    page = doctor_page(found, evidence, "")
+    said = [
+        line for one in page.sections if isinstance(one, Words) for line in one.lines
+    ]
+    assert any(line.endswith("paceline plan SCRIPT") for line in said)
+    made.workload = WORK
+    evidence = made.evidence()
+    assert _marked(doctor_page(diagnose(evidence), evidence, ""))
+
+
+def _marked(page):
+    """Cells of matrices that are marked."""
+    return [
+        cell
+        for one in page.sections
+        if isinstance(one, Matrix)
+        for row in one.cells
+        for cell in row
+        if cell is not None and cell.bad
+    ]
+
+
+def test_a_limit_is_never_said_to_be_above_what_is_measured():
+    made = site(hosts=2, link=2.5e6 * 0.9631)
+    (fault,) = diagnose(made.evidence()).faults
+    said = re.search(r"below ([\d.]+) s a step", fault.because)
+    limit = patient_of(Picture(made.evidence())).limit_seconds
+    assert limit * 0.99 < float(said[1]) <= limit
+
+
+def _with_step(worker, seconds):
+    took = replace_all(worker.step.step, median=seconds)
+    return replace_all(worker, step=replace_all(worker.step, step=took))
+
+
+def test_many_small_messages_over_a_latency():
+    many = layers(24, 1.0, 0.03, 0.06)
+    made = site(
+        hosts=3, workload=many, latency=3e-3, spec="bsp:fusion=wfbp", messages=24.0
+    )
+    found = named(made)
+    assert set(found) == {"start-up"}
+    assert "24 messages" in found["start-up"].because
+    assert "--method" in found["start-up"].command
+    made.spec = found["start-up"].command.split("--method ")[1]
+    assert not named(made)
+    made.spec, made.latency = "bsp:fusion=wfbp", 10e-6
+    assert not named(made)
+
+
+@pytest.mark.slow
+def test_a_network_too_slow_for_any_exact_method_is_told_of_a_class_that_helps():
+    made = site(hosts=2, link=2.5e6)
+    found = named(made)
+    assert set(found) == {"too slow for exact"}
+    fault = found["too slow for exact"]
+    assert "a method of class l" in fault.do  # late, lossy or local
+    assert fault.command.startswith("paceline run train.py --method ")
+    made.spec = fault.command.split("--method ")[1]
+    assert not named(made)
+    assert not named(site(hosts=2, link=62e6))
+
+
+def test_every_fault_word_is_tested_here_and_shown_on_the_page():
+    tested = {*MAKERS, "start-up", "slow method", "too slow for exact"}
+    assert tested == {row.name for row in (*FAULTS, *LATER)}
+
+
+def test_ten_lines_are_enough_for_any_number_of_faults():
+    made = site()
+    MAKERS["slow host"](made, 1)
+    found = diagnose(made.evidence())
+    many = replace_all(found, faults=found.faults * 9)
+    assert len(many.lines()) == 10
+    assert many.lines()[-1] == "and 5 more (--json has all)"
+
+
+@pytest.mark.slow
+def test_equal_evidence_has_equal_diagnoses_to_the_bit():
+    made = site(noise=0.05)
+    MAKERS["contention"](made, 1)
+    one, two = (diagnose(made.evidence()).to_json() for _ in range(2))
+    assert one == two
+    assert msgspec.json.decode(one, type=Diagnosis).to_json() == one
+
+
+def test_without_a_script_links_and_machines_are_judged():
+    made = site()
+    MAKERS["slow link"](made, 2)
+    evidence = made.evidence()
+    bare = replace_all(
+        evidence,
+        workload=None,
+        workers=tuple(replace_all(one, step=None) for one in evidence.workers),
+    )
+    found = diagnose(bare)
+    assert [one.name for one in found.faults] == ["slow link"]
+    assert found.step_seconds is None
+    assert "64 MiB" in found.lines()[0]
+    half = replace_all(bare, workers=_half_as_fast(bare, 1))
+    found = diagnose(half)
+    assert {one.name for one in found.faults} == {"slow link", "slow host"}
+    # Processes of one machine do not differ by what it is.
+    found = diagnose(replace_all(half, shared_cores=2))
+    assert {one.name for one in found.faults} == {"slow link"}
+
+
+def test_of_two_workers_that_were_measured_once_nobody_knows_which_is_usual():
+    evidence = site(hosts=2).evidence()
+    bare = [replace_all(one, step=None) for one in evidence.workers]
+    bare = replace_all(evidence, workload=None, workers=tuple(bare))
+    assert diagnose(replace_all(bare, workers=_half_as_fast(bare, 1))).healthy
+
+
+def _half_as_fast(evidence, rank):
+    return tuple(
+        replace_all(one, speed=0.5 if one.rank == rank else 1.0)
+        for one in evidence.workers
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda e: replace_all(e, paths=e.paths[1:]), "every path"),
+        (lambda e: replace_all(e, workers=e.workers[1:]), "ranks"),
+        (lambda e: replace_all(e, workers=e.workers[:-1]), "equally many"),
+        (lambda e: replace_all(e, paths=(), workers=e.workers[:1]), "two or more"),
+    ],
+)
+def test_evidence_that_cannot_be_is_refused(spoil, words):
+    with pytest.raises(UsageError, match=words):
+        diagnose(spoil(site().evidence()))

@@ -1,0 +1,157 @@
+"""Examinations of real processes, on loopback."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+import paceline.tools.doctor
+from paceline.cluster.probe.pairs import Again
+from paceline.cluster.probe.tcp_counters import connections
+from paceline.tools.doctor import host
+from paceline.tools.doctor.evidence import Evidence
+from tests import forked
+
+EXAMINES = Path(paceline.tools.doctor.__file__).parent / "__main__.py"
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAINS, WHISPERS = SCRIPTS / "trains.py", SCRIPTS / "whispers.py"
+
+
+def examine(folder, *script, workers=2):
+    file = folder / "evidence.json"
+    words = [EXAMINES, f"--output={file}", "--seconds-per-pair=0.01", *script]
+    forked.run_together(workers, words, folder=folder)
+    return Evidence.read(file.read_bytes())
+
+
+@pytest.mark.slow
+def test_a_training_on_two_processes_that_makes_its_own_group(tmp_path):
+    evidence = examine(tmp_path, TRAINS, "slow", "own")
+    assert (evidence.world, evidence.spec) == ("real", "bsp:fusion=ddp")
+    first, second = evidence.workers
+    assert first.step.input.median < 0.05 <= second.step.input.median
+    # The other one waits for it: what both take is the same.
+    assert first.step.exposed.median > 0.04
+    assert first.step.step.median == pytest.approx(second.step.step.median, rel=0.3)
+    for worker in evidence.workers:
+        parts = worker.step
+        known = (parts.input, parts.forward, parts.backward, parts.update)
+        total = sum(one.median for one in known) + parts.exposed.median
+        assert total == pytest.approx(parts.step.median, rel=0.3)
+        assert parts.messages == 1
+        assert parts.bytes_sent == 4 * (64 * 64 + 64) * 4
+        assert worker.interface.name == "lo"
+        assert worker.interface.kind == "loopback"
+        assert worker.threads == 1
+        assert worker.cores >= 1
+    assert evidence.workload.names[0] == "0.weight"
+    for path in evidence.paths:
+        assert len(path.rates) == 5
+        assert min(path.rates) > 1e6
+        assert path.retransmitted < 0.05
+
+
+@pytest.mark.parametrize(
+    "word", [pytest.param("lossy", marks=pytest.mark.slow), "whole"]
+)
+def test_packets_that_get_lost(word):
+    first, _ = forked.run_together(2, [WHISPERS, word])
+    found = [Again(**one) for one in json.loads(first.stdout)]
+    # Flows go from rank 0 to rank 1, and back, in turn.
+    there = [(one.sent, one.lost) for one in found[::2]]
+    there += [(one.sent_back, one.lost_back) for one in found[1::2]]
+    back = [(one.sent, one.lost) for one in found[1::2]]
+    back += [(one.sent_back, one.lost_back) for one in found[::2]]
+    part = [
+        sum(lost for _, lost in way) / sum(sent for sent, _ in way)
+        for way in (there, back)
+    ]
+    if word == "lossy":
+        assert part[0] > max(0.02, 2 * part[1])
+    else:
+        assert max(part) < 0.02
+
+
+@pytest.mark.slow
+def test_without_a_script(tmp_path):
+    evidence = examine(tmp_path)
+    assert [worker.step for worker in evidence.workers] == [None, None]
+    assert len(evidence.paths) == 2
+    assert len(evidence.together) == 1
+
+
+@pytest.mark.slow
+def test_a_script_that_knows_nothing_of_paceline(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text("import sys\nprint('here')\nsys.exit(0)\n")
+    evidence = examine(tmp_path, script)
+    assert len(evidence.paths) == 2
+    assert evidence.workers[0].step is None
+
+
+def test_the_kernel_counts_what_a_connection_sent():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address) as ours, server.accept()[0] as theirs:
+            before = {c for c in connections() if c.acknowledged > 300_000}
+            ours.sendall(bytes(400_000))
+            left = 400_000
+            while left:
+                left -= len(theirs.recv(left))
+            (found,) = {c for c in connections() if c.acknowledged > 300_000} - before
+    assert found.address == "127.0.0.1"
+    assert found.segments >= 400_000 / 65536
+    assert found.lost == 0
+
+
+def test_a_machine_knows_its_own_interfaces():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address) as ours, server.accept()[0] as theirs:
+            ours.sendall(bytes(100_000))
+            left = 100_000
+            while left:
+                left -= len(theirs.recv(left))
+            used, others = host.interfaces()
+    assert (used.name, used.kind, used.network) == ("lo", "loopback", "127.0.0.0/8")
+    assert "lo" not in [one.name for one in others]
+    assert host.cores() >= 1
+    assert 0 <= host.busy_cores(0.05) <= 1000
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        ({"device/vendor": "1"}, "ethernet"),
+        ({"device/vendor": "1", "wireless/status": "0"}, "wireless"),
+        ({"bridge/bridge_id": "1"}, "virtual"),
+        ({"tun_flags": "0x1001"}, "virtual"),
+        ({"iflink": "9"}, "container"),
+        ({"iflink": "9", "lower_eth0/ifindex": "9"}, "virtual"),
+        (
+            {
+                "iflink": "9",
+                "lower_eth0/ifindex": "9",
+                "uevent": "DEVTYPE=vlan\nINTERFACE=eth0.5",
+            },
+            "ethernet",
+        ),
+        ({"bonding/mode": "802.3ad 4"}, "ethernet"),
+    ],
+)
+def test_kinds_of_interfaces(files, kind, tmp_path, monkeypatch):
+    for name, text in (
+        {"ifindex": "7", "iflink": "7", "speed": "1000"} | files
+    ).items():
+        file = tmp_path / "net0" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(host, "_INTERFACES", tmp_path)
+    monkeypatch.setattr(host.socket, "if_nametoindex", lambda name: 7)
+    assert host._kind("net0", 0) == kind
+    assert host._rate("net0") == 125e6
+    # The files tell of another network than this process's.
+    monkeypatch.setattr(host.socket, "if_nametoindex", lambda name: 8)
+    assert host._kind("net0", 0) == "container"
+    assert host._rate("net0") is None

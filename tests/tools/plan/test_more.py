@@ -1,0 +1,186 @@
+"""Pictures, what more would give, and the time to a metric."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from paceline.errors import UsageError
+from paceline.records import StepRecord
+from paceline.runtimes.simulated import ComputeModel
+from paceline.tools.compare.goal import Goal
+from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.pictures import write_pictures
+from paceline.tools.plan.predict import Job
+from paceline.tools.plan.until import Trained, until
+from paceline.tools.plan.what_if import seconds_at_most, shortlist, what_if
+from tests.tools.plan.helpers import cluster, layers
+
+SCRIPT = """
+import torch, paceline
+paceline.init()
+model = torch.nn.Linear(4, 1)
+optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).mean().backward()
+    optimizer.step()
+    paceline.log(done=step, left=6 - step)
+optimizer.finish()
+"""
+
+
+def row(spec, quality="exact", seconds=0.09, **others):
+    return Row(
+        spec=spec,
+        quality=quality,
+        step_seconds=seconds,
+        compute_seconds=0.09,
+        exposed_seconds=seconds - 0.09,
+        bytes_sent=0.0,
+        buckets=1,
+        **others,
+    )
+
+
+def made(*rows):
+    return Plan(
+        cluster="4 workers",
+        workload="layers",
+        workers=4,
+        batch=8.0,
+        one_machine=row("one machine"),
+        limit_seconds=0.2,
+        rows=rows,
+        left_out=(),
+    )
+
+
+def test_a_row_that_was_cut_is_best_only_where_no_other_is():
+    cut = row("dear", seconds=0.1, cut=True)
+    assert made(cut, row("bsp", seconds=0.2)).best["exact"].spec == "bsp"
+    assert made(cut).best["exact"].spec == "dear"
+    hopeful = row("dear", seconds=0.1, cut=True, hopeful=True)
+    plan = made(hopeful, row("bsp", seconds=0.2))
+    assert plan.best["exact"].spec == plan.advised["exact"].spec == "dear"
+    assert shortlist(plan) == {"exact": ["dear", "bsp"]}
+
+
+def test_a_faster_link_gives_what_it_would_give():
+    plan = made(row("bsp:fusion=single", seconds=0.33))
+    job = Job(cluster=cluster(4, latency="0s"), workload=layers(1))
+    rates = (12.5e6, 125e6)
+    points = what_if(plan, job, workers=(1, 2), rates=rates)
+    size = sum(layers(1).sizes)
+    by_place = {(point.workers, point.rate): point for point in points}
+    assert len(points) == 4
+    for rate in rates:
+        assert by_place[1, rate].efficiency == 1
+        seconds = 0.09 + size / rate
+        assert by_place[2, rate].step_seconds == pytest.approx(seconds, rel=1e-6)
+        assert by_place[2, rate].speed_up == pytest.approx(2 * 0.09 / seconds)
+
+
+def test_what_waits_for_nothing_is_not_run_with_faster_links():
+    """Its figures would be the same; and so no slower link makes anything faster."""
+    plan = made(row("bsp:compression=random-block", "lossy"), row("local-sgd", "local"))
+    job = Job(cluster=cluster(2, latency="0s"), workload=layers(2))
+    points = what_if(plan, job, workers=(2, 4), rates=(12.5e6, 1.25e9, 3.125e9))
+    assert len(points) == 2 * 2 * 3
+    by_place = {(p.quality, p.workers, p.rate): p.step_seconds for p in points}
+    for quality in ("lossy", "local"):
+        for workers in (2, 4):
+            mine = [by_place[quality, workers, p.rate] for p in points[:6:2]]
+            assert mine == sorted(mine, reverse=True)
+            assert mine[-1] >= 0.09
+    assert seconds_at_most(plan, job) > 0
+
+
+def test_of_each_class_different_methods_or_codes_are_asked_what_if():
+    plan = made(
+        row("bsp:fusion=wfbp"),
+        row("bsp:collective=auto"),
+        row("dear", seconds=0.1),
+        row("priority", seconds=0.2),
+        row("bsp:compression=int8", "lossy"),
+        row("bsp:compression=int8,fusion=wfbp", "lossy"),
+        row("bsp:compression=bf16", "lossy", 0.1),
+    )
+    assert shortlist(plan) == {
+        "exact": ["bsp:fusion=wfbp", "dear"],
+        "lossy": ["bsp:compression=int8", "bsp:compression=bf16"],
+    }
+
+
+def test_pictures_of_a_plan_are_files_that_repeat(tmp_path):
+    plan = made(row("bsp", seconds=0.2), row("asp", "asynchronous", 0.3))
+    job = Job(cluster=cluster(4), workload=layers(1))
+    points = what_if(plan, job, workers=(1, 2), rates=(12.5e6,))
+    first = write_pictures(str(tmp_path), plan, points)
+    assert [picture.name for picture in first] == ["plan", "what-if"]
+    assert all((tmp_path / f"{p.name}.png").stat().st_size for p in first)
+    assert write_pictures(str(tmp_path), plan, points) == first
+    assert "no exact mean is faster" in first[0].caption
+
+
+def test_specs_are_ranked_by_the_time_to_the_goal(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    best = {"exact": "bsp:fusion=ddp", "local": "local-sgd"}
+    trained = Trained(
+        script=str(script),
+        arguments=[],
+        cluster=cluster(2, link="1mbit"),
+        compute=ComputeModel(),
+        scratch=tmp_path / "x",
+    )
+    said = []
+    for goal in (Goal("done", 3.0), Goal("left", 3.0)):
+        found = until(best, goal, trained, say=said.append)
+        assert [one.spec for one in found] == ["local-sgd", "bsp:fusion=ddp"]
+        assert {one.steps for one in found} == {5}  # it is logged after its step
+        assert found[0].seconds < found[1].seconds
+    assert "2 methods" in said[0]
+    assert said[1].startswith("--until: 6 steps each")
+    never = until({"exact": "bsp:fusion=ddp"}, Goal("done", 99.0), trained)
+    assert (never[0].seconds, never[0].last) == (None, 5.0)
+    with pytest.raises(UsageError, match="it logs done, left"):
+        until(best, Goal("accuracy", 0.9), trained)
+    ended = until(best, Goal("done", 1.0), replace(trained, steps=3))
+    assert {one.last for one in ended} == {1.0}
+
+
+def test_a_value_in_single_precision_reaches_what_it_is_printed_as():
+    record = StepRecord(
+        worker=0,
+        step=7,
+        end_seconds=1.0,
+        step_seconds=1.0,
+        compute_seconds=1.0,
+        exposed_communication_seconds=0.0,
+        bytes_sent=0,
+        metrics={"accuracy": float(torch.tensor(342 / 360)), "loss": 0.5},
+    )
+    assert record.metrics["accuracy"] < 0.95
+    assert Goal("accuracy", 0.95).reached([record], None) is record
+    assert Goal("accuracy", 0.9501).reached([record], None) is None
+    assert Goal("loss", 0.5).reached([record], 0.1) is record
+    assert Goal("loss", 0.5).reached([], 0.1) is None  # logged, and no step taken
+
+
+@pytest.mark.parametrize("text", ["accuracy", "=3", "loss=low", "loss=inf"])
+def test_a_goal_is_a_metric_and_a_number(text):
+    with pytest.raises(UsageError, match="--until: expected METRIC=VALUE"):
+        Goal.read(text)
+
+
+def test_a_plan_is_json():
+    from paceline.tools.plan.suggestions import Helps
+    from paceline.tools.plan.tables import to_json
+
+    nothing = Helps(break_even=(), helps=())
+    content = msgspec.json.decode(to_json(made(row("bsp")), nothing, (), ()))
+    assert content["best"] == {"exact": "bsp"}
+    assert content["rows"][0]["step_seconds"] == 0.09
+    assert content["what_if"] == content["until"] == []

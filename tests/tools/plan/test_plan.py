@@ -1,0 +1,205 @@
+"""A plan: candidates from the registries, the best of each class, what was left out and why."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from paceline.bucketing import RULES
+from paceline.cluster import Cluster, Rack
+from paceline.collectives import COLLECTIVES
+from paceline.compression import COMPRESSORS
+from paceline.errors import UsageError
+from paceline.interfaces import QUALITIES
+from paceline.methods import METHODS
+from paceline.spec import parse
+from paceline.tools.plan import Plan, plan
+from paceline.tools.plan.candidates import candidate, first
+from paceline.tools.plan.headline import MANY_STEPS
+from paceline.tools.plan.predict import Job, Prediction, predict
+from tests.tools.plan.helpers import cluster, layers
+
+AT_SWITCHES = {
+    f"bsp:collective={name}"
+    for name, row in COLLECTIVES.items()
+    if getattr(row, "needs_aggregators", False)
+}
+
+
+def test_every_row_of_every_registry_is_a_candidate():
+    found, left_out = first(cluster())
+    specs = [parse(one.spec) for one in [*found, *left_out]]
+    assert set(METHODS) == {spec.name for spec in specs}
+    for key, names in (
+        ("collective", set(COLLECTIVES) - {"native", "ring"}),
+        ("compression", set(COMPRESSORS) - {"none"}),
+        ("fusion", set(RULES) - {"optimal"}),
+    ):
+        assert names <= {spec.values.get(key) for spec in specs if spec.name == "bsp"}
+    assert len(specs) == len({str(spec) for spec in specs})
+
+
+@pytest.mark.parametrize(
+    ("spec", "quality"),
+    [
+        ("bsp", "exact"),
+        ("bsp:compression=bf16", "lossy"),
+        ("osp:collective=native", "late"),
+        ("osp:collective=native,compression=top-k", "lossy"),
+        ("diloco:compression=int8", "local"),
+        ("sparse-loco", "local"),
+        ("asp:compression=qsgd", "asynchronous"),
+    ],
+)
+def test_the_weaker_promise_is_the_candidates(spec, quality):
+    assert candidate(spec).quality == quality
+
+
+def test_collectives_at_switches_are_candidates_where_racks_aggregate():
+    def at_switches(racks):
+        found, left_out = first(Cluster(racks))
+        return (
+            {one.spec for one in found if one.spec in AT_SWITCHES},
+            {one.spec for one in left_out if "aggregator" in one.why},
+        )
+
+    plain = Rack(workers=2, link=125e6, latency=0.0)
+    assert AT_SWITCHES
+    assert at_switches((plain, plain)) == (set(), AT_SWITCHES)
+    assert at_switches((plain, replace(plain, aggregates=True))) == (AT_SWITCHES, set())
+
+
+def test_servers_stand_on_all_hosts_or_on_their_own():
+    specs = [one.spec for one in first(cluster())[0]]
+    assert "asp:servers=per-node" in specs
+    specs = [one.spec for one in first(cluster(servers=2))[0]]
+    assert "asp" in specs
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return plan(cluster(2), layers(2))
+
+
+@pytest.mark.slow
+def test_a_plan_is_equal_wherever_it_is_made(whole):
+    one, two = (plan(cluster(3), layers(3), allowed=("late",)) for _ in range(2))
+    assert msgspec.json.encode(one) == msgspec.json.encode(two)
+    assert msgspec.json.decode(msgspec.json.encode(whole), type=Plan) == whole
+
+
+def test_the_best_of_each_class_is_the_fastest_of_it(whole):
+    assert list(whole.best) == list(QUALITIES)
+    seconds = [row.step_seconds for row in whole.rows]
+    assert seconds == sorted(seconds)
+    for quality, best in whole.best.items():
+        mine = [row for row in whole.rows if row.quality == quality]
+        assert best.step_seconds == min(row.step_seconds for row in mine)
+        assert not best.cut
+    exact = whole.best["exact"]
+    assert exact.to_limit >= 1 - 1e-9
+    one = whole.one_machine
+    assert one.step_seconds == pytest.approx(0.09)
+    assert exact.speed_up == pytest.approx(2 * one.step_seconds / exact.step_seconds)
+    assert exact.samples_per_second == pytest.approx(16 / exact.step_seconds)
+
+
+@pytest.mark.slow
+def test_only_allowed_classes_are_looked_at():
+    found = plan(cluster(2), layers(2), allowed=("late",))
+    assert {row.quality for row in found.rows} == {"late"}
+    assert {one.quality for one in found.left_out} <= {"late"}
+
+
+def test_methods_that_the_script_forbids_are_left_out_with_the_reason():
+    found = plan(
+        cluster(2),
+        layers(2),
+        allowed=("late", "exact"),
+        refused={"osp": "the script clips"},
+    )
+    assert "late" not in found.best
+    assert {one.why for one in found.left_out if one.quality == "late"} == {
+        "the script clips"
+    }
+
+
+def test_nothing_that_is_allowed_can_run():
+    with pytest.raises(UsageError, match=r"\(late\).*clips"):
+        plan(
+            cluster(2),
+            layers(2),
+            allowed=("late",),
+            refused={"osp": "the script clips"},
+        )
+
+
+def test_a_small_budget_looks_at_less_and_says_so(whole):
+    small = plan(cluster(2), layers(2), budget_seconds=0.2)
+    assert small.unlooked
+    assert len(small.rows) < len(whole.rows)
+    with pytest.raises(UsageError, match="--budget"):
+        plan(cluster(2), layers(2), budget_seconds=1e-6)
+
+
+def test_one_worker_has_nothing_to_compare():
+    found = plan(cluster(1), layers(2))
+    assert not found.rows
+    assert found.one_machine.speed_up == 1
+
+
+def require_full_runs(made, job):
+    """That each row is what a full run of its own comes to, unless it is marked as a short one."""
+    checked = [row for row in made.rows if not row.cut]
+    for row in checked:
+        said = predict(job, row.spec)
+        assert isinstance(said, Prediction), row.spec
+        for field in msgspec.structs.fields(Prediction):
+            found, expected = getattr(row, field.name), getattr(said, field.name)
+            if field.name == "steady_after" and max(found, expected) < MANY_STEPS:
+                continue  # a plan tells of many steps alone
+            assert found == expected, (row.spec, field.name)
+    return {row.spec for row in checked}
+
+
+@pytest.mark.slow
+def test_each_row_is_its_own_full_run_and_ddps_too_where_it_is_slow():
+    """Of more than 16 tensors, so that short runs merge some and plan no buckets: there planned bsp is
+    equal to DDP's rule, and in full it is not."""
+    job = Job(cluster=cluster(2), workload=layers(17))
+    made = plan(job.cluster, job.workload, allowed=("exact",))
+    full = require_full_runs(made, job)
+    assert {"bsp", "bsp:fusion=ddp", "bsp:fusion=mg-wfbp", "dear"} <= full
+    planned, ddp = made.row("bsp"), made.row("bsp:fusion=ddp")
+    assert planned.step_seconds < ddp.step_seconds
+    assert ddp.buckets < planned.buckets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensors", [4, 17])
+def test_rows_of_all_classes_are_full_runs(tensors):
+    """Also of few tensors, where a short run is of the same model: but of shorter rounds, and without what
+    a method learns."""
+    rack = Rack(workers=3, link=12.5e6, latency=5e-5, speed=(1.0, 1.0, 0.6))
+    job = Job(cluster=Cluster((rack,)), workload=layers(tensors))
+    made = plan(job.cluster, job.workload, budget_seconds=1e4)
+    full = require_full_runs(made, job)
+    assert {"bsp:fusion=ddp", "osp:collective=native,fusion=ddp"} <= full
+
+
+def test_ddps_row_is_a_full_run_where_it_is_hopeless():
+    """It stands beside the best of each class, and all of them are held against it."""
+
+    def said(job, specs, *, short):
+        slow = {"bsp:fusion=ddp": 1.0, "bsp:fusion=single": 1.0}
+        rest = {"compute_seconds": 0.1, "exposed_seconds": 0.0, "bytes_sent": 1e6}
+        return iter(
+            [
+                Prediction(step_seconds=slow.get(s, 0.1), buckets=1 + short, **rest)
+                for s in specs
+            ]
+        )
+
+    made = plan(cluster(2), layers(17), allowed=("exact",), predict=said)
+    assert not made.row("bsp:fusion=ddp").cut
+    assert made.row("bsp:fusion=single").cut

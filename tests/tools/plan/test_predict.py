@@ -1,0 +1,179 @@
+"""Predictions are those of `simulate`: settled steps, whole rounds, no warm-ups."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paceline.cluster import Cluster, Rack, Workload
+from paceline.tools.plan.lower_bound import limit_seconds
+from paceline.tools.plan.merged_tensors import FEW, coarse
+from paceline.tools.plan.predict import SHORTENED, Job, Prediction, Refused, predict
+from paceline.tools.plan.predictor import in_processes, in_this_process
+from tests.tools.plan.helpers import cluster, layers
+
+
+def predicted(spec, *, short=False, **job):
+    made = {"cluster": cluster(), "workload": layers()} | job
+    found = predict(Job(**made), spec, short=short)
+    assert isinstance(found, Prediction), found
+    return found
+
+
+def test_one_bucket_takes_what_a_ring_takes():
+    work = layers()
+    found = predicted("bsp:fusion=single")
+    size, n, rate = sum(work.sizes), 4, 12.5e6
+    ring = 2 * (n - 1) / n * size / rate + 2 * (n - 1) * 50e-6
+    assert found.step_seconds == pytest.approx(0.09 + ring, rel=1e-6)
+    assert found.bytes_sent == pytest.approx(2 * (n - 1) / n * size)
+    assert found.compute_seconds == pytest.approx(0.09)
+
+
+@pytest.mark.parametrize("spec", ["bsp", "dear", "priority"])
+def test_no_exact_step_is_below_the_limit(spec):
+    """Few steps could show a network that has not filled yet."""
+    found = predicted(spec)
+    assert found.step_seconds >= limit_seconds(cluster(), layers()) * (1 - 1e-9)
+    assert found.bytes_sent == pytest.approx(1.5 * sum(layers().sizes))
+
+
+def test_equal_questions_have_equal_answers():
+    assert predicted("dear") == predicted("dear")
+
+
+@pytest.mark.parametrize("every", [SHORTENED + 1, 40])
+def test_rounds_that_are_run_with_fewer_steps_are_as_whole_ones(every):
+    """Between two rounds a worker only computes."""
+    found = predicted(f"local-sgd:every={every}")
+    whole = predicted(f"local-sgd:every={SHORTENED}")
+    wait = whole.exposed_seconds * SHORTENED
+    assert found.step_seconds == pytest.approx(0.09 + wait / every, rel=1e-6)
+    assert found.bytes_sent == pytest.approx(whole.bytes_sent * SHORTENED / every)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "local-sgd:every=48",
+        "local-sgd:every=48,uneven=speed",
+        "diloco:every=40",
+        "slowmo",
+        "sparse-loco",
+        "streaming-diloco",
+        "daso:group=2",
+    ],
+)
+def test_at_the_end_of_a_long_round_all_wait_for_the_slowest(spec):
+    """A round that is run with fewer steps is as one that is run whole."""
+    rack = Rack(workers=4, link=12.5e6, latency=0.0, speed=(1.0, 0.8, 1.0, 0.5))
+    uneven = {"cluster": Cluster((rack,)), "workload": layers(4, 0.4)}
+    brief = predicted(spec, **uneven)
+    whole = predicted(spec, **uneven, brief=False)
+    # Who is hardly faster runs ahead for a while, where means are used late.
+    near = 2e-3 if spec == "streaming-diloco" else 1e-6
+    assert brief.step_seconds == pytest.approx(whole.step_seconds, rel=near)
+    assert brief.exposed_seconds == pytest.approx(whole.exposed_seconds, rel=5 * near)
+    if "speed" in spec:  # each does as many steps in a round as it can
+        assert brief.step_seconds < 0.15
+    else:
+        assert brief.step_seconds >= 0.18 * (1 - near)
+
+
+def test_a_warm_up_is_left_out():
+    assert predicted("post-local-sgd:every=8").step_seconds == pytest.approx(
+        predicted("local-sgd:every=8").step_seconds
+    )
+
+
+def test_what_osp_defers_is_seen():
+    """It needs to have looked at some steps before."""
+    osp = predicted("osp:collective=native", workload=layers(8, 1.0))
+    assert (
+        osp.step_seconds < 0.97 * predicted("bsp", workload=layers(8, 1.0)).step_seconds
+    )
+
+
+def test_rates_of_workers_that_wait_for_nobody_add_up():
+    rack = Rack(workers=2, link=1e12, latency=0.0, speed=(1.0, 0.5))
+    both = predicted("asp:servers=per-node", cluster=Cluster((rack,)))
+    # In one of the fast worker's steps of 90 ms 1.5 gradients are computed.
+    assert both.step_seconds == pytest.approx(2 * 0.09 / 1.5, rel=0.1)
+    slow = predicted("bsp:fusion=ddp", cluster=Cluster((rack,)))
+    assert slow.step_seconds == pytest.approx(0.18, rel=0.01)
+
+
+def test_what_cannot_run_says_why():
+    def momentum(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    job = Job(cluster=cluster(), workload=layers(), optimizer=momentum)
+    found = predict(job, "bsp:compression=dgc")
+    assert isinstance(found, Refused)
+    assert "momentum" in found.why
+    assert isinstance(
+        predict(job, "bsp:compression=dgc,compression.momentum=0"), Prediction
+    )
+
+
+def test_accumulated_passes_are_computed_and_sent_once():
+    once = predicted("bsp:fusion=ddp")
+    thrice = predicted("bsp:fusion=ddp", accumulate=3)
+    assert thrice.bytes_sent == once.bytes_sent
+    assert thrice.step_seconds == pytest.approx(once.step_seconds + 2 * 0.09, rel=1e-6)
+    assert math.isclose(
+        predicted("bsp", batches=3).compute_seconds, 3 * 0.09, rel_tol=1e-6
+    )
+
+
+def test_a_larger_batch_takes_longer_also_where_nobody_knows_how_large_it_is():
+    unknown = replace(layers(), batch=None)
+    twice = predicted("bsp:fusion=ddp", workload=unknown, batches=2, short=True)
+    assert twice.compute_seconds == pytest.approx(2 * 0.09, rel=1e-6)
+
+
+def test_fewer_tensors_have_the_same_bytes_and_times():
+    resnet = Workload.load("resnet50")
+    few = coarse(resnet)
+    assert len(few.names) == FEW
+    assert sum(few.sizes) == sum(resnet.sizes)
+    assert few.forward_seconds == pytest.approx(resnet.forward_seconds)
+    assert few.backward_seconds == pytest.approx(resnet.backward_seconds)
+    assert few.gradient_bytes[0] > 0.5 * sum(few.sizes) / FEW
+    # A prefix of the parts is one of the tensors, ready when they are.
+    ready = dict(
+        zip(
+            itertools.accumulate(resnet.gradient_bytes),
+            resnet.ready_seconds,
+            strict=True,
+        )
+    )
+    for size, seconds in zip(
+        itertools.accumulate(few.gradient_bytes), few.ready_seconds, strict=True
+    ):
+        assert ready[size] == pytest.approx(seconds)
+    assert coarse(layers()) == layers()
+
+
+@pytest.mark.slow
+def test_predictions_in_other_processes_are_the_same():
+    job = Job(cluster=cluster(2), workload=layers(1))
+    specs = ["bsp:fusion=single", "bsp:compression=dgc,compression.density=3"]
+    with in_processes(2) as predict_all:
+        elsewhere = list(predict_all(job, specs, short=True))
+    assert elsewhere == list(in_this_process(job, specs, short=True))
+    assert isinstance(elsewhere[1], Refused)
+
+
+def test_who_waits_for_its_batch_makes_all_wait():
+    rack = Rack(workers=2, link=1e12, latency=0.0, speed=(1.0, 0.5))
+    job = {"cluster": Cluster((rack,))}
+    assert predicted("bsp:fusion=ddp", **job).step_seconds == pytest.approx(
+        0.18, rel=0.01
+    )
+    late = predicted("bsp:fusion=ddp", inputs=(0.0, 0.05), **job)
+    assert late.step_seconds == pytest.approx(0.23, rel=0.01)
+    hidden = predicted("bsp:fusion=ddp", inputs=(0.05, 0.0), **job)
+    assert hidden.step_seconds == pytest.approx(0.18, rel=0.01)

@@ -1,0 +1,177 @@
+"""What a script does in a step is in its plan: passes that accumulate, gradients that it uses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paceline.cluster import Workload, uniform_cluster
+from paceline.cluster.profiling import StepHabits
+from paceline.cluster.profiling.step_habits import MOST_STEPS
+from paceline.core.parameter_use import is_watched
+from paceline.run_options import RunOptions
+from paceline.runtimes.results import Summary
+from paceline.runtimes.simulated import ComputeModel, Simulation
+from paceline.runtimes.simulated.profile import profile_script
+from paceline.runtimes.simulated.script import run_script
+from paceline.tools.auto.step_watch import with_all
+from paceline.tools.plan.lower_bound import alone, limit_seconds
+from paceline.tools.plan.predict import Job, Prediction, predict
+from paceline.tools.plan.script import facts_of
+from tests.tools.plan.helpers import cluster, layers
+
+SCRIPT = """
+import sys, torch, paceline
+from torch import nn
+passes, clips = int(sys.argv[1]), sys.argv[2]
+paceline.init()
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+keys = {"clip_norm": {"clip_norm": 1.0}, "check": {"check_finite": True}}.get(clips, {})
+inner = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = paceline.distribute(model, inner, **keys)
+for step in range(40):
+    optimizer.zero_grad()
+    for _ in range(passes - 1):
+        with optimizer.no_sync():
+            model(torch.ones(8, 64)).mean().backward()
+    model(torch.ones(8, 64)).mean().backward()
+    if clips == "by hand":
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if clips == "log" and step % 50 == 0:
+        print([p.grad.norm() for p in model.parameters()])
+    optimizer.step()
+optimizer.finish()
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    path = tmp_path_factory.mktemp("facts") / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("passes", "clips", "uses"),
+    [
+        (1, "no", False),
+        (3, "no", False),
+        (1, "by hand", True),
+        (2, "clip_norm", True),
+        (1, "check", True),
+        (1, "log", False),
+    ],
+)
+def test_passes_and_uses_of_gradients_are_found_out(
+    passes, clips, uses, script, tmp_path
+):
+    """A norm that is logged in one step of three is no habit."""
+    facts = facts_of(script, [str(passes), clips], tmp_path)
+    assert (facts.passes, facts.uses_gradients) == (passes, uses)
+    known = replace(layers(), passes=7, uses_gradients=not uses, source="a file")
+    made = facts.of_script(known)
+    assert (made.passes, made.uses_gradients) == (passes, uses)
+    assert (f"{passes} passes" in made.source) == (passes > 1)
+    assert ("gradients" in made.source) == uses
+
+
+@pytest.mark.parametrize("spec", ["bsp:fusion=ddp", "dear"])
+@pytest.mark.parametrize(
+    ("passes", "clips"), [(1, "no"), (2, "no"), (1, "by hand"), (2, "clip_norm")]
+)
+def test_a_prediction_is_what_the_script_itself_takes(
+    passes, clips, spec, script, tmp_path
+):
+    facts = facts_of(script, [str(passes), clips], tmp_path)
+    spread = Workload.spread(facts.names, facts.sizes, 0.02, 0.04)
+    slow = uniform_cluster(4, "10mbit", "50us")
+    said = predict(Job(cluster=slow, workload=facts.of_script(spread)), spec)
+    simulation = Simulation(
+        slow,
+        options=RunOptions(method=spec, tells=False),
+        compute=ComputeModel(workload=spread),
+    )
+    journal = run_script(simulation, script, [str(passes), clips]).journals[0]
+    taken = Summary.of(journal)
+    assert isinstance(said, Prediction)
+    assert said.step_seconds == pytest.approx(taken.step_seconds, rel=2e-3)
+    assert said.compute_seconds == pytest.approx(0.06 * passes)
+
+
+def test_who_clips_gains_nothing_by_waiting_late():
+    """And who does not, does: the parameters of the next pass wait instead."""
+    for uses in (False, True):
+        job = Job(cluster=cluster(), workload=replace(layers(), uses_gradients=uses))
+        dear, bsp = (predict(job, spec).step_seconds for spec in ("dear", "bsp"))
+        assert (dear < 0.97 * bsp) == (not uses)
+
+
+def test_a_workloads_passes_are_a_jobs_unless_it_says_others():
+    job = Job(cluster=cluster(), workload=replace(layers(), passes=3))
+    assert job.passes == 3
+    assert replace(job, accumulate=16).passes == 16
+    assert replace(job, workload=layers()).passes == 1  # as of files that do not say it
+    found = predict(job, "bsp:fusion=single")
+    assert found.compute_seconds == pytest.approx(3 * 0.09)
+    one = alone(job)
+    assert one.step_seconds == pytest.approx(3 * 0.09)
+    assert one.samples_per_second == pytest.approx(8 / 0.09)
+    fast = uniform_cluster(4, "100gbit", "0s")
+    assert limit_seconds(fast, job.workload) == pytest.approx(3 * 0.09)
+
+
+def test_a_profile_has_both(script):
+    options = RunOptions(method="bsp")
+    profile = profile_script(script, ["2", "by hand"], cluster(2), options)
+    assert profile is not None
+    assert (profile.workload.passes, profile.workload.uses_gradients) == (2, True)
+
+
+def test_auto_counts_what_earlier_passes_take_once():
+    """A step of 0.5 s: two passes of 0.09 s, and 0.32 s of loading between them."""
+    twice = with_all(replace(layers(), passes=2), 0.5, 1.0)
+    assert twice.compute_seconds == pytest.approx(0.5)
+    assert twice.backward == layers().backward
+
+
+def habits_after(steps, looks):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    habits = StepHabits([parameter])
+    for step in range(steps):
+        habits.step_begins()
+        habits.gradient(0)
+        habits.gradient_ready(0)
+        habits.means_are_there()
+        if looks(step):
+            parameter.grad.norm()
+        habits.step_is_called()
+        parameter.grad.mul_(1.0)  # the optimizer's doing
+        habits.step_ended()
+        assert not is_watched(parameter.grad)
+    return habits
+
+
+def test_habits_are_what_most_steps_have():
+    assert StepHabits([]).passes is None
+    assert StepHabits([]).uses_gradients is None
+    assert habits_after(4, lambda step: step > 0).uses_gradients
+    assert not habits_after(4, lambda step: step > 2).uses_gradients
+    long = habits_after(3 * MOST_STEPS, lambda step: step >= MOST_STEPS)
+    assert not long.uses_gradients  # nobody watches for ever
+    assert long.passes == 1
+
+
+def test_what_a_pass_does_to_a_gradient_is_not_the_scripts_doing():
+    """A step that was skipped: the next pass adds to the gradients of the one before."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    habits = StepHabits([parameter])
+    habits.means_are_there()
+    assert is_watched(parameter.grad)
+    habits.step_begins()
+    parameter.grad.add_(1.0)
+    habits.step_is_called()
+    habits.step_ended()
+    assert habits.uses_gradients is False

@@ -1,0 +1,175 @@
+"""One page of each kind, made of data that nobody has measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.cluster import uniform_cluster
+from paceline.interfaces import QUALITIES
+from paceline.records import STEP_ROW, Span, StepRecord
+from paceline.tools.compare.report import write_report
+from paceline.tools.doctor.diagnosis import Diagnosis, Fault
+from paceline.tools.doctor.report import doctor_page
+from paceline.tools.plan.estimates import LeftOut, Plan, Row
+from paceline.tools.plan.report import plan_page
+from paceline.tools.plan.suggestions import BreakEven, Help, Helps
+from paceline.tools.plan.until import Reached
+from paceline.tools.plan.what_if import RATES, WORKERS, Point
+from paceline.tools.report.html import NAME, write_page
+from paceline.tools.report.timeline import Step, step_of
+from tests.tools.doctor.synthetic import Site
+from tests.tools.report.cases import three
+
+WILD = "</script><b>\"'&漢 \u2028"
+"""What a script's name may hold, and a page must keep."""
+LONG = "bsp:compression=top-k,fraction=0.01,feedback=true,collective=hierarchical,fusion=optimal"
+
+
+def compared(folder: Path) -> Path:
+    """Three variants of digits, as in the tests of reports."""
+    comparison = three()
+    comparison.leave(folder)
+    return write_report(
+        str(folder),
+        comparison.variants,
+        comparison.results,
+        title=f"{WILD}: 3 variants",
+        command=f"paceline compare '{WILD}'",
+        notes=[("network", "2 workers")],
+    )
+
+
+def planned(folder: Path) -> Path:
+    """A row of each class; one was cut, one does not know its samples."""
+    rows = [
+        row("bsp", "exact", 0.2),
+        row("bsp:fusion=ddp", "exact", 0.3),
+        row("osp", "late", 0.1),
+        row(LONG, "lossy", 0.08, samples=None),
+        row("diloco", "local", 0.05),
+        row("asp", "asynchronous", 1.0, cut=True),
+    ]
+    plan = Plan(
+        cluster="8 workers, 100 Mbit/s, 50 us",
+        workload="layers",
+        workers=8,
+        batch=8.0,
+        one_machine=row("one machine", "exact", 0.04),
+        limit_seconds=0.15,
+        rows=tuple(sorted(rows, key=lambda one: one.step_seconds)),
+        left_out=(LeftOut(spec="r2sp", quality="asynchronous", why="it <clips>"),),
+    )
+    helps = Helps(
+        break_even=(BreakEven(spec="bsp", rate=1e7, words="as fast at 80 Mbit/s"),),
+        helps=(Help(what="4 workers", spec="bsp", step_seconds=0.1, speed_up=1.5),),
+    )
+    page = plan_page(
+        *(plan, helps, points(), [Reached(spec="bsp", quality="exact", failed="no")]),
+        [step(spec, 0.1 * (3 - i)) for i, spec in enumerate((WILD, LONG, "osp"))],
+        cluster=uniform_cluster(8, "100mbit", "50us"),
+        script=WILD,
+        goal="accuracy=0.9",
+        command=f"paceline plan '{WILD}'",
+    )
+    return write_page(folder / NAME, page)
+
+
+def doctored(folder: Path) -> Path:
+    """A slow link of eight hosts."""
+    evidence = Site(slow={(2, "out"): 0.2}).evidence()
+    fault = Fault(
+        name="slow link",
+        where="the link out of worker 2",
+        because="200 Mbit/s, where 1 Gbit/s is usual",
+        do="look at it",
+        command="paceline doctor",
+        gains_seconds=0.5,
+    )
+    found = Diagnosis(
+        faults=(fault,),
+        world="real",
+        workers=8,
+        spec="bsp",
+        ran=True,
+        predicted_seconds=1.0,
+        mended_seconds=0.5,
+        limit_seconds=0.4,
+        step_seconds=1.1,
+        alone_seconds=0.3,
+    )
+    return write_page(
+        folder / NAME, doctor_page(found, evidence, f"paceline doctor '{WILD}'")
+    )
+
+
+def row(
+    spec: str,
+    quality: str,
+    seconds: float,
+    *,
+    cut: bool = False,
+    samples: float | None = 100.0,
+) -> Row:
+    return Row(
+        spec=spec,
+        quality=quality,  # type: ignore[arg-type]
+        step_seconds=seconds,
+        compute_seconds=0.04,
+        exposed_seconds=seconds - 0.04,
+        bytes_sent=1e6 / seconds,
+        buckets=3,
+        to_limit=seconds / 0.15,
+        speed_up=8 * 0.04 / seconds,
+        samples_per_second=samples,
+        cut=cut,
+    )
+
+
+def points() -> list[Point]:
+    return [
+        Point(
+            workers=workers,
+            rate=rate,
+            quality=quality,
+            spec=quality,
+            step_seconds=1.0,
+            speed_up=workers / (1 + place + 1e9 / rate / 100),
+            efficiency=1 / (1 + place + 1e9 / rate / 100),
+        )
+        for workers in WORKERS
+        for rate in RATES
+        for place, quality in enumerate(QUALITIES)
+    ]
+
+
+def step(spec: str, seconds: float, workers: int = 3, steps: int = 4) -> Step:
+    """A step that computes for 40 ms, and then waits for two messages."""
+    records, spans = [], []
+    for worker in range(workers):
+        for number in range(1, steps + 1):
+            start, end = (number - 1) * seconds, number * seconds
+            middle = start + 0.04
+            for line in (
+                (STEP_ROW, f"step {number}", start, end),
+                ("compute", "forward", start, start + 0.01),
+                ("compute", "backward", start + 0.01, middle),
+                ("wait", "all_reduce", middle, end),
+                ("world lane 0", "all_reduce(SUM, float32[8]), 1 MB sent", middle, end),
+                ("world lane 1", WILD, start + 0.02, middle + 0.01),
+            ):
+                spans.append(Span(worker, *line))
+            records.append(
+                StepRecord(
+                    worker=worker,
+                    step=number,
+                    end_seconds=end,
+                    step_seconds=seconds,
+                    compute_seconds=0.04,
+                    exposed_communication_seconds=seconds - 0.04,
+                    bytes_sent=1000,
+                    metrics={},
+                )
+            )
+    found = step_of(spec, lambda: spans, records)
+    assert found is not None
+    return found
