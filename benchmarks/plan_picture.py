@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.cli.planned import plan_script
-from paceline.cli.telling import telling
+from paceline.cli.progress import telling
+from paceline.cli.script_plan import plan_script
 from paceline.cluster import uniform_cluster
 from paceline.interfaces import QUALITIES
 from paceline.tools.plan.pictures import draw_plan

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from paceline.cli import app
 from paceline.cli import plan as plan_command
 from paceline.cli.plan import _spent
-from paceline.cli.planned import FOR_CANDIDATES
+from paceline.cli.script_plan import FOR_CANDIDATES
 from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.runtimes.simulated.profile import paced_workload

@@ -16,8 +16,8 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.given import Given
 from paceline.cli.live import describe
-from paceline.cli.planned import classes, plan_script, processes
-from paceline.cli.telling import rows, telling
+from paceline.cli.progress import rows, telling
+from paceline.cli.script_plan import classes, plan_script, processes
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions
 from paceline.runtimes.processes import as_launcher, end_all
@@ -241,7 +241,7 @@ def _measured(
 ) -> dict[str, object]:
     """Profile the script, if need be, for all variants, which find what is kept. Options for them
     where there is nothing to measure, as the script says what it computes."""
-    from paceline.cli.measured import profiled
+    from paceline.cli.compute_times import profiled
 
     # It runs whatever the variants do.
     options = RunOptions(method="bsp", seed=seed)

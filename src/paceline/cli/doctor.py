@@ -16,7 +16,7 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.arguments import LaunchCommand, torchrun_words
 from paceline.cli.live import live_line
-from paceline.cli.telling import telling
+from paceline.cli.progress import telling
 from paceline.errors import PacelineError, UsageError
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
 from paceline.runtimes.scratch import scratch_folder
@@ -214,7 +214,7 @@ class _Job:
             return self._read(file, status)
 
     def virtual(self, network: Cluster, workload: str | None) -> Evidence | None:
-        from paceline.cli.measured import profiled, run_or_profile_anew
+        from paceline.cli.compute_times import profiled, run_or_profile_anew
         from paceline.runtimes.simulated import Simulation
         from paceline.tools.doctor.simulated import examined, examined_network
 

@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.live import live_line
-from paceline.cli.telling import telling
+from paceline.cli.progress import telling
 from paceline.cluster import Workload
 from paceline.run_options import RunOptions
 from paceline.runtimes.scratch import scratch_folder

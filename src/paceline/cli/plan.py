@@ -13,14 +13,14 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
-from paceline.cli.planned import (
+from paceline.cli.progress import Telling, telling
+from paceline.cli.script_plan import (
     Planned,
     classes,
     plan_script,
     processes,
     this_machines_cores,
 )
-from paceline.cli.telling import Telling, telling
 from paceline.cluster import load_cluster
 from paceline.errors import UsageError
 from paceline.runtimes.scratch import scratch_folder

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options as o
-from paceline.cli.telling import telling
+from paceline.cli.progress import telling
 from paceline.cluster import Workload, load_cluster
 from paceline.errors import UsageError
 from paceline.units import bytes_per_second

@@ -14,7 +14,7 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
 from paceline.cli.live import live_line
-from paceline.cli.telling import telling
+from paceline.cli.progress import telling
 from paceline.cluster import ServerHost, cluster_toml
 from paceline.errors import UsageError
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions

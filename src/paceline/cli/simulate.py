@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.live import describe
-from paceline.cli.telling import telling
+from paceline.cli.progress import telling
 from paceline.run_options import RunOptions
 from paceline.runtimes.progress import Standing, place
 from paceline.tools.report.run_files import make_folder, write_run
@@ -58,7 +58,7 @@ def simulate(
         make_folder(str(records))
     described = o.make_cluster(cluster, workers, link, latency, server_hosts)
     o.check_workers(method, described.workers, described.groups)
-    from paceline.cli.measured import profiled, run_or_profile_anew
+    from paceline.cli.compute_times import profiled, run_or_profile_anew
     from paceline.runtimes.simulated import Simulation
     from paceline.runtimes.simulated.script import result_of
 

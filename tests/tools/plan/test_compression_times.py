@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import planned
-from paceline.cli.planned import _busy_cores, _with_codes
+from paceline.cli import script_plan
+from paceline.cli.script_plan import _busy_cores, _with_codes
 from paceline.cluster import Processor
 from paceline.cluster.profiling import coding_times_of_busy
 from paceline.cluster.workload import CodingTimes
@@ -95,7 +95,7 @@ def test_nobody_waits_for_a_core_that_has_nothing_to_code(tmp_path):
 def test_only_hosts_that_share_cores_code_on_all_of_them_at_once(
     monkeypatch, shared, workers, busy
 ):
-    monkeypatch.setattr(planned, "processes", lambda: 3)
+    monkeypatch.setattr(script_plan, "processes", lambda: 3)
     processor = Processor(message=1e-6, cores=shared)
     assert _busy_cores(replace(cluster(workers), processor=processor)) == busy
     assert _busy_cores(cluster(workers)) == 1

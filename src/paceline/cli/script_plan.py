@@ -193,7 +193,7 @@ def _workload(
 ) -> tuple[Workload, ComputeModel]:
     """A step's times: from the file that is named, or what the model stands for, or as the script
     paces itself, or measured; and what its training is charged in virtual time."""
-    from paceline.cli.measured import profiled
+    from paceline.cli.compute_times import profiled
     from paceline.runtimes.simulated.profile import paced_workload
 
     if compute.workload is not None:
