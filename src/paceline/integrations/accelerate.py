@@ -19,7 +19,7 @@ from paceline.integrations.versions import require
 
 require("accelerate", "1.10", "2", "transformers")
 
-import paceline.integrations.chosen as chosen  # noqa: E402
+import paceline.integrations.common as chosen  # noqa: E402
 
 # Before Accelerator(), where it would wait for workers that are no longer there.
 chosen.check_meets_all("Accelerate", os.environ)

@@ -27,7 +27,7 @@ from paceline.api import init
 from paceline.core.distribute import distribute
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.errors import UsageError
-from paceline.integrations.chosen import (
+from paceline.integrations.common import (
     accumulating,
     check_chosen,
     check_plain,

@@ -31,7 +31,7 @@ from paceline import methods
 from paceline.api import init
 from paceline.core.distribute import distribute
 from paceline.core.optimizer import DistributedOptimizer
-from paceline.integrations.chosen import (
+from paceline.integrations.common import (
     accumulating,
     check_chosen,
     check_plain,

@@ -14,7 +14,7 @@ require("lightning", "2.5", "2.7", "lightning")
 from lightning.fabric.plugins.environments import ClusterEnvironment  # noqa: E402
 
 from paceline.api import init, rank, world_size  # noqa: E402
-from paceline.integrations.dealing import dealt  # noqa: E402
+from paceline.integrations.lightning_loaders import dealt  # noqa: E402
 from paceline.interfaces.current_runtime import current_world  # noqa: E402
 from paceline.runtimes import launchers  # noqa: E402
 

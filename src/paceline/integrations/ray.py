@@ -27,18 +27,18 @@ from typing import Any, cast
 from paceline import methods, spec
 from paceline.core.settings import Settings
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.integrations.ray_coordinator import (
-    SERVER,
-    Coordinator,
-    News,
-    name_of,
-)
-from paceline.integrations.ray_room import (
+from paceline.integrations.ray_capacity import (
     Resources,
     check_room,
     described,
     needs,
     nodes_of,
+)
+from paceline.integrations.ray_coordinator import (
+    SERVER,
+    Coordinator,
+    News,
+    name_of,
 )
 from paceline.integrations.versions import require
 from paceline.interfaces import UpdatesOnServer

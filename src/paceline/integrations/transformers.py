@@ -22,7 +22,7 @@ from transformers import Trainer  # noqa: E402
 from paceline.core.optimizer import DistributedOptimizer, training_of  # noqa: E402
 from paceline.errors import UsageError  # noqa: E402
 from paceline.integrations.accelerate import check_same_workers, hand_over  # noqa: E402
-from paceline.integrations.chosen import (  # noqa: E402
+from paceline.integrations.common import (  # noqa: E402
     asks_for_fsdp,
     check_chosen,
     check_plain,

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.integrations import versions
-from paceline.integrations.ray_room import (
+from paceline.integrations.ray_capacity import (
     check_room,
     described,
     nodes_of,

@@ -25,7 +25,7 @@ from torch.utils.data import (
 from paceline.core.distribute import distribute
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.integrations import versions
-from paceline.integrations.chosen import (
+from paceline.integrations.common import (
     check_chosen,
     check_meets_all,
     check_not_sharded,
@@ -34,7 +34,7 @@ from paceline.integrations.chosen import (
     owner_of,
     shows_mean,
 )
-from paceline.integrations.dealing import dealt
+from paceline.integrations.lightning_loaders import dealt
 from paceline.integrations.versions import require
 from tests.virtual.helpers import run
 

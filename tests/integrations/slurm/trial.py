@@ -1,6 +1,6 @@
 """Trials on a real Slurm: prints what each came to, and fails where one is not as it should be.
 
-sudo tests/slurm/cluster.sh 4 .venv/bin/python tests/slurm/trial.py
+sudo tests/integrations/slurm/cluster.sh 4 .venv/bin/python tests/integrations/slurm/trial.py
 
 Not run by CI: it needs root, and Debian's slurm-wlm and munge. Tasks of one step meet as plain
 ``python`` under ``srun``, without torchrun.
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent.parent
 DIGITS = [sys.executable, str(ROOT / "examples" / "digits.py"), "--epochs"]
 PACELINE = [sys.executable, "-m", "paceline"]
 LIMIT = 200
