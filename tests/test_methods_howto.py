@@ -13,7 +13,7 @@ import paceline
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case, check_method
-from paceline.testing.checks import checks_of
+from paceline.testing.method_checks import checks_of
 from tests.test_snippets import commands
 
 ROOT = Path(__file__).parent.parent

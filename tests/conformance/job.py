@@ -7,7 +7,7 @@ from paceline.methods import METHODS
 from paceline.spec import parse
 from paceline.testing import CASES
 from paceline.testing.__main__ import rows, run_table
-from paceline.testing.checks import RULES, trials
+from paceline.testing.method_checks import RULES, trials
 from tests.conformance.table import Row, one_of_each
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.testing import CASES
-from paceline.testing.checks import Trial, trials
+from paceline.testing.method_checks import Trial, trials
 
 SLOW_REAL = {1: 16, 2: 16, 3: 18}
 """One in so many trials of each row on so many workers, in the slow tests; the fast ones have

@@ -11,7 +11,7 @@ from paceline.run_options import RunOptions
 from paceline.runtimes.emulated.launch import EmulatedJob
 from paceline.runtimes.emulated.network import Fabric
 from paceline.testing.cases import cluster_of
-from paceline.testing.checks import WORLD_CHECKS, sample, trials
+from paceline.testing.method_checks import WORLD_CHECKS, sample, trials
 from tests.conformance.table import SLOW_EMULATED
 from tests.runtimes.emulated.conftest import refusal
 

@@ -12,7 +12,7 @@ from paceline.interfaces import EVERY_STEP, Rhythm
 from paceline.methods.bsp import BSP
 from paceline.methods.osp import OSP
 from paceline.testing import CASES, CHECKS, Case, CheckFailedError, check_method
-from paceline.testing.checks import checks_of
+from paceline.testing.method_checks import checks_of
 
 
 @dataclass(frozen=True, kw_only=True)

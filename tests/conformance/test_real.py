@@ -11,7 +11,7 @@ from paceline.runtimes.simulated import Simulation
 from paceline.testing import CASES, CHECKS
 from paceline.testing.__main__ import rows
 from paceline.testing.cases import cluster_of
-from paceline.testing.checks import (
+from paceline.testing.method_checks import (
     RULES,
     WORLD_CHECKS,
     final_parameters,

@@ -9,7 +9,7 @@ from paceline.interfaces.server_messages import Refused
 from paceline.methods.asp import ApplyOnArrival
 from paceline.spec import parse
 from paceline.testing import CheckFailedError
-from paceline.testing.servers import ServerTrial, check_server, state_of
+from paceline.testing.server_checks import ServerTrial, check_server, state_of
 
 METHODS = (
     *("asp", "ssp:staleness=1", "ssp", "ssp:staleness=0", "dssp", "r2sp:warm_up=2"),

@@ -7,7 +7,7 @@ from paceline.runtimes.simulated import Simulation
 from paceline.spec import parse
 from paceline.testing import CASES, CHECKS
 from paceline.testing.cases import cluster_of
-from paceline.testing.checks import RULES, WORLD_CHECKS
+from paceline.testing.method_checks import RULES, WORLD_CHECKS
 from tests.conformance.table import (
     SLOW_VIRTUAL,
     one_of_each,

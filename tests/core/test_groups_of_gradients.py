@@ -11,7 +11,7 @@ from paceline.cluster import uniform_cluster
 from paceline.interfaces import Rhythm
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
-from paceline.testing.checks import CHECKS
+from paceline.testing.method_checks import CHECKS
 from paceline.testing.task import Counting
 from tests.core.test_rhythm import SUM_OF_TWO, train
 from tests.methods.osp.helpers import simulate

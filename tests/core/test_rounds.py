@@ -13,7 +13,7 @@ from paceline.interfaces import Rhythm
 from paceline.runtimes.join import join_world
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
-from paceline.testing.restarts import shared_folder
+from paceline.testing.restart_checks import shared_folder
 from paceline.testing.task import Counting
 from tests.core.test_groups_of_gradients import Groups
 from tests.core.test_rhythm import SUM_OF_TWO, train

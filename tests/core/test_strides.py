@@ -13,7 +13,7 @@ from paceline.errors import GradientError, ModelMismatchError, WorkerFailedError
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import CASES
 from paceline.testing.cases import Case
-from paceline.testing.checks import strides_change_nothing
+from paceline.testing.method_checks import strides_change_nothing
 from tests.virtual.helpers import run
 
 

@@ -5,7 +5,7 @@ import sys
 
 import paceline
 from paceline.testing.__main__ import run_table
-from paceline.testing.checks import sample, trials
+from paceline.testing.method_checks import sample, trials
 from tests.newcomer.rows import TOYS, register
 
 

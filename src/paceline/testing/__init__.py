@@ -11,19 +11,19 @@ applies to it under every fusion rule, in the virtual world (`check_method`) and
 
 Compressors have a list of laws of their own (`COMPRESSOR_CHECKS`), held on workers that are
 only simulated: ``check_compressor(MyCompressor(density=0.01))``. So have methods whose server
-updates (`paceline.testing.servers`): ``check_server(lambda: MyMethod().server(3), workers=(3,))``.
+updates (`paceline.testing.server_checks`): ``check_server(lambda: MyMethod().server(3), workers=(3,))``.
 """
 
 from paceline.testing.cases import CASES, Case
-from paceline.testing.checks import CHECKS, Check, check_method, run_checks
-from paceline.testing.compressors import (
+from paceline.testing.compressor_checks import (
     COMPRESSOR_CHECKS,
     CompressorCheck,
     check_compressor,
 )
 from paceline.testing.inspection import InspectedBucket, Inspection, inspect
-from paceline.testing.servers import check_server
-from paceline.testing.trial import CheckFailedError
+from paceline.testing.method_checks import CHECKS, Check, check_method, run_checks
+from paceline.testing.problems import CheckFailedError
+from paceline.testing.server_checks import check_server
 
 __all__ = [
     "CASES",

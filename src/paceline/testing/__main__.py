@@ -15,7 +15,7 @@ import msgspec
 
 import paceline
 from paceline.testing.cases import CASES, Case
-from paceline.testing.checks import (
+from paceline.testing.method_checks import (
     RULES,
     WORLD_CHECKS,
     Trial,
@@ -23,7 +23,7 @@ from paceline.testing.checks import (
     sample,
     trials,
 )
-from paceline.testing.trial import CheckFailedError
+from paceline.testing.problems import CheckFailedError
 
 
 def main() -> int:

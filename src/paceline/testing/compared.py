@@ -9,7 +9,7 @@ import torch
 
 from paceline.interfaces import COMMON, Compressor
 from paceline.testing.lockstep import Workers, gradients
-from paceline.testing.trial import require
+from paceline.testing.problems import require
 
 
 def workers_of(

@@ -19,7 +19,7 @@ from paceline.interfaces import (
     State,
     Sum,
 )
-from paceline.testing.trial import require
+from paceline.testing.problems import require
 
 SHAPES = ((4, 3), (257,), (0,), (40, 30), (5,), (), (24, 5, 12))
 """Small matrices and large ones, vectors, nothing, a number."""

@@ -13,7 +13,7 @@ from paceline.interfaces import Rhythm, shares_of
 from paceline.methods.bsp import BSP
 from paceline.testing import Case
 from paceline.testing.__main__ import run_table
-from paceline.testing.checks import trials
+from paceline.testing.method_checks import trials
 
 LAWS = (
     "state_survives_a_restart",

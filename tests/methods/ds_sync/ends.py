@@ -6,7 +6,7 @@ import sys
 
 import paceline
 from paceline.testing import Case
-from paceline.testing.checks import CHECKS, final_parameters
+from paceline.testing.method_checks import CHECKS, final_parameters
 
 METHODS = (
     "ds-sync:shuffle=pairs,overlap=step",

@@ -6,7 +6,7 @@ import torch
 import paceline
 from paceline.interfaces import AGREE_EVERY
 from paceline.testing import Case
-from paceline.testing.checks import CHECKS
+from paceline.testing.method_checks import CHECKS
 from tests.methods.ds_sync.helpers import Walk, equal, simulate, state_of
 from tests.methods.ds_sync.trainings import OVERLAPS, adam, each_once, models, train
 

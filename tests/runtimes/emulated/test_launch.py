@@ -16,7 +16,7 @@ from paceline.cluster import Cluster, Rack, Workload, cluster_toml, load_cluster
 from paceline.runtimes.scratch import scratch_folder
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
-from paceline.testing.checks import final_parameters
+from paceline.testing.method_checks import final_parameters
 from tests import forked
 from tests.emulated.helpers import SECONDS, Watch, descendants, network_of, networks
 

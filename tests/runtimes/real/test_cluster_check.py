@@ -11,7 +11,7 @@ from paceline.errors import ClusterError
 from paceline.runtimes.real.cluster_check import Seat, check_places, seat
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
-from paceline.testing.checks import final_parameters
+from paceline.testing.method_checks import final_parameters
 from tests import forked
 from tests.real.helpers import SCRIPTS
 

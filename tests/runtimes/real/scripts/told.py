@@ -14,7 +14,7 @@ from paceline.errors import ClusterError
 from paceline.runtimes.join import join_world
 from paceline.runtimes.real.cluster_check import find_cluster
 from paceline.testing import Case
-from paceline.testing.checks import final_parameters
+from paceline.testing.method_checks import final_parameters
 from paceline.torch_internals import default_store
 
 paceline.init()

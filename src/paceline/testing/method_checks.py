@@ -24,16 +24,7 @@ from paceline.errors import PacelineError
 from paceline.runtimes.join import join_world
 from paceline.runtimes.simulated import Simulation
 from paceline.testing.cases import CASES, Case
-from paceline.testing.restarts import (
-    a_checkpoint_is_a_restart,
-    a_checkpoint_loses_nothing,
-    a_restart_loses_nothing,
-    evaluations_change_nothing,
-    evaluations_lose_nothing,
-    state_survives_a_restart,
-)
-from paceline.testing.task import Counting, Quadratic, centers_of, flat_parameters
-from paceline.testing.trial import (
+from paceline.testing.problems import (
     OPTIMIZERS,
     begin,
     distribute_as,
@@ -43,6 +34,15 @@ from paceline.testing.trial import (
     sgd,
     step,
 )
+from paceline.testing.restart_checks import (
+    a_checkpoint_is_a_restart,
+    a_checkpoint_loses_nothing,
+    a_restart_loses_nothing,
+    evaluations_change_nothing,
+    evaluations_lose_nothing,
+    state_survives_a_restart,
+)
+from paceline.testing.task import Counting, Quadratic, centers_of, flat_parameters
 from paceline.torch_internals import step_was_noted
 
 

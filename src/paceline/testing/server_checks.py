@@ -42,7 +42,7 @@ from paceline.interfaces.server_messages import (
     Unit,
 )
 from paceline.parameter_server.state_machine.server import ParameterServer
-from paceline.testing.trial import CheckFailedError, require
+from paceline.testing.problems import CheckFailedError, require
 
 BUCKETS = 2
 STEPS = 6

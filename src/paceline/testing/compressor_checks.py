@@ -20,7 +20,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Compressor, StandsAlone, Sum
 from paceline.testing.compared import require_close, require_states, workers_of
 from paceline.testing.lockstep import SHAPES, Workers, gradients
-from paceline.testing.trial import require
+from paceline.testing.problems import require
 
 DRAWS = 400
 """Means whose mean is to be the sum, where a code is unbiased."""

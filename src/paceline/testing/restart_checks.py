@@ -16,8 +16,7 @@ import torch
 import paceline
 from paceline.core.optimizer import DistributedOptimizer, training_of
 from paceline.testing.cases import Case
-from paceline.testing.task import Counting, Quadratic, centers_of, flat_parameters
-from paceline.testing.trial import (
+from paceline.testing.problems import (
     OPTIMIZERS,
     MakeOptimizer,
     adamw,
@@ -31,6 +30,7 @@ from paceline.testing.trial import (
     shared_folder,
     step,
 )
+from paceline.testing.task import Counting, Quadratic, centers_of, flat_parameters
 
 PAUSE = 0.001
 """Seconds by which one worker's step is longer than the next one's."""
