@@ -16,9 +16,9 @@ from paceline.runtimes.join import join_world
 from paceline.runtimes.results import Summary
 from paceline.testing import inspect
 from paceline.testing.task import Counting
+from tests.conformance.plugins.toys.every_fourth import EveryFourth
+from tests.conformance.plugins.toys.pairs import Pairs
 from tests.methods.osp.helpers import simulate
-from tests.newcomer.toys.every_fourth import EveryFourth
-from tests.newcomer.toys.pairs import Pairs
 
 ELEMENTS = 18
 SUM_OF_TWO = 4 * ELEMENTS

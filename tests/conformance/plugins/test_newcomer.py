@@ -11,8 +11,8 @@ from paceline.compression import COMPRESSORS, Residuals
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import check_compressor, check_method
 from tests import forked
-from tests.newcomer.rows import TOYS, registered
-from tests.newcomer.table import chosen
+from tests.conformance.plugins.rows import TOYS, registered
+from tests.conformance.plugins.table import chosen
 from tests.test_structure import FORBIDDEN_TO_METHODS, METHODS_MAY_IMPORT, PARTS
 
 FILES = sorted((Path(__file__).parent / "toys").glob("[!_]*.py"))
@@ -81,7 +81,7 @@ def test_a_sample_of_the_kit_in_virtual_time(toy, workers):
 )
 def test_a_sample_of_the_kit_on_real_processes(workers, every):
     """All toys in one job; all of the kit is run in virtual time."""
-    words = ["-m", "tests.newcomer.table", every]
+    words = ["-m", "tests.conformance.plugins.table", every]
     first, *_ = forked.run_together(workers, words)
     names = {f"{trial.name}: ok" for trial in chosen(workers, every)}
     assert names <= set(first.stderr.splitlines())

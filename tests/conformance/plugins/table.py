@@ -1,4 +1,4 @@
-"""``python -m tests.newcomer.table [EVERY]``: toys through the kit, on the ranks of a real job;
+"""``python -m tests.conformance.plugins.table [EVERY]``: toys through the kit, on the ranks of a real job;
 one check in so many of each toy's."""
 
 import sys
@@ -6,7 +6,7 @@ import sys
 import paceline
 from paceline.testing.__main__ import run_table
 from paceline.testing.method_checks import sample, trials
-from tests.newcomer.rows import TOYS, register
+from tests.conformance.plugins.rows import TOYS, register
 
 
 def chosen(workers, every):

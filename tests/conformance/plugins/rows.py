@@ -15,12 +15,12 @@ from paceline.collectives import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.methods import METHODS
 from paceline.testing import Case
-from tests.newcomer.toys.common_scale import CommonScale
-from tests.newcomer.toys.every_fourth import EveryFourth
-from tests.newcomer.toys.grid import Grid
-from tests.newcomer.toys.largest import Largest
-from tests.newcomer.toys.line import Line
-from tests.newcomer.toys.pairs import Pairs
+from tests.conformance.plugins.toys.common_scale import CommonScale
+from tests.conformance.plugins.toys.every_fourth import EveryFourth
+from tests.conformance.plugins.toys.grid import Grid
+from tests.conformance.plugins.toys.largest import Largest
+from tests.conformance.plugins.toys.line import Line
+from tests.conformance.plugins.toys.pairs import Pairs
 
 
 @dataclass(frozen=True)
