@@ -12,7 +12,7 @@ import pytest
 
 import paceline
 from paceline.methods.table import methods_page
-from tests.test_examples import ROOT
+from tests.docs.test_examples import ROOT
 
 NEEDED = ("pyproject.toml", "README.md", "LICENSE")
 PACKAGES = [path for path in sys.path if path.endswith("site-packages")]

@@ -15,7 +15,7 @@ import paceline
 from paceline.cli import app
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.simulated import Simulation
-from tests.test_examples import ROOT
+from tests.docs.test_examples import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "examples").rglob("README.md"))
@@ -24,7 +24,7 @@ VERBS = get_command(app).commands
 ELSEWHERE = {
     "aggregator.md": "needs an aggregator's address",
     "integrations.md": "needs other packages: tests/integrations",
-    "methods-howto.md": "tests/test_methods_howto.py",
+    "methods-howto.md": "tests/docs/test_methods_howto.py",
 }
 
 

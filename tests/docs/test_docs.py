@@ -10,7 +10,7 @@ from paceline.run_options import RunOptions
 
 TEXTS = ("method", "records", "report_to", "cluster")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def test_methods_page_is_the_registry():

@@ -14,9 +14,9 @@ from paceline.cluster import uniform_cluster
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case, check_method
 from paceline.testing.method_checks import checks_of
-from tests.test_snippets import commands
+from tests.docs.test_snippets import commands
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "methods-howto.md"
 
 

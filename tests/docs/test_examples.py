@@ -8,7 +8,7 @@ import pytest
 
 from tests import forked
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 EXPECTED = sorted((ROOT / "examples" / "expected").glob("*.txt"))
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.test_docs import ROOT
+from tests.docs.test_docs import ROOT
 
 MARK = "¹"
 """Behind a figure of README's table that another processor's arithmetic changes."""

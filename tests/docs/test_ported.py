@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests import forked, hanging
-from tests.test_examples import ROOT
+from tests.docs.test_examples import ROOT
 
 PORTED = ROOT / "examples" / "ported"
 SOON = 60
