@@ -1,7 +1,7 @@
 """paceline: data-parallel PyTorch training over slow, shared or uneven networks.
 
 Modules stand in layers, and each imports only what is below it: docs/design.md shows them,
-tests/test_structure.py has the list and holds it.
+tests/packaging/test_structure.py has the list and holds it.
 
 Each public name is imported when it is first used, so that the command line can answer
 before torch, which takes seconds, is there. No module has a public name's name: importing

@@ -5,7 +5,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from tests.test_import import loaded
+from tests.packaging.test_import import loaded
 
 VERBS = get_command(app).commands
 HELP = {

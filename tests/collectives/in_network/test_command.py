@@ -12,8 +12,8 @@ from paceline.collectives.in_network.client import AggregatorClient
 from paceline.transport.security import SECRET, TOKEN, TRUSTED
 from tests import forked
 from tests.hanging import SECONDS
+from tests.packaging.test_import import loaded
 from tests.real.helpers import wait_until
-from tests.test_import import loaded
 
 PLAIN = {SECRET: "", TOKEN: "", TRUSTED: ""}
 

@@ -13,7 +13,11 @@ from paceline.testing import check_compressor, check_method
 from tests import forked
 from tests.conformance.plugins.rows import TOYS, registered
 from tests.conformance.plugins.table import chosen
-from tests.test_structure import FORBIDDEN_TO_METHODS, METHODS_MAY_IMPORT, PARTS
+from tests.packaging.test_structure import (
+    FORBIDDEN_TO_METHODS,
+    METHODS_MAY_IMPORT,
+    PARTS,
+)
 
 FILES = sorted((Path(__file__).parent / "toys").glob("[!_]*.py"))
 MOST_LINES = 75

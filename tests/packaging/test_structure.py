@@ -9,7 +9,7 @@ import pytest
 
 from paceline.methods import METHODS
 
-SOURCE = Path(__file__).parent.parent / "src" / "paceline"
+SOURCE = Path(__file__).parent.parent.parent / "src" / "paceline"
 PARTS = {
     path.relative_to(SOURCE).parts[0].removesuffix(".py")
     for path in SOURCE.rglob("*.py")
@@ -138,7 +138,7 @@ def test_nothing_mocks_but_tests():
 def test_tests_look_at_an_optimizer_by_inspect_alone():
     """`paceline.testing.inspect` gives what they need: what is private may move."""
     private = ("_training", "_world", "_present")
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         for node in nodes_of(path):
             where = f"{path}:{getattr(node, 'lineno', 0)}: use inspect(optimizer)"
             if isinstance(node, ast.Attribute) and node.attr in private:
