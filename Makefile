@@ -21,7 +21,7 @@ demo: $(READY)
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
-# With as many examples of each law as its test asks for (tests/profiles.py).
+# With as many examples of each law as its test asks for (tests/support/profiles.py).
 test-all: lint
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest $(PARALLEL)
 

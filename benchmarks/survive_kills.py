@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 import torch
-from tests.real.helpers import kill, run
-from tests.real.lives import life_of, wait_in
+from tests.support.lives import life_of, wait_in
+from tests.support.processes import kill, run
 
 WORKERS = 3
 METHODS = ("backup:wait_for=2", "asp", "ssp:staleness=2", "gssp")

@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from tests import profiles, skips
+from tests.support import profiles, skips
 
 profiles.load()
 
@@ -23,6 +23,6 @@ def pytest_runtest_makereport(item, call):
             report.outcome = "failed"
             report.longrepr = (
                 f"{item.nodeid}: {reason!r} is no allowed reason to skip a test. "
-                "Mend what is missing, or add the reason to tests/skips.py."
+                "Mend what is missing, or add the reason to tests/support/skips.py."
             )
     return report

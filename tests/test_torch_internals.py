@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import torch_internals
-from tests import forked
+from tests.support import forked
 
 CPU = torch.device("cpu")
 

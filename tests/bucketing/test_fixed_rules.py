@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline import bucketing
 from paceline.errors import UsageError
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 MIB = 1024 * 1024
 

@@ -12,8 +12,8 @@ from paceline.collectives.communicator import TorchComm
 from paceline.collectives.schedules import Ring
 from paceline.interfaces.current_runtime import current_world
 from tests.bucketing.tunings import on
-from tests.tables import crossed
-from tests.virtual.helpers import LATENCY, LINK
+from tests.support.simulations import LATENCY, LINK
+from tests.support.tables import crossed
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from tests.bucketing.tunings import (
     sgd,
 )
 from tests.core.cases import assert_gradients, mean_gradients
-from tests.virtual.helpers import cluster, rack
+from tests.support.simulations import cluster, rack
 
 SLOW = cluster(rack(2, link=1.25e6))
 NOISY = ComputeModel(jitter=0.3, seed=2)

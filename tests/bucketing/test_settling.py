@@ -13,7 +13,7 @@ from paceline.collectives.schedules import Ring
 from paceline.runtimes.results import Summary
 from paceline.runtimes.simulated.script import result_of
 from tests.bucketing.tunings import UNEVEN, Watched, on, ring_cost, train_stand_in
-from tests.virtual.helpers import cluster, rack
+from tests.support.simulations import cluster, rack
 
 TRIED = 1 + PROFILED_STEPS + 2 * TRIAL_STEPS
 """Backward passes until a plan was tried once: the first, those profiled, both sides."""

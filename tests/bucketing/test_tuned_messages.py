@@ -32,8 +32,8 @@ from tests.bucketing.tunings import (
     sgd,
     train_stand_in,
 )
-from tests.tables import crossed
-from tests.virtual.helpers import cluster, rack
+from tests.support.simulations import cluster, rack
+from tests.support.tables import crossed
 
 CPU = torch.device("cpu")
 SETTLED = 1 + PROFILED_STEPS + 2 * 2 * TRIAL_STEPS

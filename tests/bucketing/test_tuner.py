@@ -18,7 +18,7 @@ from paceline.core import parts
 from paceline.runtimes.simulated import ComputeModel
 from tests.bucketing.tunings import Watched, batch, ended, note, on, sgd
 from tests.core.cases import assert_gradients, mean_gradients
-from tests.virtual.helpers import cluster, rack
+from tests.support.simulations import cluster, rack
 
 SLOW = cluster(rack(3, link=1.25e6))
 """10 Mbit/s: which pieces gradients travel in matters, also for small models."""

@@ -12,7 +12,7 @@ from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
 from paceline.runtimes.simulated import Simulation
 from tests.bucketing.test_phases import Crossed
 from tests.bucketing.tunings import Watched, batch, ended, note, sgd
-from tests.virtual.helpers import cluster, rack, run_on, simulation
+from tests.support.simulations import cluster, rack, run_on, simulation
 
 EVERY, WATCHED = 12, 4
 SETTLED = 1 + PROFILED_STEPS + 2 * TRIAL_STEPS

@@ -14,7 +14,7 @@ from paceline import bucketing
 from paceline.cluster import Cluster, Workload
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
-from tests.virtual.helpers import LATENCY, LINK, run_on, simulation
+from tests.support.simulations import LATENCY, LINK, run_on, simulation
 
 UNEVEN = Workload(
     names=("in", "out", "block.a", "block.b", "block.c", "deep.x", "deep.y"),

@@ -12,9 +12,9 @@ import pytest
 from paceline.cli import main
 from paceline.tools.compare import runner as trained_variants
 from paceline.tools.report.run_files import claim
-from tests import forked
-from tests.hanging import SECONDS
-from tests.real.helpers import wait_until
+from tests.support import forked
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 LAYERS = str(ROOT / "examples" / "layers.py")

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from tests import forked
-
-from .scripts import CALLS_A_PART, TRAINS, TRAINS_NOTHING, write
+from tests.support import forked
+from tests.support.cli_scripts import CALLS_A_PART, TRAINS, TRAINS_NOTHING, write
 
 
 def compress(folder, *words, status=0):

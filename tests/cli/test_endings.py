@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hanging import SECONDS
-from tests.real.helpers import MARK, all_processes, carries, kill, wait_until
+from tests.support.hanging import SECONDS
+from tests.support.processes import MARK, all_processes, carries, kill, wait_until
 
 HEAD = "import os, time, torch, paceline\npaceline.init()\n"
 READY = "open('ready', 'w').close()\n"

@@ -13,8 +13,8 @@ import pytest
 from paceline.cli.live import describe
 from paceline.records import Journal
 from paceline.runtimes.progress import Standing, noted, read, write_there
-from tests.cli.terminal import SECONDS, on_terminal
 from tests.runtimes.emulated.conftest import refusal
+from tests.support.terminal import SECONDS, on_terminal
 
 TRAINS = """
 import sys

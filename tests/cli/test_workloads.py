@@ -9,9 +9,8 @@ import pytest
 
 from paceline.cli import main
 from paceline.cluster import Workload
-from tests import forked
-
-from .scripts import (
+from tests.support import forked
+from tests.support.cli_scripts import (
     ANOTHER_MODEL,
     CALLS_A_PART,
     FAILS,

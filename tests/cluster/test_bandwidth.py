@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster.bandwidth import Activity, Sharing
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 
 def activity(demand: Mapping[int, int], size: float = 1000.0) -> Activity:

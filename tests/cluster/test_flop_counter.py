@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.cluster.flop_counter import workload_from_module
 from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 
 def count(module: nn.Module, example: Any, **options: Any) -> Workload:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from paceline.cluster import Cluster, transfer_times
 from paceline.cluster.links import Links
 from paceline.runtimes.simulated.clock import Clock, Completion
-from tests.profiles import examples
-from tests.virtual.helpers import cluster, rack, until_over
+from tests.support.profiles import examples
+from tests.support.simulations import cluster, rack, until_over
 
 Message = tuple[float, object, int, int, int]
 """Start, connection, source, destination, bytes."""

@@ -17,7 +17,7 @@ from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.runtimes.simulated import ComputeModel
 from paceline.testing import inspect
-from tests.virtual.helpers import run, run_on, simulation
+from tests.support.simulations import run, run_on, simulation
 
 SMALL = Workload(
     names=("a", "deep.d", "deep.er.b", "deep.er.c"),

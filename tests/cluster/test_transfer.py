@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster import Cluster, Rack, transfer_times, uniform_cluster
 from paceline.errors import UsageError
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 MB = 1e6
 

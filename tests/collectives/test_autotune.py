@@ -18,7 +18,7 @@ from paceline.collectives.placement import Places
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world
 from paceline.testing import inspect
-from tests.virtual.helpers import cluster, rack, run
+from tests.support.simulations import cluster, rack, run
 
 CPU = torch.device("cpu")
 SWITCH = cluster(rack(8))

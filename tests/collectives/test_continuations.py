@@ -9,7 +9,7 @@ import torch
 from paceline.collectives.continuations import Chain, ThreadRunner, WaitingRunner
 from paceline.errors import UsageError
 from paceline.records import Journal
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 
 class Result:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from paceline.errors import UsageError
 from paceline.polling_store import PatientStore, meet
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 SOON = timedelta(seconds=0.01)
 

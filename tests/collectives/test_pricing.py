@@ -23,8 +23,8 @@ from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError
 from paceline.interfaces import Schedule
 from paceline.runtimes.join import join_world
-from tests.profiles import examples
-from tests.virtual.helpers import cluster, rack, run
+from tests.support.profiles import examples
+from tests.support.simulations import cluster, rack, run
 
 PERFORMED = ("ring", "tree", "halving-doubling", "hierarchical")
 

@@ -21,8 +21,8 @@ from paceline.errors import UsageError
 from paceline.runtimes.join import join_world
 from tests.collectives.halves import CASES, random
 from tests.collectives.test_schedules import racked
-from tests.tables import crossed
-from tests.virtual.helpers import LATENCY, LINK, cluster, rack, run
+from tests.support.simulations import LATENCY, LINK, cluster, rack, run
+from tests.support.tables import crossed
 
 WHOLES = {
     "ring": Ring,

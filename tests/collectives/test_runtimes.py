@@ -11,8 +11,8 @@ from paceline.collectives.placement import Places
 from paceline.runtimes.join import join_world
 from paceline.runtimes.real.exit import LOST_PEER
 from tests.collectives.cases import CASES, run_case
-from tests.forked import run_together, together
-from tests.virtual.helpers import run
+from tests.support.forked import run_together, together
+from tests.support.simulations import run
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -24,7 +24,7 @@ from paceline.collectives.schedules import (
     transfers_of,
 )
 from paceline.interfaces import Schedule, Transfer
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 RANKS = [1, 2, 3, 4, 5, 7, 8, 13, 16]
 Holdings = list[dict[int, set[int]]]

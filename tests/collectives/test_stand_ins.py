@@ -7,7 +7,7 @@ from paceline.buckets import stand_in_for
 from paceline.collectives import COLLECTIVES, make, over
 from paceline.collectives.communicator import TorchComm
 from paceline.runtimes.join import join_world
-from tests.virtual.helpers import cluster, rack, run
+from tests.support.simulations import cluster, rack, run
 
 WORKERS = 6
 SIZE = 720_720

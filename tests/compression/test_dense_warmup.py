@@ -8,7 +8,7 @@ from paceline.runtimes.join import join_world
 from paceline.runtimes.simulated import ComputeModel
 from paceline.testing.lockstep import Workers, gradients
 from tests.compression.toys import RankOne, TopK
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 
 def test_first_steps_are_dense_and_then_the_code_begins_anew():

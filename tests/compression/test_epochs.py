@@ -17,8 +17,8 @@ from paceline.runtimes.join import join_world
 from paceline.tools.auto.__main__ import present_of
 from paceline.tools.plan.predict import Job, predict
 from paceline.tools.plan.script import facts_of
+from tests.support.simulations import run
 from tests.tools.plan.helpers import cluster
-from tests.virtual.helpers import run
 
 WORKERS, EPOCH, SIDE = 4, 5, 64
 DENSE = 4 * SIDE * SIDE

@@ -11,7 +11,7 @@ from paceline.compression import powersgd as module
 from paceline.compression.powersgd import orthonormal
 from paceline.errors import UsageError
 from paceline.testing.lockstep import Workers
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 SIDES = pytest.mark.parametrize("sides", ["one", "both"])
 SHAPES = (40, 30), (24, 5, 12), (7,), (40, 30)

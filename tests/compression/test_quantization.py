@@ -13,7 +13,7 @@ from paceline.testing import inspect
 from paceline.testing.lockstep import Workers
 from tests.compression.test_blocks import STOCHASTIC, mean_of, random, through
 from tests.compression.toys import SignAlone
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 RESIDUALS = [Residuals(code) for code in (Int8(), Int4(), STOCHASTIC, EFSign())]
 

@@ -26,7 +26,7 @@ from paceline.methods.bsp import BSP
 from paceline.methods.local_updates.sparse_loco import SparseLoCo
 from paceline.runtimes.join import join_world
 from paceline.spec import Spec, nested
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 
 @pytest.mark.parametrize(

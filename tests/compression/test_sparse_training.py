@@ -7,7 +7,7 @@ import paceline
 from paceline.compression import make
 from paceline.errors import UsageError
 from paceline.testing.lockstep import Workers, gradients
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 
 class Model(torch.nn.Module):

@@ -17,7 +17,7 @@ from paceline.core.settings import Settings
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world
 from paceline.runtimes.simulated import ComputeModel
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 FLAG = 4
 """Bytes of the control message of each step."""

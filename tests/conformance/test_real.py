@@ -18,9 +18,9 @@ from paceline.testing.method_checks import (
     sample,
     trials,
 )
-from tests import forked
 from tests.conformance import job
 from tests.conformance.table import SLOW_EMULATED, SLOW_REAL
+from tests.support import forked
 
 ALONE = {"one_worker_is_the_reference"}
 """What says nothing about several workers."""

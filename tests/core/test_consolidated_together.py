@@ -10,8 +10,8 @@ from paceline.cluster import uniform_cluster
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces.trainings import Places
 from paceline.runtimes.simulated import Simulation
-from tests import forked
-from tests.hanging import SECONDS
+from tests.support import forked
+from tests.support.hanging import SECONDS
 
 METHODS = ["local-sgd:every=4", "sel-sync", "daso", "ds-sync:size=2"]
 

@@ -8,7 +8,7 @@ import torch
 import paceline
 from paceline.records import StepRecord
 from paceline.run_options import RunOptions
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 STEPS = 24
 WORKERS = 3

@@ -9,7 +9,7 @@ import torch
 import paceline
 from paceline.errors import DeadlockError, GradientError
 from tests.methods.osp.helpers import ALL, HALF, flat, loss_of, network, sgd, simulate
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 STEPS = 9
 WORKERS = 3

@@ -13,7 +13,7 @@ from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 METHODS = [
     *("asp", "ssp", "ssp:staleness=0", "r2sp:warm_up=2", "backup", "backup:wait_for=1"),

@@ -15,7 +15,7 @@ from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_world
 from paceline.testing import inspect
 from tests.core.cases import inputs, small_model
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 EVERY_PLACE = ["bsp", "asp", "ssp", "osp", "osp:collective=native"]
 """Methods whose worker updates, whose server does, and that update by themselves."""

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
 from tests.core.cases import CASES
+from tests.support import forked
 
 ROOT = Path(__file__).parent.parent.parent
 

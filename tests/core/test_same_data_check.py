@@ -8,7 +8,7 @@ import paceline
 from paceline.buckets import make_buckets
 from paceline.core.same_data_check import MOST_STEPS, STEPS, SameData
 from tests.core.cases import inputs, small_model
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 WORDS = "do all workers train on the same data?"
 

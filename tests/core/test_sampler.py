@@ -12,7 +12,7 @@ from paceline.cluster import parse_cluster, uniform_cluster
 from paceline.core.sampler import _cut, _normalized, _stride
 from paceline.errors import UsageError
 from paceline.runtimes.simulated import ComputeModel, Simulation
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 
 def deal(workers, length, batch_size, **options):

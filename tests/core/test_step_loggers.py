@@ -16,8 +16,8 @@ from paceline.core.step_loggers import SINKS, numbers_of, sink_for
 from paceline.errors import UsageError
 from paceline.records import StepRecord
 from paceline.run_options import RunOptions
-from tests import forked
-from tests.virtual.helpers import run, simulation
+from tests.support import forked
+from tests.support.simulations import run, simulation
 
 STEPS = 5
 

@@ -14,7 +14,7 @@ from paceline.runtimes.simulated import Simulation
 from paceline.testing import CASES
 from paceline.testing.cases import Case
 from paceline.testing.method_checks import strides_change_nothing
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 
 def convolution(layout=torch.channels_last):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests.support import forked
 
 SCRIPTS = Path(__file__).parent / "tutorials"
 WRAP = re.compile(r"^(\s*)model = DistributedDataParallel\(model\)$", re.MULTILINE)

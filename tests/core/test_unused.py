@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline.errors import GradientError, WorkerFailedError
 from paceline.methods.bsp import BSP
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 LAYERS = 6
 

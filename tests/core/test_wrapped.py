@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests import forked
+from tests.support import forked
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests.support import forked
 
 ROOT = Path(__file__).parent.parent.parent
 EXPECTED = sorted((ROOT / "examples" / "expected").glob("*.txt"))

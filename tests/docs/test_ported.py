@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests import forked, hanging
 from tests.docs.test_examples import ROOT
+from tests.support import forked, hanging
 
 PORTED = ROOT / "examples" / "ported"
 SOON = 60

@@ -11,7 +11,7 @@ import torch
 
 import paceline
 from paceline.integrations import versions
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 
 class Trainer:

@@ -36,7 +36,7 @@ from paceline.integrations.common import (
 )
 from paceline.integrations.lightning_loaders import dealt
 from paceline.integrations.versions import require
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 ROOT = Path(__file__).parent.parent.parent
 

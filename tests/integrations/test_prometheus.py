@@ -17,8 +17,8 @@ from paceline.parameter_server.process.metrics import Endpoint, Figures, figures
 from paceline.parameter_server.process.surviving import SurvivingJob
 from paceline.transport.listener import Listener
 from paceline.transport.protocol import HEADER_BYTES
-from tests.hanging import SECONDS, eventually
-from tests.server import TOKEN, Adder, connect, running, time_limit
+from tests.support.hanging import SECONDS, eventually
+from tests.support.server_jobs import TOKEN, Adder, connect, running, time_limit
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests import forked
-from tests.hanging import SECONDS
-from tests.real.helpers import run
+from tests.support import forked
+from tests.support.hanging import SECONDS
+from tests.support.processes import run
 
 pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -14,8 +14,8 @@ from paceline.interfaces.server_messages import Parameters
 from paceline.methods.asp import ASP
 from paceline.methods.dssp import DSSP
 from paceline.methods.ssp import SSP
-from tests.gssp.net import Net, each
-from tests.profiles import examples
+from tests.support.gssp_net import Net, each
+from tests.support.profiles import examples
 
 TIMES = st.lists(st.floats(0.2, 5.0), min_size=2, max_size=4)
 

@@ -17,7 +17,7 @@ from paceline.interfaces import Answer
 from paceline.interfaces.server_messages import Done, Joined, Leave, Parameters
 from paceline.methods.r2sp import R2SP, RoundRobin
 from tests.methods.test_r2sp import Talk, one, push
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 
 @dataclass

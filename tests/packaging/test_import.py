@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import paceline
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 HEAVY = ("torch", "numpy", "zmq", "pyroute2", "matplotlib", "jinja2", "rich", "typer")
 

@@ -27,8 +27,8 @@ from paceline.methods.osp.reports import Measured, written_report
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.transport import protocol
 from paceline.transport.listener import REFUSALS_SAID
-from tests.hanging import SECONDS
-from tests.server import TOKEN, Adder, Peer, connect, running, time_limit
+from tests.support.hanging import SECONDS
+from tests.support.server_jobs import TOKEN, Adder, Peer, connect, running, time_limit
 
 HONEST = 2
 ROGUE = 2

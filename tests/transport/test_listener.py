@@ -34,7 +34,7 @@ from paceline.transport import connection, payloads, protocol
 from paceline.transport.channel import Channel
 from paceline.transport.listener import Shell
 from paceline.transport.security import PLAIN, from_secret
-from tests.server import (
+from tests.support.server_jobs import (
     SECONDS,
     TOKEN,
     Adder,

@@ -14,7 +14,7 @@ import zmq
 from paceline.errors import UsageError
 from paceline.runtimes.real.peer_monitor import Liveness
 from paceline.transport import liveness
-from tests.server import Adder, connect, running
+from tests.support.server_jobs import Adder, connect, running
 
 VARIABLE = liveness.UNREACHABLE_VARIABLE
 

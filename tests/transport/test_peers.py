@@ -21,8 +21,16 @@ from paceline.parameter_server.process.control import PeerAddress
 from paceline.transport import protocol
 from paceline.transport.peers import ATTEMPTS_A_LIFE, Peers
 from paceline.transport.poll_loop import PollLoop
-from tests.real.helpers import wait_until
-from tests.server import SECONDS, TOKEN, Adder, Line, connect, running, time_limit
+from tests.support.processes import wait_until
+from tests.support.server_jobs import (
+    SECONDS,
+    TOKEN,
+    Adder,
+    Line,
+    connect,
+    running,
+    time_limit,
+)
 
 PEER = "the other"
 

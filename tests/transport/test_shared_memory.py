@@ -20,7 +20,15 @@ from paceline.transport.shared_memory import (
     ServerEnd,
     WorkerEnd,
 )
-from tests.server import SECONDS, Adder, Busy, Peer, connect, running, time_limit
+from tests.support.server_jobs import (
+    SECONDS,
+    Adder,
+    Busy,
+    Peer,
+    connect,
+    running,
+    time_limit,
+)
 
 CHUNK = protocol.CHUNK_BYTES
 

@@ -13,8 +13,8 @@ from paceline.errors import ClusterError, PacelineError
 from paceline.runtimes.join import join_world
 from paceline.runtimes.real.cluster_check import Seat, check_places
 from paceline.runtimes.simulated import Simulation
-from tests import forked
-from tests.real.helpers import SCRIPTS
+from tests.support import forked
+from tests.support.processes import SCRIPTS
 
 
 def probe(folder, *words):

@@ -11,7 +11,7 @@ from paceline.collectives.in_network.atp_server import UdpFallbackServer
 from paceline.collectives.in_network.jobs import key_of, number_of
 from paceline.collectives.in_network.served import ServedClient
 from tests.collectives.in_network.test_server import TOKEN, lossy, running, together
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 HOST, ELEMENTS = "127.0.0.1", 358
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.collectives.in_network.client import AggregatorClient
 from paceline.collectives.in_network.server import UserSpaceAggregator
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 TOKEN = "a token of tests"
 WORKERS = 4

@@ -23,8 +23,8 @@ from paceline.collectives.pricing import seconds
 from paceline.errors import WorkerFailedError
 from paceline.runtimes.join import join_world
 from tests.collectives.in_network.test_rina import LAYOUTS, cluster_of, shape
-from tests.profiles import examples
-from tests.virtual.helpers import run
+from tests.support.profiles import examples
+from tests.support.simulations import run
 
 ROWS = ("rina", "switchml")
 

@@ -10,7 +10,7 @@ from paceline.collectives.in_network.operations import IntegerSum
 from paceline.collectives.in_network.patient_stream import PatientStream
 from tests.collectives.in_network.atp_net import Tree, layouts
 from tests.collectives.in_network.net import ELEMENTS, Worker
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 WIDTH = 2
 LAW = settings(max_examples=examples(20))

@@ -11,7 +11,7 @@ from paceline.collectives.in_network.atp_pricing import STAGES, ServerBehindSwit
 from paceline.collectives.in_network.atp_tree import Server, Ways, beside_workers
 from paceline.collectives.pricing import seconds
 from tests.collectives.in_network.atp_net import layouts
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 LAW = settings(max_examples=examples(100))
 LINK = 1e9 / 8

@@ -7,7 +7,6 @@ import re
 import pytest
 
 from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE
-from tests import forked
 from tests.collectives.in_network.test_real import (
     ENVIRONMENT,
     aggregators,
@@ -15,8 +14,9 @@ from tests.collectives.in_network.test_real import (
     racks,
     ranks_of,
 )
-from tests.hanging import SECONDS
-from tests.real.helpers import wait_until
+from tests.support import forked
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 
 WORKERS, STEPS = 4, "30"
 

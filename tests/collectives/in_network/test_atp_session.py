@@ -27,7 +27,7 @@ from tests.collectives.in_network.test_ring_session import (
     aggregators,
 )
 from tests.collectives.in_network.test_server import TOKEN, lossy, together
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 RACKS = (0, 0, 1, 1, 2)
 LONG_TOKEN = 3 * TOKEN

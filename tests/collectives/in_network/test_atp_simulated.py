@@ -7,7 +7,7 @@ from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.collectives import make, over
 from paceline.collectives.communicator import TorchComm
 from paceline.runtimes.join import join_world
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 SIZE = 3000
 

@@ -7,8 +7,8 @@ from paceline.collectives.in_network.packets import mtu_for
 from paceline.errors import UsageError
 from paceline.timeouts import timeouts
 from tests.collectives.in_network.atp_real_net import ELEMENTS, jobs, sums
-from tests.hanging import SECONDS
-from tests.real.helpers import wait_until
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 
 RACKS = (0, 0, 1, 1, 2)
 DEDICATED = (Server(0, None, 0),)

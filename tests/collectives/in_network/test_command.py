@@ -10,10 +10,10 @@ import pytest
 
 from paceline.collectives.in_network.client import AggregatorClient
 from paceline.transport.security import SECRET, TOKEN, TRUSTED
-from tests import forked
-from tests.hanging import SECONDS
 from tests.packaging.test_import import loaded
-from tests.real.helpers import wait_until
+from tests.support import forked
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 
 PLAIN = {SECRET: "", TOKEN: "", TRUSTED: ""}
 

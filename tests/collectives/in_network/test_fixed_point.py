@@ -12,7 +12,7 @@ from paceline.collectives.in_network.fixed_point import (
     exponents_of,
 )
 from paceline.errors import UsageError
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 LAW = settings(max_examples=examples(100))
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

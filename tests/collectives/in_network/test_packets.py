@@ -22,7 +22,7 @@ from paceline.collectives.in_network.packets import (
     well_formed,
 )
 from paceline.errors import UsageError
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 ELEMENTS = 6
 KEY = b"a key of the job"

@@ -13,9 +13,9 @@ from paceline.collectives.in_network.datagram_sums import (
 )
 from paceline.run_options import CLUSTER_VARIABLE
 from paceline.transport.security import SECRET, TOKEN
-from tests import forked
-from tests.hanging import SECONDS
-from tests.real.helpers import wait_until
+from tests.support import forked
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 
 JOB = Path(__file__).parent / "job.py"
 ENVIRONMENT = {SECRET: "", TOKEN: "a token of these tests"}

@@ -21,8 +21,8 @@ from paceline.collectives.pricing import seconds
 from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world
-from tests.profiles import examples
-from tests.virtual.helpers import run
+from tests.support.profiles import examples
+from tests.support.simulations import run
 
 LAYOUTS = st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=4)
 """Racks: workers, and whether the switch adds up."""

@@ -20,7 +20,7 @@ from paceline.collectives.in_network.topology import (
 )
 from tests.collectives.in_network.net import ELEMENTS, Net
 from tests.collectives.in_network.test_slots_laws import FATES, WIDTH
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 
 class Member:

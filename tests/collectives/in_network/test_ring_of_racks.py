@@ -13,7 +13,7 @@ from paceline.collectives.in_network.packets import LOCAL, Flag
 from paceline.collectives.in_network.slots import Memory, Slots
 from tests.collectives.in_network.net import ELEMENTS, Net, Worker
 from tests.collectives.in_network.test_slots_laws import FATES, WIDTH
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 RACKS = (1, 2)
 """By number of their jobs."""

@@ -13,8 +13,8 @@ from paceline.collectives.in_network.ring_session import RingEnd
 from paceline.collectives.in_network.topology import one_switch, ring_of_racks
 from paceline.errors import PeerLostError, UsageError
 from tests.collectives.in_network.test_server import TOKEN, lossy, running, together
-from tests.hanging import SECONDS
-from tests.real.helpers import wait_until
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 
 
 class Exchanges:

@@ -26,7 +26,6 @@ from paceline.collectives.in_network.udp_socket import Batched
 from paceline.errors import PeerLostError, UsageError
 from paceline.timeouts import timeouts
 from paceline.transport.security import TRUSTED
-from tests import forked
 from tests.collectives.in_network.places import (
     TOKEN,
     WORKERS,
@@ -35,8 +34,9 @@ from tests.collectives.in_network.places import (
     running,
     together,
 )
-from tests.hanging import SECONDS
-from tests.real.helpers import wait_until
+from tests.support import forked
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 
 
 @pytest.mark.slow

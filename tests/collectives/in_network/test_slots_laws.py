@@ -12,7 +12,7 @@ from paceline.collectives.in_network.operations import IntegerSum, NumberSum, Sp
 from paceline.collectives.in_network.packets import Flag, Kind, blank
 from paceline.collectives.in_network.slots import Memory, Slots
 from tests.collectives.in_network.net import ELEMENTS, Contended, Rack, Worker
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 LAW = settings(max_examples=examples(15))
 FATES = st.lists(st.integers(0, 2**16 - 1), min_size=60, max_size=160)

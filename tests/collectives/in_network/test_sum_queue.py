@@ -12,7 +12,7 @@ import torch
 from paceline.collectives import execute
 from paceline.collectives.in_network.job_end import Card
 from paceline.collectives.in_network.sum_queue import Line, Terms, _Met
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 
 class Store:

@@ -10,7 +10,6 @@ from paceline.cluster import uniform_cluster
 from paceline.compression import COMPRESSORS, Residuals
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import check_compressor, check_method
-from tests import forked
 from tests.conformance.plugins.rows import TOYS, registered
 from tests.conformance.plugins.table import chosen
 from tests.packaging.test_structure import (
@@ -18,6 +17,7 @@ from tests.packaging.test_structure import (
     METHODS_MAY_IMPORT,
     PARTS,
 )
+from tests.support import forked
 
 FILES = sorted((Path(__file__).parent / "toys").glob("[!_]*.py"))
 MOST_LINES = 75

@@ -13,7 +13,6 @@ from paceline.errors import UsageError, WorkerFailedError
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing import restart_checks as laws
-from tests import forked
 from tests.core.checkpoint.test_save_load import on
 from tests.core.checkpoint.toys import (
     LAWS,
@@ -27,6 +26,7 @@ from tests.core.checkpoint.toys import (
     Shares,
     kept_trials,
 )
+from tests.support import forked
 
 BITS = [laws.state_survives_a_restart, laws.a_checkpoint_is_a_restart]
 

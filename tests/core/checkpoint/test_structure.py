@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.core.checkpoint import files
 from paceline.core.checkpoint.structure import as_data
 from paceline.errors import UsageError
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 
 def there_and_back(state):

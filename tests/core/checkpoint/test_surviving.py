@@ -7,8 +7,8 @@ import paceline
 from paceline.core.checkpoint import files
 from paceline.testing.task import Counting
 from tests.core.checkpoint.test_save_load import Counter, on
-from tests.hanging import SECONDS
-from tests.real.helpers import run
+from tests.support.hanging import SECONDS
+from tests.support.processes import run
 
 RATE = 0.25
 KEPT = "training0.method.asp"

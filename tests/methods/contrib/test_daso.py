@@ -24,7 +24,7 @@ from tests.methods.local_updates.helpers import (
     train,
 )
 from tests.methods.osp.helpers import flat, loss_of
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 STEPS = 14
 CLOSE = {"rtol": 0.0, "atol": 1e-12}

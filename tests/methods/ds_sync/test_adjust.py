@@ -15,7 +15,7 @@ from paceline.methods.ds_sync.cost import group_seconds, steady_seconds
 from paceline.methods.ds_sync.groups import check_partition, parts
 from paceline.methods.ds_sync.plan import make_plan
 from tests.methods.ds_sync.clusters import any_cluster, rack, racks
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 PAYLOAD = 1e8
 

@@ -9,7 +9,7 @@ from paceline.errors import UsageError
 from paceline.methods.ds_sync.cost import group_seconds, steady_seconds, step_seconds
 from paceline.methods.ds_sync.plan import Plan, make_plan
 from tests.methods.ds_sync.clusters import LINK, any_cluster, rack, racks
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 PAYLOAD = 1e8
 

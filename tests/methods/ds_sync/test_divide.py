@@ -12,7 +12,7 @@ from paceline.methods.ds_sync.groups import check_partition, parts
 from paceline.methods.ds_sync.mixing import period_rate
 from paceline.methods.ds_sync.plan import Plan, make_plan
 from tests.methods.ds_sync.clusters import LINK, any_cluster, rack, racks
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 PAYLOAD = 100e6
 

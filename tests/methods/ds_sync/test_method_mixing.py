@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.methods.ds_sync.helpers import spread, walk
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 SETTLED = 12
 """Steps until the spread of random walks is what it stays."""

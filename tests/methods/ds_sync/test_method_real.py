@@ -7,8 +7,8 @@ import pytest
 
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.simulated import Simulation
-from tests import forked
 from tests.methods.ds_sync.ends import FEW, ends
+from tests.support import forked
 
 
 @pytest.mark.parametrize(

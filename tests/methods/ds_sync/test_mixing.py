@@ -17,7 +17,7 @@ from paceline.methods.ds_sync.mixing import (
 )
 from paceline.methods.ds_sync.plan import make_plan
 from tests.methods.ds_sync.clusters import any_cluster, racks
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 
 def simulated(plan, steps, width=1000, seed=0):

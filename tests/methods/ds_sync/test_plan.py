@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.plan import Plan, check_connected, make_plan
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 PERIODIC = ("digits", "pairs", "fixed")
 

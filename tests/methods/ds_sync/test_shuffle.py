@@ -9,7 +9,7 @@ from paceline.errors import UsageError
 from paceline.methods.ds_sync.groups import check_partition, cut, parts
 from paceline.methods.ds_sync.plan import make_plan
 from paceline.methods.ds_sync.shuffle import digits, pairs, random_groups
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 
 def product(phases):

@@ -19,7 +19,7 @@ from tests.methods.forward_overlap.helpers import (
     train,
 )
 from tests.methods.osp.helpers import simulate
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 METHODS = ["priority", "dear"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import forked
 from tests.methods.forward_overlap.ends import METHODS
+from tests.support import forked
 
 
 @pytest.mark.slow

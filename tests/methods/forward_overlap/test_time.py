@@ -5,7 +5,7 @@ import torch
 
 import paceline
 from paceline.runtimes.join import join_world
-from tests.virtual.helpers import LINK, run
+from tests.support.simulations import LINK, run
 
 LAYERS, FORWARD, BACKWARD = 4, 0.02, 0.04
 HALF = 0.04

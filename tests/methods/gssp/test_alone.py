@@ -13,7 +13,7 @@ from paceline.methods.dssp import DSSP
 from paceline.methods.gssp import GSSP
 from paceline.methods.push_pull import PushPull
 from tests.parameter_server.state_machine import test_server_laws as laws
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 SOME = settings(laws.QUICK, max_examples=examples(60))
 CASES = [DSSP(staleness=1, extra=2)]

@@ -22,7 +22,7 @@ from paceline.methods.gssp.grouping import (
     speed_classes,
 )
 from paceline.methods.gssp.step_times import Measured
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 TIMES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=7)
 

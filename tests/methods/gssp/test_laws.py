@@ -19,8 +19,8 @@ from paceline.methods.contrib.cluster_hybrid import ClusterHybrid
 from paceline.methods.grouping_sgd import GroupingSGD
 from paceline.methods.gssp import GSSP
 from paceline.methods.ssp import SSP
-from tests.gssp.net import SGD, Net, Worker, each
-from tests.profiles import examples
+from tests.support.gssp_net import SGD, Net, Worker, each
+from tests.support.profiles import examples
 
 TIMES = st.lists(st.floats(0.2, 5.0), min_size=1, max_size=5)
 MOMENTUM = SGD | {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

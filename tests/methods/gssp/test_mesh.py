@@ -13,7 +13,7 @@ from paceline.methods.gssp import GSSP
 from paceline.methods.gssp.clocks import Clocks
 from paceline.methods.gssp.discipline import GroupDiscipline, Topology
 from paceline.parameter_server.state_machine.store import Store
-from tests.server.mesh_net import Case, MeshNet
+from tests.support.mesh_net import Case, MeshNet
 
 RATES = 1.0, 0.5, 0.125
 """Learning rates that follow a schedule: a parcel has gradients of several."""

@@ -24,8 +24,8 @@ from paceline.methods.gssp.speeds import (
 )
 from paceline.methods.gssp.step_times import LEAST, Measured, StepTimes, measured
 from paceline.methods.gssp.step_times import smoothed as smoothed_times
-from tests.gssp.net import Net, each
-from tests.profiles import examples
+from tests.support.gssp_net import Net, each
+from tests.support.profiles import examples
 
 Seconds = Callable[[int, int], float]
 """Of a worker's step, by its number."""

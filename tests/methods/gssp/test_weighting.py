@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.methods.gssp.weighting import Weighted, by_samples, by_updates
-from tests.gssp.net import SGD
-from tests.profiles import examples
+from tests.support.gssp_net import SGD
+from tests.support.profiles import examples
 
 RATE, MOMENTUM = 0.1, 0.7
 Weigh = Callable[[Any, float], Weighted]

@@ -19,7 +19,7 @@ from paceline.testing.task import Counting
 from tests.methods.local_updates.helpers import double, momentum, sgd, simulate, train
 from tests.methods.local_updates.test_laws import CLOSE, apart, count
 from tests.methods.osp.helpers import flat
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 RESIDUALS = "int8:residuals=true"
 SPARSE = "top-k:density=0.1,residuals=true"

@@ -19,7 +19,7 @@ from tests.methods.local_updates.helpers import (
 )
 from tests.methods.local_updates.test_laws import CLOSE, counting
 from tests.methods.osp.helpers import flat, loss_of
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 # ---- ends, restarts, loads (laws 13 and 17) ----
 

@@ -21,7 +21,7 @@ from tests.methods.local_updates.helpers import (
     train,
 )
 from tests.methods.osp.helpers import flat, loss_of, network
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 CLOSE = 1e-12
 

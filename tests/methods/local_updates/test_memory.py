@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.methods.local_updates.helpers import Trained, train
 from tests.methods.osp.helpers import flat
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 METHODS = [
     "local-sgd:every=3",

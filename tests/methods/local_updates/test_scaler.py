@@ -11,7 +11,7 @@ import paceline
 from paceline.errors import GradientError, UsageError, WorkerFailedError
 from tests.methods.local_updates.helpers import double, momentum, simulate
 from tests.methods.osp.helpers import flat, loss_of
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 METHODS = [
     "local-sgd:every=4",

@@ -29,7 +29,7 @@ from tests.methods.osp.helpers import (
     train,
     train_alone,
 )
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 SOME = ["0.5 random", "all"]
 ALSO = [

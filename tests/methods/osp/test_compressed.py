@@ -8,7 +8,7 @@ import torch
 import paceline
 from paceline.testing import inspect
 from tests.methods.osp.helpers import ALL, FIRST_DEFERRED, HALF, decide_often, plain_sgd
-from tests.virtual.helpers import run
+from tests.support.simulations import run
 
 STEPS = 12
 CODE = "int8:rounding=nearest,residuals=true"

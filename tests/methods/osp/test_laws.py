@@ -30,7 +30,7 @@ from tests.methods.osp.helpers import (
     train,
     train_alone,
 )
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 NOTHING = "osp:collective=native,defer=nothing"
 

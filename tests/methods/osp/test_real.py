@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paceline.cli.options import SCRATCH
-from tests import forked
-from tests.real.helpers import SCRIPTS
+from tests.support import forked
+from tests.support.processes import SCRIPTS
 
 METHODS = [
     "osp:collective=native,defer=most,most=1,budget=constant,chunk=256",

@@ -27,7 +27,7 @@ from tests.methods.osp import helpers as small
 from tests.methods.osp.test_adapting import COMPUTE, layers, link_for
 from tests.methods.osp.test_laws import OtherWayRound
 from tests.methods.osp.test_two_stages import UNITS, Talk
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 INTERVAL = OSP.interval
 NATIVE = "osp:collective=native,budget=constant,most=1"

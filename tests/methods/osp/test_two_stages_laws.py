@@ -40,9 +40,8 @@ from paceline.methods.osp.discipline import TwoStages
 from paceline.methods.osp.reports import Measured, read_mask, written_report
 from paceline.parameter_server.client.optimizer_state import LATE_CHANNEL
 from tests.parameter_server.state_machine.test_server_laws import QUICK
-from tests.profiles import examples
-from tests.server.lossy_network import Key, Letter, Network
-from tests.server.lossy_training import (
+from tests.support.lossy_network import Key, Letter, Network
+from tests.support.lossy_training import (
     HYPERPARAMETERS,
     LIVES,
     STEPS,
@@ -50,6 +49,7 @@ from tests.server.lossy_training import (
     Life,
     Training,
 )
+from tests.support.profiles import examples
 
 Place = tuple[int, int]
 """A shard, and a bucket of which it holds a part."""

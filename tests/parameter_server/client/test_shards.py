@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.buckets import Bucket, make_buckets, stand_in_for
 from paceline.parameter_server.client.shards import SMALL_BYTES, Part, split
 from paceline.parameter_server.optim.pieces import cut_every
-from tests.profiles import examples
+from tests.support.profiles import examples
 
 
 def make(

@@ -10,7 +10,7 @@ from paceline.errors import PacelineError
 from paceline.interfaces import Service, ServiceJob
 from paceline.interfaces.server_messages import Say
 from paceline.runtimes.join import join_world
-from tests.services.two_levels import DIE, KIND, add, job_of
+from tests.support.two_levels import DIE, KIND, add, job_of
 
 HOSTS = sys.argv[1:3]
 """Where aggregators are in one of the sums."""

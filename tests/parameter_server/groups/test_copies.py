@@ -14,8 +14,8 @@ from paceline.parameter_server.process import kinds
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.testing import inspect
 from paceline.testing.task import Counting, flat_parameters
-from tests.group_servers.toy import Grouped
-from tests.virtual.helpers import cluster, rack, simulation
+from tests.support.group_toy import Grouped
+from tests.support.simulations import cluster, rack, simulation
 
 LR = 0.5
 WORKERS = 4

@@ -21,7 +21,7 @@ from paceline.parameter_server.process import kinds
 from paceline.parameter_server.process.dedicated import MOST_SERVICES, Dedicated
 from paceline.runtimes.real import dedicated_servers
 from paceline.runtimes.real.job_store import Address
-from tests.server import TOKEN, connect, running, time_limit
+from tests.support.server_jobs import TOKEN, connect, running, time_limit
 
 WORKERS = 2
 NAMES = ["server 0", "server 1"]

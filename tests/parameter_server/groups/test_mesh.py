@@ -40,7 +40,7 @@ from paceline.parameter_server.groups.root_topology import Root
 from paceline.parameter_server.groups.server import GroupServer
 from paceline.parameter_server.groups.update_log import Taken
 from paceline.parameter_server.state_machine.server import ParameterServer
-from tests.server.mesh_net import HYPERPARAMETERS, Case, MeshNet
+from tests.support.mesh_net import HYPERPARAMETERS, Case, MeshNet
 
 OF = (0, 0, 1, 1, 2)
 STEPS = (4, 5, 6, 4, 4)

@@ -9,7 +9,7 @@ from paceline.interfaces.group_messages import Agree, Copy, Drain, Enter, Stand
 from paceline.interfaces.server_messages import Done, Refused
 from paceline.parameter_server.groups import state_transfer
 from paceline.parameter_server.state_machine.store import Store
-from tests.server.mesh_net import Case, MeshNet
+from tests.support.mesh_net import Case, MeshNet
 
 MEETS = Case((0, 0, 1, 1), 2, (5, 5, 5, 5), meets=frozenset({2}))
 DIES = Case((0, 0, 1, 1), 2, (5, 5, 5, 5), kills=1, peril=0.05)

@@ -5,11 +5,11 @@ import re
 import pytest
 
 from paceline.transport.security import TOKEN
-from tests import forked
-from tests.hanging import free_port
-from tests.real.helpers import PACELINE, Job
 from tests.runtimes.emulated.conftest import refusal
-from tests.server import ROOT
+from tests.support import forked
+from tests.support.hanging import free_port
+from tests.support.processes import PACELINE, Job
+from tests.support.server_jobs import ROOT
 
 WORKERS, STEPS = 3, 8
 EXPECTED = sum(STEPS - 2 * rank for rank in range(WORKERS)) / WORKERS

@@ -19,10 +19,10 @@ from paceline.interfaces.server_messages import (
 from paceline.parameter_server.groups.local_server import Home
 from paceline.parameter_server.groups.server import GroupServer
 from paceline.parameter_server.process.control import PeerAddress
-from tests.real.helpers import wait_until
-from tests.server import SECONDS, TOKEN, connect, running, time_limit
-from tests.server.mesh_net import HYPERPARAMETERS
-from tests.server.sums_up import SumsUp
+from tests.support.mesh_net import HYPERPARAMETERS
+from tests.support.processes import wait_until
+from tests.support.server_jobs import SECONDS, TOKEN, connect, running, time_limit
+from tests.support.sums_up import SumsUp
 
 SIZE = 700_000
 """More than one chunk."""

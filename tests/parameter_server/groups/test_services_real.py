@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from tests.real.helpers import PACELINE, Job, somebody_listens
 from tests.runtimes.emulated.conftest import refusal
-from tests.server import ROOT
+from tests.support.processes import PACELINE, Job, somebody_listens
+from tests.support.server_jobs import ROOT
 
 WORKERS = 4
 

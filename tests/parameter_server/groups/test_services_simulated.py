@@ -9,7 +9,7 @@ from paceline.interfaces import Service, ServiceJob
 from paceline.runtimes.join import join_world
 from paceline.runtimes.simulated import Simulation
 from paceline.transport.protocol import HEADER_BYTES
-from tests.services.two_levels import KIND, add, job_of
+from tests.support.two_levels import KIND, add, job_of
 
 LINK, UPLINK = 1e6, 0.25e6
 LATENCY, UPLINK_LATENCY = 0.5, 0.125
@@ -80,7 +80,10 @@ WRONG = {
     "beside:9": (root("beside:9"), r"expected a worker, 0 to 3, got '9'"),
     "address": (root("10.0.0.1:99"), r"addresses are for real servers"),
     "kind": (Service("root", "sever"), r"kind of service 'sever'.*Did you mean"),
-    "factory": (Service("root", "tests.services:Non"), r"MODULE:FACTORY.*Non"),
+    "factory": (
+        Service("root", "tests.parameter_server.groups:Non"),
+        r"MODULE:FACTORY.*Non",
+    ),
     "peer": (root(peers=("top",)), r"root: expected peers .*it has none.*got 'top'"),
     "itself": (root(peers=("root",)), r"root: expected peers .*got 'root'"),
 }

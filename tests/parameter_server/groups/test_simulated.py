@@ -12,9 +12,9 @@ from paceline.methods import METHODS
 from paceline.methods.gssp import GSSP
 from paceline.runtimes.simulated.services import VirtualServer
 from paceline.testing.task import Counting, flat_parameters
-from tests.group_servers.toy import Grouped
 from tests.runtimes.simulated.test_coding_time import model, train, workload
-from tests.virtual.helpers import cluster, rack, run, run_on, simulation
+from tests.support.group_toy import Grouped
+from tests.support.simulations import cluster, rack, run, run_on, simulation
 
 LR = 0.5
 WORKERS = 4

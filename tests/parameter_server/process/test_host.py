@@ -12,7 +12,7 @@ from paceline.parameter_server.process import host as serving
 from paceline.parameter_server.process.host import Serving
 from paceline.transport.connection import RemoteServer
 from paceline.transport.security import TOKEN as VARIABLE
-from tests.server import SECONDS, TOKEN, time_limit
+from tests.support.server_jobs import SECONDS, TOKEN, time_limit
 
 
 @pytest.fixture(autouse=True)

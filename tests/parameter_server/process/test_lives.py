@@ -27,8 +27,8 @@ from paceline.timeouts import timeouts
 from paceline.transport import protocol, sessions
 from paceline.transport.listener import REFUSALS_SAID, Shell
 from paceline.transport.security import PLAIN
-from tests.hanging import SECONDS
-from tests.server import TOKEN, Adder, Peer, connect, running, time_limit
+from tests.support.hanging import SECONDS
+from tests.support.server_jobs import TOKEN, Adder, Peer, connect, running, time_limit
 
 
 @pytest.fixture(autouse=True)

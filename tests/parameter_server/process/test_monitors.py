@@ -13,7 +13,7 @@ from paceline.parameter_server.process.__main__ import Supervised
 from paceline.parameter_server.process.control import Evicted, IsDone
 from paceline.parameter_server.process.monitors import SilenceWatch, make_machine
 from paceline.parameter_server.process.snapshot import Snapshots
-from tests.server.talk import WORKERS, Talk, ring
+from tests.support.server_talk import WORKERS, Talk, ring
 
 
 def watched(method="asp", judges=lambda worker: True):

@@ -15,8 +15,8 @@ from paceline.parameter_server.process import kinds
 from paceline.parameter_server.process.control import Introduction, Order
 from paceline.parameter_server.process.pool import Pool
 from paceline.transport.connection import RemoteServer
-from tests.real.helpers import wait_until
-from tests.server import SECONDS, TOKEN, time_limit
+from tests.support.processes import wait_until
+from tests.support.server_jobs import SECONDS, TOKEN, time_limit
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="needs /proc"

@@ -16,8 +16,8 @@ from paceline.parameter_server.process.monitors import make_machine
 from paceline.parameter_server.process.snapshot import Snapshots
 from paceline.parameter_server.process.surviving import SurvivingJob
 from paceline.transport.connection import RemoteServer
-from tests.hanging import SECONDS
-from tests.server.talk import HOW, METHODS, WORKERS, Talk, ring
+from tests.support.hanging import SECONDS
+from tests.support.server_talk import HOW, METHODS, WORKERS, Talk, ring
 
 
 def through_a_file(path, saved):

@@ -21,7 +21,7 @@ from tests.compression.test_training import counted
 from tests.compression.test_training import step as do_step
 from tests.compression.toys import Halves
 from tests.parameter_server.state_machine.test_compression import Largest, alone
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 SHAPES = ((40, 30), (300, 200), (50,), ())
 LR = 0.5

@@ -23,9 +23,9 @@ from paceline.methods.asp import ASP
 from paceline.parameter_server.state_machine.compression import views
 from tests.parameter_server.state_machine.test_compression import Largest
 from tests.parameter_server.state_machine.test_server_laws import QUICK
-from tests.profiles import examples
-from tests.server.lossy_network import Key, Network
-from tests.server.lossy_training import LIVES, STEPS, Case, Life, Training, cases
+from tests.support.lossy_network import Key, Network
+from tests.support.lossy_training import LIVES, STEPS, Case, Life, Training, cases
+from tests.support.profiles import examples
 
 Place = tuple[int, int]
 """A shard and a bucket."""

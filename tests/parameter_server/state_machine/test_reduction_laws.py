@@ -20,7 +20,7 @@ from paceline.interfaces.server_messages import (
 )
 from paceline.parameter_server.state_machine.server import ParameterServer
 from tests.parameter_server.state_machine.test_server_laws import DEEP, QUICK
-from tests.server.lossy_network import Letter, Network
+from tests.support.lossy_network import Letter, Network
 
 
 class Reducing:

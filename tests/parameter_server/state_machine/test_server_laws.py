@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.profiles import examples
-from tests.server.lossy_training import Case, Training, cases
+from tests.support.lossy_training import Case, Training, cases
+from tests.support.profiles import examples
 
 NAMES = [
     *("asp", "r2sp", "ssp 0", "ssp 1", "ssp 3", "backup, all", "backup, some"),

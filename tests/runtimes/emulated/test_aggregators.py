@@ -9,8 +9,8 @@ from paceline.cluster import Cluster, Rack, cluster_toml
 from paceline.runtimes.emulated.network import Fabric
 from paceline.runtimes.emulated.network_plan import JUMBO_MTU, Plan
 from paceline.runtimes.emulated.shaping import Bucket
-from tests import forked
-from tests.hanging import eventually
+from tests.support import forked
+from tests.support.hanging import eventually
 
 ROOT = Path(__file__).parent.parent.parent.parent
 DIGITS = ROOT / "examples" / "digits.py"

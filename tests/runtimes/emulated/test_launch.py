@@ -17,8 +17,8 @@ from paceline.runtimes.scratch import scratch_folder
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.method_checks import final_parameters
-from tests import forked
-from tests.emulated.helpers import SECONDS, Watch, descendants, network_of, networks
+from tests.support import forked
+from tests.support.emulation import SECONDS, Watch, descendants, network_of, networks
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 

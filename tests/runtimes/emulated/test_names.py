@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulated.helpers import SECONDS
+from tests.support.emulation import SECONDS
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "averages_and_serves.py")
 WITH_HOSTS = 'mount --bind "$0" /etc/hosts && exec "$@"'

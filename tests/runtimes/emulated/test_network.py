@@ -15,8 +15,8 @@ from paceline.runtimes.emulated.errors import EmulationError, KernelLacksError
 from paceline.runtimes.emulated.machine_check import capabilities
 from paceline.runtimes.emulated.network import Fabric
 from paceline.runtimes.emulated.switchboard import needs
-from tests.emulated.helpers import connect
-from tests.hanging import SECONDS, eventually
+from tests.support.emulation import connect
+from tests.support.hanging import SECONDS, eventually
 
 TWO_RACKS = """
 [[rack]]

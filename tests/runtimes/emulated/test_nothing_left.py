@@ -11,7 +11,7 @@ import pytest
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.emulated.errors import KeeperLostError
 from paceline.runtimes.emulated.network import Fabric
-from tests.emulated.helpers import SECONDS, Watch, descendants, network_of, networks
+from tests.support.emulation import SECONDS, Watch, descendants, network_of, networks
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.runtimes.emulated.machine_check import capabilities
-from tests.emulated.helpers import SECONDS
+from tests.support.emulation import SECONDS
 
 NOBODY = 65534
 REPOSITORY = Path(__file__).parents[3]

@@ -20,8 +20,8 @@ from paceline.runtimes.emulated.network import Fabric
 from paceline.runtimes.emulated.network_plan import JUMBO_MTU
 from paceline.runtimes.emulated.runtime import WORLD_VARIABLE, EmulatedWorld
 from paceline.transport.security import TOKEN, TRUSTED
-from tests.hanging import SECONDS
-from tests.real.helpers import wait_until
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces")]
 

@@ -13,7 +13,15 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.timeouts import timeouts
-from tests.server import SECONDS, TOKEN, Adder, connect, ended, running, time_limit
+from tests.support.server_jobs import (
+    SECONDS,
+    TOKEN,
+    Adder,
+    connect,
+    ended,
+    running,
+    time_limit,
+)
 
 pytestmark = [
     pytest.mark.slow,

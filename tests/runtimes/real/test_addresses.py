@@ -13,7 +13,7 @@ from paceline.runtimes.real.addresses import (
 )
 from paceline.runtimes.real.job_store import Address, Board
 from paceline.runtimes.real.peer_monitor import Liveness
-from tests.real.helpers import DictStore
+from tests.support.processes import DictStore
 
 NAMES = {
     "localhost": "127.0.0.1",

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hanging import SECONDS
-from tests.real.helpers import (
+from tests.support.hanging import SECONDS
+from tests.support.processes import (
     BAD_END_SECONDS,
     PACELINE,
     Job,

@@ -12,8 +12,8 @@ from paceline.runtimes.real.cluster_check import Seat, check_places, seat
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.method_checks import final_parameters
-from tests import forked
-from tests.real.helpers import SCRIPTS
+from tests.support import forked
+from tests.support.processes import SCRIPTS
 
 SCRIPT = SCRIPTS / "told.py"
 

@@ -9,10 +9,10 @@ import torch
 import paceline
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.simulated import Simulation
-from tests import forked
-from tests.real.helpers import SCRIPTS, kill
-from tests.real.lives import START_SECONDS, servers_of, wait_for_steps
 from tests.runtimes.real.test_survive import WORKERS, check_kills, start
+from tests.support import forked
+from tests.support.lives import START_SECONDS, servers_of, wait_for_steps
+from tests.support.processes import SCRIPTS, kill
 
 __all__ = ["start"]
 

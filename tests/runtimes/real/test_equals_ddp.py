@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from paceline.cli.options import SCRATCH
-from tests import forked
-from tests.real.helpers import SCRIPTS
 from tests.runtimes.real.scripts.train_cases import CASES
+from tests.support import forked
+from tests.support.processes import SCRIPTS
 
 BOUNDS = {"sgd": 1e-6, "adamw": 1e-5, "batchnorm": 1e-6, "everything": 1e-6}
 

@@ -21,9 +21,9 @@ from paceline.runtimes.real.hang_report import (
     stack_of,
 )
 from paceline.timeouts import timeouts
-from tests import forked
-from tests.hanging import SECONDS
-from tests.real.helpers import wait_until
+from tests.support import forked
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "hangs.py"
 PATIENCE = timeouts.rank_hang

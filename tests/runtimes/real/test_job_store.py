@@ -16,14 +16,8 @@ from paceline.records import Journal
 from paceline.runtimes.real.job_store import Address, Board, Posted, Sheet, Way, way_of
 from paceline.runtimes.real.services import RealServices, Where
 from paceline.transport.security import SECRET, TOKEN, dedicated_token
-from tests.hanging import SECONDS
-from tests.real.helpers import (
-    SCRIPTS,
-    DictStore,
-    kill,
-    run,
-    wait_until,
-)
+from tests.support.hanging import SECONDS
+from tests.support.processes import SCRIPTS, DictStore, kill, run, wait_until
 
 SOMEBODY = 65534
 LONG = "a secret of the job"

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.real.helpers import PYTHON, launch, somebody_listens, wait_for_all
+from tests.support.processes import PYTHON, launch, somebody_listens, wait_for_all
 
 
 def a_slurm_job():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.real.helpers import SCRIPTS
+from tests.support import forked
+from tests.support.processes import SCRIPTS
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="needs /proc"

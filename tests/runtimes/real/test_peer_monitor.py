@@ -15,9 +15,9 @@ import pytest
 from paceline.runtimes.real.failure_hub import LINE_BYTES, News
 from paceline.runtimes.real.job_store import Board
 from paceline.runtimes.real.peer_monitor import Liveness
-from tests import forked
-from tests.hanging import SECONDS
-from tests.real.helpers import DictStore
+from tests.support import forked
+from tests.support.hanging import SECONDS
+from tests.support.processes import DictStore
 
 SCRIPT = Path(__file__).parent / "scripts" / "dies.py"
 

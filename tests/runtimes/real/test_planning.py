@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests import forked
-from tests.real.helpers import SCRIPTS
+from tests.support import forked
+from tests.support.processes import SCRIPTS
 
 ENDS = [1, 5, 12]
 """When one rank is out of data: in the first step, while profiled, and in the trial."""

@@ -13,9 +13,9 @@ from paceline.runtimes import own_groups
 from paceline.runtimes.failures import Failure, summary
 from paceline.runtimes.processes import LAUNCHER_VARIABLE, as_launcher
 from paceline.runtimes.real import launch
-from tests import forked
-from tests.hanging import SECONDS
-from tests.real.helpers import all_processes, wait_until
+from tests.support import forked
+from tests.support.hanging import SECONDS
+from tests.support.processes import all_processes, wait_until
 
 WORKER = "import paceline, sys, time; print('here', flush=True); time.sleep({})"
 LAUNCHER = f"""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests.support import forked
 
 SCRIPT = """
 import atexit, builtins, os, sys

@@ -4,9 +4,9 @@ clipping, a scheduler, autocast, uneven data."""
 import pytest
 import torch
 
-from tests import forked
-from tests.real.helpers import SCRIPTS
 from tests.runtimes.real.scripts.resnet_shaped import CASES, resnet
+from tests.support import forked
+from tests.support.processes import SCRIPTS
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.runtimes.scratch import ToldToEnd, scratch_folder
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from tests import forked
-from tests.hanging import free_port
-from tests.real.helpers import (
+from tests.support import forked
+from tests.support.hanging import free_port
+from tests.support.processes import (
     PACELINE,
     PYTHON,
     SCRIPTS,

@@ -13,7 +13,16 @@ from paceline.cli import app
 from paceline.errors import UsageError
 from paceline.parameter_server.process import snapshot
 from paceline.runtimes.real.supervised_servers import SurvivingServers
-from tests.real.helpers import (
+from tests.support.lives import (
+    START_SECONDS,
+    done_by_all,
+    done_in,
+    life_of,
+    servers_of,
+    wait_for_steps,
+    wait_in,
+)
+from tests.support.processes import (
     BAD_END_SECONDS,
     PACELINE,
     SCRIPTS,
@@ -23,16 +32,7 @@ from tests.real.helpers import (
     run,
     torchrun,
 )
-from tests.real.lives import (
-    START_SECONDS,
-    done_by_all,
-    done_in,
-    life_of,
-    servers_of,
-    wait_for_steps,
-    wait_in,
-)
-from tests.server.talk import METHODS, WORKERS
+from tests.support.server_talk import METHODS, WORKERS
 
 BUCKETS = 3
 SILENT_SECONDS = 4

@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 
-from tests.real.helpers import BAD_END_SECONDS, run, wait_until
-from tests.real.lives import START_SECONDS, wait_for_steps
-from tests.server.talk import WORKERS
+from tests.support.lives import START_SECONDS, wait_for_steps
+from tests.support.processes import BAD_END_SECONDS, run, wait_until
+from tests.support.server_talk import WORKERS
 
 PLACES = ("stepped", "leaving", "left", "finished", "exiting", "exited")
 METHODS = ("asp", "backup:wait_for=2", "ssp:staleness=2", "gssp")

@@ -10,8 +10,7 @@ import signal
 import pytest
 import torch
 
-from tests.real.helpers import Job, kill, run
-from tests.real.lives import (
+from tests.support.lives import (
     START_SECONDS,
     done_by_all,
     life_of,
@@ -19,6 +18,7 @@ from tests.real.lives import (
     wait_for_steps,
     wait_in,
 )
+from tests.support.processes import Job, kill, run
 
 PERIOD = 4
 """A server passes on what it has applied after so many pushes."""

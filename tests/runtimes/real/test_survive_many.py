@@ -19,10 +19,10 @@ from paceline.runtimes.real import external_worker, runtime
 from paceline.timeouts import timeouts
 from paceline.transport.protocol import BEFORE_IT_STOOD, IS_HERE
 from paceline.transport.security import SECRET
-from tests.hanging import free_port
-from tests.real.engine import TOKEN, Engine
-from tests.real.helpers import SCRIPTS, kill
-from tests.real.lives import done_by_all, done_in, life_of
+from tests.support.engine import TOKEN, Engine
+from tests.support.hanging import free_port
+from tests.support.lives import done_by_all, done_in, life_of
+from tests.support.processes import SCRIPTS, kill
 
 WORKERS = 2
 BUCKETS = 3

@@ -21,7 +21,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 REAL, SIMULATED = b"of a real run", b"of a simulation"
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import DeadlockError, WorkerFailedError
 from paceline.runtimes.simulated.clock import Abandoned, Clock, Completion, Worker
-from tests.virtual.helpers import until_over
+from tests.support.simulations import until_over
 
 
 def run(clock: Clock, *bodies: Callable[[], object]) -> None:

@@ -17,8 +17,8 @@ from paceline.errors import WorkerFailedError
 from paceline.runtimes.simulated import ComputeModel
 from paceline.runtimes.simulated.compute import UnmeasuredCodeError
 from paceline.testing import inspect
-from tests.tables import crossed
-from tests.virtual.helpers import cluster, rack, run, run_on, simulation
+from tests.support.simulations import cluster, rack, run, run_on, simulation
+from tests.support.tables import crossed
 
 TIMES = CodingTimes(encode=3.0, decode=1.0, decode_per_worker=0.25)
 STEPS = 3

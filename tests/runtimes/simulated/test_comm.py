@@ -11,8 +11,8 @@ import torch.distributed as dist
 import paceline
 from paceline.cluster import Cluster
 from paceline.errors import CollectiveMismatchError, DeadlockError
-from tests.tables import crossed
-from tests.virtual.helpers import cluster, rack, run, run_on, simulation
+from tests.support.simulations import cluster, rack, run, run_on, simulation
+from tests.support.tables import crossed
 
 MS = 1e-3
 

@@ -10,7 +10,7 @@ import paceline
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.runtimes.simulated import ComputeModel
 from paceline.runtimes.simulated.compute import VirtualCompute
-from tests.virtual.helpers import cluster, rack, run, run_on, simulation
+from tests.support.simulations import cluster, rack, run, run_on, simulation
 
 
 def paced(rank: int) -> float:

@@ -9,7 +9,7 @@ import paceline
 from paceline.collectives.communicator import TorchComm
 from paceline.errors import WorkerFailedError
 from paceline.runtimes.join import join_world
-from tests.virtual.helpers import LATENCY, LINK, run
+from tests.support.simulations import LATENCY, LINK, run
 
 SIZE = 300_000
 """Elements of four bytes."""

@@ -12,7 +12,7 @@ from paceline.interfaces import Answer, Sender, Work
 from paceline.interfaces.server_messages import Note, Request
 from paceline.runtimes.simulated.clock import Clock, Completion
 from paceline.runtimes.simulated.services import ServerRates, VirtualServer
-from tests.virtual.helpers import until_over
+from tests.support.simulations import until_over
 
 
 class Sleeper:

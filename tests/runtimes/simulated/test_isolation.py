@@ -35,8 +35,8 @@ from paceline.run_options import RunOptions
 from paceline.runtimes.simulated import Simulation
 from paceline.runtimes.simulated.runtime import place_of
 from paceline.torch_internals import load_lazy_modules
-from tests.hanging import SECONDS
-from tests.virtual.helpers import run, run_on, simulation
+from tests.support.hanging import SECONDS
+from tests.support.simulations import run, run_on, simulation
 
 
 @pytest.fixture
@@ -495,7 +495,7 @@ def test_a_worker_that_blocks_outside_the_clock_ends_the_process_with_stacks() -
         """
         import threading
         import torch.distributed as dist
-        from tests.virtual.helpers import run
+        from tests.support.simulations import run
 
         lock = threading.Lock()
 

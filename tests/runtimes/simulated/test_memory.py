@@ -8,7 +8,7 @@ import torch
 
 import paceline
 from paceline.parameter_server.state_machine.members import Channel
-from tests.virtual.helpers import run, simulation
+from tests.support.simulations import run, simulation
 
 STEPS = 200
 ELEMENTS = 1000

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import paceline
 from paceline.cluster import Cluster
 from paceline.errors import DeadlockError, UsageError, WorkerFailedError
-from tests.tables import crossed
-from tests.virtual.helpers import cluster, rack, run, run_on, simulation
+from tests.support.simulations import cluster, rack, run, run_on, simulation
+from tests.support.tables import crossed
 
 N = 5
 OPERATIONS = {

@@ -2,7 +2,7 @@
 
 from paceline.collectives.communicator import TorchComm
 from paceline.runtimes.join import join_world
-from tests.virtual.helpers import cluster, rack, run
+from tests.support.simulations import cluster, rack, run
 
 
 def test_workers_know_the_cluster_that_is_simulated() -> None:

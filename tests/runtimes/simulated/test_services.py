@@ -12,7 +12,7 @@ from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.runtimes.simulated.services import ServerRates
 from paceline.testing.task import Quadratic, centers_of, flat_parameters
 from paceline.transport.protocol import HEADER_BYTES
-from tests.tables import crossed
+from tests.support.tables import crossed
 
 MB = 1_000_000
 

@@ -5,7 +5,7 @@ from collections import deque
 
 from paceline.tools.auto.controller import Program
 from paceline.tools.auto.interfaces import LeftError
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 
 class Mail:

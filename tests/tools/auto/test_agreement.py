@@ -9,7 +9,7 @@ import torch
 from paceline.tools.auto.agreement import WORDS, Exchange
 from paceline.tools.auto.interfaces import LeftError
 from tests.collectives.in_network.places import together
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 
 class Sums:

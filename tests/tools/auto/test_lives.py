@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests.support import forked
 
 ROOT = Path(__file__).parent.parent.parent.parent
 

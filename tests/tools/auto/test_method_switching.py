@@ -11,9 +11,9 @@ from paceline.runtimes.simulated import Simulation
 from paceline.testing.cases import CASES as TABLE
 from paceline.tools.auto.method_switching import Auto
 from paceline.tools.plan.candidates import quality_of
-from tests import forked
+from tests.support import forked
+from tests.support.simulations import run
 from tests.tools.auto import cases, script_cases
-from tests.virtual.helpers import run
 
 CASES = cases.CASES | script_cases.CASES
 VIRTUAL = CASES | script_cases.MISTAKES

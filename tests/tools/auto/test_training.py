@@ -12,10 +12,10 @@ from paceline.run_options import RunOptions
 from paceline.tools.auto import course, measurements
 from paceline.tools.auto.decision import Answer, Predicted
 from paceline.tools.auto.decision_cache import Decision
-from tests import forked
+from tests.support import forked
+from tests.support.simulations import run, run_on, simulation
 from tests.tools.auto.cases import assert_equal_everywhere, changing, flat
 from tests.tools.plan.helpers import layers
-from tests.virtual.helpers import run, run_on, simulation
 
 ROOT = Path(__file__).parent.parent.parent.parent
 CODED = "bsp:compression=bf16"
@@ -92,7 +92,7 @@ def auto(method=LOSSY, **options):
 
 
 def network():
-    from tests.virtual.helpers import cluster, rack
+    from tests.support.simulations import cluster, rack
 
     return simulation(cluster(rack(2, link=SLOW)))
 

@@ -11,7 +11,7 @@ from paceline.cluster.probe.pairs import Again
 from paceline.cluster.probe.tcp_counters import connections
 from paceline.tools.doctor import host
 from paceline.tools.doctor.evidence import Evidence
-from tests import forked
+from tests.support import forked
 
 EXAMINES = Path(paceline.tools.doctor.__file__).parent / "__main__.py"
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hanging import eventually
 from tests.runtimes.emulated.conftest import refusal
+from tests.support.hanging import eventually
 
 HOUSE = Path(__file__).parent.parent.parent.parent
 PATH = HOUSE / "benchmarks" / "agreement.py"

@@ -23,7 +23,7 @@ from paceline.tools.report.html import text_of
 from paceline.tools.report.model import Page as PageData
 from paceline.tools.report.model import Timelines
 from paceline.tools.report.timeline import Step
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 from tests.tools.report.cases import Comparison, three, wild
 
 ROOT = Path(__file__).parent.parent.parent.parent

@@ -4,7 +4,7 @@ import os
 import select
 from pathlib import Path
 
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 
 def descendants(pid):

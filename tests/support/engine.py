@@ -4,15 +4,9 @@ and starts who ended badly again with the same ones. Nothing else."""
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.hanging import free_port
-from tests.real.helpers import (
-    BAD_END_SECONDS,
-    PACELINE,
-    SCRIPTS,
-    Job,
-    wait_until,
-)
-from tests.real.lives import START_SECONDS
+from tests.support.hanging import free_port
+from tests.support.lives import START_SECONDS
+from tests.support.processes import BAD_END_SECONDS, PACELINE, SCRIPTS, Job, wait_until
 
 TOKEN = "a token of many machines"
 

@@ -1,8 +1,8 @@
 """Workers of a job that survives: which life each is in, and how many steps it has done there,
 as scripts such as ``survive.py`` note it in a folder."""
 
-from tests.hanging import SECONDS
-from tests.real.helpers import wait_until
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 
 START_SECONDS = 2 * SECONDS
 

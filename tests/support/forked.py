@@ -2,14 +2,14 @@
 
 A process that trains imports torch for more than two seconds, and trains for a tenth of one.
 `start` does what ``python WORDS`` does, in a child of multiprocessing's fork server, which has
-imported `tests.preloaded` and done nothing else.
+imported `tests.support.preloaded` and done nothing else.
 
 *Where forking is safe*: in that server alone. It has one thread and no process group.
 Pytest's own process has had threads of the autograd engine and of simulations, perhaps
 gloo's: a fork would copy the locks that they hold, and not the threads.
 
 *What this does not try*: a launcher, and how the interpreter starts and is taken down. Tests
-of these start processes of their own (`tests.real.helpers`).
+of these start processes of their own (`tests.support.processes`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from tests import hanging
+from tests.support import hanging
 
-PRELOADED = "tests.preloaded"
+PRELOADED = "tests.support.preloaded"
 
 
 class Forked:

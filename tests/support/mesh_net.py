@@ -35,7 +35,7 @@ from paceline.interfaces.server_messages import (
 )
 from paceline.parameter_server.groups.local_server import Home
 from paceline.parameter_server.groups.server import GroupServer
-from tests.server.sums_up import SumsUp
+from tests.support.sums_up import SumsUp
 
 HYPERPARAMETERS: list[dict[str, Any]] = [
     {

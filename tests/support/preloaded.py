@@ -1,4 +1,4 @@
-"""What processes of tests have imported before they are forked (see `tests.forked`).
+"""What processes of tests have imported before they are forked (see `tests.support.forked`).
 
 Nothing here may start a thread, or a process group: only importing is copied safely.
 """
@@ -20,4 +20,6 @@ load_lazy_modules()
 
 THREADS = len(list(Path("/proc/self/task").iterdir()))
 if THREADS > 1 or threading.active_count() > 1:
-    sys.exit(f"tests.preloaded: {THREADS} threads: forking would leave them behind")
+    sys.exit(
+        f"tests.support.preloaded: {THREADS} threads: forking would leave them behind"
+    )

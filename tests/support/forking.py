@@ -1,9 +1,9 @@
-"""``python -m tests.real.forking WORDS``: what ``python -m paceline WORDS`` does, with workers
+"""``python -m tests.support.forking WORDS``: what ``python -m paceline WORDS`` does, with workers
 and servers forked from it instead of started anew.
 
 Each that is started again then takes a tenth of a second, and not an import of torch. For jobs
 in which many die: how an interpreter starts and ends is tried elsewhere. The launcher, forked
-itself (`tests.forked`), has one thread and no process group, so forking it is safe.
+itself (`tests.support.forked`), has one thread and no process group, so forking it is safe.
 
 A forked process has its parent's command line and environment in ``/proc``, so each is noted
 as a file in the folder that `FOLDER` names: `words_of`, `noted`.
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests import forked
+from tests.support import forked
 
 FOLDER = "PACELINE_TEST_FORKED"
 

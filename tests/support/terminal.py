@@ -13,7 +13,7 @@ import termios
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 _WIDTH = 100
 _PARTS = re.compile(rb"\x1b\[(\d*)(;\d+)*([A-Za-z])|\x1b\[\?\d+[hl]|\r|\n|[^\x1b\r\n]+")

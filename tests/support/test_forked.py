@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from tests import forked
-from tests.hanging import SECONDS
-from tests.real.helpers import wait_until
+from tests.support import forked
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 
 LOOKS = """
 import atexit, json, os, sys, threading

@@ -35,7 +35,7 @@ from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
 from paceline.methods.sync_switch import SyncSwitch
 from paceline.parameter_server.state_machine.server import ParameterServer
-from tests.server.lossy_network import Letter, Network
+from tests.support.lossy_network import Letter, Network
 
 LIVES, STEPS = 4, 6
 """At most so many lives of a worker, and steps of a life."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.skips import is_allowed
+from tests.support.skips import is_allowed
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parent.parent
 
 
 def test_profiles_alone_set_deadlines_and_seeds():
@@ -67,7 +67,9 @@ def test_skips():
 
 def run_suite(folder, reason, profile="fast"):
     (folder / "test_it.py").write_text(SUITE.format(reason=reason))
-    (folder / "conftest.py").write_text("from tests import profiles\nprofiles.load()\n")
+    (folder / "conftest.py").write_text(
+        "from tests.support import profiles\nprofiles.load()\n"
+    )
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-s", "-p", "tests.conftest", folder],
         env={

@@ -29,7 +29,7 @@ from paceline.transport import protocol
 from paceline.transport.connection import RemoteServer
 from paceline.transport.listener import Shell
 from paceline.transport.security import PLAIN
-from tests.hanging import SECONDS
+from tests.support.hanging import SECONDS
 
 TOKEN = "the token of this job"
 ROOT = Path(__file__).parent.parent.parent
@@ -254,7 +254,12 @@ class Line:
 def child(code, *arguments):
     """A process that runs a function of this file; its output is read by lines."""
     return subprocess.Popen(
-        [sys.executable, "-c", f"import tests.server as s; s.{code}", *arguments],
+        [
+            sys.executable,
+            "-c",
+            f"import tests.support.server_jobs as s; s.{code}",
+            *arguments,
+        ],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tests import hanging
-from tests.forked import Forked
-from tests.real import forking
+from tests.support import forking, hanging
+from tests.support.forked import Forked
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPTS = Path(__file__).parent.parent / "runtimes" / "real" / "scripts"
 PYTHON = (sys.executable,)
 PACELINE = (sys.executable, "-m", "paceline")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -47,7 +46,7 @@ class Job:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     forked: bool | Literal["all"] = False
     """The launcher is; those that it starts are processes as people have them, unless all
-    are forked (`tests.real.forking`)."""
+    are forked (`tests.support.forking`)."""
 
     def __post_init__(self) -> None:
         self.temporary = self.folder / "tmp"
@@ -63,7 +62,7 @@ class Job:
             words = self.command[1:]
             if self.forked == "all":
                 assert words[:2] == ["-m", "paceline"]
-                words[1] = "tests.real.forking"
+                words[1] = "tests.support.forking"
                 self._notes.mkdir()
                 own[forking.FOLDER] = str(self._notes)
                 own["PYTHONPATH"] = str(SCRIPTS.parent.parent.parent)
