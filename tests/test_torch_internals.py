@@ -1,6 +1,6 @@
 """Each private name of torch that paceline uses is there, and behaves as paceline needs it.
 
-One test for each function of `torch_private`: when a newer torch renames one, or lets it do
+One test for each function of `torch_internals`: when a newer torch renames one, or lets it do
 something else, the test of that name fails, and not a training.
 """
 

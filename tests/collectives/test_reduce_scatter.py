@@ -1,6 +1,6 @@
 """Schedules cut in two, and what the halves take in virtual time.
 
-What all worlds have in common is in `halves`, and runs on three workers in `test_worlds`.
+What all worlds have in common is in `halves`, and runs on three workers in `test_runtimes`.
 """
 
 import pytest

@@ -2,10 +2,10 @@
 
 Theory of operation
 -------------------
-Each gradient goes from its hook (`passes`) into a bucket, and complete buckets to the
-method, in plan order (`arrival`). A backward pass ends in a callback of the autograd engine.
+Each gradient goes from its hook (`backward_passes`) into a bucket, and complete buckets to the
+method, in plan order (`reducer`). A backward pass ends in a callback of the autograd engine.
 There, buckets that are still incomplete get zeros for tensors that took no part, and are
-delivered too; then the method has its *backward ended*, in which bsp waits (`steps`). So
+delivered too; then the method has its *backward ended*, in which bsp waits (`step`). So
 ``.grad`` holds the mean when ``backward()`` returns, and users clip and scale it as they
 always did.
 
@@ -156,7 +156,7 @@ class Training:
         `GradientError` where gradients were sent with their scale, `UsageError` where they
         were clipped with it."""
         if self._method.gradient_seen_by_user == "local-sent":
-            # Its kernel writes into gradients without a trace that `sent` could see.
+            # Its kernel writes into gradients without a trace that `core.sent_gradient_check` could see.
             raise self._faults.refused(
                 f"a GradScaler under {self._method.name}: gradients are on their way to the "
                 "others, times its scale, when it unscales them. Train in bfloat16 without a "

@@ -1,4 +1,4 @@
-"""What group servers say to each other: typed headers, as in `messages`; tensors travel beside
+"""What group servers say to each other: typed headers, as in `server_messages`; tensors travel beside
 them.
 
 Each is a request of one server to another, its peer; who sends it is known by its connection.
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 Hyperparameters = list[dict[str, Any]]
-"""As in `messages`."""
+"""As in `server_messages`."""
 
 # ---- requests ----
 

@@ -1,6 +1,6 @@
 """A server, or another service, as those who run it see it.
 
-`paceline.parameter_server` implements `Server` (`protocol`; `process` wraps it). Those who run it
+`paceline.parameter_server` implements `Server` (`state_machine.server`; `process` wraps it). Those who run it
 are a thread behind sockets (`transport.listener`), the virtual world, and tests. `parameter_server.process.kinds`
 says which services there are. One that asks others is an `AskingServer`.
 """

@@ -1,10 +1,10 @@
-"""A worker's end of a server: an `Endpoint` over ZeroMQ. The other end is in `serve`.
+"""A worker's end of a server: an `Endpoint` over ZeroMQ. The other end is in `listener`.
 
 Theory of operation
 -------------------
 One DEALER socket per channel, opened when it is first used; ZeroMQ's own threads move the
 bytes while this process computes. `request` hands everything to them at once, from the
-tensor's own memory (or, on one machine, puts it into `shared_memory`); what exceeds the credits (see `wire`) is kept here, and sent as answers
+tensor's own memory (or, on one machine, puts it into `shared_memory`); what exceeds the credits (see `protocol`) is kept here, and sent as answers
 come in. `wait` serves all channels of this endpoint until its own answer is there, and
 copies each chunk straight into the tensor that was handed over. What is kept here moves
 only inside calls of this endpoint: whoever waits on several servers should wait in the

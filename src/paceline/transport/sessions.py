@@ -9,7 +9,7 @@ Theory of operation
 2. The worker opens a plain TCP connection to the liveness port, and shows the ticket.
    From here on it is *present*: its requests are taken, and it may open more channels.
 3. That connection stays idle. ZeroMQ does not say whose connection was lost, but this one
-   does (see `lifelines`). Then the worker is *lost*.
+   does (see `liveness`). Then the worker is *lost*.
 4. A worker *departs*, which is no loss, with `Bye` on each channel, or with ``bye`` on the
    liveness connection. But if it has joined the training and has not left that, others wait
    for it: then it is lost all the same, and the training has not ended well.

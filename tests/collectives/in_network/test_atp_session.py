@@ -158,7 +158,7 @@ def test_an_aggregator_that_dies_is_a_loss_and_values_are_as_they_were():
 
 @pytest.mark.parametrize("own", [False, True], ids=["beside workers", "dedicated"])
 def test_a_server_whose_thread_fails_is_a_loss_to_all_at_once(own, monkeypatch):
-    """Who has the server beside it tells the others, as `datagram_line` does; a dedicated server's
+    """Who has the server beside it tells the others, as `sum_queue` does; a dedicated server's
     process ends."""
     racks = (0, 0, 0)
     ways = Ways(racks, (), (Server(0, None, 0),) if own else beside_workers(racks)[:1])

@@ -1,6 +1,6 @@
 """All-reduce by servers behind aggregating switches, after ATP (Lao et al., NSDI 2021).
 
-`atp_ways` says who merges what, `atp_schedule` when, `atp_routes` what datagrams' ends are told.
+`atp_tree` says who merges what, `atp_pricing` when, `atp_routes` what datagrams' ends are told.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ATP's sums as a schedule: see `atp_ways` for who merges what.
+"""ATP's sums as a schedule: see `atp_tree` for who merges what.
 
 Each part is cut into pieces, which go through the same stages one after the other, each a
 step behind the one before it:

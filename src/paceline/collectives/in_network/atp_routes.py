@@ -1,4 +1,4 @@
-"""ATP's ways as what each datagram's end is told: see `atp_ways`.
+"""ATP's ways as what each datagram's end is told: see `atp_tree`.
 
 Chunks go to slots in turn and slots to parts: chunk c is of part c mod p, for p servers. Workers
 are named by bits, wherever they are. Nothing here knows addresses: ends are `End`s.

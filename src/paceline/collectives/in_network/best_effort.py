@@ -3,7 +3,7 @@
 After ATP (Lao et al., NSDI 2021; rules from its public P4 and server code). A switch adds up what
 it can, and passes on to the job's server what it cannot, so no job needs slots of its own, and
 any number of switches may be in between. Windows, rounds and repeats are a worker's as under
-`protocol`; only what is sent again says so.
+`slots`; only what is sent again says so.
 
 The switch (`BestEffort`): slot j of a job competes for place (hash(job) + j) mod places.
 -----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 Operations follow each other in one stream of chunks, numbered on and on: chunk j in slot j mod s,
-round j div s (see `protocol`). At the start s chunks are sent; each sum that comes back lets
+round j div s (see `slots`). At the start s chunks are sent; each sum that comes back lets
 the next chunk of its slot go. So results clock what is sent, and s is the window.
 
 ========== ========================= ===================================== ===============

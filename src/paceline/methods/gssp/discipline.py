@@ -5,7 +5,7 @@ What happens where
 - `clocks`: who pushes here, and how far each is. `gates`: when gradients of the group are
   applied, and when their workers go on.
 - `outbox`: what was applied here, until the other servers are told.
-- `measuring`: how long steps take.
+- `step_times`: how long steps take.
 - `speeds`: who is in which group; server 0 decides. `grouping`: how.
 - `weighting`: what an update is to the optimizer.
 - here: which of them an event concerns.

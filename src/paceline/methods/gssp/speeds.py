@@ -1,6 +1,6 @@
 """Who is in which group, and how that is decided.
 
-Servers measure the steps of their workers (`measuring`). Server 0 is told by the others. When all
+Servers measure the steps of their workers (`step_times`). Server 0 is told by the others. When all
 workers that train were measured anew it *looks*, and tells its decision to servers, which tell their
 workers.
 """

@@ -1,6 +1,6 @@
 """What is deferred: decided every few steps, by whoever decides for all workers.
 
-One worker decides (`native`), or each server for its part of the model (`discipline`), and tells
+One worker decides (`all_reduce`), or each server for its part of the model (`discipline`), and tells
 the others: workers that each decided by their own arithmetic and clock could disagree in a last
 bit, and wait for messages that never come.
 

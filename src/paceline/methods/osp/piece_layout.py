@@ -76,7 +76,7 @@ class Layout:
         return [self.pieces[number] for number in numbers]
 
     def parts(self) -> Parts:
-        """The pieces as `choice` wants them."""
+        """The pieces as `deferral` wants them."""
         buckets = [self._members[n][0].index for n in range(len(self.pieces))]
         return Parts(self.sizes, buckets, len(self.inside))
 

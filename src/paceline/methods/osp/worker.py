@@ -1,4 +1,4 @@
-"""What a worker does in both forms; `native` and `remote` say how gradients travel."""
+"""What a worker does in both forms; `all_reduce` and `parameter_server` say how gradients travel."""
 
 from __future__ import annotations
 

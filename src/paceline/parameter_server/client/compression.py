@@ -1,4 +1,4 @@
-"""A worker's half of codes between it and its servers: see `coded`."""
+"""A worker's half of codes between it and its servers: see `state_machine.compression`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A model is cut into *shards* (see `shards`). Either servers share them out, one 
 workers; or there is one shard, all of the model, and each server holds a copy of it for its
 group of workers. Servers that hold copies tell each other what they have applied, and at the
 first of them all workers meet: what is loaded there reaches the others before anybody is
-answered (see `mesh`).
+answered (see `groups.server`).
 """
 
 from __future__ import annotations

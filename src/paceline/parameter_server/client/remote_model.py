@@ -1,6 +1,6 @@
 """A model's parameters on their servers, from one worker's side: the `Remote`.
 
-`spread` says what lies where, `joining` how this worker comes to hold it, and `states` has the
+`partition` says what lies where, `synchronization` how this worker comes to hold it, and `optimizer_state` has the
 optimizer's state. Here is what a step does: pushes, and the wait for their answers.
 """
 

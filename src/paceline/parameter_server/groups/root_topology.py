@@ -13,7 +13,7 @@ everything from one of the others, and is passed on what that one has not.
 
 The root answers an item once all have it (`answers`): until then the one that it came from keeps it.
 So nothing is lost with the root but what its own workers have sent. Some servers may have had
-more of that than others: they all take over what the new root has (see `mesh_meetings`), and it
+more of that than others: they all take over what the new root has (see `consistent_cut`), and it
 passes on nothing before but to the one that it had everything from.
 """
 

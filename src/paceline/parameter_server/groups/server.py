@@ -3,7 +3,7 @@ that passes on to the other servers what it applies, and applies what they pass 
 
 Transitions
 -----------
-What workers ask is in the table of `protocol`; here is what it is for a server among others.
+What workers ask is in the table of `state_machine.server`; here is what it is for a server among others.
 
 =========== ================================================= ===============================
 event       what changes                                      answer
@@ -11,7 +11,7 @@ event       what changes                                      answer
 a worker's  As at a server alone; then what the discipline    as there; at server 0 `Met`,
 request     wants passed on goes to all active servers. It    and `Done` of a leave, once all
             waits while the server enters, or all meet. To a  servers agree (see
-            server that is away it says: enter.               `mesh_meetings`)
+            server that is away it says: enter.               `consistent_cut`)
 pass        Once for each source, life and number, in order,  `Done`, once that is so;
             when as many loads and meetings have ended here:  `Refused` for what does not
             the discipline applies it; buffers are mixed;     fit: then no server goes on
@@ -37,16 +37,16 @@ timer       The discipline acts. Where a peer was away for    `Refused`, to all 
 =========== ================================================= ===============================
 
 A server other than 0 whose group has no workers, while others train, passes on what it owes, and
-is *away*: nothing is passed on to it until it enters (see `mesh_entering`).
+is *away*: nothing is passed on to it until it enters (see `entering`).
 
 Modules
 -------
-- `mesh_home`: the server of the group's workers.
-- `mesh_mail`: letters to peers, sent until they are answered.
-- `mesh_parcels`: what is passed on, and what was taken; `mesh_telling`, what is told; `mesh_root`,
+- `local_server`: the server of the group's workers.
+- `message_queue`: letters to peers, sent until they are answered.
+- `update_log`: what is passed on, and what was taken; `outgoing`, what is told; `root_topology`,
   what server 0 passes on for all, where it is the root.
-- `mesh_copies`, `mesh_entering`, `mesh_meetings`: how all of a server comes to another one.
-- `mesh_membership`: whether this one is in the mesh; `mesh_hearing`: what the others say.
+- `state_transfer`, `entering`, `consistent_cut`: how all of a server comes to another one.
+- `membership`: whether this one is in the mesh; `incoming`: what the others say.
 - here: who is told what, and who waits.
 """
 

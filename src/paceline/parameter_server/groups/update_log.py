@@ -5,7 +5,7 @@ have answered it, and they keep it until all have it: so if the source is lost i
 has an item passes it on to the others. Whatever way an item comes, its number says whether it
 was taken.
 
-Where server 0 is the root (`mesh_root`) the others pass on to it alone, and it answers an item
+Where server 0 is the root (`root_topology`) the others pass on to it alone, and it answers an item
 once all have that: so each keeps what others may not have, and nobody relays. If server 0 is lost
 these items wait, and go to the one that is started in its place.
 """

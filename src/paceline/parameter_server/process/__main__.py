@@ -4,7 +4,7 @@ Its first line of input is the job's token (so that no process list shows it); i
 listens and the step that it goes on from, and serves until its input ends: because the job is
 complete, or who started it has ended. After all workers have said goodbye it ends when one of them begins
 another training. Both then say more, a line of JSON each (see
-`orders`): the supervisor, which workers are done or were lost to another server, and where this
+`control`): the supervisor, which workers are done or were lost to another server, and where this
 server's peers are; the server, which workers it takes for lost, and that it has entered, or gone.
 
 Of several group servers each is told which it is. One that *enters* takes over from its peers

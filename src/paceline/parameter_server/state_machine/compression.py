@@ -21,7 +21,7 @@ all of the parameters x, and then h is x. A push is answered with
 and the worker adds the same to what it holds, which so has the bits of h. What a code leaves out
 is in the next difference: h is the residual. This is EF21-P (Gruntkowska, Tyurin and Richtarik,
 "EF21-P and friends", ICML 2023) with one h for each worker, since each is answered at a time of
-its own. It wants a code that brings h nearer to x: see `code_checks`.
+its own. It wants a code that brings h nearer to x: see `compression_checks`.
 
 Decoded numbers are added where all of them stand, and not as they are decoded: a processor that
 multiplies and adds in one instruction would end with other bits than one that does not.

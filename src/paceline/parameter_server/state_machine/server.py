@@ -15,7 +15,7 @@ arrive     The worker sends nothing, until it has met     `Met`, when all have a
            all others that train.                         the load is here; earlier to the
                                                           worker that leads the load;
                                                           `Refused` where the others will
-                                                          not come (see `meetings`)
+                                                          not come (see `barriers`)
 load,      With the last bucket's parameters all of the   `Done`; `Refused` to others than
 load-state, load takes effect: the discipline begins      the leader, once loaded
 load-rest  anew, and pulls and meetings go on.
@@ -62,10 +62,10 @@ Modules
   which decides when somebody is answered; `clipping` holds a step's updates until its norm is
   known.
 - `admission`: who is let in, and what is trained.
-- `answers`: what was asked before, and what is to leave.
+- `replies`: what was asked before, and what is to leave.
 - `pushes`, `pulls`, `norms`, `reductions`: what is asked for, and waits.
-- `meetings`, `loads`: where all wait for all, and what is loaded then.
-- `rest`: frozen parameters and buffers.
+- `barriers`, `loads`: where all wait for all, and what is loaded then.
+- `untrained`: frozen parameters and buffers.
 - here: who comes and goes, and which room an event concerns.
 """
 

@@ -3,7 +3,7 @@
 Rank 0's file counts for all, who learn it from the job's store: so it may lie on one machine,
 and all ranks have the same. Each rank says there whether it was told of another one, and where
 it runs; rank 0 judges, and every rank raises what it has found. Once, and bounded as all that
-the store is asked for: whoever waits for a rank that has died is ended by `liveness`.
+the store is asked for: whoever waits for a rank that has died is ended by `peer_monitor`.
 
 What can be judged is which workers share a machine, and where the file names its hosts, which
 worker runs on which. A job whose workers are all on one machine, where there is no network

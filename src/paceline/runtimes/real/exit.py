@@ -20,7 +20,7 @@ just before.
 collective may be done: the others might not come. Nor may the interpreter be taken down:
 a collective under way would hold it up until all peers have come, or abort it. So the
 process ends at once, after Python's own tidying up, and says why to the other workers
-(`liveness`) and to the launcher.
+(`peer_monitor`) and to the launcher.
 
 A bare ``raise SystemExit(3)`` cannot be told from a good end: the worker goes on in step
 with the others until they end, and has status 3 then.
@@ -59,7 +59,7 @@ LOST_PEER = (
     "remote process exited",
     PeerLostError.__name__,
 )
-"""What gloo, NCCL and `liveness` say in a worker whose peer ended: no cause, but a
+"""What gloo, NCCL and `peer_monitor` say in a worker whose peer ended: no cause, but a
 consequence."""
 
 

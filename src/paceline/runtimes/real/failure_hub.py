@@ -1,4 +1,4 @@
-"""Where all ranks learn how the others end: rank 0's side of `liveness`."""
+"""Where all ranks learn how the others end: rank 0's side of `peer_monitor`."""
 
 from __future__ import annotations
 

@@ -3,18 +3,18 @@
 Theory of operation
 -------------------
 Each rank keeps one idle TCP connection to rank 0's hub. *Dead* is a lost connection (see
-`lifelines`). No death is inferred from silence, so a rank that computes, compiles or evaluates
+`transport.liveness`). No death is inferred from silence, so a rank that computes, compiles or evaluates
 for an hour with the interpreter's lock held is not taken for dead. A rank that ends well says
 goodbye first; one that ends with an error says which. The hub tells everybody; when the hub
 itself is lost, everybody knows that it was rank 0. A living rank that the others wait for is
-named, and goes on (see `hangs`).
+named, and goes on (see `hang_report`).
 
 A survivor may be blocked in a collective for ever, where Python cannot interrupt it. So it is
 ended when it has been in one for a few seconds after the news. A survivor that does something
 else may write an emergency checkpoint: it has PACELINE_EXIT_GRACE_SECONDS to end by itself.
 
 Lines of JSON, each bounded; a connection that does not begin with the hub's token is closed.
-Nothing is unpickled. Threat model: ranks learn the token as `handover` says, so other users of
+Nothing is unpickled. Threat model: ranks learn the token as `job_store` says, so other users of
 one machine do not have it; several machines need PACELINE_SECRET for that, else whoever
 reaches torch's store reads it, and the token keeps out strays and scanners alone. It travels in the clear:
 whoever reads the network between machines has it.

@@ -3,7 +3,7 @@
 Each worker starts those whose place is beside it, in one child process that ends with it.
 *Embedded* is beside rank 0; *per node* beside the first worker of each node; a host is the first
 worker's that runs there. Their addresses go to all workers through the job's store, and
-their tokens as `handover` says. One that cannot start says so there, so that every worker
+their tokens as `job_store` says. One that cannot start says so there, so that every worker
 raises, and none waits. Once all listen, who has started one tells it where its peers are.
 """
 

@@ -1,6 +1,6 @@
 """The virtual world: real tensors and gradients, virtual time and network.
 
-Read `clock` first, then `links` and `comm`, `process_group`, `runtime`, `simulation`.
+Read `clock` first, then `cluster.links` and `comm`, `process_group`, `runtime`, `simulation`.
 """
 
 from paceline.runtimes.simulated.compute import ComputeModel

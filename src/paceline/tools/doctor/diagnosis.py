@@ -3,7 +3,7 @@
 1. `FAULTS` are asked in turn, root causes first; a fault that explains others takes its hosts from
    them: a host whose packets are lost has a slow link, and only the first is named.
 2. Each mends a `Patient`, and virtual time says what that gains; a fault that gains too little is
-   none (`faults_limits`), but for those of `CERTAIN`, of which virtual time knows nothing.
+   none (`thresholds`), but for those of `CERTAIN`, of which virtual time knows nothing.
 3. `LATER` are asked of the patient that is left when all those are mended, if anybody can know it.
 
 Gains add up: each is what its mending gains once the faults above it are mended.
