@@ -88,20 +88,17 @@ DEFAULTS = {
     "dgc": f"dgc:warm_up_steps={SOON}",
     "gd-top-k": "gd-top-k",
     "ef21": "ef21",
-    "random-block": "random-block",
     "powersgd": "powersgd",
 }
 TENTHS = {
     "top-k, a tenth": "top-k:density=0.001",
     "dgc, a tenth": f"dgc:warm_up_steps={SOON},density=0.0001",
     "ef21, a tenth": "ef21:density=0.001",
-    "random-block, a tenth": "random-block:density=0.001",
     "powersgd, a quarter (rank 1)": "powersgd:rank=1",
 }
 MORE = {
     "int4 with residuals": "int4:residuals=true",
     "top-k, ten times": "top-k:density=0.1",
-    "random-block, ten times": "random-block:density=0.1",
     "powersgd, four times (rank 16)": "powersgd:rank=16",
 }
 CONTROLS = {

@@ -12,7 +12,7 @@ OTHERS = [
     "top-k:density=0.2,chunk=100,bits=2,small=0",
     *("dgc:nesterov=true,small=0", "dgc:momentum=0", "ef21:start=code,small=0"),
     "gd-top-k:epoch_steps=2,speed=fastest,small=0",
-    *("random-block:density=0.3,small=0", "powersgd:sides=both"),
+    "powersgd:sides=both",
     "powersgd:rank=2,warm_start=false,min_rate=0,small=0",
 ]
 TURNS = {"gd-top-k": "gd-top-k:epoch_steps=4"}

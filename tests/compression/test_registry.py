@@ -7,6 +7,7 @@ import paceline
 from paceline.compression import (
     BF16,
     COMPRESSORS,
+    QSGD,
     EFSign,
     Exactly,
     Identity,
@@ -14,7 +15,6 @@ from paceline.compression import (
     Int8,
     Later,
     PowerSGD,
-    RandomBlock,
     Residuals,
     TopK,
     as_by_default,
@@ -121,7 +121,7 @@ def test_wrappers_of_an_object_say_what_it_has():
     assert as_by_default(late) is late
     assert as_by_default(Exactly(PowerSGD())) == PowerSGD()
     # What takes none has none.
-    unbiased = RandomBlock(scaled=True)
+    unbiased = QSGD()
     assert as_by_default(unbiased) is unbiased
 
 

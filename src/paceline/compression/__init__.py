@@ -18,7 +18,6 @@ from paceline.compression.casts import BF16, FP16
 from paceline.compression.contrib.ef21 import EF21
 from paceline.compression.contrib.ef_sign import EFSign
 from paceline.compression.contrib.qsgd import QSGD
-from paceline.compression.contrib.random_block import RandomBlock
 from paceline.compression.dense_warmup import Later
 from paceline.compression.dgc import DGC
 from paceline.compression.error_feedback import Residuals
@@ -41,8 +40,7 @@ from paceline.spec import (
 )
 
 __all__ = ["BF16", "COMPRESSORS", "DGC", "EF21", "FP16", "QSGD", "EFSign", "GDTopK"]
-__all__ += ["Identity", "Int4", "Int8", "Later", "PowerSGD", "RandomBlock", "Residuals"]
-__all__ += ["TopK"]
+__all__ += ["Identity", "Int4", "Int8", "Later", "PowerSGD", "Residuals", "TopK"]
 __all__ += [
     "Exactly",
     "as_by_default",
@@ -66,7 +64,6 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     Int8.name: Int8,
     PowerSGD.name: PowerSGD,
     QSGD.name: QSGD,
-    RandomBlock.name: RandomBlock,
     TopK.name: TopK,
 }
 

@@ -168,11 +168,6 @@ _LOW_RANK = (
     "bsp:compression=powersgd,compression.rank=1,compression.min_rate=0,"
     "compression.small=0,compression.dense_steps=0"
 )
-_RANDOM_BLOCK = (
-    "bsp:compression=random-block,compression.density=0.8,compression.small=0,"
-    "compression.seed=3"
-)
-"""With that seed no element is left out in most of the few steps that the kit counts."""
 
 CASES: tuple[Case, ...] = (
     Case(method="bsp"),
@@ -190,7 +185,6 @@ CASES: tuple[Case, ...] = (
     Case(method="bsp:compression=qsgd", lossy=1 / 30),
     Case(method="bsp:compression=ef-sign", learning_rate=0.1, steps=200, lossy=0.5),
     Case(method=_LOW_RANK, learning_rate=0.3, steps=150, lossy=0.5),
-    Case(method=_RANDOM_BLOCK, learning_rate=0.3, steps=150, lossy=0.5),
     Case(method=_EF21, learning_rate=0.3, steps=120),
     _late("dgc,compression.density=0.5,compression.momentum=0"),
     _late("gd-top-k,compression.epoch_steps=3"),

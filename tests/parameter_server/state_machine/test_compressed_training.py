@@ -489,10 +489,6 @@ def test_residuals_of_other_parts_are_refused_in_words():
             {"method": "asp", "compression": "powersgd"},
             "means something only among those of all workers",
         ),
-        (
-            {"method": "ssp", "compression": "random-block"},
-            "means something only among those of all workers",
-        ),
         ({"method": "asp", "compression": "largest:dense_steps=5"}, "or begins later"),
         ({"method": "osp", "compression": "largest"}, "it pushes parts of buckets"),
         ({"method": "asp", "compression": Unknown()}, "finds another one, or none"),

@@ -84,7 +84,7 @@ def test_a_faster_link_gives_what_it_would_give():
 
 def test_what_waits_for_nothing_is_not_run_with_faster_links():
     """Its figures would be the same; and so no slower link makes anything faster."""
-    plan = made(row("bsp:compression=random-block", "lossy"), row("local-sgd", "local"))
+    plan = made(row("bsp:compression=powersgd", "lossy"), row("local-sgd", "local"))
     job = Job(cluster=cluster(2, latency="0s"), workload=layers(2))
     points = what_if(plan, job, workers=(2, 4), rates=(12.5e6, 1.25e9, 3.125e9))
     assert len(points) == 2 * 2 * 3
