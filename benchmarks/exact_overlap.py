@@ -27,13 +27,13 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import osp
 import overhead
 import peers
 import torch
 import torch.distributed as dist
 
 import collectives
-import osp
 import paceline
 from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
 from paceline.run_options import RunOptions

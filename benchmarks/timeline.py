@@ -4,9 +4,9 @@ The setting is that of benchmarks/osp.py: eight equal layers, and a ring whose a
 many times as long as computing.
 """
 
+import osp as setting
 import torch
 
-import osp as setting
 import paceline
 from paceline.cluster import Cluster, Rack
 from paceline.runtimes.simulated import ComputeModel, Simulation
