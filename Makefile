@@ -48,6 +48,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV), once: Python's own part, torch (200 MB or more), then the rest; about a minute"

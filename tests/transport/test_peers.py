@@ -17,9 +17,8 @@ from paceline.interfaces.server_messages import (
     Reduced,
     Refused,
 )
-from paceline.parameter_server.process.control import PeerAddress
 from paceline.transport import protocol
-from paceline.transport.peers import ATTEMPTS_A_LIFE, Peers
+from paceline.transport.peers import ATTEMPTS_A_LIFE, PeerAddress, Peers
 from paceline.transport.poll_loop import PollLoop
 from tests.support.processes import wait_until
 from tests.support.server_jobs import (

@@ -17,7 +17,7 @@ from paceline.collectives.pending import call_when_all_in
 from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, World
 from paceline.interfaces.server_messages import Leave, Reduce
-from paceline.parameter_server.client.shards import SMALL_BYTES
+from paceline.transport.protocol import SMALL_BYTES
 
 
 class ServerComm(TorchComm):

@@ -8,10 +8,12 @@ says which services there are. One that asks others is an `AskingServer`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.server_messages import Reply, Request
 
 
@@ -156,3 +158,26 @@ class ReturningServer(AskingServer, Protocol):
 
 
 AnyServer = Server | AskingServer
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a service is told when it starts.
+
+    *workers*: how many there are. *services*: the names of all of its job's, in order; number
+    *i* of them asks as sender *workers* + *i*. *peers*: those of them that this one may ask.
+    *spec*, *method*: as in `Service` and `ServiceJob`.
+    """
+
+    name: str
+    workers: int
+    spec: str = ""
+    services: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    method: UpdatesOnServer | None = None
+
+    def name_of(self, sender: int) -> str:
+        """What people call a sender: ``"worker 3"``, or a service by its name."""
+        if sender < self.workers:
+            return f"worker {sender}"
+        return self.services[sender - self.workers]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
+from paceline.core.random_state import seed_everything
 from paceline.interfaces import World
 from paceline.interfaces.current_runtime import current_world, enter_world
 from paceline.run_options import RunOptions
 from paceline.runtimes.emulated.runtime import WORLD_VARIABLE, EmulatedWorld
-from paceline.runtimes.random_state import seed_everything
 from paceline.runtimes.real.runtime import RealWorld
 
 

@@ -34,10 +34,9 @@ import zmq
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, AnyServer, Ask, AskingServer, Sender
 from paceline.interfaces.server_messages import Join, Leave, Refused
-from paceline.parameter_server.process.control import PeerAddress
 from paceline.timeouts import timeouts
 from paceline.transport import payloads, protocol
-from paceline.transport.peers import Peers
+from paceline.transport.peers import PeerAddress, Peers
 from paceline.transport.poll_loop import PollLoop
 from paceline.transport.protocol import RefusalError
 from paceline.transport.security import ZAP_ADDRESS, Security, choose

@@ -21,10 +21,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Answer, Ask, AskingServer, ReturningServer
 from paceline.interfaces.server_messages import Reply
-from paceline.parameter_server.process.control import PeerAddress
 from paceline.timeouts import timeouts
 from paceline.transport.connection import RemoteServer, check_listens
 from paceline.transport.poll_loop import PollLoop
@@ -39,6 +40,14 @@ def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:
 
 
 ATTEMPTS_A_LIFE = 1 << 20
+
+
+class PeerAddress(msgspec.Struct, kw_only=True):
+    """Where a peer listens, and the token that it asks for."""
+
+    host: str
+    port: int
+    token: str
 
 
 @dataclass

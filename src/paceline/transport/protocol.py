@@ -38,6 +38,8 @@ FRAME_BYTES = 4 << 20
 HEADER_BYTES = 128
 """What every world counts for a message beside its payload: its MessagePack header, ZeroMQ's
 frames, and the headers of TCP and IP of one packet."""
+SMALL_BYTES = 64 * 1024
+"""A part smaller than this is not worth a message of its own."""
 HELLO_BYTES = 1024
 HAS_BEEN_HERE = "which has been here as"
 """In the refusal of a worker that has left: a later training may be about to begin."""

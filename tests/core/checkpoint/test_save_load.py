@@ -10,8 +10,8 @@ import torch
 import paceline
 from paceline.cluster import uniform_cluster
 from paceline.core.checkpoint import worker_state
+from paceline.core.random_state import random_states
 from paceline.errors import UsageError
-from paceline.runtimes.random_state import random_states
 from paceline.runtimes.simulated import Simulation
 from tests.core.checkpoint.kill import killed_after
 

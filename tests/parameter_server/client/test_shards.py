@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.buckets import Bucket, make_buckets, stand_in_for
-from paceline.parameter_server.client.shards import SMALL_BYTES, Part, split
+from paceline.parameter_server.client.shards import Part, split
 from paceline.parameter_server.optim.pieces import cut_every
+from paceline.transport.protocol import SMALL_BYTES
 from tests.support.profiles import examples
 
 

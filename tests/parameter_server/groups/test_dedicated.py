@@ -8,6 +8,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask, Sender, Service, Work
+from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import (
     Done,
     Introduce,
@@ -157,7 +158,7 @@ def test_it_is_a_parameter_server_unless_it_is_told_first():
 
 
 def test_servers_that_a_job_has_started_are_not_told_what_they_are():
-    machine = kinds.make("server", kinds.Start("server", 1))
+    machine = kinds.make("server", Start("server", 1))
     told(machine, Join(options=""))
     for number, message in enumerate((introduction(), Say()), start=1):
         sender = Sender(0, 0, "", number)

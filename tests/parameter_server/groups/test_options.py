@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from paceline.interfaces import Sender
+from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import Done, Join, Joined, Pull, Refused, Unit
 from paceline.methods.gssp import GSSP
 from paceline.parameter_server.process import kinds
@@ -31,7 +32,7 @@ def of_two():
     machines = [
         kinds.make(
             "group-server",
-            kinds.Start(
+            Start(
                 name,
                 2,
                 services=NAMES,

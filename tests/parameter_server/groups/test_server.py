@@ -18,7 +18,7 @@ from paceline.interfaces.server_messages import (
 )
 from paceline.parameter_server.groups.local_server import Home
 from paceline.parameter_server.groups.server import GroupServer
-from paceline.parameter_server.process.control import PeerAddress
+from paceline.transport.peers import PeerAddress
 from tests.support.mesh_net import HYPERPARAMETERS
 from tests.support.processes import wait_until
 from tests.support.server_jobs import SECONDS, TOKEN, connect, running, time_limit

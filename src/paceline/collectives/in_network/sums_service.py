@@ -26,10 +26,10 @@ from paceline.collectives.in_network.packets import (
 )
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Answer, Sender, Work
+from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import Refused, Request, Said, Say
 
 if TYPE_CHECKING:
-    from paceline.parameter_server.process.kinds import Start
     from paceline.transport.connection import RemoteServer
 
 KIND = "fallback-server"

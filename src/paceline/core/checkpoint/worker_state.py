@@ -22,9 +22,9 @@ from paceline.core.checkpoint import folder as folders
 from paceline.core.checkpoint.method_switch import specs_of
 from paceline.core.checkpoint.structure import as_data
 from paceline.core.optimizer import training_of
+from paceline.core.random_state import random_states, set_random_states
 from paceline.errors import UsageError
 from paceline.interfaces import OwnState, World
-from paceline.runtimes.random_state import random_states, set_random_states
 
 VERSION = 3
 """Of the format that `save` writes and `load` reads."""

@@ -11,9 +11,7 @@ import torch
 from paceline.buckets import Bucket, wire_bytes
 from paceline.interfaces.server_messages import Unit
 from paceline.parameter_server.optim.pieces import cut_every, parameters_of
-
-SMALL_BYTES = 64 * 1024
-"""A part smaller than this is not worth a message of its own."""
+from paceline.transport.protocol import SMALL_BYTES
 
 
 @dataclass(frozen=True)

@@ -54,13 +54,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask, Sender, Server, Work
 from paceline.interfaces.group_messages import Pass, PeerRequest
+from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import (
     Blend,
     Pull,
@@ -81,9 +82,6 @@ from paceline.parameter_server.groups.update_log import Passing
 from paceline.parameter_server.process.monitors import discipline_of
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.transport import liveness
-
-if TYPE_CHECKING:
-    from paceline.parameter_server.process.kinds import Start
 
 USES_THE_MODEL = (Push, Pull, PullState, PullBuffers, Blend)
 """What a server answers from a model that has everything in it."""

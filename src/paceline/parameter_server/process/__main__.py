@@ -29,6 +29,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, AnyServer, Ask, Server
+from paceline.interfaces.server import Start
 from paceline.parameter_server.groups.server import GroupServer, make_group_machine
 from paceline.parameter_server.process import snapshot, surviving
 from paceline.parameter_server.process.control import (
@@ -41,7 +42,6 @@ from paceline.parameter_server.process.control import (
     Listens,
     Over,
 )
-from paceline.parameter_server.process.kinds import Start
 from paceline.parameter_server.process.monitors import SilenceWatch, make_machine
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.timeouts import timeouts

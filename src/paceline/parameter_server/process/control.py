@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.transport.peers import PeerAddress
+
 
 class Order(msgspec.Struct, tag="start", kw_only=True):
-    """A service is wanted: one of `kinds`. *services*, *peers*: as in `kinds.Start`."""
+    """A service is wanted: one of `kinds`. *services*, *peers*: as in `interfaces.server.Start`."""
 
     name: str
     kind: str = "server"
@@ -16,14 +18,6 @@ class Order(msgspec.Struct, tag="start", kw_only=True):
     services: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     bind: str
-    token: str
-
-
-class PeerAddress(msgspec.Struct, kw_only=True):
-    """Where a peer listens, and the token that it asks for."""
-
-    host: str
-    port: int
     token: str
 
 

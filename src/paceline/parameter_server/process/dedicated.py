@@ -25,11 +25,12 @@ from paceline.interfaces import (
     Sender,
     Work,
 )
+from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import Done, Introduce, Refused, Reply, Request
 from paceline.parameter_server.process import kinds
-from paceline.parameter_server.process.control import PeerAddress
 from paceline.parameter_server.process.monitors import make_machine
 from paceline.transport.listener import Listener, Shell
+from paceline.transport.peers import PeerAddress
 
 MOST_SERVICES = 64
 """A job has no more servers than that which know each other."""
@@ -151,7 +152,7 @@ class Dedicated:
             known = ", ".join(kinds.KINDS)
             raise UsageError(f"introduce: expected a kind among {known}")
         name = names[words.number]
-        start = kinds.Start(
+        start = Start(
             name,
             self._workers,
             services=tuple(names),

@@ -9,37 +9,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from paceline.errors import UsageError, unknown
-from paceline.interfaces import AnyServer, UpdatesOnServer
+from paceline.interfaces import AnyServer
+from paceline.interfaces.server import Start
 from paceline.parameter_server.groups.server import make_group_machine
 from paceline.parameter_server.process.monitors import make_machine
 from paceline.parameter_server.state_machine.server import ParameterServer
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a service is told when it starts.
-
-    *workers*: how many there are. *services*: the names of all of its job's, in order; number
-    *i* of them asks as sender *workers* + *i*. *peers*: those of them that this one may ask.
-    *spec*, *method*: as in `Service` and `ServiceJob`.
-    """
-
-    name: str
-    workers: int
-    spec: str = ""
-    services: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()
-    method: UpdatesOnServer | None = None
-
-    def name_of(self, sender: int) -> str:
-        """What people call a sender: ``"worker 3"``, or a service by its name."""
-        if sender < self.workers:
-            return f"worker {sender}"
-        return self.services[sender - self.workers]
-
 
 Factory = Callable[[Start], AnyServer]
 

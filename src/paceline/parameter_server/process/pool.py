@@ -26,6 +26,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import AnyServer
+from paceline.interfaces.server import Start
 from paceline.parameter_server.groups.server import GroupServer
 from paceline.parameter_server.process import kinds
 from paceline.parameter_server.process.control import Introduction, Order, Place
@@ -62,7 +63,7 @@ class Pool:
 
     def start(self, order: Order) -> Place:
         """One more, which ends with its training."""
-        start = kinds.Start(
+        start = Start(
             order.name, order.workers, order.spec, order.services, order.peers
         )
         try:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import paceline
 from paceline.runtimes.emulated.control_messages import (
     Answer,
     Failed,
@@ -77,7 +76,7 @@ class Client:
                     "-P",  # nothing from the current directory
                     "-c",
                     _START,
-                    str(Path(paceline.__file__).parent),
+                    str(Path(__file__).parents[2]),
                     str(theirs.fileno()),
                     str(launcher),
                 ],

@@ -24,12 +24,7 @@ import msgspec
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Service, ServiceJob
-from paceline.parameter_server.process.control import (
-    Introduction,
-    Order,
-    PeerAddress,
-    Place,
-)
+from paceline.parameter_server.process.control import Introduction, Order, Place
 from paceline.records import Journal
 from paceline.runtimes import service_placement
 from paceline.runtimes.real import dedicated_servers, external_worker
@@ -51,6 +46,7 @@ from paceline.runtimes.real.server_process import (
 from paceline.timeouts import timeouts
 from paceline.transport import liveness
 from paceline.transport.connection import RemoteServer, check_listens
+from paceline.transport.peers import PeerAddress
 from paceline.transport.protocol import HAS_BEEN_HERE
 
 SWITCHES_VARIABLE = "PACELINE_SWITCHES"

@@ -25,11 +25,11 @@ from paceline.parameter_server.process.control import (
     IsDone,
     IsLost,
     Over,
-    PeerAddress,
 )
 from paceline.parameter_server.process.surviving import checked
 from paceline.runtimes.processes import how_it_ended
 from paceline.runtimes.real.server_process import ServerProcess
+from paceline.transport.peers import PeerAddress
 
 SNAPSHOT_VARIABLE = "PACELINE_SNAPSHOT_SECONDS"
 SILENT_VARIABLE = "PACELINE_SILENT_SECONDS"

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from paceline.runtimes.python_internals import Environ
-from paceline.runtimes.random_state import (
+from paceline.core.random_state import (
     random_states,
     seed_everything,
     set_random_states,
 )
+from paceline.runtimes.python_internals import Environ
 
 _overlay = threading.local()
 

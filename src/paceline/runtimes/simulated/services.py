@@ -30,6 +30,7 @@ from paceline.interfaces import (
     Sender,
     ServiceJob,
 )
+from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import Refused, Reply, Request
 from paceline.parameter_server.process import kinds
 from paceline.records import Journal
@@ -368,7 +369,7 @@ def make_services(
     made: dict[str, VirtualServer] = {}
     for index, (service, host) in enumerate(placed):
         number = cluster.workers + index
-        start = kinds.Start(
+        start = Start(
             service.name,
             cluster.workers,
             service.spec,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version as installed_version
 from pathlib import Path
 
 import msgspec
 
-from paceline import __version__
 from paceline.errors import UsageError
 from paceline.interfaces import Quality
 from paceline.run_options import RunOptions
@@ -34,7 +34,7 @@ class About(msgspec.Struct, kw_only=True, frozen=True):
     workers: int
     quality: Quality
     world: str
-    version: str = __version__
+    version: str = installed_version("paceline")
 
 
 class Decision(msgspec.Struct, kw_only=True, frozen=True):
