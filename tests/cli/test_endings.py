@@ -149,7 +149,7 @@ def test_control_c_ends_a_verb_in_one_line(start, words, place):
 @pytest.mark.parametrize(
     "words",
     [
-        "methods",
+        "list methods",
         "check",
         "simulate short.py --forward 1",
         "simulate prints.py --forward 1",

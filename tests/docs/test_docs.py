@@ -15,12 +15,14 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_methods_page_is_the_registry():
     page = (ROOT / "docs" / "methods.md").read_text()
-    assert page == methods_page(), "run: paceline methods > docs/methods.md"
+    assert page == methods_page(), "run: paceline list methods > docs/methods.md"
 
 
 def test_compressors_page_is_the_registry():
     page = (ROOT / "docs" / "compressors.md").read_text()
-    assert page == compression_page(), "run: paceline compression > docs/compressors.md"
+    assert page == compression_page(), (
+        "run: paceline list compressors > docs/compressors.md"
+    )
 
 
 def test_the_page_on_compression_is_another_one():
@@ -31,7 +33,9 @@ def test_the_page_on_compression_is_another_one():
 
 def test_collectives_page_is_the_registry():
     page = (ROOT / "docs" / "collectives.md").read_text()
-    assert page == collectives_page(), "run: paceline collectives > docs/collectives.md"
+    assert page == collectives_page(), (
+        "run: paceline list collectives > docs/collectives.md"
+    )
 
 
 def test_files_that_pages_name_exist():

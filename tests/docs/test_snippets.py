@@ -58,7 +58,7 @@ def test_a_command_that_is_shown_is_understood(page, command, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     verb, *words = shlex.split(command)
     if verb.startswith("--"):
-        verb, words = "methods", []
+        verb, words = "check", []
     for word in words:
         path = Path(word)
         if path.suffix in (".py", ".toml", ".json") and not path.is_absolute():

@@ -20,14 +20,11 @@ from paceline import __version__
 from paceline.cli import (
     aggregate,
     check,
-    collectives,
     compare,
     compress,
-    compression,
     doctor,
     emulate,
     merge_traces,
-    methods,
     plan,
     plan_switches,
     probe,
@@ -36,6 +33,7 @@ from paceline.cli import (
     serve,
     simulate,
 )
+from paceline.cli import list as list_command
 from paceline.cli.arguments import Command, LaunchCommand
 from paceline.errors import PacelineError, WorkerFailedError
 from paceline.runtimes.processes import reader_has_gone
@@ -83,9 +81,7 @@ app.command(cls=Command)(compress.compress)
 app.command(cls=Command)(merge_traces.merge_traces)
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(aggregate.aggregate)
-app.command(cls=Command)(methods.methods)
-app.command(cls=Command)(compression.compression)
-app.command(cls=Command)(collectives.collectives)
+app.command("list", cls=Command)(list_command.list_)
 
 
 def main() -> None:

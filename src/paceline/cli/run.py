@@ -41,7 +41,7 @@ def run(
         typer.Option(
             "--survive",
             help="Go on when a worker dies: it is started again. For methods whose server "
-            "updates (see paceline methods).",
+            "updates (see paceline list methods).",
         ),
     ] = False,
     snapshot: Annotated[

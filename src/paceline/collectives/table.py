@@ -6,7 +6,7 @@ from paceline.collectives import COLLECTIVES
 
 _HEAD = """# Collectives
 
-Made by `paceline collectives` from the registry; do not edit. How the mean of a buffer over n workers is formed:
+Made by `paceline list collectives` from the registry; do not edit. How the mean of a buffer over n workers is formed:
 `distribute(collective="hierarchical")`, or `--method bsp:collective=hierarchical`.
 
 | collective | formed by | sends | good for |

@@ -9,7 +9,7 @@ from paceline.compression import COMPRESSORS, shared_keys
 
 _HEAD = """# Compressors
 
-Made by `paceline compression` from the registry; do not edit. What each costs and gains is in
+Made by `paceline list compressors` from the registry; do not edit. What each costs and gains is in
 [compression.md](compression.md). What is sent of a mean of gradients:
 `distribute(compression="int8:residuals=true")`, or `--method bsp:compression=int8,compression.residuals=true`.
 *Class*: what a mean of gradients so coded promises ([plan.md](plan.md#classes)).

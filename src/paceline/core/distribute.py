@@ -79,7 +79,7 @@ def distribute(
     *sums*: servers add up in ``"rank"`` order, so that bits repeat, or as gradients come
     (``"arrival"``), which holds less. *clip_norm*: scale gradients down to this norm before they are
     applied, as ``torch.nn.utils.clip_grad_norm_`` does: the mean gradient, or
-    (``paceline methods`` says where) each worker's own before it is sent, and then all of it leaves
+    (``paceline list methods`` says where) each worker's own before it is sent, and then all of it leaves
     after backward. *answers*: where servers update and gradients are compressed, they answer
     with parameters (``"dense"``), or with compressed ``"differences"`` from what each worker holds, of
     which they keep a copy. A spec given on the command line wins over all of these.

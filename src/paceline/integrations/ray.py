@@ -195,7 +195,7 @@ def _check_method(text: str | None, workers: int) -> None:
     if groups is not None:
         raise UsageError(
             f"method {method.name!r}: it has {groups.servers} servers, one for each group, and a job "
-            "on Ray has one: take a method with one server (see paceline methods), or survive on one "
+            "on Ray has one: take a method with one server (see paceline list methods), or survive on one "
             "machine, with paceline run --survive --workers N"
         )
 

@@ -136,7 +136,7 @@ def test_a_process_group_of_a_script_that_survives_is_warned_of_once(
 
 @pytest.mark.slow
 def test_a_reader_that_has_gone_brings_no_traceback():
-    command = f"{sys.executable} -m paceline methods | true"
+    command = f"{sys.executable} -m paceline list methods | true"
     ended = subprocess.run(
         ["sh", "-c", command], capture_output=True, text=True, timeout=SECONDS
     )

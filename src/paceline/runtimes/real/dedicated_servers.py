@@ -51,7 +51,7 @@ def check_supervised(job: ServiceJob, environment: Mapping[str, str]) -> None:
     if started != wanted and INCARNATION_VARIABLE not in environment:
         raise UsageError(
             f"--survive --server: this training's method wants {wanted} servers, and such a job "
-            f"has one, got {started}. Take one with a single server (see `paceline methods`), or "
+            f"has one, got {started}. Take one with a single server (see `paceline list methods`), or "
             "survive on one machine: paceline run --survive --workers N"
         )
     if started != wanted:
