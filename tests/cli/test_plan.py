@@ -47,7 +47,6 @@ def refused(*words):
 def test_what_is_refused(script, tmp_path):
     assert "Did you mean 'late'" in refused(script, "--quality", "lat")
     assert "--budget" in refused(script, "--budget", "0")
-    assert "METRIC=VALUE" in refused(script, "--until", "loss")
     assert "leave --cluster" in refused(script, "--probe", "--link", "1gbit")
     assert "without --probe" in refused("--nnodes", "2", script)
     assert "no script" in refused("other.py")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -29,11 +29,9 @@ from paceline.units import show_age, show_seconds
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
     from paceline.interfaces import Quality
-    from paceline.tools.compare.goal import Goal
     from paceline.tools.plan.prediction_cost import Budget
     from paceline.tools.plan.predictor import Predict
     from paceline.tools.plan.suggestions import Helps
-    from paceline.tools.plan.until import Reached
     from paceline.tools.plan.what_if import Point
 
 
@@ -73,20 +71,6 @@ def plan(
             "\\[default: 60, and 8 more for each worker beyond 16]"
         ),
     ] = None,
-    until: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METRIC=VALUE",
-            help="Train with the best of each class, in virtual time, and rank them by the "
-            "time to this value of a logged metric. \\[default: by seconds a step]",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="With --until: train so many steps at most. \\[default: all of the script's]"
-        ),
-    ] = None,
     what_if: Annotated[
         bool,
         typer.Option(
@@ -118,12 +102,7 @@ def plan(
     o.check_job(script, None)
     if budget is not None and not budget > 0:
         raise UsageError(f"--budget: expected more than zero, got {budget:g}")
-    from paceline.tools.compare.goal import Goal
-
     allowed = classes(quality)
-    goal = None if until is None else Goal.read(until)
-    if steps is not None and goal is None:
-        raise UsageError("--steps says how long --until trains; give both")
     if probe:
         described = _probed(
             context, workers, cluster or link or latency or server_hosts
@@ -152,16 +131,12 @@ def plan(
         backward=backward,
         allowed=allowed,
         budget=budget,
-        goal=goal,
-        steps=steps,
         what_if=what_if,
         everything=everything,
         output=None if no_plots else output,
         json=json,
     )
-    answer = _answered(asked)
-    if answer.never_logged is not None:
-        raise answer.never_logged
+    _answer_question(asked)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,26 +153,22 @@ class _Asked:
     backward: float | None
     allowed: tuple[Quality, ...]
     budget: float | None
-    goal: Goal | None
-    steps: int | None
     what_if: bool
     everything: bool
     output: Path | None
     json: bool
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Answer:
-    """What came of it. *never_logged*: the goal's metric was not there, and all else is."""
+    """What came of it."""
 
     made: Planned
     helps: Helps
     points: list[Point]
-    reached: list[Reached] = field(default_factory=list)
-    never_logged: UsageError | None = None
 
 
-def _answered(asked: _Asked) -> _Answer:
+def _answer_question(asked: _Asked) -> None:
     """Plan, write the page, and print what was found."""
     began = time.perf_counter()
     from paceline.tools.plan.prediction_cost import Budget, usual_seconds
@@ -227,7 +198,6 @@ def _answered(asked: _Asked) -> _Answer:
         more = helps(made.plan, made.job, predict, left)
         points = _points(made, told, predict) if asked.what_if else []
         answer = _Answer(made, more, points)
-        _train(asked, answer, told)
         print(f"network: {asked.cluster.describe()}", file=sys.stderr)
         print(f"compute: {made.job.workload.source}", file=sys.stderr)
         if asked.output is not None:
@@ -241,29 +211,6 @@ def _answered(asked: _Asked) -> _Answer:
     if not asked.json:
         _print(asked, answer)
     print(spent, file=sys.stderr)
-    return answer
-
-
-def _train(asked: _Asked, answer: _Answer, told: Telling) -> None:
-    """With the best of each class, where there is a goal."""
-    if asked.goal is None:
-        return
-    from paceline.tools.plan.until import Trained, until
-
-    made = answer.made
-    trained = Trained(
-        script=str(asked.script),
-        arguments=asked.arguments,
-        cluster=asked.cluster,
-        compute=made.compute,
-        scratch=o.SCRATCH,
-        steps=asked.steps,
-    )
-    best = {q: row.spec for q, row in made.plan.advised.items()}
-    try:
-        answer.reached = until(best, asked.goal, trained, told, told.say)
-    except UsageError as error:  # the plan has taken minutes, and stands
-        answer.never_logged = error
 
 
 def _print(asked: _Asked, answer: _Answer, stream: TextIO | None = None) -> None:
@@ -273,13 +220,11 @@ def _print(asked: _Asked, answer: _Answer, stream: TextIO | None = None) -> None
     plan, more, points = answer.made.plan, answer.helps, answer.points
     script, arguments = str(asked.script), asked.arguments
     if asked.json:
-        text = tables.to_json(plan, more, points, answer.reached, script, arguments)
+        text = tables.to_json(plan, more, points, script, arguments)
         print(text, file=stream)
         return
     if points:
         tables.print_points(points)
-    if asked.goal is not None and answer.never_logged is None:
-        tables.print_reached(answer.reached, str(asked.goal))
     tables.print_plan(
         plan,
         more,
@@ -346,11 +291,10 @@ def _write_page(
     steps = steps_of(made.plan, made.job, told, predict, left)
     pictures = write_pictures(str(output), made.plan, points)
     page = plan_page(
-        *(made.plan, answer.helps, points, answer.reached, steps),
+        *(made.plan, answer.helps, points, steps),
         cluster=made.job.cluster,
         script=str(asked.script),
         arguments=asked.arguments,
-        goal=str(asked.goal),
         command=shlex.join(["paceline", *sys.argv[1:]]),
         notes=[
             ("network", made.job.cluster.describe()),

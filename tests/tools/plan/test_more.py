@@ -1,6 +1,4 @@
-"""Pictures, what more would give, and the time to a metric."""
-
-from dataclasses import replace
+"""Pictures, what more would give, and goals."""
 
 import msgspec
 import pytest
@@ -8,27 +6,12 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.records import StepRecord
-from paceline.runtimes.simulated import ComputeModel
 from paceline.tools.compare.goal import Goal
 from paceline.tools.plan.estimates import Plan, Row
 from paceline.tools.plan.pictures import write_pictures
 from paceline.tools.plan.predict import Job
-from paceline.tools.plan.until import Trained, until
 from paceline.tools.plan.what_if import seconds_at_most, shortlist, what_if
 from tests.tools.plan.helpers import cluster, layers
-
-SCRIPT = """
-import torch, paceline
-paceline.init()
-model = torch.nn.Linear(4, 1)
-optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for step in range(6):
-    optimizer.zero_grad()
-    model(torch.ones(2, 4)).mean().backward()
-    optimizer.step()
-    paceline.log(done=step, left=6 - step)
-optimizer.finish()
-"""
 
 
 def row(spec, quality="exact", seconds=0.09, **others):
@@ -124,33 +107,6 @@ def test_pictures_of_a_plan_are_files_that_repeat(tmp_path):
     assert "no exact mean is faster" in first[0].caption
 
 
-def test_specs_are_ranked_by_the_time_to_the_goal(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    best = {"exact": "bsp:fusion=ddp", "local": "local-sgd"}
-    trained = Trained(
-        script=str(script),
-        arguments=[],
-        cluster=cluster(2, link="1mbit"),
-        compute=ComputeModel(),
-        scratch=tmp_path / "x",
-    )
-    said = []
-    for goal in (Goal("done", 3.0), Goal("left", 3.0)):
-        found = until(best, goal, trained, say=said.append)
-        assert [one.spec for one in found] == ["local-sgd", "bsp:fusion=ddp"]
-        assert {one.steps for one in found} == {5}  # it is logged after its step
-        assert found[0].seconds < found[1].seconds
-    assert "2 methods" in said[0]
-    assert said[1].startswith("--until: 6 steps each")
-    never = until({"exact": "bsp:fusion=ddp"}, Goal("done", 99.0), trained)
-    assert (never[0].seconds, never[0].last) == (None, 5.0)
-    with pytest.raises(UsageError, match="it logs done, left"):
-        until(best, Goal("accuracy", 0.9), trained)
-    ended = until(best, Goal("done", 1.0), replace(trained, steps=3))
-    assert {one.last for one in ended} == {1.0}
-
-
 def test_a_value_in_single_precision_reaches_what_it_is_printed_as():
     record = StepRecord(
         worker=0,
@@ -180,7 +136,7 @@ def test_a_plan_is_json():
     from paceline.tools.plan.tables import to_json
 
     nothing = Helps(break_even=(), helps=())
-    content = msgspec.json.decode(to_json(made(row("bsp")), nothing, (), ()))
+    content = msgspec.json.decode(to_json(made(row("bsp")), nothing, ()))
     assert content["best"] == {"exact": "bsp"}
     assert content["rows"][0]["step_seconds"] == 0.09
-    assert content["what_if"] == content["until"] == []
+    assert content["what_if"] == []

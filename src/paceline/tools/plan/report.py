@@ -18,7 +18,6 @@ from paceline.tools.plan.headline import (
 from paceline.tools.plan.pictures import bars_of
 from paceline.tools.plan.suggestions import Helps
 from paceline.tools.plan.tables import MEANS
-from paceline.tools.plan.until import Reached
 from paceline.tools.plan.what_if import Point
 from paceline.tools.report.colours import COLOURS
 from paceline.tools.report.model import (
@@ -51,13 +50,11 @@ def plan_page(
     plan: Plan,
     found: Helps,
     points: Sequence[Point],
-    reached: Sequence[Reached],
     steps: Sequence[Step],
     *,
     cluster: Cluster,
     script: str,
     arguments: Sequence[str] = (),
-    goal: str = "",
     command: str = "",
     notes: Sequence[tuple[str, str]] = (),
     files: Sequence[str] = (),
@@ -66,7 +63,6 @@ def plan_page(
     sections: list[Section | None] = [
         _best(plan),
         _commands(plan, script, arguments),
-        _reached(reached, goal),
         Timelines(
             title="A step, moment by moment",
             steps=steps,
@@ -209,35 +205,6 @@ def _helps(found: Helps) -> Table | None:
         caption=f"Each run with {found.helps[0].spec}. Larger batches are another training: "
         "whether they learn as well, nobody has asked.",
     )
-
-
-def _reached(reached: Sequence[Reached], goal: str) -> Table | None:
-    if not reached:
-        return None
-    return Table(
-        title=f"Trained until {goal}",
-        headings=("method", "class", "after", "steps", "at the end"),
-        rows=[
-            (
-                one.spec,
-                one.quality,
-                _after(one),
-                None if one.steps is None else Number(one.steps, str(one.steps)),
-                None if one.last is None else Number(one.last, f"{one.last:.4g}"),
-            )
-            for one in reached
-        ],
-        caption="In virtual time.",
-        notes=[f"{one.spec} failed: {one.failed}" for one in reached if one.failed],
-    )
-
-
-def _after(one: Reached) -> Number:
-    if one.failed:
-        return Number(None, "failed")
-    if one.seconds is None:
-        return Number(None, "never")
-    return Number(one.seconds, show_seconds(one.seconds))
 
 
 # ---- what if ----

@@ -23,7 +23,6 @@ from paceline.tools.plan.headline import (
     verdict,
 )
 from paceline.tools.plan.suggestions import DDP, Helps
-from paceline.tools.plan.until import Reached
 from paceline.tools.plan.what_if import Point
 from paceline.tools.report.terminal import console_for_tables
 from paceline.units import show_bytes, show_rate, show_seconds
@@ -143,29 +142,6 @@ def _small_print(plan: Plan, everything: bool) -> list[str]:
     return said
 
 
-def print_reached(found: Sequence[Reached], goal: str) -> None:
-    """When each of the trained ones reached the goal."""
-    table = Table(title=f"trained until {goal}, in virtual time")
-    table.add_column("class")
-    table.add_column("method", overflow="fold")
-    for heading in ("after", "steps", "at the end"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in found:
-        after = "never" if one.seconds is None else show_seconds(one.seconds)
-        table.add_row(
-            one.quality,
-            Text(one.spec),
-            "failed" if one.failed else after,
-            "-" if one.steps is None else str(one.steps),
-            "-" if one.last is None else f"{one.last:.4g}",
-        )
-    console = console_for_tables()
-    console.print(table)
-    for one in found:
-        if one.failed:
-            console.print(Text(f"{one.spec} failed: {one.failed}"), soft_wrap=True)
-
-
 def print_points(points: Sequence[Point]) -> None:
     """The best of each class by workers and links: times one machine, and what of each worker is left."""
     rates = sorted({point.rate for point in points})
@@ -258,12 +234,11 @@ def to_json(
     plan: Plan,
     found: Helps,
     points: Sequence[Point],
-    reached: Sequence[Reached],
     script: str = "SCRIPT",
     arguments: Sequence[str] = (),
 ) -> str:
     """One object: the plan's fields, the fastest spec of each class (*best*), the one to take (*advised*) and the *commands* that run it, the
-    *verdict*, what would help, and *what_if* and *until*, empty where nobody asked."""
+    *verdict*, what would help, and *what_if*, empty where nobody asked."""
     content = msgspec.to_builtins(plan)
     content["verdict"] = verdict(plan, found)
     content["best"] = {quality: row.spec for quality, row in plan.best.items()}
@@ -271,5 +246,4 @@ def to_json(
     content["commands"] = commands(plan, script, arguments)
     content |= msgspec.to_builtins(found)
     content["what_if"] = msgspec.to_builtins(points)
-    content["until"] = msgspec.to_builtins(reached)
     return msgspec.json.encode(content).decode()

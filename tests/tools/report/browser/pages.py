@@ -13,7 +13,6 @@ from paceline.tools.doctor.report import doctor_page
 from paceline.tools.plan.estimates import LeftOut, Plan, Row
 from paceline.tools.plan.report import plan_page
 from paceline.tools.plan.suggestions import BreakEven, Help, Helps
-from paceline.tools.plan.until import Reached
 from paceline.tools.plan.what_if import RATES, WORKERS, Point
 from paceline.tools.report.html import NAME, write_page
 from paceline.tools.report.timeline import Step, step_of
@@ -64,11 +63,10 @@ def planned(folder: Path) -> Path:
         helps=(Help(what="4 workers", spec="bsp", step_seconds=0.1, speed_up=1.5),),
     )
     page = plan_page(
-        *(plan, helps, points(), [Reached(spec="bsp", quality="exact", failed="no")]),
+        *(plan, helps, points()),
         [step(spec, 0.1 * (3 - i)) for i, spec in enumerate((WILD, LONG, "osp"))],
         cluster=uniform_cluster(8, "100mbit", "50us"),
         script=WILD,
-        goal="accuracy=0.9",
         command=f"paceline plan '{WILD}'",
     )
     return write_page(folder / NAME, page)
