@@ -15,7 +15,6 @@ from paceline.interfaces import Method, members_text
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
-from paceline.methods.contrib.cluster_hybrid import ClusterHybrid
 from paceline.methods.contrib.daso import DASO
 from paceline.methods.contrib.sel_sync import SelSync
 from paceline.methods.ds_sync import DSSync
@@ -42,7 +41,6 @@ METHODS: dict[str, type[Method]] = {
     ASP.name: ASP,
     Backup.name: Backup,
     BSP.name: BSP,
-    ClusterHybrid.name: ClusterHybrid,
     DASO.name: DASO,
     DSSP.name: DSSP,
     DSSync.name: DSSync,

@@ -208,7 +208,6 @@ CASES: tuple[Case, ...] = (
     _asynchronous("dssp"),
     _in_groups("gssp"),
     _in_groups("grouping-sgd:damping=none"),
-    _in_groups("cluster-hybrid:measure_steps=2,ratio=1", racks=False),
     _pushed("asp:compression=qsgd", lossy=1 / 30),
     _pushed("ssp:compression=qsgd,answers=differences", lossy=1 / 30),
     _pushed(f"asp:{_TOP_K},answers=differences", **_SENT_LATE),

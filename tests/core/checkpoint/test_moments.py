@@ -11,7 +11,7 @@ from paceline.testing.task import Counting
 from tests.core.checkpoint.test_save_load import on
 
 STEPS, MOMENTUM, RATE = 4, 0.9, 0.25
-GROUPS = ("gssp", "cluster-hybrid", "grouping-sgd")
+GROUPS = ("gssp", "grouping-sgd")
 """How many updates their gradients are depends on what servers pass on together."""
 METHODS = [case.method for case in CASES if case.counts and not case.lossy]
 """An outer optimizer moves parameters by more than their gradients, and codes by others."""

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.interfaces import Groups
-from paceline.methods.contrib.cluster_hybrid import clusters
 from paceline.methods.gssp.grouping import (
     BySpeed,
     Hysteresis,
@@ -131,7 +130,7 @@ def looks(*times: list[float], margin: float = 0.15, rows: int = 2) -> list[list
     by_speed = BySpeed(0, 3, 1.25, Hysteresis(margin, rows), Merging(1.25, rows))
     groups, after = NOW, []
     for its in times:
-        of = by_speed.look(groups, {w: Measured((t,)) for w, t in enumerate(its)})
+        of = by_speed.look(groups, {w: Measured(t) for w, t in enumerate(its)})
         groups = groups._replace(of=tuple(of))
         after.append(list(of))
     return after
@@ -165,13 +164,13 @@ def test_who_would_part_again_soon_does_not_become_one() -> None:
     hardly = [1.0, 1.0, 1.0, 1.2, 1.2]
     assert looks(*[hardly] * 4)[-1] == list(NOW.of)
     by_hand = BySpeed(2, 3, 1.25, Hysteresis(0.15, 1), Merging(1.25, 1))
-    times = {worker: Measured((1.0,)) for worker in range(5)}
+    times = {worker: Measured(1.0) for worker in range(5)}
     assert len(set(by_hand.look(NOW, times))) == 2
 
 
 def test_the_smaller_group_goes_and_takes_along_who_is_away() -> None:
     merging = Merging(1.25, 1)
-    times = {worker: Measured((1.0,)) for worker in (0, 1, 2, 3)}
+    times = {worker: Measured(1.0) for worker in (0, 1, 2, 3)}
     assert merging.look((2, 0, 0, 0, 2), times) == [0] * 5
 
 
@@ -204,11 +203,3 @@ def test_the_margin_holds_back_who_is_hardly_nearer() -> None:
     between = [1.0, 1.0, 1.46, 2.0, 2.0]
     assert looks(between, between, margin=0.0)[-1] != list(NOW.of)
     assert looks(between, between, margin=1.0)[-1] == list(NOW.of)
-
-
-# ---- two measures ----
-
-
-def test_clusters_part_those_who_differ_in_either() -> None:
-    parts = [(1.0, 1.0), (1.0, 3.0), (2.0, 1.0), (2.0, 1.1), (1.1, 1.0)]
-    assert clusters(parts, 1.25) == [0, 1, 2, 2, 0]

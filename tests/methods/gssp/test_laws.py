@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from paceline.interfaces import Groups, Parcel, UpdatesOnServer
 from paceline.interfaces.server_messages import Parameters
 from paceline.methods.asp import ASP
-from paceline.methods.contrib.cluster_hybrid import ClusterHybrid
 from paceline.methods.grouping_sgd import GroupingSGD
 from paceline.methods.gssp import GSSP
 from paceline.methods.ssp import SSP
@@ -332,9 +331,7 @@ def test_means_of_groups_are_applied_once_on_every_server(
 ) -> None:
     n, cut = len(times), data.draw(st.integers(1, len(times)))
     sizes = [cut, n - cut] if cut < n else [n]
-    method: Any = GroupingSGD(members=members(sizes), damping="none")
-    if data.draw(st.booleans()):
-        method = ClusterHybrid(measure_steps=2)
+    method = GroupingSGD(members=members(sizes), damping="none")
     steps = [data.draw(st.integers(1, 8)) for _ in times]
     dies = (
         [(data.draw(st.floats(0.1, 20.0)), n - 1)] if data.draw(st.booleans()) else []

@@ -260,7 +260,7 @@ def test_hyperparameters_of_methods_are_checked_when_they_are_made():
 
 
 SERVERS_UPDATE = [
-    *("asp", "backup", "cluster-hybrid", "dssp", "grouping-sgd", "gssp", "osp"),
+    *("asp", "backup", "dssp", "grouping-sgd", "gssp", "osp"),
     *("r2sp", "ssp", "sync-switch"),
 ]
 

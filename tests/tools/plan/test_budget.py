@@ -153,7 +153,6 @@ def test_a_collective_that_fails_is_no_collective_without_messages(monkeypatch):
     [
         "gssp:number_of_groups=9",
         "grouping-sgd:members=0-3+4-7",
-        "cluster-hybrid:members=0-3+4-7",
         "bsp:compression=nobody",
     ],
 )

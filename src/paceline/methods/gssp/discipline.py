@@ -31,12 +31,12 @@ from typing import Literal
 from paceline.interfaces import Groups, HeldPush, Hyperparameters, Parcel, Shard
 from paceline.methods.gssp.clocks import EVER, Clocks
 from paceline.methods.gssp.gates import Gate
+from paceline.methods.gssp.grouping import BySpeed
 from paceline.methods.gssp.outbox import Outbox
 from paceline.methods.gssp.speeds import (
     Known,
     Looks,
     News,
-    Regroup,
     Report,
     Words,
     read_groups,
@@ -76,7 +76,7 @@ class GroupDiscipline:
         gate: Gate,
         passing: Passing,
         measure_steps: int,
-        regroup: Regroup | None = None,
+        regroup: BySpeed | None = None,
         weigh: Callable[[Hyperparameters, float], Weighted] = by_updates,
     ) -> None:
         self.clocks = Clocks()
@@ -108,7 +108,7 @@ class GroupDiscipline:
         worker, step = push.worker, None
         is_whole = shard.clock(worker) > push.step
         if is_whole:
-            self._measure(shard, worker, report.computed)
+            self._measure(shard, worker)
         if worker in self._meeting and self._known.number:
             self._meeting = []  # all have met; server 0 is yet to say it
         self._enter(push)
@@ -291,8 +291,8 @@ class GroupDiscipline:
 
     # ---- speeds ----
 
-    def _measure(self, shard: Shard, worker: int, computed: float | None) -> None:
-        times = self._times.step_is_in(worker, shard.now, computed)
+    def _measure(self, shard: Shard, worker: int) -> None:
+        times = self._times.step_is_in(worker, shard.now)
         if self.groups.servers == 1:
             return
         new = {} if times is None else {worker: times}

@@ -182,7 +182,7 @@ class Merging:
 
     def look(self, of: Sequence[int], times: Mapping[int, Measured]) -> list[int]:
         """The groups from now on; at most two become one, which has the larger one's number."""
-        logs = {worker: math.log(its.whole) for worker, its in times.items()}
+        logs = {worker: math.log(its.seconds) for worker, its in times.items()}
         means = _means(logs, {worker: of[worker] for worker in logs})
         order = sorted(means, key=means.__getitem__)
         alike = {
@@ -200,7 +200,7 @@ class Merging:
         return list(of)
 
     def _are_one(self, times: Sequence[Measured]) -> bool:
-        seconds, errors = [t.whole for t in times], [t.error for t in times]
+        seconds, errors = [t.seconds for t in times], [t.error for t in times]
         return fewest(seconds, self._ratio, errors) == 1
 
 
@@ -222,23 +222,24 @@ class BySpeed:
 
     @property
     def error(self) -> float:
-        """See `Regroup`: that of who seem to differ by the ratio, and do by chance alone."""
+        """The first groups are formed as soon as times are known better than that
+        (`StepTimes.soon`): who then seem to differ by the ratio do not by chance alone."""
         return math.log(self._ratio) / APART / math.sqrt(2)
 
     def look(self, groups: Groups, times: Mapping[int, Measured]) -> Sequence[int]:
-        """See `Regroup`."""
+        """The groups by rank, as they are from now on. *times*: of those that train."""
         if groups.version and self._hysteresis is None:
             return groups.of
         workers = sorted(times)
-        wholes = {worker: times[worker].whole for worker in workers}
-        seconds = list(wholes.values())
+        by_worker = {worker: times[worker].seconds for worker in workers}
+        seconds = list(by_worker.values())
         if self._number:
             labels = partition(seconds, min(self._number, len(seconds)))
         else:
             errors = [times[worker].error for worker in workers]
             labels = found(seconds, self._ratio, self._most, errors)
         wanted = renumbered(dict(zip(workers, labels, strict=True)), groups.of)
-        of = settled(groups, wanted, wholes, self._hysteresis)
+        of = settled(groups, wanted, by_worker, self._hysteresis)
         if self._merging is None or self._number or not groups.version:
             return of
         return self._merging.look(of, times)

@@ -8,15 +8,15 @@ workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from paceline.errors import UsageError
 from paceline.interfaces import Groups
-from paceline.methods.gssp.grouping import speed_classes
+from paceline.methods.gssp.grouping import BySpeed, speed_classes
 from paceline.methods.gssp.step_times import Measured
 
 MOST_VERSIONS = 1 << 40
@@ -59,28 +59,15 @@ class Known:
         self.fresh.add(worker)
 
 
-class Regroup(Protocol):
-    """How groups follow from what was measured: server 0's."""
-
-    @property
-    def error(self) -> float:
-        """The first groups are formed as soon as times are known better than that
-        (`StepTimes.soon`); 0: not before all were measured for as long as may be."""
-        ...
-
-    def look(self, groups: Groups, times: Mapping[int, Measured]) -> Sequence[int]:
-        """The groups by rank, as they are from now on. *times*: of those that train."""
-        ...
-
-
 class Looks:
     """Server 0's decisions. Without *regroup* groups stay, and only their speeds are told."""
 
-    def __init__(self, regroup: Regroup | None) -> None:
+    def __init__(self, regroup: BySpeed | None) -> None:
         self._regroup = regroup
 
     def error_of(self, groups: Groups) -> float:
-        """As `Regroup.error`, while there are no groups yet."""
+        """As `BySpeed.error`, while there are no groups yet; 0: not before all were measured
+        for as long as may be."""
         return 0.0 if self._regroup is None or groups.version else self._regroup.error
 
     def look(self, known: Known, training: Collection[int]) -> bool:
@@ -94,8 +81,8 @@ class Looks:
         if self._regroup is not None:
             of = tuple(self._regroup.look(before, times))
         # Also of those that have left: who stays is no other class for that.
-        wholes = {worker: its.whole for worker, its in known.times.items()}
-        speeds = speed_classes(of, before.servers, wholes)
+        seconds = {worker: its.seconds for worker, its in known.times.items()}
+        speeds = speed_classes(of, before.servers, seconds)
         if (of, speeds) == (before.of, before.speeds):
             return False
         known.groups = Groups(of, before.servers, before.version + 1, speeds)
@@ -116,10 +103,9 @@ class Words(msgspec.Struct, frozen=True, array_like=True):
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
     """What a worker tells its server: what it was told last, of which a server that was away has
-    missed something; and how long it has computed for a step, where it says so."""
+    missed something; and how many steps of all are in its model."""
 
     groups: bytes = b""
-    computed: float | None = None
     steps: float = 0.0
 
 
@@ -144,8 +130,7 @@ def read_words(words: bytes, like: Groups) -> Words:
     for worker, its in found.times.items():
         if not (
             0 <= worker < len(like.of)
-            and 1 <= len(its.seconds) <= 2
-            and all(0 < one < math.inf for one in its.seconds)
+            and 0 < its.seconds < math.inf
             and 0 <= its.error <= MOST_ERROR
         ):
             raise UsageError(f"step times of worker {worker} that make no sense: {its}")
@@ -155,8 +140,8 @@ def read_words(words: bytes, like: Groups) -> Words:
 def read_report(report: bytes) -> Report:
     """Raises `UsageError` for bytes that are none."""
     found: Report = _decoded(report, Report)
-    if not (0 <= (found.computed or 0) < math.inf and 0 <= found.steps < MOST_STEPS):
-        raise UsageError(f"a time, or steps of all, that make no sense: {found}")
+    if not 0 <= found.steps < MOST_STEPS:
+        raise UsageError(f"steps of all that make no sense: {found}")
     return found
 
 

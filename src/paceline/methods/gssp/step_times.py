@@ -30,48 +30,33 @@ distribution, whose quartiles are 1.349 standard deviations apart."""
 
 
 class Measured(NamedTuple):
-    """Of a worker's step. *seconds*: of all of it, or of computing and all else; *error*: the
-    standard error of the logarithm of all, 0 where nothing is known of it."""
+    """The time of a worker's step, in *seconds*. *error*: the standard error of its logarithm,
+    0 where nothing is known of it."""
 
-    seconds: tuple[float, ...]
+    seconds: float
     error: float = 0.0
-
-    @property
-    def whole(self) -> float:
-        """Seconds."""
-        return math.fsum(self.seconds)
 
 
 class StepTimes:
-    """Measures the steps of those who push here: medians of *steps* each. What a worker itself
-    tells of a step may come with it."""
+    """Measures the steps of those who push here: medians of *steps* each."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._began: dict[int, float] = {}
-        self._times: defaultdict[int, list[tuple[float, ...]]] = defaultdict(list)
+        self._times: defaultdict[int, list[float]] = defaultdict(list)
         self._looked = 0
         """So many steps of each had been measured when `soon` last looked."""
 
     def goes_on(self, worker: int, now: float) -> None:
         self._began[worker] = now
 
-    def step_is_in(
-        self, worker: int, now: float, computed: float | None = None
-    ) -> Measured | None:
-        """Of its last steps, where there are enough; with *computed*, seconds of computing, in
-        two parts."""
+    def step_is_in(self, worker: int, now: float) -> Measured | None:
+        """Of its last steps, where there are enough."""
         began = self._began.pop(worker, None)
         if began is None or now <= began:
             return None
-        whole = now - began
         times = self._times[worker]
-        if computed is None:
-            times.append((whole,))
-        else:
-            # Neither is nothing: they are compared by their ratios.
-            part = min(max(computed, 0.01 * whole), 0.99 * whole)
-            times.append((part, whole - part))
+        times.append(now - began)
         if len(times) < self._steps:
             return None
         del self._times[worker]
@@ -97,19 +82,18 @@ class StepTimes:
         self._times.pop(worker, None)
 
 
-def measured(times: list[tuple[float, ...]]) -> Measured:
+def measured(times: list[float]) -> Measured:
     """Of these steps."""
-    seconds = tuple(median(column) for column in zip(*times, strict=True))
+    seconds = median(times)
     if len(times) < LEAST:
         return Measured(seconds)
-    first, _, third = quantiles((math.log(sum(parts)) for parts in times), n=4)
+    first, _, third = quantiles((math.log(its) for its in times), n=4)
     return Measured(seconds, OF_A_MEDIAN * (third - first) / math.sqrt(len(times)))
 
 
 def smoothed(before: Measured | None, now: Measured) -> Measured:
     """T = 0.3 T + 0.7 T_new; the first time T_new."""
-    if before is None or len(before.seconds) != len(now.seconds):
+    if before is None:
         return now
-    pairs = zip(before.seconds, now.seconds, strict=True)
-    seconds = tuple((1 - NEW) * a + NEW * b for a, b in pairs)
+    seconds = (1 - NEW) * before.seconds + NEW * now.seconds
     return Measured(seconds, math.hypot((1 - NEW) * before.error, NEW * now.error))

@@ -16,14 +16,11 @@ from paceline.methods.push_pull import PushPull, PushPullState
 @dataclass
 class GroupState(PushPullState):
     """*version* and *words* of the groups that this worker was told last: it tells them to its
-    server, which may have been away. *computed*: seconds of computing in the last step, where they
-    are measured, as they are from the moment *began* on. *steps_of_all*: how many there are in this
-    worker's model, counted in gradients divided by workers."""
+    server, which may have been away. *steps_of_all*: how many there are in this worker's model,
+    counted in gradients divided by workers."""
 
     version: int = 0
     words: bytes = b""
-    computed: float | None = None
-    began: Any = None
     steps_of_all: float = 0.0
 
 
@@ -49,12 +46,11 @@ class InGroups(PushPull):
         self._hear(state, run)
 
     def _report(self, state: PushPullState, bucket: Bucket) -> bytes:
-        """How long a step took goes with the last bucket, all else with the first."""
+        """With the first bucket."""
         assert isinstance(state, GroupState)
-        computed = state.computed if bucket.last else None
-        if not bucket.index:
-            return written(Report(state.words, computed, state.steps_of_all))
-        return b"" if computed is None else written(Report(computed=computed))
+        if bucket.index:
+            return b""
+        return written(Report(state.words, state.steps_of_all))
 
     def _hear(self, state: PushPullState, run: ServerRun) -> None:
         """What the server has told of groups."""
