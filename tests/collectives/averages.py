@@ -9,8 +9,6 @@ import paceline
 from paceline.collectives import COLLECTIVES, make, over
 from paceline.collectives.autotune import CANDIDATES
 from paceline.collectives.communicator import TorchComm
-from paceline.collectives.nccl_stages import Stages
-from paceline.collectives.placement import Places
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world
 from tests.collectives.helpers import BUCKETS, buffers, skew
@@ -103,35 +101,6 @@ def training_under_every_collective_is_bsp(comm: TorchComm) -> None:
         paceline.distribute(model, optim, collective="rin")
 
 
-def three_stages_by_groups_form_the_same_mean(comm: TorchComm) -> None:
-    """As under NCCL, where no schedule can be performed."""
-    rank = comm.rank
-    for racks in ((0, 0, 0), (0, 1, 2), (0, 0, 1), (1, 0, 1)):
-        other = TorchComm(
-            join_world(),
-            f"{comm.name} in racks {racks}",
-            comm.channel("of racks").process_group,
-            places=Places(racks, None, (0, 1, 2)),
-        )
-        stages = Stages(other)
-        own = [*buffers(rank), torch.tensor([complex(rank, 1.0)])]
-        for operation, expected in (("sum", 3.0), ("mean", 1.0), ("max", 2.0)):
-            held = [buffer.clone() for buffer in own]
-            pendings = []
-            for number, buffer in enumerate(held[: 6 if operation == "max" else 7]):
-                pendings.append(stages.all_reduce(buffer, operation))
-                skew(rank, number)
-            for pending in reversed(pendings):
-                pending.wait()
-            times = 3 if operation == "sum" else 1
-            for number, buffer in enumerate(held[:6]):
-                value = expected + times * number
-                assert torch.allclose(buffer, torch.full_like(buffer, value)), racks
-            if operation != "max":
-                assert held[6].item() == pytest.approx(expected + times * 1j)
-        other.close()
-
-
 def auto_takes_the_same_row_on_all_ranks(comm: TorchComm) -> None:
     """In the whole and in groups, in the training's order and in works."""
     world, rank = join_world(), comm.rank
@@ -165,6 +134,5 @@ def auto_takes_the_same_row_on_all_ranks(comm: TorchComm) -> None:
 CASES = (
     every_collective_forms_the_same_mean,
     training_under_every_collective_is_bsp,
-    three_stages_by_groups_form_the_same_mean,
     auto_takes_the_same_row_on_all_ranks,
 )

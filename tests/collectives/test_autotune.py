@@ -197,6 +197,15 @@ def test_nothing_but_the_backend_runs_under_nccl(monkeypatch) -> None:
     assert native == ["sum"]
 
 
+def test_hierarchical_is_native_under_nccl() -> None:
+    told: list[str] = []
+    comm = SimpleNamespace(size=8, follows_streams=True, tell=told.append)
+    made = over(make("hierarchical"), None, comm, device=torch.device("cuda"))
+    assert made is comm
+    assert len(told) == 1
+    assert "native" in told[0]
+
+
 def test_measuring_stops_before_it_takes_long(monkeypatch) -> None:
     """Each candidate takes 1 us a byte: the third size would take three seconds."""
     world = SimpleNamespace(now=0.0, tried=[])

@@ -70,6 +70,13 @@ def over(
         return ServerComm(world, comm.name, endpoints, comm.process_group)
     if isinstance(collective, Native):
         return comm
+    on_streams = device.type == "cuda" and comm.follows_streams
+    if isinstance(collective, Hierarchical) and on_streams and comm.size > 1:
+        comm.tell(
+            "collective=hierarchical is native under NCCL, which performs no schedules and "
+            "picks an algorithm for the topology by itself"
+        )
+        return comm
     made = TorchComm(
         world,
         comm.name,
@@ -77,9 +84,6 @@ def over(
         collective=collective,
         places=comm.places,
     )
-    on_streams = device.type == "cuda" and comm.follows_streams
-    if isinstance(collective, Hierarchical) and on_streams and comm.size > 1:
-        collective.prepare(made)
     told = ""
     if isinstance(collective, Auto):
         told = collective.begin(made, world, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar
 
 import torch
 
@@ -12,7 +12,6 @@ from paceline.collectives import schedules
 from paceline.collectives.composition import InTurn
 from paceline.collectives.halving_doubling import HalvingDoubling as Halves
 from paceline.collectives.hierarchical import hierarchical, racks_or_rows
-from paceline.collectives.nccl_stages import Stages
 from paceline.interfaces import (
     CollectiveSummary,
     Comm,
@@ -20,9 +19,6 @@ from paceline.interfaces import (
     ReduceOperation,
     Schedule,
 )
-
-if TYPE_CHECKING:
-    from paceline.collectives.communicator import TorchComm
 
 
 class Native:
@@ -156,25 +152,6 @@ class Hierarchical(Scheduled):
         ),
         good_for="uplinks that are thinner than their hosts' links together",
     )
-
-    def __init__(self) -> None:
-        self._stages: dict[str, Stages] = {}
-
-    def prepare(self, comm: TorchComm) -> None:
-        """Make the groups by which *comm*'s means are formed where none is performed; those
-        of its groups and channels are then formed natively. Collective."""
-        self._stages[comm.name] = Stages(comm)
-
-    def run(
-        self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
-    ) -> Pending:
-        own = cast("TorchComm", comm)
-        if not (buffer.is_cuda and own.follows_streams):
-            return super().run(comm, buffer, operation)
-        stages = self._stages.get(own.name)
-        if stages is None:
-            return own.all_reduce_natively(buffer, operation)
-        return stages.all_reduce(buffer, operation)
 
     def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
         return hierarchical(size, racks_or_rows(comm.size, racks))

@@ -101,7 +101,7 @@ class Messages:
         if buffer.is_cuda and self.follows_streams:
             raise UsageError(
                 "schedules are performed over gloo's sends and receives, and this tensor "
-                "is on CUDA under NCCL: use collective=native, or hierarchical"
+                "is on CUDA under NCCL: use collective=native"
             )
         flat = flat_of(buffer)
         unit = wire_bytes(buffer) / flat.numel()

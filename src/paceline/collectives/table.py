@@ -27,10 +27,7 @@ come later, compressed sums and the planner's measurements form their sums by th
 where a ring of all ranks, rack by rack, takes `2 (n - 1) / n * S / min(b, u)`. With two racks of four whose uplink is as fast as a host, half, a quarter and an eighth of
 that, it takes 1.43, 1.00, 0.79 and 0.68 of the ring's time: it is for uplinks thinner than their hosts' links together, and a ring that goes rack by rack crosses an
 uplink only once. Racks may have different sizes, and ranks may be numbered in any way. A group inside one rack is a ring.
-Under NCCL, where no schedule can be performed, its three stages are reduce-scatters, all-reduces and all-gathers of groups that are made when training begins (racks
-of different sizes: all-reduces in racks and among their first ranks, and broadcasts); each follows the other in the order of the stream that
-backward runs on. Under gloo the schedule is used: gloo's reduce-scatter is an all-reduce of which each rank keeps a part, so that groups send half as much again in a rack, and
-took 1.18 times as long (8 emulated hosts, two racks, 400 and 100 Mbit/s, 1 and 8 MB; `collectives/nccl_stages.py`).
+Under NCCL, which performs no schedules and picks an algorithm for the topology by itself, it is `native`. A line says so when training begins.
 
 **auto** prices `native`, `tree`, `halving-doubling` and `hierarchical` where the cluster is known (virtual and emulated worlds, and real jobs that were given a cluster
 file): the seconds of each schedule on idle links, from `collectives/pricing.py`, which are those of the virtual world. The same choice on all ranks and in all worlds, in each group by
