@@ -1,5 +1,7 @@
 """Compressors by name."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import paceline
 from paceline.compression import (
     BF16,
     COMPRESSORS,
+    CONTRIB,
     QSGD,
     EFSign,
     Exactly,
@@ -18,6 +21,7 @@ from paceline.compression import (
     Residuals,
     TopK,
     as_by_default,
+    contrib,
     keys_of,
     make,
 )
@@ -91,6 +95,12 @@ def test_what_is_unknown_is_refused_with_what_there_is(text, said):
 
 def test_rows_are_under_their_names():
     assert all(name == cls().name for name, cls in COMPRESSORS.items())
+
+
+def test_contrib_is_a_folder():
+    folder = Path(contrib.__file__).parent
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {name.replace("-", "_") for name in CONTRIB} == files
 
 
 def test_nested_keys():

@@ -39,7 +39,17 @@ from paceline.spec import (
     spec_of,
 )
 
-__all__ = ["BF16", "COMPRESSORS", "DGC", "EF21", "FP16", "QSGD", "EFSign", "GDTopK"]
+__all__ = [
+    "BF16",
+    "COMPRESSORS",
+    "CONTRIB",
+    "DGC",
+    "EF21",
+    "FP16",
+    "QSGD",
+    "EFSign",
+    "GDTopK",
+]
 __all__ += ["Identity", "Int4", "Int8", "Later", "PowerSGD", "Residuals", "TopK"]
 __all__ += [
     "Exactly",
@@ -66,6 +76,9 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     QSGD.name: QSGD,
     TopK.name: TopK,
 }
+
+CONTRIB = frozenset({EF21.name, EFSign.name, QSGD.name})
+"""Compressors to compare with, which no measurement recommends: `plan` and `auto` do not search them."""
 
 RESIDUALS, DECAY, DENSE_STEPS = "residuals", "decay", "dense_steps"
 

@@ -19,6 +19,9 @@ A gradient is divided by the number of workers (or weighted by its samples) befo
 all of them. *Unbiased*: the expected result is the mean itself. *State*: what is kept between steps; each worker's
 *own* is saved in each worker's part of a checkpoint.
 
+`ef21`, `ef-sign` and `qsgd` (`compression/contrib`) are there to compare with: no measurement recommends them. `plan` and `auto` do not
+search them. They run where you name them.
+
 | compression | class | keys | linear | unbiased | rounds | state | sends | loses |
 |---|---|---|---|---|---|---|---|---|
 """

@@ -8,7 +8,7 @@ import pytest
 from paceline.bucketing import RULES
 from paceline.cluster import Cluster, Rack
 from paceline.collectives import COLLECTIVES
-from paceline.compression import COMPRESSORS
+from paceline.compression import COMPRESSORS, CONTRIB
 from paceline.errors import UsageError
 from paceline.interfaces import QUALITIES
 from paceline.methods import METHODS
@@ -26,17 +26,26 @@ AT_SWITCHES = {
 }
 
 
-def test_every_row_of_every_registry_is_a_candidate():
+def test_every_row_of_every_registry_is_a_candidate_but_those_to_compare_with():
     found, left_out = first(cluster())
     specs = [parse(one.spec) for one in [*found, *left_out]]
     assert set(METHODS) == {spec.name for spec in specs}
     for key, names in (
         ("collective", set(COLLECTIVES) - {"native", "ring"}),
-        ("compression", set(COMPRESSORS) - {"none"}),
+        ("compression", set(COMPRESSORS) - CONTRIB - {"none"}),
         ("fusion", set(RULES) - {"optimal"}),
     ):
         assert names <= {spec.values.get(key) for spec in specs if spec.name == "bsp"}
+    assert not CONTRIB & {spec.values.get("compression") for spec in specs}
     assert len(specs) == len({str(spec) for spec in specs})
+
+
+def test_a_compressor_to_compare_with_is_predicted_where_it_is_named():
+    job = Job(cluster=cluster(2), workload=layers(2))
+    for name in sorted(CONTRIB):
+        spec = f"bsp:compression={name}"
+        assert candidate(spec).quality == "lossy"
+        assert predict(job, spec).step_seconds > 0
 
 
 @pytest.mark.parametrize(

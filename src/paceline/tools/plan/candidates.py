@@ -8,6 +8,7 @@ class then, and changes one thing more in it. The rules, once for all:
   servers: a single one would carry all gradients over one link.
 - A collective that needs aggregators is left out where no rack has one. ``ring`` is: it is what
   native does.
+- Compressors of `CONTRIB` are left out.
 - Compressors are as by default; with the best of a class the `CODES` fastest under bsp are tried.
 
 What cannot run is not known here: the code that refuses it does, and says why, when it is
@@ -23,7 +24,7 @@ import msgspec
 from paceline.bucketing import FIXED, RULES
 from paceline.cluster import Cluster
 from paceline.collectives import COLLECTIVES
-from paceline.compression import COMPRESSORS, Identity, make
+from paceline.compression import COMPRESSORS, CONTRIB, Identity, make
 from paceline.core.method_spec import read_spec
 from paceline.core.settings import Settings
 from paceline.errors import UsageError
@@ -66,10 +67,11 @@ def first(cluster: Cluster) -> tuple[list[Candidate], list[LeftOut]]:
         for form in ({}, *getattr(METHODS[name], "forms", ()))
     ]
     usual = Settings()
+    searched = [name for name in COMPRESSORS if name not in CONTRIB]
     changes: list[tuple[str, Iterable[str], str]] = [
         ("fusion", RULES, usual.fusion),
         ("collective", COLLECTIVES, usual.collective),
-        ("compression", COMPRESSORS, usual.compression.name),
+        ("compression", searched, usual.compression.name),
     ]
     specs += [
         Spec("bsp", {key: name})
