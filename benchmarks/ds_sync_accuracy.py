@@ -6,8 +6,7 @@
 
 Groups are pairs. Under ``overlap=forward`` the means travel beside the next forward pass, which
 is to change no number; under ``overlap=step`` beside the whole next step, whose gradients then
-belong to parameters that were not averaged. SWA is of the last quarter of all steps. The control
-never changes its groups.
+belong to parameters that were not averaged. SWA is of the last quarter of all steps.
 """
 
 import math
@@ -25,18 +24,14 @@ from paceline.methods.ds_sync import cost, mixing
 from paceline.methods.ds_sync.plan import make_plan
 
 SWA_FROM = DIGITS.steps * 3 // 4
-CONTROL = "fixed groups (control)"
 ROWS = {
     "digits": "ds-sync:shuffle=digits",
-    "random": "ds-sync:shuffle=random",
     "digits, overlap=step": "ds-sync:shuffle=digits,overlap=step",
-    "digits, state=average": "ds-sync:shuffle=digits,state=average",
     "digits, SWA": f"ds-sync:shuffle=digits,swa_from={SWA_FROM}",
-    CONTROL: "ds-sync:shuffle=fixed",
 }
 FORWARD = {"digits, overlap=forward": "ds-sync:shuffle=digits,overlap=forward"}
 TOPOLOGY = {"topology": "ds-sync:shuffle=topology"}
-FEWER = {name: ROWS[name] for name in ROWS if name not in ("random", "digits, SWA")}
+FEWER = {name: ROWS[name] for name in ROWS if name != "digits, SWA"}
 """Where a row takes minutes."""
 TABLES = [
     Table(task="digits", workers=4, rows=FORWARD | ROWS),
@@ -53,11 +48,8 @@ PRICED = Rack(workers=4, link=125e6, uplink=31.25e6, latency=50e-6)
 """Four of these: links of 1 Gbit/s, and an uplink of a quarter of that."""
 PLANS: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
     "topology": ({"shuffle": "topology"}, (0, 8), "center"),
-    "pairs": ({"shuffle": "pairs"}, (8, 4), "left"),
     "digits": ({"shuffle": "digits"}, (8, -8), "left"),
     "digits, size=4": ({"shuffle": "digits", "size": 4}, (0, 8), "center"),
-    "random": ({"shuffle": "random"}, (0, 8), "center"),
-    "random, size=4": ({"shuffle": "random", "size": 4}, (0, 8), "center"),
 }
 """Options, and where the name stands: points from the dot, and aligned how."""
 COLOURS = {4: "#56b4e9", 16: "#d55e00"}

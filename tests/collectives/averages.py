@@ -9,6 +9,7 @@ import paceline
 from paceline.collectives import COLLECTIVES, make, over
 from paceline.collectives.autotune import CANDIDATES
 from paceline.collectives.communicator import TorchComm
+from paceline.collectives.connectionless_group import PointToPointComm
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world
 from tests.collectives.helpers import BUCKETS, buffers, skew
@@ -113,7 +114,7 @@ def auto_takes_the_same_row_on_all_ranks(comm: TorchComm) -> None:
         comm.all_reduce(most, "max").wait()
         assert torch.equal(own, most)
     others = [other, other.group((0, 1) if rank < 2 else (2,))]
-    others.append(other.group(range(3), once=True))
+    others.append(PointToPointComm(other, range(3), f"{other.name}, everybody"))
     for one in others:
         names = list(CANDIDATES)
         for size in (1, 1000, 300_000):

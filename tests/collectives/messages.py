@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paceline.collectives.communicator import MOST_GROUPS, TorchComm
+from paceline.collectives.connectionless_group import PointToPointComm
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world
 from tests.collectives.helpers import buffers, skew
@@ -83,7 +84,7 @@ def only_some_send_in_a_work(comm: TorchComm) -> None:
     assert value.item() == 3.0
 
 
-def groups_that_are_made_once(comm: TorchComm) -> None:
+def groups_over_the_same_connections(comm: TorchComm) -> None:
     """Another pair in each step, all steps under way together."""
     n, rank = comm.size, comm.rank
     pendings, values, expected = [], [], []
@@ -93,9 +94,8 @@ def groups_that_are_made_once(comm: TorchComm) -> None:
         skew(rank, step)
         if rank == alone:
             continue
-        group = comm.group(pair, once=True)
+        group = PointToPointComm(comm, pair, f"{comm.name}, pair {step}")
         assert (group.size, group.rank) == (2, pair.index(rank))
-        assert group is not comm.group(pair, once=True)
         value = torch.full((step + 1,), float(10 * rank + step))
         values.append(value)
         expected.append(10.0 * sum(pair) + 2 * step)
@@ -108,7 +108,7 @@ def groups_that_are_made_once(comm: TorchComm) -> None:
         pending.wait()
     for value, total in zip(values, expected, strict=True):
         assert torch.equal(value, torch.full_like(value, total))
-    group = comm.group(range(n), once=True)
+    group = PointToPointComm(comm, range(n), f"{comm.name}, everybody")
     told, parts = torch.tensor([float(rank)]), torch.empty(n)
     group.broadcast(told, 2).wait()
     group.all_gather(parts, torch.tensor([rank + 1.0])).wait()
@@ -155,6 +155,6 @@ CASES = (
     messages_and_all_to_all,
     an_all_reduce_made_of_sends_and_receives,
     only_some_send_in_a_work,
-    groups_that_are_made_once,
+    groups_over_the_same_connections,
     groups_that_are_kept_are_bounded,
 )

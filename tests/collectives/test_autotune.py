@@ -13,6 +13,7 @@ from paceline.cluster import Cluster
 from paceline.collectives import autotune, make, over
 from paceline.collectives.autotune import MARGIN, Auto, cheapest, measure
 from paceline.collectives.communicator import TorchComm
+from paceline.collectives.connectionless_group import PointToPointComm
 from paceline.collectives.in_network.packets import MOST_WORKERS
 from paceline.collectives.placement import Places
 from paceline.errors import UsageError
@@ -157,8 +158,7 @@ def test_groups_are_priced_where_their_members_are() -> None:
         comm = over(make("auto"), world, TorchComm(world, "auto"))
         mine = range(4) if rank < 4 else range(4, 8)
         chosen = [comm.collective.choice(1 << 25, comm)]
-        for once in (False, True):
-            group = comm.group(mine, once=once)
+        for group in (comm.group(mine), PointToPointComm(comm, mine, "sends")):
             chosen.append(group.collective.choice(1 << 25, group))
         return chosen
 

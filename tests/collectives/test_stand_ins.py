@@ -6,6 +6,7 @@ import torch
 from paceline.buckets import stand_in_for
 from paceline.collectives import COLLECTIVES, make, over
 from paceline.collectives.communicator import TorchComm
+from paceline.collectives.connectionless_group import PointToPointComm
 from paceline.runtimes.join import join_world
 from tests.support.simulations import cluster, rack, run
 
@@ -63,13 +64,19 @@ def test_a_collective_s_price_is_of_the_bytes(name):
     assert of(2) == of(100) == of(SIZE // 4)
 
 
-@pytest.mark.parametrize("once", [False, True], ids=["own group", "sends"])
+def own_group(_, comm):
+    return comm.group(range(WORKERS))
+
+
+def sends(_, comm):
+    return PointToPointComm(comm, range(WORKERS), "sends")
+
+
+@pytest.mark.parametrize("make_comm", [own_group, sends])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_price_of_each_operation_is_of_the_bytes(operation, once):
+def test_the_price_of_each_operation_is_of_the_bytes(operation, make_comm):
     def of(elements):
-        return seconds(
-            lambda _, comm: comm.group(range(WORKERS), once=once), operation, elements
-        )
+        return seconds(make_comm, operation, elements)
 
     assert of(WORKERS) == of(100 * WORKERS) == of(SIZE // 4)
 

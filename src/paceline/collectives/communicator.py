@@ -225,12 +225,12 @@ class TorchComm(Messages):
             self._world, full_name, group, None, None, self.collective, self.places
         )
 
-    def group(self, ranks: Sequence[int], *, once: bool = False) -> TorchComm:
+    def group(self, ranks: Sequence[int]) -> TorchComm:
         from paceline.collectives.connectionless_group import PointToPointComm
 
         key = tuple(ranks)
         known = self._groups.get(key)
-        if known is not None and not once and known.is_open:
+        if known is not None and known.is_open:
             return known
         continuations.check_may_make(f"group {key}")
         if self.rank not in key or len(set(key)) < len(key):
@@ -241,8 +241,6 @@ class TorchComm(Messages):
         made = self._times_made.get(key, 0)
         self._times_made[key] = made + 1
         text = " ".join(str(rank) for rank in key) + (f", {made}" if made else "")
-        if once:
-            return PointToPointComm(self, key, f"{self.name}, once {text}")
         if not self._all_have_room(key, text):
             self._groups[key] = PointToPointComm(
                 self, key, f"{self.name}, group {text}"

@@ -1,7 +1,6 @@
 """Groups without process groups: their members send to each other on connections they have.
 
-Nothing is made, so nothing is kept: for groups that change from step to step, and for those
-beyond what a worker keeps. Collectives are schedules; sums are added as a ring adds them, or
+Nothing is made, so nothing is kept: for groups beyond what a worker keeps. Collectives are schedules; sums are added as a ring adds them, or
 as the communicator's collective does.
 """
 
@@ -101,7 +100,7 @@ class PointToPointComm(TorchComm):
             f"of a channel instead, comm.channel({name!r}).group(...)"
         )
 
-    def group(self, ranks: Sequence[int], *, once: bool = False) -> TorchComm:
+    def group(self, ranks: Sequence[int]) -> TorchComm:
         raise UsageError(
             "a group of a group without connections of its own: take a group of the "
             "communicator that this one is of"

@@ -58,7 +58,7 @@ class AloneComm:
     def channel(self, name: str) -> AloneComm:
         return self
 
-    def group(self, ranks: Sequence[int], *, once: bool = False) -> NoReturn:
+    def group(self, ranks: Sequence[int]) -> NoReturn:
         self._refuse("a group")
 
     def leave(self) -> None:

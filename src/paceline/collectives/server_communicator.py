@@ -74,7 +74,7 @@ class ServerComm(TorchComm):
         full_name, group = self._beside(f"channel {name}", range(self.size))
         return ServerComm(self._world, full_name, self._endpoints, group, name)
 
-    def group(self, ranks: Sequence[int], *, once: bool = False) -> NoReturn:
+    def group(self, ranks: Sequence[int]) -> NoReturn:
         raise UsageError(
             f"group {tuple(ranks)} under collective=parameter-server: its servers add up "
             "what all workers send. Use another collective with this method, "

@@ -161,14 +161,13 @@ class Comm(Protocol):
         asks for the same channels in the same order."""
         ...
 
-    def group(self, ranks: Sequence[int], *, once: bool = False) -> Comm:
+    def group(self, ranks: Sequence[int]) -> Comm:
         """The group of some of these workers. Only its members call this, in the same order
         of groups as the others that share them.
 
         A group is kept, so asking again is cheap, and has connections and threads of its
         own; where one of its members keeps many already, all of them send over the
-        connections that they have. With *once* they do so anyway, and nothing is kept: for
-        groups that change from step to step. Averages are formed as on this `Comm`.
+        connections that they have. Averages are formed as on this `Comm`.
         """
         ...
 

@@ -172,9 +172,8 @@ def test_links_that_nobody_described_are_taken_to_be_alike():
     assert len(fewer.mine(0, 2)) == 2
 
 
-@pytest.mark.parametrize("shuffle", ["digits", "pairs", "fixed", "random"])
-def test_designs_that_were_asked_for_by_name_stay(shuffle):
-    plan = first_plan(ONE_RACK, shuffle=shuffle)
+def test_a_design_that_was_asked_for_by_name_stays():
+    plan = first_plan(ONE_RACK, shuffle="digits")
     assert decide(plan, [[9.0, 1.0, 1.0, 1.0]], ONE_RACK, PAYLOAD) is None
 
 
@@ -185,7 +184,7 @@ def test_groups_that_were_not_measured_say_nothing():
         assert decide(plan, times, racks(2, 4), PAYLOAD) is None
 
 
-@given(st.sets(st.integers(0, 15), min_size=1), st.sampled_from(["auto", "random"]))
+@given(st.sets(st.integers(0, 15), min_size=1), st.sampled_from(["auto", "digits"]))
 @settings(max_examples=examples(60))
 def test_those_who_remain_have_a_plan(members, shuffle):
     cluster = Cluster((rack(8, 0.25, slow=(2,)), rack(8, 1.5)))

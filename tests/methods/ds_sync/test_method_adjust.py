@@ -133,10 +133,9 @@ def test_what_was_told_before_a_restart_is_used_after_it(tmp_path):
     assert straight[-1].version == 1
 
 
-@pytest.mark.parametrize("shuffle", ["digits", "pairs", "random", "fixed"])
-def test_groups_that_were_asked_for_by_name_are_not_adjusted(shuffle):
+def test_groups_that_were_asked_for_by_name_are_not_adjusted():
     with pytest.raises(Exception, match="stay as they are"):
         paceline.distribute(
             *(model := Walk(), torch.optim.SGD(model.parameters(), lr=1.0)),
-            method=f"ds-sync:shuffle={shuffle},adjust=10",
+            method="ds-sync:shuffle=digits,adjust=10",
         )

@@ -11,8 +11,8 @@ from paceline.errors import UsageError
     [
         ("swa_every=2", "swa_from with it"),
         ("cross_every=0", "1 or more phases"),
-        ("cross_every=2,shuffle=pairs", "know of no racks"),
-        ("adjust=5,shuffle=random", "stay as they are"),
+        ("cross_every=2,shuffle=digits", "know of no racks"),
+        ("adjust=5,shuffle=digits", "stay as they are"),
     ],
 )
 def test_what_would_count_for_nothing_is_refused(keys, words):

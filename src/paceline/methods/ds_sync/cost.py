@@ -40,7 +40,7 @@ def group_seconds(
     Raises `UsageError` for a plan with workers that the cluster does not have.
     """
     check_members(plan.members, cluster)
-    return tuple(_together(groups, cluster, bytes) for groups in plan.sample)
+    return tuple(_together(groups, cluster, bytes) for groups in plan.phases)
 
 
 def step_seconds(
@@ -50,7 +50,7 @@ def step_seconds(
 ) -> tuple[float, ...]:
     """Seconds of each phase: of its slowest group, all having begun together.
 
-    Of a plan that never repeats: of its `Plan.sample`. Raises as `group_seconds` does.
+    Raises as `group_seconds` does.
     """
     return tuple(max(seconds) for seconds in group_seconds(plan, cluster, bytes))
 
@@ -68,7 +68,7 @@ def steady_seconds(
     take in the mean. A worker does nothing while it averages. Raises as `group_seconds` does.
     """
     check_members(plan.members, cluster)
-    phases, speeds = plan.sample, cluster.speeds
+    phases, speeds = plan.phases, cluster.speeds
     measured = len(phases) * math.ceil(MEASURED_STEPS / len(phases))
     ends = [0.0] * (2 * measured)  # of each step, for the last of its workers
     sharing, travelling = Sharing(cluster.capacities), dict[Activity, _Meeting]()

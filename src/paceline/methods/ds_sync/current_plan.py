@@ -30,7 +30,7 @@ class CurrentPlan:
     @property
     def largest(self) -> int:
         """The most members that a group has."""
-        return max(len(group) for groups in self.plan.sample for group in groups)
+        return max(len(group) for groups in self.plan.phases for group in groups)
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -39,21 +39,16 @@ def matrix(groups: Groups, members: Sequence[int]) -> NDArray[np.float64]:
 def period_matrix(plan: Plan) -> NDArray[np.float64]:
     """What a period does: its phases' matrices multiplied, n x n."""
     total = np.eye(len(plan.members))
-    for groups in plan.sample:
+    for groups in plan.phases:
         total = matrix(groups, plan.members) @ total
     return total
 
 
 def period_rate(plan: Plan) -> float:
     """What is left of the workers' differences after a period, from 0 (all agree exactly)
-    to 1 (some never do): the second largest absolute eigenvalue of `period_matrix`.
-
-    Random groups have no period: of one step, the root of what is left of the variance.
-    """
+    to 1 (some never do): the second largest absolute eigenvalue of `period_matrix`."""
     if len(plan.members) == 1:
         return 0.0
-    if not plan.phases:
-        return math.sqrt(_random_rate(plan))
     apart = period_matrix(plan) - 1 / len(plan.members)
     largest = float(np.abs(np.linalg.eigvals(apart)).max())
     return 0.0 if largest < EXACT else min(1.0, largest)
@@ -61,17 +56,7 @@ def period_rate(plan: Plan) -> float:
 
 def rate_per_step(plan: Plan) -> float:
     """What is left of the workers' differences after a step, in the mean of a period."""
-    return float(period_rate(plan) ** (1 / max(1, len(plan.phases))))
-
-
-def _random_rate(plan: Plan) -> float:
-    """What a random partition leaves of the variance: the second eigenvalue of the mean W.
-
-    Two given workers are as likely in a group as any other two, so the mean W has one
-    value on its diagonal, k/N for k groups of any sizes, and one beside it. For equal groups
-    this is (N-g)/(g(N-1)).
-    """
-    return (len(plan.groups(0)) - 1) / (len(plan.members) - 1)
+    return float(period_rate(plan) ** (1 / len(plan.phases)))
 
 
 def spread(plan: Plan) -> float:
@@ -79,15 +64,11 @@ def spread(plan: Plan) -> float:
     after averaging, where each step adds noise of variance 1 to each worker. Infinite if they
     never agree.
 
-    An exact design of two steps has 1/g - 1/N, random groups rho/(1-rho) (1-1/N); any other
-    is solved for: V = W (V + I - J) W', from phase to phase until it repeats.
+    An exact design of two steps has 1/g - 1/N; any other is solved for: V = W (V + I - J) W', from phase to phase until it repeats.
     """
     count = len(plan.members)
     if count == 1:
         return 0.0
-    if not plan.phases:
-        rate = _random_rate(plan)
-        return rate / (1 - rate) * (1 - 1 / count)
     if period_rate(plan) > NEVER:
         return math.inf
     alone = np.eye(count) - 1 / count
@@ -117,7 +98,7 @@ def describe(
 
     *compute*: seconds that a worker of speed 1 computes between two averages.
     """
-    count, sizes = len(plan.members), sorted({len(g) for p in plan.sample for g in p})
+    count, sizes = len(plan.members), sorted({len(g) for p in plan.phases for g in p})
     if count == 1:
         return "1 worker: it averages with nobody"
     text = f"{count} workers in groups of {sizes[0]}"
@@ -138,17 +119,12 @@ def describe(
 
 def _agreement(plan: Plan) -> str:
     rate = period_rate(plan)
-    if rate > NEVER:
-        return "which never agree"
-    if not plan.phases:
-        text = "drawn anew in each step, which leaves"
-    elif rate == 0:
+    if rate == 0:
         steps = len(plan.phases)
         text = f"which agree exactly after {steps} step{'s' if steps > 1 else ''}"
         return f"{text} (spread {spread(plan):.2g} of a step's noise)"
-    else:
-        text = f"in {len(plan.phases)} phases, a step of which leaves"
     return (
-        f"{text} {rate_per_step(plan):.2f} of their differences (spread "
+        f"in {len(plan.phases)} phases, a step of which leaves "
+        f"{rate_per_step(plan):.2f} of their differences (spread "
         f"{spread(plan):.2g} of a step's noise)"
     )

@@ -13,21 +13,18 @@ class DSSyncOptions:
     """What users choose.
 
     *shuffle*: how groups change: see `plan.make_plan`. *size*: workers in a group; *seed*: of
-    random groups. *cross_every*: under ``topology`` racks with scarce uplinks meet in every
-    so-manieth phase. *state*: whether the optimizer's tensors stay each worker's own
-    (``"local"``, the paper's), or are averaged with the parameters. *overlap*: what the means
-    travel beside: nothing; the next forward pass (the same numbers); or all of the next step
-    up to its update, whose gradients then belong to parameters that were not averaged yet.
-    *swa_from*: from this step on, and every *swa_every* steps, weights are averaged over
+    the groups inside racks. *cross_every*: under ``topology`` racks with scarce uplinks meet in
+    every so-manieth phase. *overlap*: what the means travel beside: nothing; the next forward
+    pass (the same numbers); or all of the next step up to its update, whose gradients then
+    belong to parameters that were not averaged yet. *swa_from*: from this step on, and every *swa_every* steps, weights are averaged over
     time, too (-1: never). *adjust*: every so many steps groups are chosen anew from the
     times they took (0: never); two runs may then differ, as their times do.
     """
 
-    shuffle: Literal["auto", "digits", "pairs", "random", "fixed", "topology"] = "auto"
+    shuffle: Literal["auto", "digits", "topology"] = "auto"
     size: int = 2
     seed: int = 0
     cross_every: int = 1
-    state: Literal["local", "average"] = "local"
     overlap: Literal["none", "forward", "step"] = "none"
     swa_from: int = -1
     swa_every: int = 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -11,9 +10,6 @@ from paceline.buckets import stamps
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Run
 from paceline.methods.flat_tensors import Flat
-
-StateOf = Callable[[torch.Tensor], Mapping[str, Any]]
-"""What the optimizer keeps of a parameter; empty before its first step."""
 
 
 class Parcel:
@@ -117,32 +113,3 @@ class BufferParcel(Parcel):
 
     def _kept(self) -> Mapping[str, torch.Tensor]:
         return {**super()._kept(), f"{self._names[0]} and others, sent": self._sent}
-
-
-class StateParcel(Parcel):
-    """What the optimizer keeps under *key* of some *parameters*. What it does not keep yet
-    counts as zero, which is what momenta begin with."""
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
-        key: str,
-        state_of: StateOf,
-    ) -> None:
-        super().__init__(Flat(parameters), [f"{key} of {name}" for name in names])
-        self._parameters, self._key, self._state_of = parameters, key, state_of
-
-    def _take(self) -> None:
-        for view, parameter in zip(self.flat.views, self._parameters, strict=True):
-            kept = self._state_of(parameter).get(self._key)
-            if kept is None:
-                view.zero_()
-            else:
-                view.copy_(kept)
-
-    def _give(self) -> None:
-        for view, parameter in zip(self.flat.views, self._parameters, strict=True):
-            kept = self._state_of(parameter).get(self._key)
-            if kept is not None:
-                kept.copy_(view)

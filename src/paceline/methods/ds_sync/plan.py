@@ -20,19 +20,16 @@ from paceline.methods.ds_sync.contention import NONE, Contention
 from paceline.methods.ds_sync.divide import divide, is_uneven
 from paceline.methods.ds_sync.groups import Groups, check_partition, parts
 
-SHUFFLES = ("auto", "digits", "fixed", "pairs", "random", "topology")
-SAMPLE = 16
-"""Of a plan that never repeats, so many phases stand for the others."""
+SHUFFLES = ("auto", "digits", "topology")
 
 
 @dataclass(frozen=True)
 class Plan:
     """Phases in turn, from step *begins* on; *version* counts the plans of a run.
 
-    *phases* is empty where each step has random groups of its own, of *size* *members*, from
-    *seed*. *shuffle* and *cross_every* are what was asked for, *contention* what the network was
-    taken to be: what a later plan is made from. Raises `UsageError` for a phase that is no
-    partition of *members* (left out: those of the first phase), or with a group of one.
+    *shuffle*, *size*, *seed* and *cross_every* are what was asked for, *contention* what the
+    network was taken to be: what a later plan is made from. Raises `UsageError` for a phase that
+    is no partition of *members* (left out: those of the first phase), or with a group of one.
     """
 
     phases: tuple[Groups, ...]
@@ -56,10 +53,6 @@ class Plan:
 
     def groups(self, step: int) -> Groups:
         """Who averages with whom in *step* (counted from the training's first)."""
-        if not self.phases:
-            return designs.random_groups(
-                self.members, self.size, self.seed, step, self.version
-            )
         return self.phases[(step - self.begins) % len(self.phases)]
 
     def mine(self, step: int, rank: int) -> tuple[int, ...]:
@@ -71,13 +64,6 @@ class Plan:
             f"worker {rank} is in no group: this plan (version {self.version}) is for "
             f"{len(self.members)} others"
         )
-
-    @property
-    def sample(self) -> tuple[Groups, ...]:
-        """Its phases; some of them where they never repeat."""
-        if self.phases:
-            return self.phases
-        return tuple(self.groups(self.begins + step) for step in range(SAMPLE))
 
 
 def make_plan(
@@ -95,17 +81,15 @@ def make_plan(
 ) -> Plan:
     """The plan for *members*, workers by their rank.
 
-    *shuffle*: ``digits``, ``pairs``, ``random``, ``fixed``: see `paceline.methods.ds_sync.shuffle`;
-    ``topology``: made for the *cluster*, with *contention* on its links: see `divide`, also for
-    *cross_every*; ``auto``: ``topology`` where the cluster has several racks or a slow host,
+    *shuffle*: ``digits``: see `paceline.methods.ds_sync.shuffle`; ``topology``: made for the
+    *cluster*, with *contention* on its links: see `divide`, also for *cross_every*; ``auto``: ``topology`` where the cluster has several racks or a slow host,
     else ``digits``. *size*: workers in a group; where it does not divide them, groups are as
     equal as can be, and an odd worker makes a group of three. *bytes* are averaged in each
     step. One worker alone has a plan, too: nothing to average.
 
     Raises `UsageError` for groups of one, groups of more workers than there are, a cluster
     that is not that of *members* (which a run's first plan, version 0, has all of), and a
-    period over which some workers never reach others (``fixed`` excepted: it is the control
-    that fails).
+    period over which some workers never reach others.
     """
     if shuffle not in SHUFFLES:
         raise UsageError(unknown("value for shuffle", shuffle, SHUFFLES))
@@ -128,30 +112,12 @@ def make_plan(
             cross_every=cross_every,
         )
     else:
-        phases = _for_even_links(ordered, shuffle, size)
+        phases = designs.digits(ordered, size)
     plan = Plan(
         phases, version, begins, ordered, shuffle, size, seed, cross_every, contention
     )
-    if phases and shuffle != "fixed":
-        check_connected(plan)
+    check_connected(plan)
     return plan
-
-
-def _for_even_links(
-    members: Sequence[int], shuffle: str, size: int
-) -> tuple[Groups, ...]:
-    if shuffle == "random":
-        return ()
-    if shuffle == "fixed":
-        return designs.fixed(members, size)
-    if shuffle == "pairs":
-        if size != 2:
-            raise UsageError(
-                f"size: shuffle='pairs' makes groups of two, got size={size}: use "
-                "shuffle='digits' for larger groups"
-            )
-        return designs.pairs(members)
-    return designs.digits(members, size)
 
 
 @lru_cache(maxsize=16)  # workers of one process make the same plan
@@ -190,7 +156,7 @@ def _known(cluster: Cluster | None, members: Sequence[int], version: int) -> Clu
 
 def check_connected(plan: Plan) -> None:
     """Raises `UsageError` unless everybody reaches everybody over a period."""
-    apart = parts(plan.sample)
+    apart = parts(plan.phases)
     if len(apart) > 1:
         named = " and ".join(
             "{"

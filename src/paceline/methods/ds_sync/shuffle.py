@@ -1,7 +1,6 @@
 """Shuffle: who is in a group with whom from step to step, where all links are alike.
 
-Each design is a function of the workers alone, `random_groups` also of (seed, step, version):
-nobody sends anything to agree on it.
+The design is a function of the workers alone: nobody sends anything to agree on it.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from functools import lru_cache
 
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.groups import Groups, cut, in_order
@@ -53,46 +51,6 @@ def _radices(count: int, size: int) -> list[int]:
         found.append(factor)
         count //= factor
     return found or [1]
-
-
-def pairs(members: Sequence[int]) -> tuple[Groups, ...]:
-    """The alternating pairs of the authors' four-worker code: {0,1} {2,3}, then {0,3} {1,2}
-    (Wang et al. 2020, v1), for any number of workers.
-
-    Those with even numbers stay, those with odd numbers move round by 0, 1, 3, 7, ... places:
-    what a worker holds is then a mean over 2, 4, 8, 16, ... neighbours. Powers of two agree
-    exactly after log2(n) steps, others nearly. The last of an odd number of workers joins
-    another pair each time.
-    """
-    half = len(members) // 2
-    if half <= 1:
-        return (in_order([members]),)
-    phases = []
-    for number in range(1 + _digits_of(half, 2)):
-        moved = 2**number - 1
-        groups = [
-            [members[2 * k], members[2 * ((k + moved) % half) + 1]] for k in range(half)
-        ]
-        if len(members) % 2:
-            groups[number % half].append(members[-1])
-        phases.append(in_order(groups))
-    return tuple(phases)
-
-
-def fixed(members: Sequence[int], size: int) -> tuple[Groups, ...]:
-    """The same groups in each step: they never agree. Only a control for experiments."""
-    return (in_order(cut(members, size)),)
-
-
-@lru_cache(maxsize=256)
-def random_groups(
-    members: tuple[int, ...], size: int, seed: int, step: int, version: int
-) -> Groups:
-    """Any partition into groups of *size* is as likely as any other, in each step anew.
-
-    The order is that of a hash, which is the same on every machine and in every release.
-    """
-    return in_order(cut(shuffled(members, f"{seed} {version} {step}"), size))
 
 
 def shuffled(workers: Sequence[int], key: str) -> list[int]:

@@ -23,7 +23,7 @@ from paceline.methods.ds_sync.current_plan import CurrentPlan
 from paceline.methods.ds_sync.group_times import GroupTimes
 from paceline.methods.ds_sync.model_mean import Weighted, copies
 from paceline.methods.ds_sync.options import DSSyncOptions
-from paceline.methods.ds_sync.shares import Shares, state_keys
+from paceline.methods.ds_sync.shares import Shares
 from paceline.methods.ds_sync.swa_average import Trajectory, together
 
 
@@ -32,10 +32,8 @@ class GroupWorker:
 
     def __init__(self, options: DSSyncOptions, run: Run) -> None:
         self._options = options
-        self._keys = state_keys(run.optimizer) if options.state == "average" else []
-        copies_sent = 1 + len(self._keys)
         self.current = CurrentPlan(
-            options, run, copies_sent * sum(bucket.bytes for bucket in run.buckets)
+            options, run, sum(bucket.bytes for bucket in run.buckets)
         )
         self._shares = self._make_shares(run)
         self._trajectory = Trajectory()
@@ -45,8 +43,8 @@ class GroupWorker:
             self._times = GroupTimes(run, options.adjust)
 
     def _make_shares(self, run: Run) -> Shares:
-        run.repeats_after(len(self.current.plan.sample))
-        return Shares(run, self._keys, self.current.largest)
+        run.repeats_after(len(self.current.plan.phases))
+        return Shares(run, self.current.largest)
 
     # ---- a step ----
 
@@ -89,7 +87,7 @@ class GroupWorker:
             return  # all know that it is gone
         mine = plan.mine(run.step, run.comm.rank)
         if len(mine) > 1:
-            group, when_in = run.comm.group(mine, once=not plan.phases), None
+            group, when_in = run.comm.group(mine), None
             if self._times is not None:
                 when_in = self._times.sends(run, plan)
             self._shares.send(run, group, when_in)
