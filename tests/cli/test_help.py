@@ -41,7 +41,6 @@ def test_every_option_says_what_holds_without_it(verb):
         ),
         ("plan", "--workers", "[default: 4]"),
         ("emulate", "--workers", "[default: 4]"),
-        ("compress", "--workers", "[default: 4]"),
         ("doctor", "--workers", "[default: 4; in the real world 2, or what options of"),
         ("probe", "--workers", "[default: 4; in the real world 2, or what options of"),
         ("profile", "--workers", "[default: 1, which nobody disturbs]"),

@@ -388,6 +388,24 @@ def test_profile_prints_a_table_and_names_the_file(tmp_path):
     assert not (tmp_path / RESULT).exists()
 
 
+@pytest.mark.slow
+def test_profile_prints_what_compressors_cost_and_gain(tmp_path):
+    write(tmp_path, "train.py", TRAINS)
+    words = ["--compression", "fp16", "--compression", "none"]
+    done = in_a_process(tmp_path, "profile", "train.py", *words)
+    for text in (
+        "4 workers",
+        "fp16",
+        "pays below B, where 2(n-1)/n S / B = encode + decode + sent / B",
+        "paceline compare",
+        "none does not suit: sends every tensor",
+    ):
+        assert text in done.stdout
+    assert "fp16" not in done.stderr  # progress is for terminals
+    coding = Workload.load(tmp_path / RESULT).coding
+    assert list(coding) == ["fp16:residuals=false"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

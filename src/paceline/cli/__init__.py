@@ -21,7 +21,6 @@ from paceline.cli import (
     aggregate,
     check,
     compare,
-    compress,
     doctor,
     emulate,
     merge_traces,
@@ -77,7 +76,6 @@ app.command(cls=Command)(compare.compare)
 app.command(cls=LaunchCommand)(plan.plan)
 app.command(cls=Command)(plan_switches.plan_switches)
 app.command(cls=doctor.DoctorCommand)(doctor.doctor)
-app.command(cls=Command)(compress.compress)
 app.command(cls=Command)(merge_traces.merge_traces)
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(aggregate.aggregate)

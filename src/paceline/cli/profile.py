@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ def profile(
         list[str] | None,
         typer.Option(
             metavar="SPEC",
-            help="Time this compressor on the model's gradients, too; once or more. "
+            help="Also measure this compressor on the model's own gradients; once or more, or all. "
             "\\[default: none]",
         ),
     ] = None,
@@ -49,17 +50,29 @@ def profile(
     """Train SCRIPT for some steps in real processes and write its compute times.
 
     Medians over steps, the maximum over workers. simulate --workload FILE uses them.
+    With --compression, a table says what each compressor costs and gains on this model.
     Options of torchrun are passed through; the script's own stand after --.
     """
     arguments = script_arguments or []
     o.check_job(script, None)
-    from paceline.cluster.profiling import KeptGradients, coding_times
-    from paceline.compression import make
+    from paceline.cluster.profiling import (
+        KeptGradients,
+        Price,
+        Unsuited,
+        coding_times,
+        price,
+    )
+    from paceline.compression import COMPRESSORS, Identity, make
     from paceline.runtimes.real.launch import launch
     from paceline.runtimes.simulated.profile_cache import profile_name
+    from paceline.tools.report.compressor_table import print_prices
     from paceline.tools.report.terminal import print_workload
 
-    compressors = [make(spec) for spec in compression or []]
+    specs = compression or []
+    if "all" in specs:
+        specs = [name for name, cls in COMPRESSORS.items() if cls is not Identity]
+    for spec in specs:
+        make(spec)  # complain before anything is run
     path = output or Path(profile_name(script))
     if path.is_dir():
         raise UsageError(f"--output: expected a file, got the folder {path}")
@@ -73,7 +86,9 @@ def profile(
             steps=steps,
             seed=seed,
             profile=str(measured),
-            gradients=scratch if compressors else None,
+            gradients=scratch if specs else None,
+            # Keeping a gradient takes time: medians are to be those of the other steps.
+            gradient_steps=max(1, steps // 4),
         )
         words = torchrun_words(context)
         with live_line(json, "starting", steps):
@@ -86,14 +101,28 @@ def profile(
                 "paceline.distribute"
             )
         workload = Workload.load(measured)
-        if compressors:
-            with telling(json, "timing compressors"):
-                coding = coding_times(compressors, KeptGradients(scratch))
-            workload = replace(workload, coding=coding)
+        rows: list[Price | Unsuited] = []
+        among = workers if workers is not None and workers > 1 else o.DESCRIBED_WORKERS
+        if specs:
+            kept = KeptGradients(scratch)
+            with telling(json) as told:
+                begun = itertools.count()
+
+                def tell(spec: str) -> None:
+                    told(spec, next(begun), len(specs))
+
+                rows = list(price(specs, kept, among, tell))
+                told("timing compressors")
+                suited = [
+                    make(row.compression) for row in rows if isinstance(row, Price)
+                ]
+                workload = replace(workload, coding=coding_times(suited, kept))
         workload.save(path)
         if json:
             with open(true_output, "w", closefd=False) as stream:
                 stream.write(path.read_text())
         else:
             print_workload(workload)
+            if rows:
+                print_prices(rows, among)
             print(f"workload: {path}")

@@ -5,7 +5,6 @@ from paceline.cluster.profiling.busy import coding_times_of_busy
 from paceline.cluster.profiling.compressor_costs import (
     Price,
     Unsuited,
-    check_workers,
     price,
 )
 from paceline.cluster.profiling.compressors import coding_times, measure_coding
@@ -25,7 +24,6 @@ __all__ = [
     "Profiler",
     "StepHabits",
     "Unsuited",
-    "check_workers",
     "coding_times",
     "coding_times_of_busy",
     "measure_coding",

@@ -86,9 +86,8 @@ def price(
     begins: Callable[[str], object] = lambda spec: None,
 ) -> Iterator[Price | Unsuited]:
     """A row for each spec, as it is found; *begins* is told each first. Raises `UsageError`
-    for specs that mean nothing, for fewer than two workers, and where no gradients were kept."""
+    for specs that mean nothing, and where no gradients were kept."""
     made = [(text, make(text)) for text in compressors]
-    check_workers(workers)
     steps = [step for step in range(len(kept)) if _is_finite(kept.read(step)[0])]
     if not steps:
         kept.read(0)  # which says it, where there is none at all
@@ -106,15 +105,6 @@ def price(
                 yield _price(text, compressor, kept, steps, workers)
             except UsageError as error:
                 yield Unsuited(compression=text, reason=str(error))
-
-
-def check_workers(workers: int) -> None:
-    """Raise `UsageError` where there is nothing to price."""
-    if workers < 2:
-        raise UsageError(
-            f"--workers: expected 2 or more, got {workers}: one worker alone sends nothing, "
-            "so nothing is compressed"
-        )
 
 
 def _price(

@@ -1,11 +1,9 @@
-"""The table of `paceline compress`."""
+"""The table of `paceline profile --compression`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
-import msgspec
 from rich.table import Table
 from rich.text import Text
 
@@ -55,18 +53,6 @@ def print_prices(rows: Rows, workers: int) -> None:
     for other in rows:
         if isinstance(other, Unsuited):
             console.print(Text(f"{other.compression} does not suit: {other.reason}"))
-
-
-def prices_as_json(rows: Rows, workers: int) -> str:
-    """One object; seconds, bytes, and bytes a second (null: it pays nowhere)."""
-    content = {
-        "workers": workers,
-        "compressors": [
-            asdict(row) | {"ratio": row.ratio} for row in rows if isinstance(row, Price)
-        ],
-        "unsuited": [asdict(row) for row in rows if isinstance(row, Unsuited)],
-    }
-    return msgspec.json.encode(content).decode()
 
 
 def _cells(row: Price) -> list[str]:

@@ -167,15 +167,7 @@ def print_workload(workload: Workload, rows: int = 12) -> None:
         show_seconds(workload.backward_seconds),
         f"update {show_seconds(workload.update)}",
     )
-    console = console_for_tables()
-    console.print(table)
-    for name, times in workload.coding.items():
-        sentence = (
-            f"compression {name}: {show_seconds(times.encode)} until the first codes, "
-            f"{show_seconds(times.decode)} + {show_seconds(times.decode_per_worker)} a "
-            "worker after them"
-        )
-        console.print(Text(sentence))
+    console_for_tables().print(table)
 
 
 def console_for_tables() -> Console:
