@@ -7,13 +7,13 @@ import torch
 from common import ASSUMED_RATE, write
 from models import BertBase
 
-from paceline.cluster.flop_counter import workload_from_module
+from paceline.cluster.workload import Workload
 
 
 def workload():
     with torch.device("meta"):
         model, tokens = BertBase(), torch.empty(32, 128, dtype=torch.long)
-    return workload_from_module(
+    return Workload.from_module(
         model,
         tokens,
         ASSUMED_RATE,

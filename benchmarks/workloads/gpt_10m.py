@@ -7,7 +7,7 @@ import torch
 from common import write
 from models import Gpt
 
-from paceline.cluster.flop_counter import workload_from_module
+from paceline.cluster.workload import Workload
 
 # FLOP/s with which a forward pass of 32 sequences takes 30 ms: a small GPU's, or a large
 # processor's.
@@ -17,7 +17,7 @@ RATE = 6.456e12
 def workload():
     with torch.device("meta"):
         model, tokens = Gpt(), torch.empty(32, 256, dtype=torch.long)
-    return workload_from_module(
+    return Workload.from_module(
         model,
         tokens,
         RATE,

@@ -7,13 +7,13 @@ import torch
 from common import ASSUMED_RATE, write
 from models import VGG16
 
-from paceline.cluster.flop_counter import workload_from_module
+from paceline.cluster.workload import Workload
 
 
 def workload():
     with torch.device("meta"):
         model, images = VGG16(), torch.empty(32, 3, 224, 224)
-    return workload_from_module(
+    return Workload.from_module(
         model,
         images,
         ASSUMED_RATE,

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.cluster.flop_counter import workload_from_module
 from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
 from tests.support.profiles import examples
@@ -24,12 +23,12 @@ from tests.support.profiles import examples
 
 def count(module: nn.Module, example: Any, **options: Any) -> Workload:
     """At one FLOP a second, so that seconds are FLOPs."""
-    return workload_from_module(module, example, 1.0, **options)
+    return Workload.from_module(module, example, 1.0, **options)
 
 
 def refusal(module: Any, example: Any, rate: Any = 1.0) -> str:
     with pytest.raises(UsageError) as caught:
-        workload_from_module(module, example, rate)
+        Workload.from_module(module, example, rate)
     return str(caught.value)
 
 
@@ -57,7 +56,7 @@ def mlp() -> nn.Sequential:
 
 
 def test_an_mlp_by_hand() -> None:
-    workload = workload_from_module(
+    workload = Workload.from_module(
         mlp(), torch.zeros(3, 4), 1e3, update=0.25, source="by hand"
     )
     # Products of (3 x 4)(4 x 8) and (3 x 8)(8 x 2), two FLOPs for each term.
@@ -120,7 +119,7 @@ def test_a_cnn_by_hand() -> None:
 @settings(max_examples=examples(25))
 def test_any_mlp(batch: int, widths: list[int], rate: float) -> None:
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-    workload = workload_from_module(
+    workload = Workload.from_module(
         nn.Sequential(*layers), torch.zeros(batch, widths[0]), rate
     )
     forward = [2 * batch * layer.in_features * layer.out_features for layer in layers]
@@ -454,7 +453,7 @@ def test_the_caller_notices_nothing() -> None:
 
 
 def test_the_source_says_that_it_was_counted() -> None:
-    source = workload_from_module(mlp(), torch.zeros(3, 4), 2e13).source
+    source = Workload.from_module(mlp(), torch.zeros(3, 4), 2e13).source
     assert source == (
         "FLOPs of Sequential counted by torch, not measured, at 2e+13 FLOP/s"
     )

@@ -8,8 +8,7 @@ import torch
 import paceline
 from paceline.collectives import COLLECTIVES, make, over
 from paceline.collectives.autotune import CANDIDATES
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.connectionless_group import PointToPointComm
+from paceline.collectives.communicator import PointToPointComm, TorchComm
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world
 from tests.collectives.helpers import BUCKETS, buffers, skew

@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.collectives.communicator import MOST_GROUPS, TorchComm
-from paceline.collectives.connectionless_group import PointToPointComm
+from paceline.collectives.communicator import MOST_GROUPS, PointToPointComm, TorchComm
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world
 from tests.collectives.helpers import buffers, skew

@@ -12,8 +12,7 @@ from paceline.bucketing.measure import measure_mean
 from paceline.cluster import Cluster
 from paceline.collectives import autotune, make, over
 from paceline.collectives.autotune import MARGIN, Auto, cheapest, measure
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.connectionless_group import PointToPointComm
+from paceline.collectives.communicator import PointToPointComm, TorchComm
 from paceline.collectives.in_network.packets import MOST_WORKERS
 from paceline.collectives.placement import Places
 from paceline.errors import UsageError

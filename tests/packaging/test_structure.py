@@ -51,6 +51,45 @@ def imports_of(path):
     return names
 
 
+MODULES = {
+    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    ): path
+    for path in FILES
+}
+MOST_PACKAGES, MOST_MODULES = 14, 10
+"""At the top of the source."""
+
+
+def modules_imported_by(path):
+    """The modules of paceline that a file imports: at its top, in functions, for types."""
+    found = set()
+    for node in nodes_of(path):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in MODULES else node.module)
+    return found & MODULES.keys()
+
+
+def test_files_import_each_other_in_no_circle():
+    """Take away the files that import none of those left, until none can be taken away."""
+    left = {name: modules_imported_by(path) for name, path in MODULES.items()}
+    while free := [name for name in left if left[name].isdisjoint(left)]:
+        for name in free:
+            del left[name]
+    assert not left, "in a circle, or importing one"
+
+
+def test_few_packages_and_modules_stand_at_the_top():
+    packages = list(SOURCE.glob("*/__init__.py"))
+    modules = [path for path in SOURCE.glob("*.py") if not path.stem.startswith("__")]
+    assert len(packages) <= MOST_PACKAGES
+    assert len(modules) <= MOST_MODULES
+
+
 def part_of(path):
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 

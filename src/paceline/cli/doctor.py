@@ -122,11 +122,12 @@ def doctor(
                 file=sys.stderr,
             )
         from paceline.tools.doctor import diagnose
+        from paceline.tools.doctor.text import lines_of
 
         with telling(json, "predicting what each remedy gains"):
             diagnosis = diagnose(evidence)
         with open(true_output, "w", closefd=False) as stream:
-            text = "\n".join(diagnosis.lines())
+            text = "\n".join(lines_of(diagnosis))
             print(_json(diagnosis, evidence) if json else text, file=stream)
         if not no_page:
             _write_page(output, diagnosis, evidence)

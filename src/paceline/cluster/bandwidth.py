@@ -18,8 +18,10 @@ shares one with these, and so on: all others go on as before. `Sharing` holds no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from paceline.cluster.activity import Activity
 
 if TYPE_CHECKING:
     from paceline.cluster.flow_table import Crowd
@@ -34,38 +36,6 @@ MANY = 64
 """From so many activities on they are a crowd, whose rates are shared all at once."""
 MOST_NEAR = 16
 """Rates are shared anew among those alone that a change can reach, where it reaches so few."""
-
-
-class Activity:
-    """A transfer in progress: *size* bytes still to go on each of its connections.
-
-    *demand* maps a directed link to this activity's number of connections on it; the
-    driver calls *done* with the instant at which the last byte has left.
-    """
-
-    __slots__ = (
-        *("crowd", "demand", "done", "end"),
-        *("number", "own_rate", "remaining", "slot"),
-    )
-
-    def __init__(
-        self, demand: Mapping[int, float], size: float, done: Callable[[float], None]
-    ) -> None:
-        self.demand = demand
-        self.remaining = float(size)
-        self.done = done
-        self.own_rate = 0.0
-        self.end = math.inf
-        self.crowd: Crowd | None = None
-        self.slot = 0
-        self.number = 0
-        """Its place among all that have started."""
-
-    @property
-    def rate(self) -> float:
-        """Of each of its connections."""
-        crowd = self.crowd
-        return self.own_rate if crowd is None else crowd.rate_of(self.slot)
 
 
 class Sharing:

@@ -1,4 +1,4 @@
-"""A `Workload` by counting: what a module's step costs, from its operations alone.
+"""What a module's step costs, by counting: from its operations alone.
 
 The module runs once, forward and backward, on torch's meta device: tensors there have
 shapes and no values, so that it takes neither the model's memory nor its time. The running
@@ -14,24 +14,37 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
 
 
-def workload_from_module(
+@dataclass(frozen=True)
+class CountedStep:
+    """One step of a module, in the fields of a `Workload`; *forward* and *backward* in seconds."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    order: tuple[int, ...]
+    batch: float | None
+    source: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def count_step(
     module: torch.nn.Module,
     example: torch.Tensor | tuple[Any, ...] | dict[str, Any],
     flops_per_second: float,
     *,
     batch: float | None = None,
-    update: float = 0.0,
     source: str = "",
-) -> Workload:
+) -> CountedStep:
     """What one step of *module* computes: FLOPs counted by torch, over *flops_per_second*.
 
     *example* is what ``forward`` takes: a tensor, a tuple of positional or a dict of keyword
@@ -39,9 +52,8 @@ def workload_from_module(
     included, and so may *module*, which is copied without its values and left as it is.
     *flops_per_second* is the rate that a worker sustains, not its peak; a multiplication and
     an addition are two FLOPs. *batch* is the number of samples in *example* (default: the
-    first dimension of its first tensor), *update* the seconds of the optimizer's step,
-    *source* a line that says where the figures are from (default: one that says how they
-    were counted).
+    first dimension of its first tensor), *source* a line that says where the figures are from
+    (default: one that says how they were counted).
 
     Tensors are the trainable parameters with at least one element, a shared one once; sizes
     are bytes of their gradients. Forward FLOPs belong to the layer (a submodule that owns
@@ -83,13 +95,12 @@ def workload_from_module(
     if batch is None:
         shapes = (tensor.shape for tensor in _tensors_in(example) if tensor.dim())
         batch = next((float(shape[0]) for shape in shapes), None)
-    return Workload(
+    return CountedStep(
         names=tuple(parameters),
         sizes=tuple(count.sizes),
         forward=tuple(flops / flops_per_second for flops in count.forward()),
         backward=tuple(flops / flops_per_second for flops in count.backward()),
         order=tuple(count.order()),
-        update=update,
         batch=batch,
         source=source
         or f"FLOPs of {type(module).__name__} counted by torch, not measured, "

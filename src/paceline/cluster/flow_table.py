@@ -7,13 +7,11 @@ changes rates of others. The arithmetic is that of `Sharing`; sums are formed in
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from paceline.cluster.bandwidth import Activity
+from paceline.cluster.activity import Activity
 
 Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]

@@ -17,7 +17,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from paceline.cluster.bandwidth import Activity, Sharing
+from paceline.cluster.activity import Activity
+from paceline.cluster.bandwidth import Sharing
 from paceline.cluster.cluster import Cluster
 
 

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable
 from functools import partial
 
-from paceline.cluster.bandwidth import Activity, Sharing
+from paceline.cluster.activity import Activity
+from paceline.cluster.bandwidth import Sharing
 from paceline.cluster.cluster import Cluster
 from paceline.errors import UsageError
 

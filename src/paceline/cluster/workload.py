@@ -203,19 +203,14 @@ class Workload:
         source: str = "",
     ) -> Workload:
         """Count a model's FLOPs, on the meta device, for a device of that sustained speed:
-        see `paceline.cluster.flop_counter.workload_from_module`."""
-        from paceline.cluster.flop_counter import (
-            workload_from_module,  # it imports this file
-        )
+        see `paceline.cluster.flop_counter.count_step`. *update*: seconds of the optimizer's
+        step."""
+        from paceline.cluster.flop_counter import count_step  # it needs torch
 
-        return workload_from_module(
-            module,
-            example,
-            flops_per_second,
-            batch=batch,
-            update=update,
-            source=source,
+        counted = count_step(
+            module, example, flops_per_second, batch=batch, source=source
         )
+        return cls(**vars(counted), update=update)
 
     def save(self, path: str | Path, made: dict[str, Any] | None = None) -> None:
         """Write it as JSON, and what it was *made* with, for whoever reads that with

@@ -4,8 +4,7 @@ import torch
 
 import paceline
 from paceline.collectives import make, over
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.connectionless_group import PointToPointComm
+from paceline.collectives.communicator import PointToPointComm, TorchComm
 from paceline.runtimes.join import join_world
 
 paceline.init()

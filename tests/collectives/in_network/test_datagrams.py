@@ -11,12 +11,11 @@ from paceline.collectives.in_network.datagrams import (
     Addresses,
     Single,
     check_way,
-    datagrams,
     held_datagrams,
     open_socket,
 )
 from paceline.collectives.in_network.packets import blank, sizes
-from paceline.collectives.in_network.udp_socket import Batched
+from paceline.collectives.in_network.udp_socket import Batched, datagrams
 from paceline.errors import UsageError
 
 ELEMENTS = 6

@@ -33,7 +33,7 @@ from paceline.errors import (
 from paceline.interfaces.current_runtime import current_world
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated import Simulation
-from paceline.runtimes.simulated.runtime import place_of
+from paceline.runtimes.simulated.simulation import place_of
 from paceline.torch_internals import load_lazy_modules
 from tests.support.hanging import SECONDS
 from tests.support.simulations import run, run_on, simulation

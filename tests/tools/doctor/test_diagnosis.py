@@ -14,6 +14,7 @@ from paceline.tools.doctor import diagnose as diagnosed
 from paceline.tools.doctor.diagnosis import FAULTS, LATER
 from paceline.tools.doctor.network_model import Picture
 from paceline.tools.doctor.report import doctor_page
+from paceline.tools.doctor.text import lines_of
 from paceline.tools.doctor.training_model import patient_of
 from paceline.tools.plan.predict import Job, predict
 from paceline.tools.report.model import Matrix, Words
@@ -55,8 +56,8 @@ def test_each_fault_is_the_only_one_and_gains_something(name):
     fault = found.faults[0]
     assert fault.gains_seconds > 0.05 * found.predicted_seconds
     assert found.mended_seconds < found.predicted_seconds
-    assert len(found.lines()) == 3
-    assert all(word in "\n".join(found.lines()) for word in (name, fault.do))
+    assert len(lines_of(found)) == 3
+    assert all(word in "\n".join(lines_of(found)) for word in (name, fault.do))
 
 
 EXPLAINED = [(row.name, symptom) for row in FAULTS for symptom in row.explains]
@@ -104,7 +105,7 @@ def test_what_is_gained_is_the_step_without_it():
     made = site()
     healthy = diagnose(made.evidence())
     assert healthy.healthy
-    assert healthy.lines()[-1].startswith("no fault found")
+    assert lines_of(healthy)[-1].startswith("no fault found")
     made.factors = {1: 2.0}
     found = diagnose(made.evidence())
     assert found.mended_seconds == pytest.approx(healthy.predicted_seconds)
@@ -287,8 +288,8 @@ def test_ten_lines_are_enough_for_any_number_of_faults():
     MAKERS["slow host"](made, 1)
     found = diagnose(made.evidence())
     many = replace_all(found, faults=found.faults * 9)
-    assert len(many.lines()) == 10
-    assert many.lines()[-1] == "and 5 more (--json has all)"
+    assert len(lines_of(many)) == 10
+    assert lines_of(many)[-1] == "and 5 more (--json has all)"
 
 
 @pytest.mark.slow
@@ -312,7 +313,7 @@ def test_without_a_script_links_and_machines_are_judged():
     found = diagnose(bare)
     assert [one.name for one in found.faults] == ["slow link"]
     assert found.step_seconds is None
-    assert "64 MiB" in found.lines()[0]
+    assert "64 MiB" in lines_of(found)[0]
     half = replace_all(bare, workers=_half_as_fast(bare, 1))
     found = diagnose(half)
     assert {one.name for one in found.faults} == {"slow link", "slow host"}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.collectives.in_network.best_effort import FallbackServer
-from paceline.collectives.in_network.datagrams import Addresses, datagrams, open_socket
+from paceline.collectives.in_network.datagrams import Addresses, open_socket
 from paceline.collectives.in_network.ends import Lossy
 from paceline.collectives.in_network.packets import (
     NOBODY,
@@ -25,6 +25,7 @@ from paceline.collectives.in_network.packets import (
     Seal,
     well_formed,
 )
+from paceline.collectives.in_network.udp_socket import datagrams
 
 Route = tuple[int, str, int]
 """Bits of workers, and the host and port of the way to them."""

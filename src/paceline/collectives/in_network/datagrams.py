@@ -164,16 +164,6 @@ class Single:
                     break
 
 
-def datagrams(end: socket.socket, elements: int, segments: bool = True) -> Datagrams:
-    """The faster way that this system has. *end* must not block; *segments*: see `Batched`."""
-    if sys.platform == "linux" and sys.maxsize > 2**32 and sys.byteorder == "little":
-        from paceline.collectives.in_network.udp_socket import Batched
-
-        with contextlib.suppress(AttributeError, OSError):
-            return Batched(end, elements, segments)
-    return Single(end, elements)
-
-
 def open_socket(family: socket.AddressFamily) -> socket.socket:
     """A UDP socket with large buffers, whose datagrams are never cut to pieces on the way."""
     end = socket.socket(family, socket.SOCK_DGRAM)

@@ -11,12 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.collectives.in_network.datagrams import (
-    Addresses,
-    Datagrams,
-    OwnQueue,
-    datagrams,
-)
+from paceline.collectives.in_network.datagrams import Addresses, Datagrams, OwnQueue
 from paceline.collectives.in_network.operations import Operation
 from paceline.collectives.in_network.packets import (
     LOCAL,
@@ -27,6 +22,7 @@ from paceline.collectives.in_network.packets import (
 )
 from paceline.collectives.in_network.registration import Registration
 from paceline.collectives.in_network.stream import Stream
+from paceline.collectives.in_network.udp_socket import datagrams
 from paceline.errors import PeerLostError
 from paceline.timeouts import timeouts
 

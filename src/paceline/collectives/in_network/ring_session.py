@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paceline.collectives.in_network.client import SLOTS, AggregatorClient
-from paceline.collectives.in_network.datagrams import Addresses, datagrams, open_socket
+from paceline.collectives.in_network.datagrams import Addresses, open_socket
 from paceline.collectives.in_network.ends import Lossy, StreamEnd, genuine
 from paceline.collectives.in_network.forwarding import Inbox, freed_alone, sent_alone
 from paceline.collectives.in_network.job_end import (
@@ -41,6 +41,7 @@ from paceline.collectives.in_network.topology import (
     Stages,
     datagrams_of,
 )
+from paceline.collectives.in_network.udp_socket import datagrams
 from paceline.errors import UsageError
 from paceline.timeouts import timeouts
 

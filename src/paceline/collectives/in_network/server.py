@@ -22,7 +22,6 @@ import numpy as np
 
 from paceline.collectives.in_network.datagrams import (
     Addresses,
-    datagrams,
     held_datagrams,
     open_socket,
 )
@@ -50,6 +49,7 @@ from paceline.collectives.in_network.registration import (
     proof_of,
 )
 from paceline.collectives.in_network.slots import EVERYONE, NEXT, Outgoing
+from paceline.collectives.in_network.udp_socket import datagrams
 from paceline.errors import UsageError
 from paceline.transport import liveness
 from paceline.transport.poll_loop import PollLoop

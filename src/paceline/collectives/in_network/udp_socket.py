@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import errno
 import socket
+import sys
 from collections import Counter
 
 import numpy as np
@@ -23,6 +24,8 @@ import numpy as np
 from paceline.collectives.in_network.datagrams import (
     LATER,
     Addresses,
+    Datagrams,
+    Single,
     is_old_news,
     wait_for_room,
     word_for,
@@ -225,3 +228,11 @@ class Batched:
                 self.counts[word_for(error)] += int(counts[sent])
                 sent, tries = sent + 1, 0  # the others may go elsewhere
         return sent
+
+
+def datagrams(end: socket.socket, elements: int, segments: bool = True) -> Datagrams:
+    """The faster way that this system has. *end* must not block; *segments*: see `Batched`."""
+    if sys.platform == "linux" and sys.maxsize > 2**32 and sys.byteorder == "little":
+        with contextlib.suppress(AttributeError, OSError):
+            return Batched(end, elements, segments)
+    return Single(end, elements)

@@ -11,18 +11,26 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from paceline.cluster import Cluster
-from paceline.cluster.bandwidth import Activity, Sharing
+from paceline.cluster.activity import Activity
+from paceline.cluster.bandwidth import Sharing
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.groups import Groups
 
-if TYPE_CHECKING:
-    from paceline.methods.ds_sync.plan import Plan
-
 MEASURED_STEPS = 16
 """A steady state is measured over whole periods, and no fewer steps than these."""
+
+
+class Phases(Protocol):
+    """The part of a `Plan` that costs depend on."""
+
+    @property
+    def members(self) -> tuple[int, ...]: ...
+
+    @property
+    def phases(self) -> tuple[Groups, ...]: ...
 
 
 def ring_bytes(workers: int, size: float) -> float:
@@ -31,7 +39,7 @@ def ring_bytes(workers: int, size: float) -> float:
 
 
 def group_seconds(
-    plan: Plan,
+    plan: Phases,
     cluster: Cluster,
     bytes: float,  # noqa: A002 - as in the interfaces
 ) -> tuple[tuple[float, ...], ...]:
@@ -44,7 +52,7 @@ def group_seconds(
 
 
 def step_seconds(
-    plan: Plan,
+    plan: Phases,
     cluster: Cluster,
     bytes: float,  # noqa: A002 - as in the interfaces
 ) -> tuple[float, ...]:
@@ -56,7 +64,7 @@ def step_seconds(
 
 
 def steady_seconds(
-    plan: Plan,
+    plan: Phases,
     cluster: Cluster,
     bytes: float,  # noqa: A002 - as in the interfaces
     compute: float = 0.0,

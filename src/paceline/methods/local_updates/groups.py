@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Run
-
-if TYPE_CHECKING:
-    from paceline.methods.local_updates.options import Options
 
 
 class Grouped(Protocol):
@@ -18,6 +15,19 @@ class Grouped(Protocol):
 
     @property
     def group(self) -> str: ...
+
+
+class Periods(Grouped, Protocol):
+    """The same, with the steps between means of a group and of all workers."""
+
+    @property
+    def has_groups(self) -> bool: ...
+
+    @property
+    def group_every(self) -> int: ...
+
+    @property
+    def every(self) -> int: ...
 
 
 def check_group(options: Grouped) -> None:
@@ -36,7 +46,7 @@ def check_group(options: Grouped) -> None:
         )
 
 
-def own_group(options: Options, run: Run) -> Comm | None:
+def own_group(options: Periods, run: Run) -> Comm | None:
     """This worker's; None where there are none. Collective."""
     if not options.has_groups:
         return None

@@ -5,9 +5,8 @@ from __future__ import annotations
 from paceline.errors import UsageError
 from paceline.interfaces import Sender
 from paceline.interfaces.server_messages import Done, Norm, NormPart, PullNorm
-from paceline.parameter_server.state_machine.clipping import ClippedSteps
 from paceline.parameter_server.state_machine.replies import Answers
-from paceline.parameter_server.state_machine.shard import HeldShard
+from paceline.parameter_server.state_machine.shard import ClippedSteps, HeldShard
 
 
 class Norms:

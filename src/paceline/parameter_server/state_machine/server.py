@@ -59,7 +59,7 @@ on: all pushes and pulls that wait are refused, and all pushes that come.
 Modules
 -------
 - `shard`: the parameters (`store`), who trains them (`members`), and the method's discipline,
-  which decides when somebody is answered; `clipping` holds a step's updates until its norm is
+  which decides when somebody is answered; `shard.ClippedSteps` holds a step's updates until its norm is
   known.
 - `admission`: who is let in, and what is trained.
 - `replies`: what was asked before, and what is to leave.

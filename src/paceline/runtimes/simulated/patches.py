@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,14 @@ from paceline.errors import UsageError
 from paceline.runtimes.own_processes import STARTERS, refuse
 from paceline.runtimes.simulated.process_group import BACKEND
 
-if TYPE_CHECKING:
-    from paceline.runtimes.simulated.simulation import Simulation
-
 
 @contextmanager
-def patched_process(simulation: Simulation) -> Iterator[None]:
-    """Within it, process-wide calls of worker threads mean the worker."""
+def patched_process(start_group: Callable[..., None]) -> Iterator[None]:
+    """Within it, process-wide calls of worker threads mean the worker. *start_group*:
+    `Simulation.init_process_group`."""
     with ExitStack() as stack:
         patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-            (dist, "init_process_group", _init_process_group(simulation)),
+            (dist, "init_process_group", _init_process_group(start_group)),
             (dist, "new_group", _new_group),
             (dist, "monitored_barrier", _monitored_barrier),
             (torch.nn.parallel.DistributedDataParallel, "__init__", _refuse_ddp),
@@ -56,7 +54,7 @@ def replacement_of(replacement: Callable[..., Any], original: Any) -> Any:
     return patched
 
 
-def _init_process_group(simulation: Simulation) -> Callable[..., None]:
+def _init_process_group(start_group: Callable[..., None]) -> Callable[..., None]:
     def init_process_group(
         original: Callable[..., None],
         backend: str | None = None,
@@ -68,9 +66,7 @@ def _init_process_group(simulation: Simulation) -> Callable[..., None]:
         **others: Any,
     ) -> None:
         hook = sys.excepthook
-        simulation.init_process_group(
-            original, rank=rank, world_size=world_size, timeout=timeout
-        )
+        start_group(original, rank=rank, world_size=world_size, timeout=timeout)
         sys.excepthook = hook  # torch wraps it, once per worker
 
     return init_process_group

@@ -177,12 +177,6 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 
-    def lines(self) -> list[str]:
-        """At most ten, for people."""
-        from paceline.tools.doctor.text import lines_of  # it reads this class
-
-        return lines_of(self)
-
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Name what is wrong, and predict what mending it gains: a pure function, to the bit, which

@@ -17,6 +17,7 @@ from paceline.tools.doctor.network_model import Picture
 from paceline.tools.doctor.text import (
     capitalised,
     limit_of,
+    lines_of,
     lines_of_fault,
     what_is_left,
 )
@@ -56,7 +57,7 @@ def doctor_page(found: Diagnosis, evidence: Evidence, command: str) -> Page:
     return Page(
         title=f"{what}: {found.workers} {many}, {found.world} world",
         answer=_answer(found),
-        details=(found.lines()[0], *found.notes),
+        details=(lines_of(found)[0], *found.notes),
         command=command,
         notes=(("method", found.spec),) if found.ran else (),
         sections=[section for section in sections if section is not None],

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from paceline.tools.doctor.diagnosis import Diagnosis, Fault
+from paceline.tools.doctor.fault_kinds import LateRow, Row
 from paceline.units import show_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from paceline.tools.doctor.diagnosis import Diagnosis, Fault
-    from paceline.tools.doctor.fault_kinds import LateRow, Row
 
 MOST_LINES = 10
 """Faults for which there is no line left wait until others are mended."""
