@@ -49,7 +49,7 @@ from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.interfaces import Groups
 from paceline.interfaces.group_messages import Pass
 from paceline.methods import GSSP
-from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
+from paceline.methods.gssp.grouping import LOOKS, MARGIN, BySpeed, Hysteresis, Merging
 from paceline.methods.gssp.speeds import Known, Looks
 from paceline.methods.gssp.step_times import StepTimes, smoothed
 from paceline.runtimes.simulated import ComputeModel, Simulation
@@ -198,8 +198,8 @@ def groups_over(classes, sigma, seed, blind, steps=200):
         0,
         method.most_groups,
         method.ratio,
-        Hysteresis(method.margin, method.looks),
-        Merging(method.ratio, method.looks),
+        Hysteresis(MARGIN, LOOKS),
+        Merging(method.ratio, LOOKS),
     )
     looks = Looks(Blind(regroup) if blind else regroup)
     known = Known(Groups((0,) * len(classes), method.most_groups))

@@ -1,15 +1,13 @@
 """The server's laws, and disciplines that break one each."""
 
 import pytest
-from msgspec import structs
 
 from paceline import methods
 from paceline.errors import UsageError
-from paceline.interfaces.server_messages import Refused
 from paceline.methods.asp import ApplyOnArrival
 from paceline.spec import parse
 from paceline.testing import CheckFailedError
-from paceline.testing.server_checks import ServerTrial, check_server, state_of
+from paceline.testing.server_checks import check_server
 
 METHODS = (
     *("asp", "ssp:staleness=1", "ssp", "ssp:staleness=0", "dssp", "r2sp:warm_up=2"),
@@ -79,35 +77,3 @@ def test_a_broken_law_is_caught(mutant, law, words):
         check_server(mutant, (3,))
     [note] = caught.value.__notes__
     assert law in note
-
-
-ADAGRAD = {
-    "lr": 0.1,
-    "lr_decay": 0.0,
-    "eps": 1e-10,
-    "weight_decay": 0.0,
-    "initial_accumulator_value": 0.0,
-    "maximize": False,
-}
-
-
-class WithAdagrad(ServerTrial):
-    """Its optimizer has no momentum."""
-
-    def join(self):
-        join = super().join()
-        return structs.replace(join, optimizer="Adagrad", hyperparameters=[ADAGRAD])
-
-
-def test_a_push_that_a_method_cannot_apply_has_not_come():
-    trial = WithAdagrad(
-        lambda: discipline_of("gssp:members=0-1,momentum=samples", 2), 2, 0
-    )
-    push, gradient = trial.push(0, 0, 0)
-    push = structs.replace(push, hyperparameters=[ADAGRAD])
-    before = state_of(trial.server)
-    [answer] = trial.ask(trial.workers[0], push, gradient)
-    assert isinstance(answer.message, Refused)
-    assert "momentum=samples" in answer.message.reason
-    assert state_of(trial.server) == before
-    assert trial.server.is_quiet()

@@ -17,7 +17,7 @@ from tests.support.tables import crossed
 
 METHODS = [
     *("asp", "ssp", "ssp:staleness=0", "r2sp:warm_up=2", "backup", "backup:wait_for=1"),
-    *("sync-switch", "sync-switch:bsp_steps=3,momentum=keep"),
+    *("sync-switch", "sync-switch:bsp_steps=3"),
     *("osp", "osp:defer=most,budget=constant,most=1,chunk=16"),
 ]
 OPTIMUM = 100.0

@@ -72,16 +72,12 @@ def place_of(model: Counting) -> float:
 
 
 @pytest.mark.parametrize("servers", [0, 2])
-@pytest.mark.parametrize("momentum", ["zero", "keep"])
 @pytest.mark.parametrize("switch", [0, 1, SWITCH])
-def test_means_first_then_each_gradient_alone(
-    switch: int, momentum: str, servers: int
-) -> None:
+def test_means_first_then_each_gradient_alone(switch: int, servers: int) -> None:
     workers, count = 3, 8
 
     def script(rank: int) -> float:
-        method = f"sync-switch:bsp_steps={switch},momentum={momentum}"
-        model, optimizer = begin(method)
+        model, optimizer = begin(f"sync-switch:bsp_steps={switch}")
         steps(model, optimizer, count, 0.01 * (1 + 2 * rank))
         optimizer.finish()
         return place_of(model)
@@ -89,7 +85,7 @@ def test_means_first_then_each_gradient_alone(
     expected = updates(
         (switch, 1.0),
         ((count - switch) * workers, 1 / workers),
-        zeroed=momentum == "zero" and switch > 0,
+        zeroed=switch > 0,
     )
     assert job(workers, script, servers) == pytest.approx([expected] * workers, 1e-5)
 
@@ -189,14 +185,12 @@ def test_a_job_that_has_switched_never_goes_back(tmp_path: Path) -> None:
 def test_fewer_steps_than_none_are_refused() -> None:
     with pytest.raises(UsageError, match="0 or more steps"):
         read_spec("sync-switch:bsp_steps=-1")
-    with pytest.raises(UsageError, match="keep, zero"):
-        read_spec("sync-switch:momentum=half")
 
 
 @pytest.mark.parametrize("words", [b"x", b"-1", b"1" * 19])
 def test_a_report_that_is_no_number_of_steps_is_refused(words: bytes) -> None:
     with pytest.raises(UsageError, match="number of steps"):
-        BSPThenASP(3, zeroes=True).read_report(ParameterServer(2).shard, words)
+        BSPThenASP(3).read_report(ParameterServer(2).shard, words)
 
 
 class OneBucket:
@@ -224,7 +218,7 @@ class OneBucket:
 def test_a_gradient_of_a_step_that_has_ended_without_it_is_applied_alone() -> None:
     """After a load servers may have forgotten that this job had switched before; a worker that
     came back meanwhile is a step behind."""
-    discipline, shard = BSPThenASP(9, zeroes=True), OneBucket()
+    discipline, shard = BSPThenASP(9), OneBucket()
     discipline.resume(cast(Any, shard), 4)
     late = HeldPush(1, 3, 0, 1.0, [True], [], torch.ones(1), 7)
     discipline.pushed(cast(Any, shard), late)

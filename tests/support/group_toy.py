@@ -104,7 +104,6 @@ class PassesOn(AppliesOnArrival):
                     used=owed.used,
                     hyperparameters=owed.last.hyperparameters,
                     values=owed.total.div_(owed.weight or 1.0),
-                    version=shard.version(bucket),
                 )
             )
         return parcels

@@ -65,12 +65,12 @@ class SumsUp:
 
     def outgoing(self, shard: Shard) -> list[Parcel]:
         full = [b for b, pushes in self._sums.items() if len(pushes) >= self._period]
-        return [self._parcel(shard, bucket) for bucket in full]
+        return [self._parcel(bucket) for bucket in full]
 
     def owed(self, shard: Shard) -> list[Parcel]:
-        return [self._parcel(shard, bucket) for bucket in list(self._sums)]
+        return [self._parcel(bucket) for bucket in list(self._sums)]
 
-    def _parcel(self, shard: Shard, bucket: int) -> Parcel:
+    def _parcel(self, bucket: int) -> Parcel:
         pushes = self._sums.pop(bucket)
         weight = sum(push.weight for push in pushes)
         values = sum(push.gradient * push.weight for push in pushes) / weight
@@ -82,7 +82,6 @@ class SumsUp:
             used=[True],
             hyperparameters=pushes[-1].hyperparameters,
             values=values,
-            version=shard.version(bucket),
         )
 
     def incoming(self, shard: Shard, source: int, parcel: Parcel) -> None:

@@ -115,15 +115,6 @@ class Shard(Protocol):
         up: the first one becomes the mean. No pushes at all count as an update, too."""
         ...
 
-    def parameters(self, bucket: int) -> torch.Tensor:
-        """All of *bucket* as it is, flat, in a tensor that nobody writes again."""
-        ...
-
-    def mix(self, bucket: int, parameters: torch.Tensor, part: float) -> None:
-        """w <- (1 - *part*) w + *part* times these *parameters*, of all of the bucket. The
-        optimizer's state stays. Counts as an update."""
-        ...
-
     def zero_momentum(self, bucket: int) -> None:
         """Make the optimizer's running mean of gradients nought, of all that this server
         holds of *bucket*: SGD's momentum buffer, Adam's first moment. Second moments and
@@ -173,16 +164,6 @@ class Discipline(Protocol):
         which `ended` was *step*; or other parameters were loaded, and this object is a fresh
         copy. All buckets have the version of then, and at least *step*. Called before
         anything else."""
-        ...
-
-
-@runtime_checkable
-class Selective(Discipline, Protocol):
-    """A discipline that some pushes do not fit."""
-
-    def check_push(self, hyperparameters: Hyperparameters, weight: float) -> None:
-        """Raise `UsageError` for a push that the method cannot apply. Called before anything has
-        changed: `pushed` refuses nothing."""
         ...
 
 

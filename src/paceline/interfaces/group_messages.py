@@ -17,16 +17,13 @@ Hyperparameters = list[dict[str, Any]]
 
 
 class Gradients(msgspec.Struct, tag="gradients", kw_only=True):
-    """The payload is what the sender has applied to *bucket*, or its parameters: see
-    `interfaces.Parcel`."""
+    """The payload is what the sender has applied to *bucket*: see `interfaces.Parcel`."""
 
     bucket: int
     gradients: int
     weight: float
     used: list[bool]
     hyperparameters: Hyperparameters
-    version: int = 0
-    is_model: bool = False
     steps: dict[int, int] = {}
 
 

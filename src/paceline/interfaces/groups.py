@@ -112,11 +112,9 @@ class Parcel(NamedTuple):
     """What one server has applied to a bucket, and the others have not yet.
 
     *values*: flat, of all the bucket's units: the mean of *gradients* gradients, by weight, whose
-    weights add up to *weight*; or, where *is_model*, the sender's parameters. *used*: per unit,
-    whether any of them has it. *hyperparameters*: see `GradientSum`. *version*: how many
-    gradients the sender had applied to the bucket, from whomever. *steps*: by worker whose
-    gradients are in it: those of all steps before this one are in it, or in an earlier one. The
-    server fills that in.
+    weights add up to *weight*. *used*: per unit, whether any of them has it. *hyperparameters*: see
+    `GradientSum`. *steps*: by worker whose gradients are in it: those of all steps before this one
+    are in it, or in an earlier one. The server fills that in.
     """
 
     bucket: int
@@ -125,8 +123,6 @@ class Parcel(NamedTuple):
     used: Sequence[bool]
     hyperparameters: Hyperparameters
     values: torch.Tensor
-    version: int = 0
-    is_model: bool = False
     steps: Mapping[int, int] = MappingProxyType({})
 
 

@@ -20,7 +20,7 @@ shares of data by speed are not here (`paceline.Sampler(..., shares="speed")` de
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from paceline.interfaces import Discipline, Groups, MethodSummary, read_members
 from paceline.methods.gssp.discipline import GroupDiscipline, Passing
@@ -31,7 +31,7 @@ from paceline.methods.gssp.worker import InGroups
 @dataclass(frozen=True, kw_only=True)
 class GroupingSGD(InGroups):
     """Mean gradients of groups by hand, ``members=0-3+4-7``; without, all are one group, which
-    is bsp on a server. *damping*: whether a group's mean counts for less where it is stale."""
+    is bsp on a server. A group's mean counts for less where it is stale."""
 
     name: ClassVar[str] = "grouping-sgd"
     summary: ClassVar[MethodSummary] = MethodSummary(
@@ -48,8 +48,6 @@ class GroupingSGD(InGroups):
         ),
     )
 
-    damping: Literal["none", "staleness"] = "staleness"
-
     def groups(self, workers: int) -> Groups:
         return (
             read_members(self.members, workers)
@@ -61,10 +59,6 @@ class GroupingSGD(InGroups):
         return GroupDiscipline(
             self.groups(workers),
             Rounds(together=True),
-            Passing(
-                period=1,
-                damping="none" if self.damping == "none" else "own-staleness",
-                topology=self.topology,
-            ),
+            Passing(period=1, damps=True, topology=self.topology),
             measure_steps=20,
         )

@@ -11,10 +11,9 @@ authors' settings, lr 0.8 for 8 workers together and 0.1 for each; without it th
 NaN.) A step is one of each worker's in both phases: schedules go on unchanged.
 
 Momentum lives on the server, and goes on as a mean over the last few *updates*: n times fewer samples
-than before. `momentum` says what becomes of it at the switch. ``zero`` makes it nought: SGD's momentum buffer
-and Adam's first moment; second moments stay. ``keep`` leaves it. In the notes of the authors' repository
-kept momentum ended at a training loss of 0.04 to 0.33, zeroed at 0.001 to 0.002; scaling it, or
-letting it grow again, was as good as zeroing it, and is not here.
+than before. The switch zeroes it: SGD's momentum buffer and Adam's first moment. Second moments
+stay. In the notes of the authors' repository kept momentum ended at a training loss of 0.04 to 0.33,
+zeroed at 0.001 to 0.002. Scaling it, or letting it grow again, was as good as zeroing it.
 
 How many steps: the least that loses nothing, which the authors search by halving, for jobs that
 come again. `bsp_steps` counts each worker's, and 500 are 6 % of their 8,000; a shorter run is
@@ -29,7 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from paceline.buckets import Bucket
 from paceline.errors import UsageError
@@ -54,8 +53,7 @@ class SyncSwitchState(PushPullState):
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSwitch(PushPull):
-    """Wait for all in the first *bsp_steps* steps, and for nobody after them. *momentum*: what
-    becomes of it in between."""
+    """Wait for all in the first *bsp_steps* steps, and for nobody after them."""
 
     name: ClassVar[str] = "sync-switch"
     summary: ClassVar[MethodSummary] = MethodSummary(
@@ -71,7 +69,6 @@ class SyncSwitch(PushPull):
     in_the_long_run: ClassVar[Mapping[str, str]] = {"bsp_steps": "0"}
 
     bsp_steps: int = 500
-    momentum: Literal["zero", "keep"] = "zero"
 
     def __post_init__(self) -> None:
         if self.bsp_steps < 0:
@@ -90,7 +87,7 @@ class SyncSwitch(PushPull):
         return "own"
 
     def server(self, workers: int) -> Discipline:
-        return BSPThenASP(self.bsp_steps, zeroes=self.momentum == "zero")
+        return BSPThenASP(self.bsp_steps)
 
     def init(self, run: ServerRun) -> SyncSwitchState:
         state = SyncSwitchState(step=run.remote.join())
@@ -134,8 +131,8 @@ class BSPThenASP:
     A worker that was started again may not know of steps *before*. Its gradients wait for the
     others', which say it; those that were to be applied alone are, then."""
 
-    def __init__(self, bsp_steps: int, zeroes: bool) -> None:
-        self._bsp_steps, self._zeroes = bsp_steps, zeroes
+    def __init__(self, bsp_steps: int) -> None:
+        self._bsp_steps = bsp_steps
         self._before = 0
         self._rounds: dict[tuple[int, int], list[HeldPush]] = {}
         """By step and bucket."""
@@ -175,7 +172,7 @@ class BSPThenASP:
         pushes = self._taken(step, bucket)
         shard.apply_mean(bucket, pushes)
         self._ended[bucket] += 1
-        if self._zeroes and self._ended[bucket] == self._switch:
+        if self._ended[bucket] == self._switch:
             shard.zero_momentum(bucket)
         for push in pushes:
             shard.answer(push)

@@ -207,7 +207,7 @@ CASES: tuple[Case, ...] = (
     _asynchronous("ssp"),
     _asynchronous("dssp"),
     _in_groups("gssp"),
-    _in_groups("grouping-sgd:damping=none"),
+    replace(_in_groups("grouping-sgd"), counts=False),
     _pushed("asp:compression=qsgd", lossy=1 / 30),
     _pushed("ssp:compression=qsgd,answers=differences", lossy=1 / 30),
     _pushed(f"asp:{_TOP_K},answers=differences", **_SENT_LATE),
@@ -241,6 +241,5 @@ CASES: tuple[Case, ...] = (
     Case(method="ds-sync:overlap=step"),
     Case(method="sync-switch:bsp_steps=1000"),
     _SWITCHED,
-    _asynchronous("sync-switch:bsp_steps=2,momentum=keep,overlap=false"),
 )
 """Every registered method has at least one row."""

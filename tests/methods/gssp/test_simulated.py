@@ -75,7 +75,7 @@ def test_schedules_by_samples_are_at_the_same_rate_everywhere(tmp_path: Path) ->
         model = Counting()
         inner = torch.optim.SGD(model.parameters(), lr=RATE)
         optimizer = paceline.distribute(
-            model, inner, method="gssp:measure_steps=3,looks=1", fusion="wfbp"
+            model, inner, method="gssp:measure_steps=3", fusion="wfbp"
         )
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5)
         if (tmp_path / "saved").exists():
@@ -115,7 +115,7 @@ def test_where_nobody_is_slower_it_says_that_it_is_ssp() -> None:
 
 
 def test_who_has_become_as_fast_is_in_one_group_again_and_it_is_said() -> None:
-    method = "gssp:measure_steps=5,looks=1"
+    method = "gssp:measure_steps=5"
     steps, _, notes = job(
         3, method, lambda rank, now: 2.0 if rank == 2 and now < 30 else 1.0, [60] * 3
     )
@@ -142,8 +142,7 @@ def test_all_meet_though_who_has_changed_groups_is_far_ahead(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "method",
     [
-        "gssp:measure_steps=3,momentum=samples,staleness=0,period=1",
-        "gssp:measure_steps=3,exchange=models",
+        "gssp:measure_steps=3,staleness=0,period=1",
         "gssp:measure_steps=2,number_of_groups=2,compression=gd-top-k,"
         "compression.small=0,answers=differences",
         "grouping-sgd:members=0.2+1.3",

@@ -18,7 +18,7 @@ little and `measure_steps` at most (`step_times`), server 0 forms `number_of_gro
 as let nobody take more than `ratio` times as long as another one of its group, at most
 `most_groups` (`grouping`); what may be chance parts nobody. Later it looks whenever `measure_steps`
 of each were measured anew. A worker moves to another group when it has been nearer to it by
-`margin`, at `looks` looks in a row, and groups that were alike as often become one. If all are
+15 %, at two looks in a row, and groups that were alike as often become one. If all are
 about as fast there is one group: this is ssp then, and says so. ``members=0-3+4-7`` gives groups by hand,
 which stay.
 
@@ -27,9 +27,7 @@ What a step is to the optimizer
 A push has weight 1/n, and scales the learning rate; a parcel has the sum of its pushes' weights. So
 n gradients move parameters as far as a step of bsp does, and weight decay takes as much, however
 many updates that is: n/k of its own pushes and one for each parcel. What does depend on the number of
-updates is momentum: ``momentum=updates`` leaves it to torch, so that its horizon in samples is
-shorter than under bsp, as it is under ssp. With ``momentum=samples`` an update of weight w
-forgets m^w, for SGD and Adam: see `weighting`.
+updates is momentum: its horizon in samples is shorter than under bsp, as it is under ssp.
 
 Pushes carry their hyperparameters. A parcel carries those of its last push, except learning rates: each
 gradient is applied at the rate of its own step (`GradientSum`). So a schedule that counts a worker's
@@ -39,27 +37,21 @@ samples instead: gradients of all that are in the model, divided by n. A schedul
     while scheduler.last_epoch < int(optimizer.steps_of_all):
         scheduler.step()
 
-``exchange=models``: servers pass on parameters, and mix in what comes by its weight. A group then
-steps as if it were all (weights times n/k), since others' gradients do not come to it.
-``damping=staleness``: a parcel counts 1/(1 + tau); tau is how many gradients of others came to
-its bucket since the last one from there, in steps of all (n). Servers then differ by more than order.
-
 ``topology=root``: servers pass on to server 0 alone, which adds up what comes, and passes on to each what all
-but that one have applied (`paceline.parameter_server.groups.root_topology`). What comes from it counts as of one source for
-`damping`; with ``exchange=models`` it is the root's model, by the weight of all the others'.
+but that one have applied (`paceline.parameter_server.groups.root_topology`).
 
 Differs from the published code, which does not run as it is: the push counter counts, so that
 parcels are sent; groups follow measured times, where the code takes ranks modulo 4; the gate does not
 poll; BatchNorm's statistics travel; weight decay acts as often as under bsp and not once an update; groups
 have no speed class before all were measured. The root of one of its scripts steps for all groups, and its weights
-replace theirs: here each server steps. Groups, hysteresis and momentum in samples are inferred.
+replace theirs: here each server steps. Groups and hysteresis are inferred.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from paceline.errors import UsageError
 from paceline.interfaces import (
@@ -69,14 +61,15 @@ from paceline.interfaces import (
     ServerRun,
     read_members,
 )
-from paceline.methods.gssp.discipline import (
-    Exchange,
-    GroupDiscipline,
-    Passing,
-)
+from paceline.methods.gssp.discipline import GroupDiscipline, Passing
 from paceline.methods.gssp.gates import Bounded, Gate, Rounds
-from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
-from paceline.methods.gssp.weighting import by_samples, by_updates
+from paceline.methods.gssp.grouping import (
+    LOOKS,
+    MARGIN,
+    BySpeed,
+    Hysteresis,
+    Merging,
+)
 from paceline.methods.gssp.worker import GroupState, InGroups
 
 __all__ = ["GSSP"]
@@ -107,13 +100,8 @@ class GSSP(InGroups):
     ratio: float = 1.25
     staleness: int = 3
     period: int = 0
-    exchange: Exchange = "gradients"
-    damping: Literal["none", "staleness"] = "none"
-    momentum: Literal["updates", "samples"] = "updates"
     measure_steps: int = 20
     regroup: bool = True
-    margin: float = 0.15
-    looks: int = 2
 
     def __post_init__(self) -> None:
         for name, least, what in (
@@ -123,8 +111,6 @@ class GSSP(InGroups):
             ("staleness", 0, "a bound of 0 or more steps"),
             ("period", 0, "0 or more pushes; 0: as many as the group has workers"),
             ("measure_steps", 1, "1 or more steps"),
-            ("margin", 0.0, "0 or more: 0.15 is 15 %"),
-            ("looks", 1, "1 or more looks"),
         ):
             value = getattr(self, name)
             if not least <= value < float("inf"):
@@ -157,8 +143,8 @@ class GSSP(InGroups):
         if not self.members:
             hysteresis = merging = None
             if self.regroup:
-                hysteresis = Hysteresis(self.margin, self.looks)
-                merging = Merging(self.ratio, self.looks)
+                hysteresis = Hysteresis(MARGIN, LOOKS)
+                merging = Merging(self.ratio, LOOKS)
             regroup = BySpeed(
                 self.number_of_groups,
                 self.most_groups,
@@ -169,15 +155,9 @@ class GSSP(InGroups):
         return GroupDiscipline(
             self.groups(workers),
             gate,
-            Passing(
-                period=self.period,
-                exchange=self.exchange,
-                damping=self.damping,
-                topology=self.topology,
-            ),
+            Passing(period=self.period, topology=self.topology),
             self.measure_steps,
             regroup,
-            by_samples if self.momentum == "samples" else by_updates,
         )
 
     def init(self, run: ServerRun) -> GroupState:

@@ -43,11 +43,6 @@ class Clocks:
     def __iter__(self) -> Iterator[int]:
         return iter(self._steps)
 
-    @property
-    def training(self) -> int:
-        """How many workers train, in all groups."""
-        return len(self._here)
-
     def look(
         self,
         shard: Shard,

@@ -7,7 +7,6 @@ What happens where
 - `outbox`: what was applied here, until the other servers are told.
 - `step_times`: how long steps take.
 - `speeds`: who is in which group; server 0 decides. `grouping`: how.
-- `weighting`: what an update is to the optimizer.
 - here: which of them an event concerns.
 
     on push(j, g):   w = w - lr w_j g;  acc = acc + w_j g;  every so many pushes acc is passed on
@@ -17,18 +16,18 @@ A worker that changes groups learns it from an answer. Its last push here is app
 at once, and nobody waits for it any more.
 
 Staleness of what a group has made, for damping: how many gradients of others were applied to its bucket
-since what came from there before; divided by the number of workers, so that it is in steps of all. In the
-time in which a slow group makes one parcel the others do many steps.
+since its last update of it; divided by the number of workers, so that it is in steps of all. In the
+time in which a slow group makes one update the others do many steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.interfaces import Groups, HeldPush, Hyperparameters, Parcel, Shard
+from paceline.interfaces import Groups, HeldPush, Parcel, Shard
 from paceline.methods.gssp.clocks import EVER, Clocks
 from paceline.methods.gssp.gates import Gate
 from paceline.methods.gssp.grouping import BySpeed
@@ -45,30 +44,24 @@ from paceline.methods.gssp.speeds import (
     written,
 )
 from paceline.methods.gssp.step_times import Measured, StepTimes, smoothed
-from paceline.methods.gssp.weighting import Weighted, by_updates
 
-Damping = Literal["none", "staleness", "own-staleness"]
-Exchange = Literal["gradients", "models"]
 Topology = Literal["mesh", "root"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
     """How servers pass on what they have applied. *period*: after so many gradients of a bucket;
-    0: as many as the group has workers. *exchange*: gradients, or models, of which the means are
-    formed. *damping*: what is stale counts for 1/(1 + tau): parcels, where they come, so that servers
-    differ; or what this group makes ("own-staleness"), here and there. *topology*: to whom, see
-    `Meshed.has_root`."""
+    0: as many as the group has workers. *damps*: what this group makes counts for 1/(1 + tau), here
+    and there, where tau is its staleness. *topology*: to whom, see `Meshed.has_root`."""
 
     period: int = 0
-    exchange: Exchange = "gradients"
-    damping: Damping = "none"
+    damps: bool = False
     topology: Topology = "mesh"
 
 
 class GroupDiscipline:
     """One group's server; *gate* says who waits there, *regroup* how groups follow speeds, which
-    are of *measure_steps* steps at most; *weigh* what an update of a weight is to the optimizer."""
+    are of *measure_steps* steps at most."""
 
     def __init__(
         self,
@@ -77,17 +70,14 @@ class GroupDiscipline:
         passing: Passing,
         measure_steps: int,
         regroup: BySpeed | None = None,
-        weigh: Callable[[Hyperparameters, float], Weighted] = by_updates,
     ) -> None:
         self.clocks = Clocks()
         self._known = Known(groups)
-        self._gate, self._passing, self._weigh = gate, passing, weigh
-        self._outbox = Outbox(passing.exchange == "models")
+        self._gate, self._passing = gate, passing
+        self._outbox = Outbox()
         self._times, self._looks = StepTimes(measure_steps), Looks(regroup)
-        self._applied: Counter[int] = Counter()
-        """By bucket: gradients, from whomever."""
-        self._until: Counter[tuple[int, int]] = Counter()
-        """By server and bucket: how many those were when something came from there."""
+        self._others: Counter[int] = Counter()
+        """By bucket: gradients of other groups since this group's last update."""
         self._waiting: Counter[int] = Counter()
         """By worker: its pushes that are not answered."""
         self._news: dict[int, Measured] = {}
@@ -120,9 +110,6 @@ class GroupDiscipline:
         self._waiting[worker] += 1
         self._gate.take(self, shard, push, step)
         self._gate.let_go(self, shard)
-
-    def check_push(self, hyperparameters: Hyperparameters, weight: float) -> None:
-        self._weigh(hyperparameters, weight)
 
     def _enter(self, push: HeldPush) -> None:
         """The first push of a member."""
@@ -171,23 +158,14 @@ class GroupDiscipline:
         if push.applied:  # and was passed on
             shard.apply(push)
             return
-        bucket, number = push.bucket, self._known.number
-        if self._passing.damping == "own-staleness":
-            push = push._replace(weight=push.weight * self._damped(number, bucket))
-        weight = push.weight
-        if self._passing.exchange == "models":
-            # The others' gradients do not come here: the group steps as if it were all.
-            weight *= max(1, self.clocks.training) / max(1, len(self.clocks))
-        self._update(shard, push, weight)
-        self._has_come(number, bucket, gradients)
+        if self._passing.damps:
+            staleness = self._others[push.bucket] / len(self.groups.of)
+            push = push._replace(weight=push.weight / (1 + staleness))
+        shard.apply(push)
+        self._others[push.bucket] = 0
+        self._count(push.bucket, gradients)
         if self.groups.servers > 1:
             self._outbox.add(shard, push, gradients)
-
-    def _update(self, shard: Shard, push: HeldPush, weight: float) -> None:
-        how, rate, factor = self._weigh(push.hyperparameters, weight)
-        # What is passed on must stay as it is.
-        gradient = push.gradient if factor == 1.0 else push.gradient * factor
-        shard.apply(push._replace(hyperparameters=how, weight=rate, gradient=gradient))
 
     def answer(self, shard: Shard, push: HeldPush) -> None:
         shard.answer(push)
@@ -211,42 +189,30 @@ class GroupDiscipline:
 
     def outgoing(self, shard: Shard) -> list[Parcel]:
         least = self._passing.period or max(1, len(self.clocks))
-        return self._outbox.take(shard, least, self._applied)
+        return self._outbox.take(least)
 
     def owed(self, shard: Shard) -> list[Parcel]:
-        return self._outbox.take(shard, 0, self._applied)
+        return self._outbox.take(0)
 
     def incoming(self, shard: Shard, source: int, parcel: Parcel) -> None:
-        bucket = parcel.bucket
-        if parcel.is_model:
-            shard.mix(bucket, parcel.values, min(1.0, parcel.weight))
-        else:
-            push = HeldPush(
-                worker=-1 - source,
-                step=0,
-                bucket=bucket,
-                weight=parcel.weight,
-                used=parcel.used,
-                hyperparameters=parcel.hyperparameters,
-                gradient=parcel.values,
-                number=-1,
-            )
-            weight = parcel.weight
-            if self._passing.damping == "staleness":
-                weight *= self._damped(source, bucket)
-            self._update(shard, push, weight)
-        self._has_come(source, bucket, parcel.gradients)
+        push = HeldPush(
+            worker=-1 - source,
+            step=0,
+            bucket=parcel.bucket,
+            weight=parcel.weight,
+            used=parcel.used,
+            hyperparameters=parcel.hyperparameters,
+            gradient=parcel.values,
+            number=-1,
+        )
+        shard.apply(push)
+        self._others[parcel.bucket] += parcel.gradients
+        self._count(parcel.bucket, parcel.gradients)
 
-    def _has_come(self, source: int, bucket: int, gradients: int) -> None:
-        self._applied[bucket] += gradients
+    def _count(self, bucket: int, gradients: int) -> None:
+        """So many gradients were applied."""
         if bucket == 0:
             self._known.steps += gradients / len(self.groups.of)
-        self._until[source, bucket] = self._applied[bucket]
-
-    def _damped(self, source: int, bucket: int) -> float:
-        """1/(1 + tau), of what comes from there now."""
-        others = self._applied[bucket] - self._until[source, bucket]
-        return 1 / (1 + others / len(self.groups.of))
 
     def words(self, shard: Shard) -> bytes:
         news, self._news = self._news, {}

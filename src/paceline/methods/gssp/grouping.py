@@ -27,6 +27,9 @@ from paceline.methods.gssp.step_times import Measured
 APART = 4.0
 """So many standard errors; chance alone gets there once in some 16,000 pairs."""
 
+MARGIN, LOOKS = 0.15, 2
+"""By how much a worker has to be nearer to another group, at how many looks in a row, to move."""
+
 
 def fewest(seconds: Sequence[float], ratio: float, errors: Sequence[float] = ()) -> int:
     """How many groups there are at least, if nobody in a group takes more than *ratio* times

@@ -1,5 +1,4 @@
-"""What a server owes the others: the mean of the gradients that it has applied, by weight, or
-its parameters."""
+"""What a server owes the others: the mean of the gradients that it has applied, by weight."""
 
 from __future__ import annotations
 
@@ -17,16 +16,14 @@ class _Owed:
 
 
 class Outbox:
-    """Adds up, bucket by bucket. *models*: parameters are passed on, and no gradients."""
+    """Adds up, bucket by bucket."""
 
-    def __init__(self, models: bool) -> None:
-        self._models = models
+    def __init__(self) -> None:
         self._owed: dict[int, _Owed] = {}
 
     def add(self, shard: Shard, push: HeldPush, gradients: int) -> None:
         """This was applied, and stands for so many. Its memory is used up."""
-        gradient = push.gradient[:0] if self._models else push.gradient
-        its = gradient, push.weight, push.used, push.hyperparameters
+        its = push.gradient, push.weight, push.used, push.hyperparameters
         owed = self._owed.get(push.bucket)
         if owed is None:
             self._owed[push.bucket] = _Owed(GradientSum(*its), gradients)
@@ -34,13 +31,13 @@ class Outbox:
         owed.total.add(shard, push.bucket, *its)
         owed.gradients += gradients
 
-    def take(self, shard: Shard, least: int, versions: dict[int, int]) -> list[Parcel]:
+    def take(self, least: int) -> list[Parcel]:
         """What is owed of the buckets of which that is at least so many gradients. Nobody owes
         it any more."""
         due = [b for b, owed in self._owed.items() if owed.gradients >= least]
-        return [self._parcel(shard, bucket, versions[bucket]) for bucket in due]
+        return [self._parcel(bucket) for bucket in due]
 
-    def _parcel(self, shard: Shard, bucket: int, version: int) -> Parcel:
+    def _parcel(self, bucket: int) -> Parcel:
         owed = self._owed.pop(bucket)
         total = owed.total
         return Parcel(
@@ -49,7 +46,5 @@ class Outbox:
             weight=total.weight,
             used=total.used,
             hyperparameters=total.hyperparameters,
-            values=shard.parameters(bucket) if self._models else total.mean(),
-            version=version,
-            is_model=self._models,
+            values=total.mean(),
         )

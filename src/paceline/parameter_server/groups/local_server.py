@@ -277,10 +277,10 @@ class Home(ParameterServer):
             raise UsageError(
                 f"parcel: expected {units} used bits, got {len(what.used)}"
             )
-        if not 0 <= what.weight < math.inf or what.gradients < 0 or what.version < 0:
+        if not 0 <= what.weight < math.inf or what.gradients < 0:
             raise UsageError(
-                "parcel: expected a finite weight, a number of gradients and a version of 0 "
-                f"or more, got {what.weight}, {what.gradients} and {what.version}"
+                "parcel: expected a finite weight and a number of gradients of 0 or more, got "
+                f"{what.weight} and {what.gradients}"
             )
         store.check_hyperparameters(what.hyperparameters)
         if not all(map(self._members.is_one, what.steps)):
@@ -295,8 +295,6 @@ class Home(ParameterServer):
             used=what.used,
             hyperparameters=what.hyperparameters,
             values=values,
-            version=what.version,
-            is_model=what.is_model,
             steps=what.steps,
         )
 

@@ -133,9 +133,9 @@ class Root:
         self._covered.update(dict.fromkeys(items, number))
 
     def _added(self, parcels: list[Parcel]) -> Parcel:
-        """One parcel with all that is in these; of models, the one that is here."""
+        """One parcel with all that is in these."""
         first, *others = parcels
-        if not others and not first.is_model:
+        if not others:
             return first
         shard, bucket = self._home.shard, first.bucket
         total = GradientSum(
@@ -149,7 +149,7 @@ class Root:
             weight=total.weight,
             used=total.used,
             hyperparameters=total.hyperparameters,
-            values=shard.parameters(bucket) if first.is_model else total.mean(),
+            values=total.mean(),
             steps=latest([parcel.steps for parcel in parcels]),
         )
 
@@ -171,7 +171,5 @@ def described(parcel: Parcel) -> Gradients:
         weight=parcel.weight,
         used=list(parcel.used),
         hyperparameters=[dict(h) for h in parcel.hyperparameters],
-        version=parcel.version,
-        is_model=parcel.is_model,
         steps=dict(parcel.steps),
     )

@@ -132,8 +132,6 @@ class Pushes:
         if not 0 <= push.weight < math.inf:
             raise UsageError(f"push: expected a weight of 0 or more, got {push.weight}")
         store.check_hyperparameters(push.hyperparameters)
-        if self._shard.selective is not None:
-            self._shard.selective.check_push(push.hyperparameters, push.weight)
         if self._shard.coded is not None:
             self._shard.coded.check_given(worker, push.bucket)
         if push.late and self._shard.in_parts is None:

@@ -17,7 +17,6 @@ from paceline.interfaces import (
     HeldPush,
     Informed,
     InParts,
-    Selective,
     Shard,
     Sparing,
     Timed,
@@ -122,7 +121,6 @@ class HeldShard:
         self.timed = discipline if isinstance(discipline, Timed) else None
         self.in_parts = discipline if isinstance(discipline, InParts) else None
         self.informed = discipline if isinstance(discipline, Informed) else None
-        self.selective = discipline if isinstance(discipline, Selective) else None
         self.spares = isinstance(discipline, Sparing) and discipline.spares
 
     @property
@@ -264,12 +262,6 @@ class HeldShard:
     def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
         fresh = [push for push in pushes if not push.applied]
         self._take(Update(bucket, fresh, together=True))
-
-    def parameters(self, bucket: int) -> torch.Tensor:
-        return self.store.parameters(bucket)
-
-    def mix(self, bucket: int, parameters: torch.Tensor, part: float) -> None:
-        self.store.mix(bucket, parameters, part)
 
     def zero_momentum(self, bucket: int) -> None:
         if self.clipped is not None:

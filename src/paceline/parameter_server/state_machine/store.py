@@ -136,12 +136,6 @@ class Store:
         self.versions[bucket] += 1
         self._snapshots[bucket].clear()
 
-    def mix(self, bucket: int, parameters: torch.Tensor, part: float) -> None:
-        """See `Shard.mix`."""
-        self.flats[bucket].lerp_(parameters, part)
-        self.add_work(added=self.bytes[bucket])
-        self.updated(bucket)
-
     def zero_momentum(self, bucket: int) -> None:
         """See `Shard.zero_momentum`."""
         for state in self._updater.state(self._pieces[bucket]):
