@@ -90,6 +90,37 @@ def test_few_packages_and_modules_stand_at_the_top():
     assert len(modules) <= MOST_MODULES
 
 
+MOST_LINES_OF_A_MAP = 30
+
+
+def map_of(init):
+    """The lines of a package's docstring that say what its modules are for."""
+    text = ast.get_docstring(ast.parse(init.read_text())) or ""
+    return [line for line in text.splitlines() if line.startswith("- `")]
+
+
+@pytest.mark.parametrize(
+    "init",
+    sorted(SOURCE.glob("*/**/__init__.py")),
+    ids=lambda init: init.parent.relative_to(SOURCE).as_posix(),
+)
+def test_a_package_s_docstring_names_its_modules_and_nothing_else(init):
+    """In lines like "- `name`, `other`: what they are for", in reading order."""
+    folder = init.parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    modules |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    lines = map_of(init)
+    # A name counts at the start of a line, or after "; " or ". ", before its colon.
+    named = [
+        name
+        for line in lines
+        for names in re.findall(r"(?:^- |; |\. )((?:`\w+`(?:, )?)+):", line)
+        for name in re.findall(r"\w+", names)
+    ]
+    assert sorted(named) == sorted(modules), f"mend the list at the top of {init}"
+    assert len(lines) <= MOST_LINES_OF_A_MAP
+
+
 def part_of(path):
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 

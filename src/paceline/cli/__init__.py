@@ -2,6 +2,22 @@
 
 Words are read before torch is imported, which takes seconds: so --help and what is
 misspelt are answered at once. A verb imports what it works with in its own function.
+
+- `run`, `emulate`, `simulate`: run a script in the real, the emulated or the simulated runtime.
+- `plan`, `plan_switches`: predict which method, or which upgraded switches, are fastest.
+- `compare`: train with several methods, and compare them.
+- `doctor`: find what slows a training down.
+- `probe`, `profile`: measure a network, or a training step.
+- `serve`, `aggregate`: a parameter server, or an aggregator, on a host of its own.
+- `check`: what this machine can emulate.
+- `list`: methods, compressors and collectives.
+- `options`: options that several verbs share.
+- `arguments`: which arguments are paceline's, torchrun's and the script's.
+- `given`: options that describe a network or compute times.
+- `compute_times`, `script_plan`: a script's compute times, and its plan.
+- `registering`: whether a script adds rows to the registries, told without running it.
+- `progress`, `live`: progress shown at a terminal.
+- `merge_traces`: one view of paceline's trace and torch.profiler's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,18 @@
-"""The network and the model's load on it, described; no I/O, and no time but what callers bring."""
+"""The network and the model's load on it, described; no I/O, and no time but what callers bring.
+
+- `cluster`, `rack`: a `Cluster`: racks of hosts, their links and speeds.
+- `cluster_file`: clusters as TOML files.
+- `rules`: changes during a run: links that slow down, workers that die.
+- `workload`: a `Workload`: what a training step computes, tensor by tensor.
+- `flop_counter`: the same, counted from a module's operations.
+- `stand_in`: a model with a workload's tensors and times, and nothing else.
+- `links`: messages over links, first in, first out; start here for simulated networks.
+- `bandwidth`: how concurrent transfers share links: max-min fairness.
+- `activity`, `flow_table`: one transfer, and many of them as columns of numbers.
+- `transfer`: when given transfers end.
+- `probe`: measures a network and describes it as a cluster.
+- `profiling`: measures compute times and compression times.
+"""
 
 from paceline.cluster.cluster import Cluster, Processor, ServerHost
 from paceline.cluster.cluster_file import (

@@ -2,6 +2,22 @@
 
 ``COLLECTIVES`` maps a collective's name to its class. `make` finds one by name, and `over`
 makes a training's communicator form its averages so.
+
+- `communicator`: the `Comm` over torch.distributed; start here.
+- `algorithms`: the collectives of the registry.
+- `schedules`: all-reduce, broadcast and others as data; `composition`: schedules made of schedules.
+- `halving_doubling`, `hierarchical`, `reduce_scatter`: one algorithm each.
+- `execute`: performs a schedule on real tensors.
+- `send_receive`: messages between two ranks.
+- `pending`, `continuations`: operations under way, and the work that follows them.
+- `autotune`: the cheapest collective for a message.
+- `pricing`, `timing`: a schedule's time on a cluster, without and with other traffic.
+- `placement`: the rack and host of each rank.
+- `ring_order`: adds in gloo's ring order, so that real and simulated runs round alike.
+- `server_communicator`: averages formed by a parameter server.
+- `no_collectives`: the `Comm` of workers that meet only at their servers.
+- `in_network`: sums formed beside a switch.
+- `table`: the docs' table of collectives.
 """
 
 from __future__ import annotations

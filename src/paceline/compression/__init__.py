@@ -3,6 +3,18 @@
 ``COMPRESSORS`` maps a compressor's name to its class, `make` turns a spec into a compressor.
 Every lossy one may begin later (`Later`), and all but those with a memory of their own may
 have residuals (`Residuals`): the practical wraps the pure.
+
+- `no_compression`, `casts`: all of it, or 16 bits of each number.
+- `quantization`, `quantizer`, `blocks`: int8 and int4, block by block.
+- `top_k`, `gd_top_k`, `dgc`: the largest elements.
+- `powersgd`: products of thin factors.
+- `sparse`, `selection`, `value_bins`: values with their places, and how these are chosen and packed.
+- `gathered`: base of compressors whose output can be decompressed per worker.
+- `packing`: a bucket's tensors in one flat buffer.
+- `wrapper`, `error_feedback`, `dense_warmup`: wrappers: error feedback, dense first steps.
+- `counter_random`: random numbers from a key and a counter.
+- `contrib`: compressors that researchers compare with.
+- `table`: the docs' table of compressors.
 """
 
 from __future__ import annotations

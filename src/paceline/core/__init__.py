@@ -1,17 +1,24 @@
 """One worker's training: PyTorch's hooks become a method's hooks.
 
-- `distribute`, `start`: `paceline.distribute`; `settings`, `method_spec`: what it is told.
-- `optimizer`: what it gives back; `active_training`: which training that is, where methods change.
+- `distribute`, `start`: `paceline.distribute`, from its arguments to a training.
+- `settings`, `method_spec`: the user's choices, as arguments and as a spec.
+- `optimizer`: the wrapped optimizer; `active_training`: its training, where methods change.
 - `training`: `Training`, which the wrapped optimizer calls; start here. `parts`: what it is made of.
 - `backward_passes`: hooks into the user's model: which passes are a step's.
 - `step`: what the method is told in a step, and what training itself sends.
 - `reducer`: gradients, from their hooks into buckets, and on in plan order.
-- `presence`: who trains, as this worker knows it; `participation`: how workers learn it, beside
-  the means that they form; `delayed_participation`: how workers in groups do.
-- `averages`: what a method's means are made of; `compressed_average`: through a compressor.
+- `averages`, `compressed_average`: the averages that a method asks for, and those of compressors.
 - `run`: the `Run` that a method sees, one kind for each kind of method.
+- `method_hooks`: calls a method's hooks.
+- `presence`: the active workers, as this worker knows them.
+- `participation`, `group_participation`, `delayed_participation`: how workers learn who is active.
+- `batch_weights`: the weight of each backward pass in the average.
+- `sampler`: `Sampler`: each worker's share of every batch.
+- `initial_sync`, `sync`: all ranks begin with the same model and options.
+- `model_checks`, `same_data_check`, `sent_gradient_check`: mistakes that would train wrongly.
 - `lazy_parameters`, `parameter_use`: when a module is about to use parameters.
-- `method_hooks`: calls a method's hooks, and refuses those that there are not.
-- `step_listeners`: those who only watch: compute time, the planner, and others.
+- `step_listeners`, `step_loggers`, `metrics`: observers of steps: compute times, loggers, numbers.
+- `faults`: why a training cannot go on.
+- `random_state`: random generators: seeded, saved and restored.
 - `checkpoint`: `save` and `load`; `own_state`: what a checkpoint keeps of one worker alone.
 """

@@ -12,6 +12,7 @@ Files are split by who implements a seam and who uses it. Low to high:
 - `groups`: servers that hold the whole model each, for a group of workers.
 - `gradient_sum`: one gradient in place of several, of which each has its own learning rate.
 - `server`: a server, or another service, as a state machine, and what it sends.
+- `server_messages`, `group_messages`: messages of workers and servers, and between group servers.
 - `remote_model`: a model's parameters on their servers, as one worker's method sees them.
 - `compression`: a `Compressor` says what is sent of a mean's tensors.
 - `consistency`: what becomes of a gradient, from exact to asynchronous.
@@ -21,7 +22,9 @@ Files are split by who implements a seam and who uses it. Low to high:
   buckets, means, who takes part.
 - `method`: `Method` says when, and with whom, workers agree.
 - `worker_state`: `OwnState` is what a worker has of its own, and a checkpoint keeps per worker.
+- `trainings`: the trainings of one worker's script, and its options.
 - `runtime`: where a worker lives: its rank, its clock, its way to spend compute time.
+- `current_runtime`: the caller's runtime.
 
 No seam here has a time-out of its own: when a peer is gone, the world's transport raises
 (gloo and NCCL by connection loss, the virtual world at once), and every call here lets

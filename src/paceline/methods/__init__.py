@@ -2,6 +2,19 @@
 
 ``METHODS`` maps a method's name to its class. `make` turns a spec into a method object,
 `check_survives` says which of them outlive a worker.
+
+- `bsp`: averages gradients in every step, as DDP does; start here.
+- `asp`, `ssp`, `dssp`, `backup`, `r2sp`: methods over a parameter server.
+- `push_pull`: the worker's half of methods whose server updates.
+- `sync_switch`, `grouping_sgd`: synchronous at first; synchronous inside groups.
+- `forward_overlap`: exact methods whose messages overlap with the next forward pass.
+- `osp`: overlapped synchronization in two stages.
+- `ds_sync`: divide-and-shuffle averages of small groups.
+- `gssp`: SSP inside groups of workers of similar speed.
+- `local_updates`: local SGD, DiLoCo and others.
+- `contrib`: relatives of these, one file each.
+- `flat_tensors`: tensors that are averaged beside gradients, as one.
+- `table`: the docs' table of methods.
 """
 
 from __future__ import annotations

@@ -1,1 +1,8 @@
-"""The parameter server: a state machine (`parameter_server.state_machine.server`), and the shells that run it."""
+"""The parameter server: a state machine, and the processes and clients around it.
+
+- `state_machine`: the server without I/O; start here.
+- `client`: a worker's end of its servers.
+- `process`: server processes: started, watched, saved.
+- `groups`: several servers, each with the whole model for a group of workers.
+- `optim`: torch's optimizers, applied to parts of their parameters.
+"""

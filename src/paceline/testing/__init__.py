@@ -12,6 +12,13 @@ applies to it under every fusion rule, in the virtual world (`check_method`) and
 Compressors have a list of laws of their own (`COMPRESSOR_CHECKS`), held on workers that are
 only simulated: ``check_compressor(MyCompressor(density=0.01))``. So have methods whose server
 updates (`paceline.testing.server_checks`): ``check_server(lambda: MyMethod().server(3), workers=(3,))``.
+
+- `cases`: the table of methods: a row each; start here.
+- `method_checks`, `restart_checks`: laws of methods; `__main__`: all of them in real processes.
+- `compressor_checks`, `lockstep`, `compared`: laws of compressors.
+- `server_checks`: laws of methods whose server updates.
+- `task`, `problems`: what the checks train.
+- `inspection`: what an optimizer trains with.
 """
 
 from paceline.testing.cases import CASES, Case

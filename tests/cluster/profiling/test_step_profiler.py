@@ -18,7 +18,7 @@ import paceline
 from paceline.cluster import Workload
 from paceline.cluster.profiling import WARM_UP_STEPS, Profiler, times_of, with_times
 from paceline.errors import UsageError
-from paceline.runtimes.simulated import runtime as world
+from paceline.runtimes.simulated import simulation as world
 from tests.support.simulations import run_on, simulation
 
 UPDATE = 0.25

@@ -1,7 +1,13 @@
 """Measure a network as training meets it, and describe it so that it can be simulated.
 
-`measure` runs on every worker of a job, in whatever world; `infer` makes a `Cluster` of what
-it found; ``python -m paceline.cluster.probe`` is the script that ``paceline probe`` launches.
+- `__main__`: the script that ``paceline probe`` launches on every worker.
+- `measure`: measures between the workers of a job, in any runtime.
+- `pairs`: bandwidth from one worker's host to another's, alone and under load.
+- `tcp_counters`: the kernel's counts of this process's TCP connections.
+- `result`: the measurements as data.
+- `infer`: a `Cluster` from these.
+- `racks`: which workers share a rack.
+- `tables`: the measurements for people.
 """
 
 from paceline.cluster.probe.infer import infer_cluster

@@ -1,5 +1,13 @@
-"""What training costs on this machine, measured: computing (`Profiler`), and coding gradients
-(`coding_times`), of which `price` makes a table."""
+"""What training costs on this machine, measured: computing and compressing gradients.
+
+- `step_profiler`: `Profiler`: compute times of a training step, tensor by tensor.
+- `timers`: times on the host's clock or in a CUDA stream.
+- `step_habits`: passes in a step, and whether the script uses gradients.
+- `gradient_dump`: real gradients of some steps, in files.
+- `compressors`: `coding_times`: the time to compress a gradient.
+- `busy`: the same while all cores compress.
+- `compressor_costs`: `price`: time and size of each compressor on one model.
+"""
 
 from paceline.cluster.profiling.busy import coding_times_of_busy
 from paceline.cluster.profiling.compressor_costs import (

@@ -1,13 +1,20 @@
 """Sums formed where the switch is: a program on a host beside it adds up workers' datagrams.
 
-- `packets`: what travels, and how it is known to be genuine.
-- `slots`: the slots of one job, after SwitchML and Rina; `best_effort`: those that jobs
-  compete for, after ATP, and the server that they fall back to.
-- `jobs`: several jobs and their leases.
+Modules named as state machines do no I/O and work on whole batches.
+
+- `switchml`, `atp`, `rina`: the collectives; `algorithms`: what they share.
+- `aggregation`: which runtime forms the sums, and how.
+- `datagram_sums`, `sum_queue`: sums of real and emulated jobs, one queue a thread.
+- `job_end`, `lookout`: how ranks find their aggregators and each other.
 - `fixed_point`: numbers as integers that add up exactly, without overflow.
-- `stream`, `operations`, `forwarding`, `timers`: a worker's side.
-- All of these are machines without I/O, and work on whole batches. Sockets are in `server` (the
-  aggregator), `client` (a worker's end, on `ends`), `atp_server` (a best-effort job's server) and
-  `served` (its workers' ends), over `datagrams`; `registration` is the connection on which a job
-  registers.
+- `packets`: the wire format, and how it is authenticated.
+- `slots`, `best_effort`: state machines of a job's slots: leased (SwitchML, Rina) or competed for (ATP).
+- `jobs`: several jobs and their leases, as a state machine.
+- `stream`, `patient_stream`, `operations`, `timers`: a worker's side, as state machines.
+- `forwarding`: the next aggregator's side of sums that leave a rack.
+- `topology`: a ring of racks; `atp_tree`, `atp_routes`, `atp_pricing`: ATP's tree, routes and cost.
+- `server`, `registration`: the aggregator process, and the connection on which jobs register.
+- `client`, `ends`, `served`, `ring_session`, `atp_session`: workers' ends, on sockets.
+- `atp_server`, `sums_service`: the servers that ATP falls back to.
+- `datagrams`, `udp_socket`: UDP sockets, one datagram or a batch a system call.
 """

@@ -1,8 +1,14 @@
 """`save` and `load`: a job's whole state, as plain data in files of `torch.save`.
 
-A checkpoint is a folder: one file with what all workers share, one for each worker's own part
-(`worker_state`), and an index. They hold data alone (`structure`), and are read as data alone: no
-checkpoint can run code (`files`). `folder` says how a checkpoint replaces the one before.
+A checkpoint is a folder: one file with what all workers share, one for each worker's own part,
+and an index. It is read as data alone: no checkpoint can run code.
+
+- `folder`: where a checkpoint lies, and how it replaces the one before.
+- `files`: writes and reads one file, whole or not at all.
+- `structure`: a nested state as plain data.
+- `worker_state`: each worker's own part.
+- `method_switch`: checkpoints of trainings that change their method.
+- `run_on_all`: steps that fail on all workers if they fail on one.
 """
 
 from __future__ import annotations

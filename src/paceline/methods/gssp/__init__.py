@@ -45,6 +45,13 @@ parcels are sent; groups follow measured times, where the code takes ranks modul
 poll; BatchNorm's statistics travel; weight decay acts as often as under bsp and not once an update; groups
 have no speed class before all were measured. The root of one of its scripts steps for all groups, and its weights
 replace theirs: here each server steps. Groups and hysteresis are inferred.
+
+- `worker`: the worker's half.
+- `discipline`: the server's half; start here.
+- `gates`: when gradients inside a group are applied, and when its workers go on.
+- `clocks`: the pushes that each worker has made.
+- `outbox`: what a server owes the others.
+- `speeds`, `grouping`, `step_times`: groups, from measured step times.
 """
 
 from __future__ import annotations

@@ -4,6 +4,17 @@ Workers take some steps by themselves, and then average what they have become, o
 outer step with it. `LocalUpdates` is the program, and each preset a row of the registry with
 the defaults of its paper; all have the same options, so that any of them can be turned into
 any other.
+
+- `updates`: the program: `LocalUpdates`; start here. `options`: its hyperparameters.
+- `local_sgd`, `post_local_sgd`, `slowmo`, `hierarchical`: presets.
+- `diloco`, `streaming_diloco`, `sparse_loco`: presets with hundreds of local steps.
+- `rounds`: one average of the workers' models.
+- `fragments`: parts of the model, each with its anchor and outer momentum.
+- `outer_optimizer`: the outer step.
+- `moments`: the inner optimizer's state, where that is averaged.
+- `groups`: who averages between two averages of all workers.
+- `whole_model`: the average of all models outside of rounds.
+- `saved_state`: what a checkpoint keeps.
 """
 
 from __future__ import annotations

@@ -10,6 +10,14 @@ exact value takes that one's place, so no gradient is lost or applied twice.
 Deferred is what is ready last, and not, as in the paper, what is least important: importance
 (PGP), the sum of abs(parameter x mean gradient), decides among equals. The text of the paper
 could not be read beyond its abstract: ``docs/osp.md`` says where a reconstruction had a choice.
+
+- `options`: the hyperparameters.
+- `worker`: what a worker does in both forms; start here.
+- `all_reduce`, `parameter_server`: the two forms: how gradients travel.
+- `discipline`: the server's half.
+- `deferral`, `deferral_policy`: which pieces are deferred, and who decides it.
+- `measurement`, `reports`: what decisions are made from, and how it travels.
+- `piece_layout`: where each piece of the model lies.
 """
 
 from __future__ import annotations

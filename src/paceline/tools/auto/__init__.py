@@ -1,9 +1,12 @@
 """``method="auto"``: a training that finds out by which method it goes on.
 
 - `config`: what the user says.
-- `controller`: what is decided, step by step, on all workers alike: no network, no clock.
-- `course`: joins that to one training; start here.
-- `agreement`, `quick_probe`, `step_watch`, `planner_process`, `decision_cache`, `decision_text`: messages, the network, a step's times, predictions in
-  another process, the file of the decision, and what people read.
-- `method_switching`: how one method ends between two steps, and another begins.
+- `course`: joins the controller to one training; start here.
+- `controller`: decisions, step by step, on all workers alike; `interfaces`: what it needs.
+- `measurements`, `step_watch`, `quick_probe`: a step's times, and the network.
+- `script_constraints`: what the script does that some methods do not allow.
+- `planner_process`, `__main__`: predictions in another process.
+- `agreement`: small messages among all ranks.
+- `decision`, `decision_text`, `decision_cache`: a decision as data, for people, and in a file.
+- `method_switching`, `switched_state`: one method ends between two steps, another begins.
 """

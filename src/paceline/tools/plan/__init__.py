@@ -3,6 +3,19 @@
 `plan` is a pure function of a cluster and a workload: equal arguments, equal plans, to the bit.
 It runs simulations, which take the process for themselves: beside a training it runs in a process
 of its own.
+
+- `search`: predicts every candidate; start here.
+- `candidates`, `promise`: what is worth predicting, and in which order.
+- `predict`: one candidate in virtual time; `predictor`: many of them, in several processes.
+- `prediction_cost`, `merged_tensors`: keep predictions quick.
+- `compression_times`: measured compression times of the best candidates.
+- `lower_bound`, `break_even`: limits of any method, and of the network.
+- `estimates`, `rows`: a plan as data.
+- `suggestions`, `what_if`: what other options, more workers or faster links would give.
+- `script`: what a script trains.
+- `traced_step`: a step of a candidate, moment by moment.
+- `report`, `headline`, `tables`, `pictures`: a plan for people.
+- `switch_upgrades`, `switch_upgrades_report`: which switches to upgrade first.
 """
 
 from paceline.tools.plan.estimates import LeftOut, Plan, Row
