@@ -282,9 +282,9 @@ def test_what_a_compressor_takes_is_measured_when_it_is_first_used(paceline, tmp
     plain = Workload.load(RESULT)
     assert plain.shapes == ((8, 6), (8,), (1, 8), (1,))
     assert not plain.coding
-    code = ("--method", "bsp:compression=int8,compression.block=64")
+    code = ("--method", "bsp:compression=int8")
     output = paceline(*words, *code)
-    spec = "int8:block=64,rounding=nearest,seed=0,residuals=false"
+    spec = "int8:rounding=nearest,residuals=false"
     assert f"profiling again: {RESULT}: it does not say what compression" in output.err
     known = Workload.load(RESULT)
     assert list(known.coding) == [spec]

@@ -8,7 +8,7 @@ from paceline.testing import COMPRESSOR_CHECKS, check_compressor
 from tests.compression.toys import Halves, RankOne, TopK
 
 OTHERS = [
-    *("int8:rounding=stochastic", "int4:rounding=stochastic,block=64"),
+    *("int8:rounding=stochastic", "int4:rounding=stochastic"),
     "top-k:density=0.2,chunk=100,bits=2,small=0",
     *("dgc:nesterov=true,small=0", "dgc:momentum=0", "ef21:start=code,small=0"),
     "gd-top-k:epoch_steps=2,speed=fastest,small=0",

@@ -11,7 +11,7 @@ from paceline.compression.blocks import Blocks
 from paceline.compression.counter_random import Chance
 from paceline.testing import inspect
 from paceline.testing.lockstep import Workers
-from tests.compression.test_blocks import STOCHASTIC, mean_of, random, through
+from tests.compression.test_blocks import STOCHASTIC, in_blocks, random, through
 from tests.compression.toys import SignAlone
 from tests.support.simulations import run
 
@@ -82,7 +82,12 @@ def is_right_in_the_mean(values, drawn):
     )
 
 
-UNBIASED = [QSGD(), QSGD(levels=1, block=16), STOCHASTIC, Int4(rounding="stochastic")]
+UNBIASED = [
+    QSGD(),
+    in_blocks(QSGD(), 16, levels=1),
+    STOCHASTIC,
+    Int4(rounding="stochastic"),
+]
 
 
 @pytest.mark.parametrize("code", UNBIASED, ids=str)
@@ -100,7 +105,7 @@ def test_codes_to_the_nearest_are_not(code):
 @pytest.mark.parametrize("block", [16, 128])
 def test_qsgd_errs_as_the_paper_says(levels, block):
     """Lemma 3.1: by min(B / s^2, sqrt(B) / s) of |v|^2 at most."""
-    values, drawn = draws_of(QSGD(levels=levels, block=block))
+    values, drawn = draws_of(in_blocks(QSGD(), block, levels))
     error = (drawn - values).square().sum(1).mean()
     bound = min(block / levels**2, math.sqrt(block) / levels)
     assert bound / 20 < error / values.square().sum() <= bound
@@ -121,16 +126,6 @@ def test_it_is_drawn_anew_each_time_and_on_each_worker(code):
     drawn = [sent[0] for sent in (*first, *second)]
     for number, one in enumerate(drawn):
         assert all(not torch.equal(one, other) for other in drawn[:number])
-
-
-@pytest.mark.parametrize(
-    "kind", [QSGD, lambda seed: Int8(rounding="stochastic", seed=seed)]
-)
-def test_another_seed_draws_other_numbers(kind):
-    values = torch.linspace(-1, 1, 200)
-    one, same, other = (mean_of(kind(seed=n), values).results[0][0] for n in (1, 1, 2))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
 
 
 def numbers(key, count=2**16, begin=0):

@@ -301,9 +301,9 @@ def test_keys_of_a_spec():
         ("bsp:compression=int9", "unknown compression 'int9'. Did you mean 'int8'?"),
         (
             "bsp:compression=int8,compression.bits=4",
-            "compression 'int8': unknown key 'bits'. Known: block, decay, dense_steps, residuals",
+            "compression 'int8': unknown key 'bits'. Known: decay, dense_steps, residuals, rounding",
         ),
-        ("bsp:compression.seed=4", "without 'compression'"),
+        ("bsp:compression.rank=4", "without 'compression'"),
         (
             "bsp:compresion=int8",
             "unknown key 'compresion'. Did you mean 'compression'?",

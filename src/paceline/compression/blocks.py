@@ -33,10 +33,9 @@ import torch
 from paceline.compression.counter_random import Chance
 from paceline.compression.packing import Reader
 from paceline.compression.quantizer import SCALE, Grain, mark
-from paceline.errors import UsageError
 from paceline.interfaces import Shape
 
-SMALLEST, LARGEST = 16, 2**16
+SMALLEST = 16
 """Of a block, in elements."""
 PIECE = 2**18
 """Elements that are worked on at a time on a CPU."""
@@ -274,15 +273,6 @@ def _blocks_of(
         block //= 2
     at_once = max(1, PIECE // block) if device == "cpu" else 2**62 // block
     return Blocks(sizes, rows, block, grain, at_once)
-
-
-def check_block(block: int) -> None:
-    """Raises `UsageError` for a block that cannot be."""
-    if not SMALLEST <= block <= LARGEST or block & (block - 1):
-        raise UsageError(
-            f"block: expected a power of two from {SMALLEST} to {LARGEST} (elements with one "
-            f"scale), got {block}"
-        )
 
 
 def _split(row: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:

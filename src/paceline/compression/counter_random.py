@@ -19,6 +19,9 @@ import torch
 
 from paceline.interfaces import COMMON, State
 
+SEED = 0
+"""Of all streams."""
+
 A_WORD = 4
 """Numbers that are made of one word of 64 bits."""
 
@@ -45,10 +48,10 @@ class Chance:
         values.add_(drawn, alpha=2.0**-16).add_(0.5 + 2.0**-17)
 
 
-def stream(seed: int, name: str, rank: int) -> State:
+def stream(name: str, rank: int) -> State:
     """What a tensor keeps so that nothing is drawn twice."""
-    common = {"stream": _key(seed, name), "draws": 0}
-    return {"stream": _key(seed, name, rank), COMMON: common}
+    common = {"stream": _key(SEED, name), "draws": 0}
+    return {"stream": _key(SEED, name, rank), COMMON: common}
 
 
 def draw(states: Sequence[State]) -> tuple[Chance, Chance]:

@@ -26,7 +26,7 @@ from typing import ClassVar, Literal
 import torch
 
 from paceline.compression import counter_random
-from paceline.compression.blocks import Blocks, blocks_of, check_block
+from paceline.compression.blocks import Blocks, blocks_of
 from paceline.compression.gathered import Alone
 from paceline.compression.no_compression import summed
 from paceline.compression.packing import dense, is_lossy, real_type
@@ -52,16 +52,10 @@ class Int8(Alone):
     A block with a number that is not finite is not a number at all in the result.
     """
 
-    block: int = 256
-    """Elements with one scale, at most: a power of two."""
-
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """To the nearest, which sends elements below 1/254 of a block's largest (int4: 1/14) as
     zero in every step, unless there are residuals; or up or down by chance, so that the
     expected result is exact."""
-
-    seed: int = 0
-    """Of the numbers that stochastic rounding draws; nothing else draws from them."""
 
     name: ClassVar[str] = "int8"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
@@ -72,10 +66,9 @@ class Int8(Alone):
         ),
     )
     grain: ClassVar[Grain] = Grain(levels=127, bits=8, norm="largest")
+    block: ClassVar[int] = 256
+    """Elements with one scale, at most: a power of two."""
     decoding: ClassVar[float] = 5.5
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
 
     @property
     def unbiased(self) -> bool:
@@ -108,7 +101,7 @@ class Int8(Alone):
     def init(self, like: torch.Tensor, name: str, rank: int) -> State:
         if self.rounding == "nearest":
             return {}
-        return counter_random.stream(self.seed, name, rank)
+        return counter_random.stream(name, rank)
 
     def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
         """Numbers that were drawn are not drawn again."""

@@ -20,10 +20,9 @@ from typing import ClassVar
 import torch
 
 from paceline.compression import counter_random
-from paceline.compression.blocks import Blocks, blocks_of, check_block
+from paceline.compression.blocks import Blocks, blocks_of
 from paceline.compression.gathered import Alone
 from paceline.compression.quantizer import Grain
-from paceline.errors import UsageError
 from paceline.interfaces import CompressorSummary, Shape, State, StateKind
 
 
@@ -37,15 +36,6 @@ class QSGD(Alone):
     pushes to servers, and for workers that come and go.
     """
 
-    levels: int = 127
-    """Above zero: the paper's s. With fewer it errs more, and sends as much."""
-
-    block: int = 128
-    """Elements with one norm, at most: a power of two."""
-
-    seed: int = 0
-    """Of the numbers that are drawn; nothing else draws from them."""
-
     name: ClassVar[str] = "qsgd"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         sends="1 byte an element and 4 a block, to every other worker",
@@ -54,20 +44,17 @@ class QSGD(Alone):
     unbiased: ClassVar[bool] = True
     state: ClassVar[StateKind] = "own"
     takes_residuals: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
-        if not 1 <= self.levels <= 127:
-            raise UsageError(
-                f"levels: expected 1 to 127, which fit in 8 bits, got {self.levels}"
-            )
+    grain: ClassVar[Grain] = Grain(levels=127, bits=8, norm="euclidean")
+    """Its levels are the paper's s: as many as fit in 8 bits."""
+    block: ClassVar[int] = 128
+    """Elements with one norm, at most: a power of two."""
 
     def passes(self, workers: int) -> tuple[float, float]:
         # Measured on one core of a CPU, beside a copy of a tensor (2 passes).
         return 16.0, 3.0 * workers
 
     def init(self, like: torch.Tensor, name: str, rank: int) -> State:
-        return counter_random.stream(self.seed, name, rank)
+        return counter_random.stream(name, rank)
 
     def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
         """Numbers that were drawn are not drawn again."""
@@ -88,12 +75,8 @@ class QSGD(Alone):
         self._blocks(parts).decode(code, parts, add)
 
     def _size(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
-        return blocks_of(shapes, 1, self.block, self._grain).row
+        return blocks_of(shapes, 1, self.block, self.grain).row
 
     def _blocks(self, parts: Sequence[torch.Tensor]) -> Blocks:
         shapes, device = [part.shape for part in parts], parts[0].device
-        return blocks_of(shapes, 1, self.block, self._grain, device.type)
-
-    @property
-    def _grain(self) -> Grain:
-        return Grain(self.levels, bits=8, norm="euclidean")
+        return blocks_of(shapes, 1, self.block, self.grain, device.type)
