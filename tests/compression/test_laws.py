@@ -10,7 +10,7 @@ from tests.compression.toys import Halves, RankOne, TopK
 OTHERS = [
     *("int8:rounding=stochastic", "int4:rounding=stochastic"),
     "top-k:density=0.2,chunk=100,bits=2,small=0",
-    *("dgc:nesterov=true,small=0", "dgc:momentum=0", "ef21:start=code,small=0"),
+    *("dgc:small=0", "dgc:momentum=0", "ef21:start=code,small=0"),
     "gd-top-k:epoch_steps=2,speed=fastest,small=0",
     "powersgd:sides=both",
     "powersgd:rank=2,warm_start=false,min_rate=0,small=0",

@@ -78,29 +78,18 @@ def test_less_than_all_of_it_is_not(spec):
     assert apart(group(spec).mean(given).results[0], sums(given)) > 1e-6
 
 
-def momentum_of(results, m, nesterov):
+def momentum_of(results, m):
     """What SGD with momentum *m* makes of these gradients: torch's own formula."""
     buffers = [torch.zeros_like(part) for part in results[0]]
     for step in results:
         buffers = [m * b + g for b, g in zip(buffers, step, strict=True)]
-        pairs = zip(buffers, step, strict=True)
-        yield [g + m * b for b, g in pairs] if nesterov else buffers
+        yield buffers
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_dgc_without_masking_at_density_1_is_momentum(workers, nesterov):
-    spec = f"dgc:density=1,masking=false,nesterov={str(nesterov).lower()}"
-    dgc, given = group(spec, workers), [doubles(workers, s) for s in range(6)]
-    expected = momentum_of([sums(own) for own in given], 0.9, nesterov)
-    for own, step in zip(given, expected, strict=True):
-        assert apart(dgc.mean(own).results[0], step) <= 1e-12
-
-
-def test_with_masking_it_has_momentum_only_where_it_is_dense():
+def test_it_has_momentum_only_where_it_is_dense():
     """What has been sent has none: at density 1 that is plain SGD."""
     dgc, given = group("dgc:density=1"), [doubles(3, seed) for seed in range(4)]
-    expected = list(momentum_of([sums(own) for own in given], 0.9, False))
+    expected = list(momentum_of([sums(own) for own in given], 0.9))
     for own, momentum in zip(given, expected, strict=True):
         results, plain = dgc.mean(own).results[0], sums(own)
         for number, shape in enumerate(SHAPES):
@@ -112,7 +101,7 @@ def test_with_masking_it_has_momentum_only_where_it_is_dense():
 
 def test_one_worker_with_dgc_keeps_nothing_back():
     dgc, given = group("dgc", 1), [doubles(1, seed) for seed in range(4)]
-    expected = momentum_of([sums(own) for own in given], 0.9, False)
+    expected = momentum_of([sums(own) for own in given], 0.9)
     for own, step in zip(given, expected, strict=True):
         assert apart(dgc.mean(own).results[0], step) <= 1e-12
 
@@ -190,7 +179,6 @@ def test_what_is_sent_and_what_is_left_do_not_meet(density, seed):
         "gd-top-k",
         "dgc",
         "ef21",
-        "dgc:nesterov=true",
     ],
 )
 @pytest.mark.parametrize("power", [-40, 30])

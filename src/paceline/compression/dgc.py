@@ -3,7 +3,7 @@
 Lin et al., "Deep gradient compression" (ICLR 2018), algorithm 1, with corrections of sections
 3.2 and 3.3. Per tensor, with g this worker's share of the mean:
 
-    g is clipped;  u = m u + g;  v = v + u;  send top-k of v;  v = u = 0 where it was sent
+    u = m u + g;  v = v + u;  send top-k of v;  v = u = 0 where it was sent
 
 A small tensor, or one of one dimension, is summed as it is, and its momentum follows: u = m u + the
 sum, equal on all workers. So the optimizer has no momentum of its own; its weight decay is
@@ -14,8 +14,7 @@ Differs from the paper and its published code in that:
 - of v what was sent is subtracted, so that what a value of 16 bits has lost by rounding is kept;
 - exactly k elements are sent, the largest; the code cuts at a sampled threshold, and what is too
   much of that by place;
-- the norm of each tensor's gradient is clipped by itself, as in the code: other tensors are not
-  known yet;
+- gradients are not clipped;
 - a tensor whose gradient is zero in every element sends nothing and keeps u and v: it was not used
   in this step, or its worker is out of data. Where a result is not finite they stay as they
   were, too, on all workers, since a GradScaler skips that step.
@@ -79,15 +78,8 @@ class DGC(Compressor):
     """Steps in which the density falls from its sixth root to itself, in five stages."""
 
     momentum: float = 0.9
-    nesterov: bool = False
-
-    masking: bool = True
-    """An element that was sent loses its momentum, which is that of old gradients by then. At
-    density 1 it is plain SGD with it, and SGD with momentum without."""
-
-    clip: float = 0.0
-    """The norm of a tensor's mean gradient above which it is clipped; each worker's own is at that
-    over the square root of the number of workers. 0: not at all."""
+    """An element that was sent loses it: it is that of old gradients by then. At density 1 that is
+    plain SGD."""
 
     small: int = 1024
     """Tensors with fewer elements, and those of one dimension, are summed as they are; 0 for
@@ -117,8 +109,6 @@ class DGC(Compressor):
             raise UsageError(
                 f"warm_up_steps: expected 0 or more, got {self.warm_up_steps}"
             )
-        if self.clip < 0:
-            raise UsageError(f"clip: expected a norm, 0 or more, got {self.clip}")
 
     @property
     def rounds(self) -> int:
@@ -224,23 +214,18 @@ class DGC(Compressor):
         parts = [part for part, _, _ in rows]
         owns = [own for _, _, own in rows if own is not None]
         yield from summed(parts, owns or None)
-        ahead = self.momentum if self.nesterov else 0.0
         for part, state, own in rows:
             if COMMON not in state:  # no momentum
                 continue
             common = state[COMMON]
             old, total = common["momentum"], part.reshape(-1).to(common["momentum"])
-            if self.nesterov:  # u = m (u + g)
-                new = (old + total).mul_(self.momentum)
-                result = new + total
-            else:  # u = m u + g
-                new = result = (old * self.momentum).add_(total)
+            new = (old * self.momentum).add_(total)  # u = m u + g
             bounds = extremes(part)
             speaks = bounds.any()
             if own is not None:
-                shared = (result - total * (1 + ahead)) * (speaks / place.workers)
-                own.mul_(1 + ahead).add_(shared.view(own.shape))
-            part.copy_((result * speaks).view(part.shape))
+                shared = (new - total) * (speaks / place.workers)
+                own.add_(shared.view(own.shape))
+            part.copy_((new * speaks).view(part.shape))
             common["momentum"] = torch.where(speaks & bounds.isfinite().all(), new, old)
 
     def _sparse(self, rows: Sequence[Row], place: Place) -> Coding:
@@ -274,23 +259,15 @@ class _Step:
         self, method: DGC, part: torch.Tensor, state: State, place: Place
     ) -> None:
         self._state = state
-        self._masking = method.masking and place.workers > 1
+        self._masking = place.workers > 1
         share = part.reshape(-1).to(state["velocity"])
         self._speaks = extremes(part).any()
-        if method.clip:
-            # The norm of the gradient itself, of which *part* is one worker's share.
-            limit = method.clip / math.sqrt(place.workers) / place.workers
-            share = share * (limit / share.norm()).clamp_(max=1)
         m, self.momentum = method.momentum, None
         if not m:
             self.velocity = state["velocity"] + share
             return
-        if method.nesterov:  # u = m (u + g);  v = v + u + g
-            self.momentum = (state["momentum"] + share).mul_(m)
-            self.velocity = (state["velocity"] + self.momentum).add_(share)
-        else:  # u = m u + g;  v = v + u
-            self.momentum = (state["momentum"] * m).add_(share)
-            self.velocity = state["velocity"] + self.momentum
+        self.momentum = (state["momentum"] * m).add_(share)  # u = m u + g
+        self.velocity = state["velocity"] + self.momentum  # v = v + u
 
     def take(self, of: Cut, dtype: torch.dtype) -> Picked:
         """Places and values that are sent, which are nought where the tensor is silent."""
