@@ -126,7 +126,6 @@ def owed(spec, key, steps=20, workers=3):
     [
         ("top-k", "residual"),
         ("top-k:density=0.1,chunk=64,bits=2,small=0", "residual"),
-        ("top-k:bits=16", "residual"),
         ("gd-top-k:epoch_steps=6", "residual"),
         ("gd-top-k:epoch_steps=3,speed=fastest,direction=fastest-most", "residual"),
         ("dgc:momentum=0", "velocity"),
@@ -334,9 +333,7 @@ def test_top_k_without_residuals_stays_away():
         ("top-k", 12 * (4 + 2)),
         ("top-k:density=0.001", 4 + 2),
         ("top-k:chunk=256,density=0.125", (4 * 32 + 22) * (4 + 1)),
-        ("top-k:bits=16", 12 * (2 + 2)),
         ("top-k:bits=2,density=0.1", 4 * 4 + 120 // 4 + 120 * 2),
-        ("top-k:bits=4", 16 * 4 + 6 + 12 * 2),
         ("dgc:warm_up_steps=0", 4 + 2),
         ("gd-top-k:warm_up=false,speed=slowest", 1 + 18 * (4 + 2)),
         ("ef21:start=code", 12 * (4 + 2)),

@@ -120,7 +120,7 @@ def test_whose_momentum_it_is():
         ("top-k:density=1.5", "above 0 and up to 1, got 1.5"),
         ("ef21:density=-1", "density"),
         ("dgc:density=nan", "density"),
-        ("top-k:bits=8", r"bits: expected one of (2, 4, 16, 32) a value, got 8"),
+        ("top-k:bits=8", "bits: expected 2 or 32 a value, got 8"),
         ("top-k:chunk=-1", "chunk: expected 0 or more elements, got -1"),
         ("dgc:momentum=1", "momentum: expected 0 or more and below 1, got 1.0"),
         ("dgc:warm_up_steps=-1", "warm_up_steps: expected 0 or more, got -1"),

@@ -6,7 +6,7 @@ residuals analysed by Stich et al., "Sparsified SGD with memory" (NeurIPS 2018).
     send the k elements of the largest magnitude, k = density * elements, and their places
 
 Differs from the papers in that the result is the sum over all workers (of shares of a mean),
-also where an element was sent by few of them. In chunks, with few bits a value, it is what
+also where an element was sent by few of them. In chunks, with 2 bits a value, it is what
 SparseLoCo sends (arXiv 2508.15706).
 """
 
@@ -49,8 +49,8 @@ class TopK(Alone):
     """Elements that are a tensor by themselves; 0 for whole tensors."""
 
     bits: int = 32
-    """Of a value: 32 for its own type, 16 for bfloat16, 4 or 2 for the mean of one of 16 or 4
-    bins around the tensor's mean."""
+    """Of a value: 32 for its own type, 2 for the mean of one of four bins around the tensor's
+    mean."""
 
     small: int = 1024
     """Tensors with fewer elements, and those of one dimension, are summed as they are; 0 for
