@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 WHOLE = 32
 """Says that values travel in their own type, whatever that is."""
 BITS = 2
-BINS = 2**BITS
+BINS = 1 << BITS
 TOGETHER = 8 // BITS
 """Numbers of bins in a byte."""
 SPREAD = 6.0
