@@ -13,7 +13,7 @@ OTHERS = [
     *("dgc:small=0", "dgc:momentum=0", "ef21:start=code,small=0"),
     "gd-top-k:epoch_steps=2,speed=fastest,small=0",
     "powersgd:sides=both",
-    "powersgd:rank=2,warm_start=false,min_rate=0,small=0",
+    "powersgd:rank=1,small=0",
 ]
 TURNS = {"gd-top-k": "gd-top-k:epoch_steps=4"}
 """Codes take turns; laws look at four steps."""

@@ -78,18 +78,9 @@ class PowerSGD(Compressor):
     sides: Literal["one", "both"] = "one"
     """Both factors in each step, one after the other, or one, by turns."""
 
-    warm_start: bool = True
-    """Whether each step begins with the factors of the one before, or with random ones."""
-
-    min_rate: float = 2.0
-    """Matrices whose bytes are not as many times their code's are sent as they are."""
-
-    seed: int = 0
-    """Of the factors that are random; nothing else draws from them."""
-
     small: int = 1024
-    """Tensors of fewer elements, or of one dimension, are sent as they are; 0: only
-    *min_rate* says which."""
+    """Tensors of fewer elements, or of one dimension, are sent as they are; 0: all are coded of
+    which a code saves enough."""
 
     name: ClassVar[str] = "powersgd"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
@@ -108,9 +99,11 @@ class PowerSGD(Compressor):
     state: ClassVar[StateKind] = "common"
     residuals_by_default: ClassVar[bool] = True
     dense_steps_by_default: ClassVar[int] = 10
+    min_rate: ClassVar[float] = 2.0
+    """Matrices whose bytes are not as many times their code's are sent as they are."""
 
     def __post_init__(self) -> None:
-        for key, least in (("rank", 1), ("min_rate", 0), ("small", 0)):
+        for key, least in (("rank", 1), ("small", 0)):
             if not getattr(self, key) >= least:
                 raise UsageError(
                     f"{key}: expected {least} or more, got {getattr(self, key)}"
@@ -144,12 +137,10 @@ class PowerSGD(Compressor):
         size = self._size(kept[0]) if kept and is_lossy(kind) else None
         if size is None:
             return {}
-        digest = hashlib.blake2b(f"{self.seed} {name}".encode(), digest_size=7).digest()
-        common: State = {"stream": int.from_bytes(digest, "big"), "steps": 0}
+        common: State = {"steps": 0}
         for side in (LEFT, RIGHT) if self.sides == "one" else (RIGHT,):
-            if self.warm_start:
-                start = _random(common, side, (self.rank, size[side]))
-                common[_NAMES[side]] = start.to(like.device, _precise(kind))
+            start = _random(name, side, (self.rank, size[side]))
+            common[_NAMES[side]] = start.to(like.device, _precise(kind))
         return {COMMON: common}
 
     def average(
@@ -168,16 +159,15 @@ class PowerSGD(Compressor):
         bucket = _Bucket(self.rank, parts, sent, [bool(state) for state in kept])
         if self.sides == "one":
             sides = [common["steps"] % 2 for common in commons]
-            bases = self._bases(bucket, commons, [1 - side for side in sides])
+            bases = _bases(commons, [1 - side for side in sides])
         else:
-            starts = self._bases(bucket, commons, [RIGHT] * len(commons))
+            starts = _bases(commons, [RIGHT] * len(commons))
             lefts = yield from bucket.sum([LEFT] * len(commons), starts, last=False)
             sides, bases = [RIGHT] * len(commons), orthonormal(lefts)
         factors = yield from bucket.sum(sides, bases, last=True)
         for common, side, factor in zip(commons, sides, factors, strict=True):
             common["steps"] += 1
-            if self.warm_start:
-                _keep(factor, common[_NAMES[side]])
+            _keep(factor, common[_NAMES[side]])
 
     def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
         """Factors go on as they were."""
@@ -195,20 +185,15 @@ class PowerSGD(Compressor):
         saves = rows * columns >= self.min_rate * code
         return (rows, columns) if saves and self.rank <= min(rows, columns) else None
 
-    def _bases(
-        self, bucket: _Bucket, commons: Sequence[State], sides: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """What each matrix is multiplied with on these *sides*: as it was left by the step
-        before, or drawn."""
-        if self.warm_start:
-            pairs = zip(commons, sides, strict=True)
-            return orthonormal([common[_NAMES[side]] for common, side in pairs])
-        rows = zip(commons, sides, bucket.shapes(sides), strict=True)
-        return orthonormal([bucket.like(_random(*row)) for row in rows])
-
 
 LEFT, RIGHT = 0, 1
 _NAMES = "left", "right"
+
+
+def _bases(commons: Sequence[State], sides: Sequence[int]) -> list[torch.Tensor]:
+    """What each matrix is multiplied with on these *sides*: as the step before left it."""
+    pairs = zip(commons, sides, strict=True)
+    return orthonormal([common[_NAMES[side]] for common, side in pairs])
 
 
 class _Bucket:
@@ -239,10 +224,6 @@ class _Bucket:
         """Of the factors on these *sides*."""
         pairs = zip(self._matrices, sides, strict=True)
         return [(self._rank, _matrix(part).shape[side]) for part, side in pairs]
-
-    def like(self, factor: torch.Tensor) -> torch.Tensor:
-        """*factor* where the matrices are, in the type that factors are computed in."""
-        return factor.to(self._matrices[0].device, self._precise)
 
     def sum(
         self, sides: Sequence[int], bases: Sequence[torch.Tensor], *, last: bool
@@ -340,11 +321,15 @@ def _keep(factor: torch.Tensor, known: torch.Tensor) -> None:
     torch.where((largest > 0) & (largest < torch.inf), factor, known, out=known)
 
 
-def _random(common: State, side: int, shape: tuple[int, int]) -> torch.Tensor:
+def _random(name: str, side: int, shape: tuple[int, int]) -> torch.Tensor:
     """Numbers of a normal distribution, equal on all workers."""
-    text = f"{common['stream']} {common['steps']} {side}".encode()
-    seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+    seed = _number(f"{_number(f'0 {name}')} 0 {side}")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _number(text: str) -> int:
+    """A number that *text* stands for."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _divided(

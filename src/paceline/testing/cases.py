@@ -165,8 +165,8 @@ _SENT_LATE: dict[str, Any] = {"learning_rate": 0.1, "lossy": 0.1, "counts": Fals
 _TOP_K = "compression=top-k,compression.density=0.5,compression.small=0"
 _EF21 = "bsp:compression=ef21,compression.density=0.5,compression.small=0"
 _LOW_RANK = (
-    "bsp:compression=powersgd,compression.rank=1,compression.min_rate=0,"
-    "compression.small=0,compression.dense_steps=0"
+    "bsp:compression=powersgd,compression.rank=1,compression.small=0,"
+    "compression.dense_steps=0"
 )
 
 CASES: tuple[Case, ...] = (
