@@ -370,7 +370,6 @@ def test_a_compression_that_was_never_used_is_told(capsys):
         ("bsp", 1),
         ("asp", 1),
         ("local-sgd:every=4", 4),
-        ("local-sgd:every=4,uneven=speed", 4),
         ("diloco:every=6", 6),
         ("streaming-diloco:every=6,fragments=3,delay=1", 6),
         ("ds-sync", 2),

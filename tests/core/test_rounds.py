@@ -8,7 +8,6 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack, uniform_cluster
-from paceline.errors import UsageError
 from paceline.interfaces import Rhythm
 from paceline.runtimes.join import join_world
 from paceline.runtimes.simulated import Simulation
@@ -293,55 +292,3 @@ def test_samples_weigh_in_a_group():
         return gradient
 
     assert run(body) == pytest.approx([3.5, 3.5])
-
-
-# ---- rounds at each worker's own pace ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class BySpeed(EveryFourth):
-    """Four steps a round on the fastest worker, fewer on slower ones."""
-
-    name: ClassVar[str] = "by-speed"
-
-    def rhythm_at(self, speeds, rank):
-        return Rhythm(every=max(1, round(4 * speeds[rank] / max(speeds))))
-
-
-SPEEDS = Cluster((Rack(workers=2, link=1e9, latency=1e-6, speed=(0.5, 1.0)),))
-
-
-def test_slow_workers_do_fewer_steps_a_round():
-    def body(rank):
-        model, optimizer = begin(BySpeed())
-        for _ in range(2 + 2 * rank):
-            one_step(model, optimizer)
-        mean = -model.scalar.item()
-        optimizer.finish()
-        return mean
-
-    assert run(body, SPEEDS) == [3.0, 3.0]
-
-
-def test_a_save_between_rounds_goes_on_and_one_in_a_round_is_refused():
-    def body(rank):
-        ends = []
-        with shared_folder() as folder:
-            model, optimizer = begin(BySpeed())
-            for number in range(3):
-                for _ in range(2 + 2 * rank):
-                    one_step(model, optimizer)
-                if number == 1:
-                    paceline.save(folder / "checkpoint")
-            ends.append(model.scalar.item())
-            paceline.load(folder / "checkpoint")
-            for _ in range(2 + 2 * rank):
-                one_step(model, optimizer)
-            ends.append(model.scalar.item())
-            one_step(model, optimizer)
-            with pytest.raises(UsageError, match="middle of a round"):
-                paceline.save(folder / "checkpoint")
-            optimizer.finish()
-        return ends
-
-    assert run(body, SPEEDS) == [[-9.0, -9.0]] * 2

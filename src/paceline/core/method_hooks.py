@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.errors import UsageError, unknown
-from paceline.interfaces import HOOKS, Method, Rhythm, Run, World
+from paceline.interfaces import HOOKS, Method, Run
 
 DECLARED = ("name", "rhythm", "updates_on", "gradient_seen_by_user", "clips")
 
@@ -33,14 +33,6 @@ def check_hooks(method: Method) -> None:
         if arguments[1:3] == ["state", "run"]:
             message = unknown("hook", name, HOOKS)
             raise UsageError(f"method {method.name!r} defines {message}")
-
-
-def rhythms_of(method: Method, world: World, workers: int) -> list[Rhythm]:
-    """Each worker's: its own, where the method has such; else the method's."""
-    own = getattr(method, "rhythm_at", None)
-    if own is None:
-        return [method.rhythm] * workers
-    return [own(world.speeds, rank) for rank in range(workers)]
 
 
 class MethodHooks:

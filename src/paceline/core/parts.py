@@ -23,7 +23,7 @@ from paceline.core.delayed_participation import Agreement
 from paceline.core.faults import Faults
 from paceline.core.group_participation import GroupCalls
 from paceline.core.lazy_parameters import Uses
-from paceline.core.method_hooks import MethodHooks, rhythms_of
+from paceline.core.method_hooks import MethodHooks
 from paceline.core.own_state import own_states
 from paceline.core.participation import RollCall
 from paceline.core.presence import Presence
@@ -68,12 +68,9 @@ class Parts:
         self.parameters = list(parameters)
         self._world, self._model, self._method = world, model, method
         self._settings, self._looking = settings, looking
-        rhythms = rhythms_of(method, world, comm.size)
-        self.rhythm = rhythms[comm.rank]
+        self.rhythm = method.rhythm
         world.journal.repeats_after(self.rhythm.every)
         world.journal.learning = _learning(method, settings)
-        alike = all(rhythm == self.rhythm for rhythm in rhythms)
-        self._common_every = None if alike else method.rhythm.every
         self.presence = Presence(comm.size, weight=1.0 / comm.size)
         self.faults = Faults()
         by_others = remote is not None or getattr(method, "averages_buffers", False)
@@ -173,14 +170,7 @@ class Parts:
         )
         self.clips_own = method.clips == "own" and settings.clip_norm < math.inf
         steps = Steps(
-            *(
-                rhythm,
-                self._common_every,
-                settings,
-                waits_late,
-                self.clips_own,
-                presence,
-            ),
+            *(rhythm, settings, waits_late, self.clips_own, presence),
             planner,
             *(roll_call, group_calls, agreement, self.shared, self.faults),
         )

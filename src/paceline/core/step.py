@@ -22,17 +22,15 @@ from paceline.core.run import WorkerRun
 from paceline.core.settings import Settings
 from paceline.core.step_listeners import Observers
 from paceline.core.sync import SharedBuffers
-from paceline.errors import UsageError
 from paceline.interfaces import Rhythm
 from paceline.parameter_server.client.load_hooks import Loading
 from paceline.parameter_server.optim.clipping import clip
 
 
 class Steps:
-    """One worker's. *rhythm*: its own; *common_every*: where each worker has
-    a rhythm of its own, the steps from round to round that the method declares. *waits_late*:
-    the method waits for means when something uses them, not where backward ends. *clips_own*:
-    the worker's own gradient is clipped before any of it is sent; *agreement*: of workers that meet in groups.
+    """One worker's. *rhythm*: the method's. *waits_late*: the method waits for means when
+    something uses them, not where backward ends. *clips_own*: the worker's own gradient is
+    clipped before any of it is sent; *agreement*: of workers that meet in groups.
 
     The parts that refer back to this one are set once they are made: *arrivals*, *run*,
     *hooks*, *observers*, and *loading* and *uses*, where there are such.
@@ -50,7 +48,6 @@ class Steps:
     def __init__(
         self,
         rhythm: Rhythm,
-        common_every: int | None,
         settings: Settings,
         waits_late: bool,
         clips_own: bool,
@@ -62,7 +59,7 @@ class Steps:
         shared: SharedBuffers,
         faults: Faults,
     ) -> None:
-        self._rhythm, self._common_every = rhythm, common_every
+        self._rhythm = rhythm
         self._settings, self._clips_own = settings, clips_own
         self._waits_late = waits_late
         self._presence, self._planner = presence, planner
@@ -266,21 +263,14 @@ class Steps:
     @property
     def place(self) -> int:
         """Where this worker is, for all alike: twice its steps, and one more between
-        ``backward()`` and ``step()``. Twice its rounds, where workers do different numbers of
-        steps a round."""
-        if self._common_every is not None:
-            return 2 * (self.run.step // self._rhythm.every)
+        ``backward()`` and ``step()``."""
         return 2 * self.run.step + self._presence.step_is_due
 
     def _go_on(self, *, in_step: bool) -> None:
         """To the end of the backward pass of this step, or of the step."""
         if self.goes_on is None or not self._presence.active:
             return
-        done = self.run.step + 1
-        if self._common_every is not None:
-            self.goes_on(2 * (done // self._rhythm.every))
-        else:
-            self.goes_on(2 * done - in_step)
+        self.goes_on(2 * (self.run.step + 1) - in_step)
 
     # ---- what a restart goes on from ----
 
@@ -289,28 +279,13 @@ class Steps:
         """Where in its rhythm this training is, equal on all workers between steps."""
         rounds = 0 if self._agreement is None else self._agreement.rounds
         unsent, step = self._presence.unsent, self.run.step
-        if self._common_every is not None:
-            step = step // self._rhythm.every * self._common_every
         return {"step": step, "unsent": unsent, "rounds": rounds}
 
     @progress.setter
     def progress(self, saved: dict[str, int]) -> None:
         self.run.step = saved["step"]
-        if self._common_every is not None:
-            self.run.step = self.run.step // self._common_every * self._rhythm.every
         self._backward_of = -1
         if self._rhythm.lets_models_differ:
             self._presence.unsent = saved["unsent"]
         if self._agreement is not None:
             self._agreement.rounds = saved["rounds"]
-
-    def require_all_at_one_place(self) -> None:
-        """Raise `UsageError` where workers, each at its own pace, are at one place only
-        between two rounds, and this is none."""
-        if self._common_every is not None and self.run.step % self._rhythm.every:
-            raise UsageError(
-                f"save after step {self.run.step} of this worker, in the middle of a round "
-                f"of {self._rhythm.every} of its steps: workers do different numbers of "
-                "steps a round here, and are together only when one has ended; save then "
-                "(on each worker after a multiple of its own steps a round)"
-            )

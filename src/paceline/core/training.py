@@ -314,11 +314,6 @@ class Training:
 
     # ---- all workers together ----
 
-    def require_all_at_one_place(self) -> None:
-        """Raise `UsageError` where workers do different numbers of steps a round, and this
-        one is in the middle of a round."""
-        self._steps.require_all_at_one_place()
-
     def load_is_complete(self) -> bool:
         """The script has loaded all that it wanted: what the model and the optimizer hold on
         the lowest rank that trains becomes everybody's. Returns when this worker has it;

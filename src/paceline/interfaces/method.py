@@ -96,10 +96,7 @@ class Method(Protocol):
     cannot be halved is refused beforehand. Where servers update, ``pushes_codes =
     True`` says that it pushes whole buckets and waits for them by `Remote.wait`, so that they may
     travel as codes. It may declare ``averages_buffers = True``: then it averages
-    BatchNorm's statistics itself (`Run.own_buffers`), and training sends none. And it may
-    define ``rhythm_at(self, speeds, rank)``, the rhythm of one worker, given the relative
-    compute speeds of all (None: unknown): as ``rhythm``, but for its ``every``. Rounds match by their number
-    then, and `Run.step` is each worker's own.
+    BatchNorm's statistics itself (`Run.own_buffers`), and training sends none.
 
     A method that sends no gradients may define ``compressed_by(self, compressor)``: itself as it is
     where what it sends is compressed, so that its means with a name are of differences, or an

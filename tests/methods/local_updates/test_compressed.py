@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -196,10 +197,22 @@ class Seen:
             self.left.append(torch.stack(kept).sum(0))
 
     def moved(self, anchor: torch.Tensor, number: int) -> torch.Tensor:
-        """In the mean, in a round that began at the *anchor*."""
+        """In the mean, in a round that began at the *anchor*; workers count by their steps."""
         last = self._every * (number + 1) - 1
         ends = [own[min(last, len(own) - 1)] for own in self.stepped]
-        return torch.stack([anchor - end for end in ends]).mean(0)
+        shares = self._shares(number)
+        changes = [s * (anchor - end) for s, end in zip(shares, ends, strict=True)]
+        return torch.stack(changes).mean(0)
+
+    def weight(self, number: int) -> float:
+        """What a worker counts in that round, in the mean."""
+        return statistics.fmean(self._shares(number))
+
+    def _shares(self, number: int) -> list[float]:
+        begun = self._every * number
+        return [
+            min(len(own) - begun, self._every) / self._every for own in self.stepped
+        ]
 
 
 @pytest.mark.parametrize(
@@ -220,13 +233,14 @@ def test_what_was_applied_and_what_is_kept_back_is_all_that_was_moved(
     seen = Seen(len(steps), 3)
     keys = WIDE | {"optimizer": seen.optimizer, "watch": seen.watch}
     keys["compression"] = f"{code},decay={decay}"
-    *_, last = train(f"{method},weigh=equal", len(steps), steps, **keys)
+    *_, last = train(method, len(steps), steps, **keys)
 
     anchors = [flat(wide()), *last.steps[2::3]]
-    moved, wrong = torch.zeros_like(anchors[0]), []
+    moved, applied = torch.zeros_like(anchors[0]), torch.zeros_like(anchors[0])
+    wrong = []
     for number, left in enumerate(seen.left):
         moved += seen.moved(anchors[number], number)
-        applied = anchors[0] - anchors[number + 1]
+        applied += seen.weight(number) * (anchors[number] - anchors[number + 1])
         wrong.append((applied + left - moved).abs().max().item())
         assert left.abs().max() > 1e-6
     assert len(wrong) == max(steps) // 3

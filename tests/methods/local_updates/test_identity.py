@@ -39,7 +39,7 @@ def test_moments_are_each_parameter_s_own():
     first.grad = torch.ones(6)
     run.optimizer.step()
     part = SimpleNamespace(parameters=[flat])
-    (moments,) = flats_of_moments(None, part, run)
+    (moments,) = flats_of_moments(part, run)
     assert [moment.tolist() for moment in moments.of] == [[1.0] * 6]
 
 

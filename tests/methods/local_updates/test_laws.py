@@ -306,8 +306,6 @@ def test_who_is_out_of_data_weighs_what_it_has_done_since_the_last_round():
     keys["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=1.0)
     for one in train("local-sgd:every=4", 2, (10, 5), **keys):
         assert one.end.tolist() == pytest.approx([-((8 * 4 + 5 * 1) / 5 + 2)] * 18)
-    for one in train("local-sgd:every=4,weigh=equal", 2, (10, 5), **keys):
-        assert one.end.tolist() == pytest.approx([-((8 + 5) / 2 + 2)] * 18)
 
 
 METHODS = [

@@ -33,8 +33,6 @@ def test_the_gain_is_said_and_what_would_be_safer(capsys):
     ("keys", "told"),
     [
         ({"every": 0}, "every=0: expected 1 or more"),
-        ({"state_every": 0}, "state_every=0: expected 1 or more"),
-        ({"state_every": 2}, "state_every=2: expected state=average"),
         ({"each_until": -1}, "each_until=-1: expected 0 or more"),
         ({"outer_learning_rate": -0.1}, "outer_learning_rate=-0.1: expected 0 or more"),
         ({"outer_momentum": 1.0}, "outer_momentum=1.0: .* less than 1"),
@@ -54,7 +52,6 @@ def test_the_gain_is_said_and_what_would_be_safer(capsys):
         ({"group": "row"}, "group=row: expected rack, host"),
         ({"group": "2", "fragments": 2}, "group=2: expected neither fragments nor"),
         ({"each_until": 3, "group": "2"}, "each_until=3: expected neither"),
-        ({"uneven": "speed", "delay": 2}, "uneven=speed: .* expected neither"),
     ],
 )
 def test_what_cannot_be_is_refused(keys, told):

@@ -185,33 +185,3 @@ def test_nobody_waits_for_a_mean_that_has_time():
     assert late[0].seconds == pytest.approx(never[0].seconds, rel=1e-6)
     assert waits[0].seconds > never[0].seconds + 4 * 0.015
     assert sum(late[0].sent) >= 4 * 2_000_000 * 0.99
-
-
-# ---- rounds by speed ----
-
-
-def test_who_is_fast_does_more_steps_in_a_round():
-    """Three times as fast: 6 steps and 2 in a round of 4 in the mean, of one length; what
-    each has moved counts alike."""
-    rack = Rack(workers=2, link=125e6, latency=50e-6, speed=(1.5, 0.5))
-    keys = {"make": counting, "loss": count, "optimizer": sgd}
-    fast, slow = train(
-        "local-sgd:every=4,uneven=speed", Cluster((rack,)), (12, 4), **keys
-    )
-    assert fast.steps[5][0].item() == slow.steps[1][0].item() == pytest.approx(-0.4)
-    assert fast.end[0].item() == slow.end[0].item() == pytest.approx(-0.8)
-
-
-def test_an_evaluation_in_a_round_counts_what_each_has_moved_alike_too():
-    """After half of it: -0.3 and -0.1."""
-    rack = Rack(workers=2, link=125e6, latency=50e-6, speed=(1.5, 0.5))
-    seen = []
-
-    def watch(rank, step, model, optimizer):
-        if step == (2 if rank == 0 else 0):
-            with optimizer.consolidated():
-                seen.append(flat(model)[0].item())
-
-    keys = {"make": counting, "loss": count, "optimizer": sgd, "watch": watch}
-    train("local-sgd:every=4,uneven=speed", Cluster((rack,)), (6, 2), **keys)
-    assert seen == pytest.approx([-0.2, -0.2])

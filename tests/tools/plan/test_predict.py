@@ -58,7 +58,6 @@ def test_rounds_that_are_run_with_fewer_steps_are_as_whole_ones(every):
     "spec",
     [
         "local-sgd:every=48",
-        "local-sgd:every=48,uneven=speed",
         "diloco:every=40",
         "slowmo",
         "sparse-loco",
@@ -76,10 +75,7 @@ def test_at_the_end_of_a_long_round_all_wait_for_the_slowest(spec):
     near = 2e-3 if spec == "streaming-diloco" else 1e-6
     assert brief.step_seconds == pytest.approx(whole.step_seconds, rel=near)
     assert brief.exposed_seconds == pytest.approx(whole.exposed_seconds, rel=5 * near)
-    if "speed" in spec:  # each does as many steps in a round as it can
-        assert brief.step_seconds < 0.15
-    else:
-        assert brief.step_seconds >= 0.18 * (1 - near)
+    assert brief.step_seconds >= 0.18 * (1 - near)
 
 
 def test_a_warm_up_is_left_out():

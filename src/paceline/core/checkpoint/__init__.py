@@ -80,7 +80,7 @@ def save(path: str | Path, **others: Stateful) -> None:
         if training.updates_on_server:
             training.meet()
     writes = world.rank == 0
-    folder = together(world, "save", lambda: _prepare_all(world, path, others))
+    folder = together(world, "save", lambda: _prepare(path, others))
     together(world, "save", lambda: folders.settle(folder) if writes else None)
     try:
         shared, own = together(
@@ -192,12 +192,6 @@ def _save_alone(world: World, folder: Path, others: dict[str, Stateful]) -> None
 
 
 # ---- what a checkpoint holds ----
-
-
-def _prepare_all(world: World, path: str | Path, others: dict[str, Stateful]) -> Path:
-    for training in _trainings(world):
-        training.require_all_at_one_place()
-    return _prepare(path, others)
 
 
 def _prepare(path: str | Path, others: dict[str, Stateful]) -> Path:

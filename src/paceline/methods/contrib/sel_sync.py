@@ -27,9 +27,10 @@ data raises no flag.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -51,7 +52,8 @@ from paceline.methods.local_updates.rounds import land, send
 from paceline.methods.local_updates.saved_state import load, redistributed, saved
 from paceline.methods.local_updates.whole_model import mean_of_all, settle
 
-PLAIN, ANCHORED = Options(every=1), Options(every=1, differences=True)
+PLAIN = Options(every=1)
+ANCHORED = PLAIN.with_differences()
 """What a mean is, where there is one: of the parameters, as they are, or of what they have
 moved."""
 
@@ -70,9 +72,9 @@ class SelSyncState(LocalState):
 @dataclass(frozen=True, kw_only=True)
 class SelSync:
     """Average the parameters in steps in which some worker's gradient changes by *delta*. A
-    mean over *window* steps forgets a part *smoothing* in each. *differences*: send what
-    parameters have moved since the last mean, as always under compression; it keeps one more
-    copy of the model."""
+    mean over *window* steps forgets a part *smoothing* in each. Under compression
+    workers send what parameters have moved since the last mean, and keep one more copy of the
+    model."""
 
     name: ClassVar[str] = "sel-sync"
     summary: ClassVar[MethodSummary] = MethodSummary(
@@ -97,7 +99,8 @@ class SelSync:
     delta: float = 0.3
     window: int = 25
     smoothing: float = 0.01
-    differences: bool = False
+
+    _means: ClassVar[Options] = PLAIN
 
     def __post_init__(self) -> None:
         if not self.delta >= 0:
@@ -115,15 +118,13 @@ class SelSync:
     @property
     def consolidates_together(self) -> bool:
         """Without an anchor the result is the mean of all models."""
-        return not self.differences
-
-    @property
-    def _means(self) -> Options:
-        return ANCHORED if self.differences else PLAIN
+        return not self._means.differences
 
     def compressed_by(self, compressor: Compressor) -> SelSync:
         """With differences, which alone are compressed."""
-        return replace(self, differences=True)
+        changed = copy.copy(self)
+        object.__setattr__(changed, "_means", ANCHORED)
+        return changed
 
     def init(self, run: Run) -> SelSyncState:
         return SelSyncState(make_parts(self._means, run))
@@ -180,9 +181,9 @@ class SelSync:
 
     @torch.no_grad()
     def consolidate(self, state: SelSyncState, run: Run) -> Callable[[], None]:
-        if self.differences:
+        if self._means.differences:
             return state.show_anchors()
-        return mean_of_all(PLAIN, state, run)
+        return mean_of_all(state, run)
 
     @torch.no_grad()
     def loaded(self, state: SelSyncState, run: Run) -> None:

@@ -25,12 +25,9 @@ class Since:
     weight: float = 0.0
     """Of the samples of these steps; one step of an even share counts as 1."""
 
-    def share(self, step: int, equal: bool) -> float:
+    def share(self, step: int) -> float:
         """What this worker weighs in a mean after *step*: 1 for an even share of the samples
-        of all its steps. So where a fast worker does more of them, each of its samples counts
-        as much as one of the others', since they have moved it further."""
-        if equal:
-            return float(self.weight > 0)
+        of all its steps."""
         return self.weight / (step + 1 - self.begins)
 
     def begin(self, step: int) -> None:

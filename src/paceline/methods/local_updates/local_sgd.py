@@ -4,8 +4,7 @@ Stich, "Local SGD converges fast and communicates little" (ICLR 2019); McMahan e
 "Communication-efficient learning of deep networks from decentralized data" (AISTATS 2017),
 whose FedAvg it is where all workers take part in each round.
 
-With `state=average` the optimizer's moments are averaged, too: Local Adam, and with
-`state_every` at a period of their own (Iacob et al., "DES-LOC", ICLR 2026).
+With `state=average` the optimizer's moments are averaged, too: Local Adam.
 """
 
 from __future__ import annotations

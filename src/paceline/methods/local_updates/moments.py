@@ -60,7 +60,7 @@ def require_moments(options: Options, run: Run) -> None:
         )
 
 
-def flats_of_moments(options: Options, part: Part, run: Run) -> list[Flat]:
+def flats_of_moments(part: Part, run: Run) -> list[Flat]:
     """Those of a part's parameters; zeros for what this worker has not trained yet."""
     assert run.optimizer is not None, "workers update"
     names = names_of_moments(run.optimizer)

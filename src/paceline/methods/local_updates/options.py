@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from paceline.errors import UsageError
 from paceline.methods.local_updates.groups import check_group
 
-Weigh = Literal["samples", "equal"]
 OptimizerState = Literal["local", "average"]
-Uneven = Literal["equal", "speed"]
 
 SHORT_ROUNDS = 50
 """Rounds of fewer steps are short."""
@@ -31,15 +30,13 @@ class Options:
     of ranks; ``"all"``: nobody does. *fragments* (P): so many parts of the model travel by turns, each every H steps.
     *delay* (tau): a mean is used so many steps after it was sent. *mixing* (alpha): how much
     of its own parameters a worker keeps then. *state*: what the inner optimizer keeps
-    (momentum, Adam's moments) stays each worker's own, or is averaged, too, every
-    *state_every* rounds. *weigh*: workers count by the samples that they have trained on in
-    a round, or equally. *uneven*: all do as many steps in a round, or as fits their speed.
-    *differences*: send what parameters have moved since the last mean of all, and not the
-    parameters: under compression they always are, and only the last round, which no other
-    one follows, goes without a code. It keeps one more copy of the model.
+    (momentum, Adam's moments) stays each worker's own, or is averaged in each round, too.
     """
 
     name: ClassVar[str] = "local-updates"
+    differences: ClassVar[bool] = False
+    """Whether workers send what parameters have moved since the last mean of all, and not the
+    parameters. Compression sets it. It keeps one more copy of the model."""
 
     every: int = 8
     each_until: int = 0
@@ -53,16 +50,18 @@ class Options:
     delay: int = 0
     mixing: float = 0.0
     state: OptimizerState = "local"
-    state_every: int = 1
-    weigh: Weigh = "samples"
-    uneven: Uneven = "equal"
-    differences: bool = False
 
     def __post_init__(self) -> None:
         self._check_counts()
         self._check_outer()
         self._check_fragments()
         self._check_groups()
+
+    def with_differences(self) -> Self:
+        """The same, with *differences*."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "differences", True)
+        return changed
 
     @property
     def keeps_anchor(self) -> bool:
@@ -121,7 +120,7 @@ class Options:
     # ---- what goes with what ----
 
     def _check_counts(self) -> None:
-        for key in ("every", "group_every", "fragments", "state_every"):
+        for key in ("every", "group_every", "fragments"):
             if getattr(self, key) < 1:
                 raise self._wrong(key, "expected 1 or more")
         for key in ("each_until", "delay"):
@@ -157,21 +156,11 @@ class Options:
             )
         if not 0 <= self.mixing <= 1:
             raise self._wrong("mixing", "expected 0 (the mean alone) to 1 (own alone)")
-        if self.state_every > 1 and self.state == "local":
-            raise self._wrong("state_every", "expected state=average with it")
         if self.delay and self.state == "average":
             raise self._wrong(
                 "state",
                 f"with delay={self.delay}: moments that come late would undo the steps "
                 "since; expected state=local, or no delay",
-            )
-        if self.uneven == "speed" and (
-            self.each_until or self.fragments > 1 or self.delay or self.has_groups
-        ):
-            raise self._wrong(
-                "uneven",
-                "with rounds of other lengths on each worker: expected neither each_until, "
-                "fragments, a delay nor a group",
             )
         if self.each_until and (self.fragments > 1 or self.delay or self.has_groups):
             raise self._wrong(

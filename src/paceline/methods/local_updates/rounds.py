@@ -38,7 +38,7 @@ def send(
     parameters themselves, which are assigned as they are: x - (x - x_i) would be rounded.
     """
     part = state.parts[number]
-    share = since.share(run.step, equal=options.weigh == "equal")
+    share = since.share(run.step)
     device = part.parameters[0].buffer.device
     flight = Flight(
         number,
@@ -65,7 +65,8 @@ def send(
         rows = zip(flat.of, flat.views, strict=True)
         average(flat.buffer, {names[id(p)]: v for p, v in rows} if names else None)
     if among is None:
-        flight.moments = _moments_due(options, part, run)
+        if options.state == "average":
+            flight.moments = flats_of_moments(part, run)
         part.rounds += 1
     for flat in (*part.statistics, *flight.moments):
         flat.take()
@@ -92,12 +93,6 @@ def names_of(run: Run) -> dict[int, str]:
         for bucket in run.buckets
         for parameter, name in zip(bucket.parameters, bucket.names, strict=True)
     }
-
-
-def _moments_due(options: Options, part: Part, run: Run) -> list[Flat]:
-    if options.state == "local" or (part.rounds + 1) % options.state_every:
-        return []
-    return flats_of_moments(options, part, run)
 
 
 def _weigh(flat: Flat, share: float) -> None:

@@ -43,4 +43,3 @@ class SparseLoCo(LocalUpdates):
     )
 
     every: int = 30
-    differences: bool = True

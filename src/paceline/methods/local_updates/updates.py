@@ -22,13 +22,12 @@ round that none follows is formed once more without one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 
-from paceline.errors import UsageError
 from paceline.interfaces import (
     Clips,
     Compressor,
@@ -69,20 +68,6 @@ class LocalUpdates(Options):
             return Rhythm(every=self.turn, agree_every=1)
         return Rhythm(every=self.turn, each_until=self.each_until, after_update=True)
 
-    def rhythm_at(self, speeds: Sequence[float] | None, rank: int) -> Rhythm:
-        """One worker's: where workers are uneven, each does as many steps in a round as it can
-        in the time that all take, `every` in the mean."""
-        if self.uneven == "equal":
-            return self.rhythm
-        if speeds is None:
-            raise UsageError(
-                f"{self.name}:uneven=speed: nobody knows how fast each worker is: describe "
-                "the network with speeds (paceline run --cluster FILE), or take uneven=equal"
-            )
-        mean = sum(speeds) / len(speeds)
-        own = max(1, round(self.every * speeds[rank] / mean))
-        return Rhythm(every=own, after_update=True)
-
     @property
     def consolidates_together(self) -> bool:
         """Without an anchor the result is the mean of all models."""
@@ -90,13 +75,12 @@ class LocalUpdates(Options):
 
     def compressed_by(self, compressor: Compressor) -> Self:
         """With differences, which alone are compressed."""
-        return replace(self, differences=True)
+        return self.with_differences()
 
     def init(self, run: Run) -> LocalState:
         if self.state == "average":
             require_moments(self, run)
-        if self.uneven == "equal":
-            run.repeats_after(self.every)
+        run.repeats_after(self.every)
         sentence = self.about_gain()
         if sentence is not None:
             run.say(sentence)
@@ -145,7 +129,7 @@ class LocalUpdates(Options):
     @torch.no_grad()
     def consolidate(self, state: LocalState, run: Run) -> Callable[[], None]:
         if not self.keeps_anchor:
-            return mean_of_all(self, state, run)
+            return mean_of_all(state, run)
         return state.show_anchors()
 
     @torch.no_grad()

@@ -11,13 +11,13 @@ from paceline.methods.local_updates.fragments import LocalState, Part
 from paceline.methods.local_updates.options import Options
 
 
-def mean_of_all(options: Options, state: LocalState, run: Run) -> Callable[[], None]:
+def mean_of_all(state: LocalState, run: Run) -> Callable[[], None]:
     """Put it into the model; returns what undoes that. Workers weigh what they have trained
     on since the last mean of all: where nobody has, models are equal. Collective."""
     undo = state.remember()
-    for part, total in zip(state.parts, _totals(options, state, run), strict=True):
+    for part, total in zip(state.parts, _totals(state, run), strict=True):
         if total:
-            _form(options, part, run, total)
+            _form(part, run, total)
             for flat in part.flats:
                 flat.put()
     return undo
@@ -27,9 +27,9 @@ def settle(options: Options, state: LocalState, run: Run) -> None:
     """After the last round: what is left of each part becomes the plain mean, weighed in the
     same way, and the outer momentum is dropped. Where nobody has trained since the last mean
     nothing moves. Collective."""
-    for part, total in zip(state.parts, _totals(options, state, run), strict=True):
+    for part, total in zip(state.parts, _totals(state, run), strict=True):
         if total:
-            _form(options, part, run, total)
+            _form(part, run, total)
             for flat in part.flats:
                 flat.put()
             if options.keeps_anchor:
@@ -42,9 +42,9 @@ def settle(options: Options, state: LocalState, run: Run) -> None:
     state.since_group.begin(run.step)
 
 
-def _totals(options: Options, state: LocalState, run: Run) -> list[float]:
+def _totals(state: LocalState, run: Run) -> list[float]:
     """What all workers weigh together, for each part."""
-    own = [_weight(options, part, run) for part in state.parts]
+    own = [part.since.weight for part in state.parts]
     device = run.parameters[0].device
     totals = torch.tensor(own, dtype=torch.float64, device=device)
     run.comm.all_reduce(totals, "sum").wait()
@@ -52,20 +52,9 @@ def _totals(options: Options, state: LocalState, run: Run) -> list[float]:
     return summed
 
 
-def _weight(options: Options, part: Part, run: Run) -> float:
-    """As in rounds: where workers do different numbers of steps in the same time, each one's
-    change counts alike."""
-    weight = part.since.weight
-    if options.weigh == "equal":
-        return float(weight > 0)
-    if options.uneven == "speed" and weight:
-        return part.since.share(run.step - 1, equal=False)
-    return weight
-
-
-def _form(options: Options, part: Part, run: Run, total: float) -> None:
+def _form(part: Part, run: Run, total: float) -> None:
     """The flat buffers become the weighed mean."""
-    share = _weight(options, part, run) / total
+    share = part.since.weight / total
     pending = []
     for flat in (*part.parameters, *part.statistics):
         flat.take()

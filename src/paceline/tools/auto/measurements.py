@@ -16,7 +16,6 @@ import torch
 
 from paceline.buckets import wire_bytes
 from paceline.cluster import Cluster, cluster_toml, parse_cluster
-from paceline.core.method_hooks import rhythms_of
 from paceline.core.settings import Settings
 from paceline.core.start import Subject
 from paceline.core.training import Training
@@ -244,11 +243,6 @@ class TrainingSenses:
             why = self._forbid(method, self._settings)
             if method.clips == "own" and self._settings.clip_norm < math.inf:
                 why = "clip_norm: it would limit each worker's own gradient, and not the mean"
-            elif len(set(rhythms_of(method, self._world, self._world.size))) > 1:
-                why = (
-                    "workers do different numbers of steps a round, and auto changes after the "
-                    "same step of all"
-                )
             if why:
                 refused[name] = why
         return refused

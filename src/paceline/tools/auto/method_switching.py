@@ -25,7 +25,6 @@ import msgspec
 
 from paceline.collectives.communicator import TorchComm
 from paceline.core.active_training import Present
-from paceline.core.method_hooks import rhythms_of
 from paceline.core.method_spec import read_spec
 from paceline.core.optimizer import DistributedOptimizer, present_of
 from paceline.core.settings import Settings
@@ -208,12 +207,6 @@ class MethodChanges:
             raise UsageError(
                 f"{spec} is {quality}, and this training may change to what is "
                 f"{', '.join(self._allowed)}"
-            )
-        rhythms = rhythms_of(method, self._world, self._world.size)
-        if any(rhythm != rhythms[0] for rhythm in rhythms):
-            raise UsageError(
-                f"under {spec} workers do different numbers of steps, and a method changes "
-                "after the same step of all; take uneven=equal"
             )
         return prepared
 

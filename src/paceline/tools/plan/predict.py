@@ -217,8 +217,7 @@ def shorter(method: Any, steps: int) -> tuple[Method, int]:
     """With rounds of so many *steps*, or a few more, where they are long and a shorter one is like them; and by how
     many they are shorter."""
     whole = getattr(method, "every", 0)
-    uneven = getattr(method, "uneven", "equal") != "equal"
-    if whole <= steps or getattr(method, "group_every", 1) > 1 or uneven:
+    if whole <= steps or getattr(method, "group_every", 1) > 1:
         return method, 0
     for every in range(steps, whole):
         turn = every // getattr(method, "fragments", 1)
