@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import FrameType, FunctionType
 from typing import Any
@@ -33,6 +33,13 @@ COLLECTIVES = c10d.__name__
 
 AUTOGRAD = torch.autograd.graph.__name__
 """The module that calls autograd's engine."""
+
+
+def profiled(name: str) -> AbstractContextManager[object]:
+    """Within it, a `torch.profiler` that records this thread shows a row called *name*."""
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return torch.profiler.record_function(name)
 
 
 def default_store() -> PatientStore:

@@ -39,7 +39,6 @@ from paceline.cli import (
     compare,
     doctor,
     emulate,
-    merge_traces,
     plan,
     plan_switches,
     probe,
@@ -92,7 +91,6 @@ app.command(cls=Command)(compare.compare)
 app.command(cls=LaunchCommand)(plan.plan)
 app.command(cls=Command)(plan_switches.plan_switches)
 app.command(cls=doctor.DoctorCommand)(doctor.doctor)
-app.command(cls=Command)(merge_traces.merge_traces)
 app.command(cls=Command)(serve.serve)
 app.command(cls=Command)(aggregate.aggregate)
 app.command("list", cls=Command)(list_command.list_)

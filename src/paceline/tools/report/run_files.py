@@ -105,7 +105,7 @@ def merge_workers(folder: str, name: str) -> None:
         return (line for line in lines if isinstance(line, Span))
 
     steps = heapq.merge(*map(_steps_of, paths), key=_order)
-    write_run(folder, name, steps, spans, wall=True)
+    write_run(folder, name, steps, spans)
     for path in paths:
         path.unlink()
 
@@ -121,17 +121,14 @@ def write_run(
     name: str,
     steps: Iterable[StepRecord],
     spans: Callable[[], Iterable[Span]],
-    *,
-    wall: bool = False,
 ) -> None:
-    """Write ``NAME.jsonl`` (a record per worker and step) and ``NAME.trace.json``. *wall*: times of
-    *spans* are seconds since 1970."""
+    """Write ``NAME.jsonl`` (a record per worker and step) and ``NAME.trace.json``."""
     path = make_folder(folder)
     encode = msgspec.json.Encoder().encode
     with (path / f"{name}.jsonl").open("wb", buffering=_PIECE) as file:
         file.writelines(encode(record) + b"\n" for record in steps)
     with (path / f"{name}.trace.json").open("wb", buffering=_PIECE) as file:
-        file.writelines(chrome_trace(spans, wall=wall))
+        file.writelines(chrome_trace(spans))
 
 
 def _order(record: StepRecord) -> tuple[int, int]:

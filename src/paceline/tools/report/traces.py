@@ -15,27 +15,17 @@ import msgspec
 from paceline.records import STEP_ROW, Span
 
 _FIRST = (STEP_ROW, "compute", "wait")
-_OPENS, _CLOSES = b'"traceEvents":[', b'],"displayTimeUnit":"ms"}'
-BASE = "baseTimeNanoseconds"
-"""By this key a trace says when its time 0 was, in nanoseconds since 1970; as torch's profiler's."""
+_OPENS, _CLOSES = b'{"traceEvents":[', b'],"displayTimeUnit":"ms"}'
 
 
-def chrome_trace(
-    spans: Callable[[], Iterable[Span]], *, wall: bool = False
-) -> Iterator[bytes]:
+def chrome_trace(spans: Callable[[], Iterable[Span]]) -> Iterator[bytes]:
     """The trace event format's JSON object, in pieces; times in microseconds from the first
-    span. *spans* gives them all, each time that it is called; *wall*: in seconds since 1970."""
+    span. *spans* gives them all, each time that it is called."""
     origin = min((span.start for span in spans()), default=0.0)
-    base = round(origin * 1e9) if wall else None
-    return trace_of(_events(spans, origin), base)
-
-
-def trace_of(events: Iterable[dict[str, Any]], base: int | None) -> Iterator[bytes]:
-    """A trace of *events*, in pieces. *base*: see `BASE`; None where that means nothing."""
     encode = msgspec.json.Encoder().encode
-    yield b"{" + (b"" if base is None else b'"%b":%d,' % (BASE.encode(), base)) + _OPENS
+    yield _OPENS
     comma = b"\n"
-    for event in events:
+    for event in _events(spans, origin):
         yield comma + encode(event)
         comma = b",\n"
     yield b"\n" + _CLOSES
