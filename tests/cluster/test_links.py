@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cluster import Cluster, transfer_times
+from paceline.cluster import Cluster
 from paceline.cluster.links import Links
 from paceline.runtimes.simulated.clock import Clock, Completion
 from tests.support.profiles import examples
 from tests.support.simulations import cluster, rack, until_over
+from tests.support.transfers import transfer_times
 
 Message = tuple[float, object, int, int, int]
 """Start, connection, source, destination, bytes."""

@@ -23,7 +23,6 @@ from paceline.cluster.cluster_file import (
 )
 from paceline.cluster.rack import Rack
 from paceline.cluster.rules import Rule
-from paceline.cluster.transfer import transfer_times
 from paceline.cluster.workload import Workload
 
 __all__ = [
@@ -36,6 +35,5 @@ __all__ = [
     "cluster_toml",
     "load_cluster",
     "parse_cluster",
-    "transfer_times",
     "uniform_cluster",
 ]
