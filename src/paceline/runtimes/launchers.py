@@ -5,7 +5,6 @@
 ``OMPI_COMM_WORLD_RANK``          mpirun of Open MPI
 ``PMI_RANK``                      mpiexec of MPICH and Intel MPI
 ``SLURM_PROCID`` in a step        srun
-``PET_NNODES`` and its like       torchrun's own, as Kubeflow sets them, without torchrun
 ================================  ===================================================
 
 The first that holds counts. Slurm comes after MPI's own launchers, since these start their daemons
@@ -24,7 +23,8 @@ in each of several tasks: each would train alone.
 
 What no variable says is where worker 0 is: Slurm has a list of nodes, mpirun on one machine
 needs none, and elsewhere MASTER_ADDR must be given. Where a launcher clearly started
-several processes, and they cannot find each other, this is an error: each would train alone.
+several processes, and they cannot find each other, this is an error: each would train alone. So are
+torchrun's own variables (``PET_NNODES``), as Kubeflow sets them, without torchrun.
 """
 
 from __future__ import annotations
@@ -80,11 +80,12 @@ def find(environment: Mapping[str, str]) -> Place | None:
     Raises `UsageError` where it is one of several that cannot find each other, and for
     variables that do not hold what they should.
     """
-    for look in (_by_rank, _by_open_mpi, _by_pmi, _by_slurm, _by_torchrun):
+    for look in (_by_rank, _by_open_mpi, _by_pmi, _by_slurm):
         place = look(environment)
         if place is not None:
             _check_rank(place)
             return None if place == ALONE else place
+    _check_torchrun_is_there(environment)
     return None
 
 
@@ -136,7 +137,7 @@ def _by_rank(environment: Mapping[str, str]) -> Place | None:
         port=_whole(environment, "MASTER_PORT", 0),
     )
     _check_agreement(environment, place)
-    _check_pod(environment, place)
+    _check_torchrun_is_there(environment)
     return place
 
 
@@ -174,29 +175,24 @@ def _launched_by(environment: Mapping[str, str]) -> tuple[str, Place | None]:
     return name, None if said == ALONE else said
 
 
-def _check_pod(environment: Mapping[str, str], place: Place) -> None:
-    """Raise `UsageError` for the only process in a pod of a PyTorchJob that has several in each:
-    RANK counts pods there, and WORLD_SIZE processes."""
-    each, nodes = (
-        _decimal(environment, name) for name in ("PET_NPROC_PER_NODE", "PET_NNODES")
-    )
-    if (
-        "TORCHELASTIC_RUN_ID" not in environment
-        and "LOCAL_RANK" not in environment
-        and each > 1
-        and place.size == each * nodes
-        and place.rank == _decimal(environment, "PET_NODE_RANK")
-    ):
+def _check_torchrun_is_there(environment: Mapping[str, str]) -> None:
+    """Raise `UsageError` where torchrun's variables say several processes, and the script was started
+    without it. In a pod of a PyTorchJob RANK counts pods then, and WORLD_SIZE processes."""
+    if "TORCHELASTIC_RUN_ID" in environment or "LOCAL_RANK" in environment:
+        return
+    nodes = environment.get("PET_NNODES") or "1"
+    each = environment.get("PET_NPROC_PER_NODE") or "1"
+    if "RANK" in environment:
+        counts_pods = environment["RANK"] == environment.get("PET_NODE_RANK")
+        lacks_torchrun = counts_pods and environment.get("WORLD_SIZE") != nodes
+        lacks_torchrun = lacks_torchrun and each.isdecimal()
+    else:
+        lacks_torchrun = nodes != "1" or each.isdecimal()
+    if lacks_torchrun and (nodes, each) != ("1", "1"):
         raise UsageError(
-            f"WORLD_SIZE={place.size} counts {each} processes on each of {nodes} nodes, and this "
-            f"script was started once on each, without torchrun: all would wait for the others; {_START}"
+            f"PET_NNODES={nodes} and PET_NPROC_PER_NODE={each} are for torchrun, and this "
+            f"script was started without it: each process would train alone; {_START}"
         )
-
-
-def _decimal(environment: Mapping[str, str], variable: str) -> int:
-    """0 where it is no number."""
-    text = environment.get(variable, "")
-    return int(text) if text.isdecimal() else 0
 
 
 _START_THEMSELVES = re.compile(r"^(RAY_|PACELINE_SURVIVE$)", re.MULTILINE)
@@ -280,32 +276,6 @@ def _by_pmi(environment: Mapping[str, str]) -> Place | None:
         ),
         port=_port(environment, zlib.crc32(job.encode())),
     )
-
-
-def _by_torchrun(environment: Mapping[str, str]) -> Place | None:
-    """Variables for torchrun, where a script was started without it: of one process a
-    machine they say all that is needed."""
-    nodes = environment.get("PET_NNODES") or "1"
-    each = environment.get("PET_NPROC_PER_NODE") or "1"
-    if nodes == "1" and (each == "1" or not each.isdecimal()):
-        return None
-    said = {name: environment.get(f"PET_{name}", "") for name in _MEETING}
-    if each != "1" or not nodes.isdecimal() or not all(said.values()):
-        raise UsageError(
-            f"PET_NNODES={nodes} and PET_NPROC_PER_NODE={each} are for torchrun, and this "
-            f"script was started without it: each process would train alone; {_START}"
-        )
-    return Place(
-        rank=_whole(environment, "PET_NODE_RANK"),
-        size=int(nodes),
-        local_size=1,
-        node=_whole(environment, "PET_NODE_RANK"),
-        master=said["MASTER_ADDR"],
-        port=_whole(environment, "PET_MASTER_PORT"),
-    )
-
-
-_MEETING = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 # ---- what their variables mean ----
