@@ -37,7 +37,7 @@ AUTOGRAD = torch.autograd.graph.__name__
 
 def profiled(name: str) -> AbstractContextManager[object]:
     """Within it, a `torch.profiler` that records this thread shows a row called *name*."""
-    if not torch.autograd._profiler_enabled():
+    if not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(name)
 
