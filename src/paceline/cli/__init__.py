@@ -17,7 +17,6 @@ misspelt are answered at once. A verb imports what it works with in its own func
 - `compute_times`, `script_plan`: a script's compute times, and its plan.
 - `registering`: whether a script adds rows to the registries, told without running it.
 - `progress`, `live`: progress shown at a terminal.
-- `merge_traces`: one view of paceline's trace and torch.profiler's.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@
 - `links`: messages over links, first in, first out; start here for simulated networks.
 - `bandwidth`: how concurrent transfers share links: max-min fairness.
 - `activity`, `flow_table`: one transfer, and many of them as columns of numbers.
-- `transfer`: when given transfers end.
 - `probe`: measures a network and describes it as a cluster.
 - `profiling`: measures compute times and compression times.
 """

@@ -5,6 +5,6 @@
 - `charts`, `plots`, `pictures`, `colours`: charts, and how all of them look.
 - `terminal`: tables for people.
 - `run_files`: the folder of a run's records.
-- `traces`, `merged_trace`, `timeline`: Chrome traces, and one step cut out of them.
+- `traces`, `timeline`: Chrome traces, and one step cut out of them.
 - `compressor_table`: the table of ``paceline profile --compression``.
 """
