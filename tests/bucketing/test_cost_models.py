@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from paceline.bucketing import ALL_REDUCES, AffineCost, TableCost
+from paceline.bucketing import AffineCost, TableCost
 from paceline.bucketing.cost_models import fit, many, overlapping_seconds
 from paceline.errors import UsageError
 from tests.bucketing.cases import random_cost
@@ -132,53 +132,3 @@ def test_a_fit_is_never_negative() -> None:
 
 def test_a_fit_to_one_size_is_flat() -> None:
     assert fit(lambda size: 3.0 * size, [2, 2]) == AffineCost(6.0, 0.0)
-
-
-# ---- table 2 of the paper ----
-
-ALPHA, BETA, GAMMA = 50e-6, 8e-9, 2.5e-9
-
-
-@pytest.mark.parametrize("workers", [2, 4, 8, 64, 100])
-def test_formulas_of_table_2(workers: int) -> None:
-    log = math.log2(workers)
-    rows = {
-        "binary-tree": (2 * ALPHA * log, (2 * BETA + GAMMA) * log),
-        "recursive-doubling": (ALPHA * log, (BETA + GAMMA) * log),
-        "recursive-halving-doubling": (
-            2 * ALPHA * log,
-            2 * BETA - (2 * BETA + GAMMA) / workers + GAMMA,
-        ),
-        "double-binary-trees": (2 * ALPHA * log, BETA + GAMMA),
-        "ring": (
-            2 * (workers - 1) * ALPHA,
-            2 * (workers - 1) / workers * BETA + (workers - 1) / workers * GAMMA,
-        ),
-    }
-    assert set(rows) == set(ALL_REDUCES)
-    for name, (a, b) in rows.items():
-        cost = ALL_REDUCES[name](workers, ALPHA, BETA, GAMMA)
-        assert cost.start_up == pytest.approx(a), name
-        assert cost.seconds_per_byte == pytest.approx(b), name
-
-
-def test_adding_is_free_unless_said() -> None:
-    for name, formula in ALL_REDUCES.items():
-        assert formula(8, ALPHA, BETA) == formula(8, ALPHA, BETA, 0.0), name
-
-
-def test_a_ring_by_hand() -> None:
-    # 4 workers, 8 MB over 1 Gbit/s, 50 us: 6 turns of 2 MB, 16 ms + 50 us each.
-    cost = ALL_REDUCES["ring"](4, 50e-6, 8e-9)
-    assert cost(8e6) == pytest.approx(6 * (50e-6 + 2e6 * 8e-9))
-
-
-@pytest.mark.parametrize("name", ["ring", "recursive-halving-doubling"])
-def test_with_one_worker_nothing_is_sent(name: str) -> None:
-    assert ALL_REDUCES[name](1, ALPHA, BETA)(1e6) == 0.0
-
-
-@pytest.mark.parametrize("name", ALL_REDUCES)
-def test_no_workers_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="workers: expected 1 or more, got 0"):
-        ALL_REDUCES[name](0, ALPHA, BETA)

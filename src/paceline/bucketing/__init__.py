@@ -15,7 +15,6 @@
 """
 
 from paceline.bucketing.rules import (
-    ALL_REDUCES,
     FIXED,
     MEASURED,
     RULES,
@@ -34,7 +33,6 @@ from paceline.bucketing.rules import (
 )
 
 __all__ = [
-    "ALL_REDUCES",
     "FIXED",
     "MEASURED",
     "RULES",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
-from paceline.bucketing.cost_models import ALL_REDUCES, AffineCost, Cost, TableCost, fit
+from paceline.bucketing.cost_models import AffineCost, Cost, TableCost, fit
 from paceline.bucketing.fixed_rules import ddp, single, wfbp
 from paceline.bucketing.measured_rules import bound, mg_wfbp, optimal
 from paceline.bucketing.timeline import check, check_sizes, finish, finish_buckets
@@ -194,7 +194,6 @@ def _split(
 
 
 __all__ = [
-    "ALL_REDUCES",
     "FIXED",
     "MEASURED",
     "RULES",

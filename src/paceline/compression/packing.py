@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,13 +13,6 @@ from paceline.interfaces import Leg, Shape
 BLOCK = 2**16
 """Elements that are worked on at a time on a CPU: what is made in between stays in its
 caches, and in memory that it has already."""
-
-
-def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same elements of several tensors with equally many, in flat views, some at a
-    time. Raises `RuntimeError` for a tensor that has no flat view."""
-    size = BLOCK if tensors[0].device.type == "cpu" else tensors[0].numel()
-    return zip(*(tensor.view(-1).split(size) for tensor in tensors), strict=True)
 
 
 def extremes(part: torch.Tensor) -> torch.Tensor:
