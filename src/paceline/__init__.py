@@ -1,6 +1,7 @@
 """paceline: data-parallel PyTorch training over slow, shared or uneven networks.
 
-Packages stand in layers, and each imports only what is below it: docs/design.md shows them.
+Packages stand in layers, and each imports only what is below it: docs/explanation/architecture.md
+shows them.
 
 Each public name is imported when it is first used, so that the command line can answer
 before torch, which takes seconds, is there. No module has a public name's name: importing

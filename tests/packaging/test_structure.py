@@ -90,6 +90,14 @@ def test_few_packages_and_modules_stand_at_the_top():
     assert len(modules) <= MOST_MODULES
 
 
+def test_the_picture_of_packages_shows_their_imports(monkeypatch):
+    monkeypatch.syspath_prepend(SOURCE.parents[1] / "website")
+    import package_picture
+
+    fresh = package_picture.PICTURE.read_text() == package_picture.picture()
+    assert fresh, "run: python website/package_picture.py"
+
+
 MOST_LINES_OF_A_MAP = 30
 
 
