@@ -230,7 +230,7 @@ CASES: tuple[Case, ...] = (
     _SPARSE_LOCO,
     replace(_local("daso:every=3,delay=2,group=rack"), counts=False, racks=True),
     _local("daso:every=1,delay=0,group=2"),
-    _local("daso:every=4,delay=0,group=2,warm_up=3,cool_down=50"),
+    _local("daso:every=4,delay=0,group=2,warm_up=3"),
     _local("sel-sync:delta=0"),
     _local("sel-sync:delta=0.01,window=3"),
     Case(method="backup"),

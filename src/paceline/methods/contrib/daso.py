@@ -8,16 +8,11 @@ which is picked up B steps later, and given to the other workers of its node:
 
     w <- (2B*w + sum_p w_p(t-B)) / (2B + P)
 
-P nodes; the weight of 2B for the own parameters is Heat's choice. In the first `warm_up` steps, and
-from step `cool_down` on (0: never), nodes average after each step and wait for it.
+P nodes; the weight of 2B for the own parameters is Heat's choice. In the first `warm_up` steps
+nodes average after each step and wait for it.
 
-With `judge_every` above 0 S and B follow the loss that the script reports
-(``paceline.log(loss=...)``), in its mean over that many steps and all workers: when it has not improved by 5 % three
-times in a row, S is halved and B one less; at S = 1 both begin again, with S = `most` and
-B = `most`/4. All workers decide alike, one such period late, so that nobody waits.
-
-Ours, and not Heat's: steps where Heat has epochs (its 4 epochs of warming up and of cooling down,
-the judgement of each epoch; an epoch's last step is nothing special); what has arrived is merged before the next exchange begins,
+Ours, and not Heat's: S and B stay, where Heat's follow the loss; steps of warming up where Heat
+has epochs, and none of cooling down; what has arrived is merged before the next exchange begins,
 and not after it; gradients are averaged in a node in each step, where Heat leaves some out after a
 cycle; nothing is cast to bf16. Nodes count by the samples that they have trained on
 since the last exchange; BatchNorm's statistics are averaged in the node, and travel with the
@@ -26,9 +21,8 @@ parameters. Optimizers keep their state: it is equal in a node, and each node's 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -54,47 +48,10 @@ from paceline.methods.contrib.daso_nodes import (
     end,
     mean_of_nodes,
 )
-from paceline.methods.contrib.daso_pace import Pace
 from paceline.methods.local_updates.fragments import Part, Since, make_parts
 from paceline.methods.local_updates.groups import check_group, places_of
 from paceline.methods.local_updates.options import Options
 from paceline.methods.local_updates.saved_state import means, put
-
-
-@dataclass
-class Losses:
-    """What the script has reported since the last judgement, and what all have before that."""
-
-    total: float = 0.0
-    count: int = 0
-    under_way: torch.Tensor | None = None
-    pending: Pending | None = None
-
-    def take(self, loss: float | None) -> None:
-        if loss is not None and math.isfinite(loss):
-            self.total += loss
-            self.count += 1
-
-    def mean(self) -> float | None:
-        """Of the last judgement's, all workers'; None where nobody has said any."""
-        if self.under_way is None:
-            return None
-        self.wait()
-        total, count = self.under_way.tolist()
-        return total / count if count else None
-
-    def send(self, run: Run) -> None:
-        device = run.parameters[0].device
-        self.under_way = torch.tensor(
-            [self.total, self.count], dtype=torch.float64, device=device
-        )
-        self.pending = run.comm.channel("losses").all_reduce(self.under_way, "sum")
-        self.total, self.count = 0.0, 0
-
-    def wait(self) -> None:
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
 
 
 @dataclass
@@ -103,13 +60,10 @@ class DASOState:
 
     nodes: Nodes
     part: Part
-    pace: Pace
     progress: Progress = field(default_factory=Progress)
-    losses: Losses = field(default_factory=Losses)
     turn: int = 0
     exchange: Exchange | None = None
     gradients: list[Pending] = field(default_factory=list)
-    may_miss_losses: bool = True
 
     def drop_exchange(self) -> None:
         """What is on its way is of another model."""
@@ -150,26 +104,17 @@ class DASO:
     delay: int = 1
     group: str = "rack"
     warm_up: int = 0
-    cool_down: int = 0
-    judge_every: int = 0
-    most: int = 8
 
     def __post_init__(self) -> None:
-        for key in ("every", "most"):
-            if getattr(self, key) < 1:
-                raise self._wrong(key, "1 or more steps")
-        for key in ("warm_up", "cool_down", "judge_every"):
-            if getattr(self, key) < 0:
-                raise self._wrong(key, "0 or more steps")
-        if self.most != DASO.most and not self.judge_every:
-            raise self._wrong("most", "judge_every above 0 with it")
+        if self.every < 1:
+            raise self._wrong("every", "1 or more steps")
+        if self.warm_up < 0:
+            raise self._wrong("warm_up", "0 or more steps")
         if not 0 <= self.delay <= self.every:
             raise self._wrong(
                 "delay",
                 f"0 to every={self.every} steps: then the next exchange begins",
             )
-        if 0 < self.cool_down < self.warm_up:
-            raise self._wrong("cool_down", f"a step after warm_up={self.warm_up}, or 0")
         check_group(self)
 
     @property
@@ -198,7 +143,7 @@ class DASO:
                 f"daso: all workers are in one {self.group}, so there is nobody to exchange "
                 "parameters with: this is bsp"
             )
-        return DASOState(nodes, whole_model(run), Pace(self.every, self.delay))
+        return DASOState(nodes, whole_model(run))
 
     # ---- inside the node, in each step ----
 
@@ -216,8 +161,7 @@ class DASO:
     def after_update(self, state: DASOState, run: Run) -> None:
         if run.active and not run.step_is_due:
             state.progress.count(run.weight * run.comm.size)
-            state.losses.take(run.loss)
-        every, delay = self._pace_of(state, run.step)
+        every, delay = self._pace_at(run.step)
         begins = (run.step + 1) % every == 0
         if state.exchange is not None and (begins or run.step >= state.exchange.due):
             self._end(state)
@@ -228,44 +172,21 @@ class DASO:
             state.turn += 1
             if not delay:
                 self._end(state)
-        if self.judge_every and (run.step + 1) % self.judge_every == 0:
-            self._judge(state, run)
 
-    def _pace_of(self, state: DASOState, step: int) -> tuple[int, int]:
+    def _pace_at(self, step: int) -> tuple[int, int]:
         """S and B in this step."""
-        if step < self.warm_up or 0 < self.cool_down <= step:
-            return 1, 0
-        return state.pace.every, state.pace.delay
+        return (1, 0) if step < self.warm_up else (self.every, self.delay)
 
     def _end(self, state: DASOState) -> None:
         assert state.exchange is not None
         exchange, state.exchange = state.exchange, None
         end(state.nodes, state.part, exchange)
 
-    def _judge(self, state: DASOState, run: Run) -> None:
-        was_sent, loss = state.losses.under_way is not None, state.losses.mean()
-        state.losses.send(run)
-        if loss is None:
-            if was_sent and state.may_miss_losses:
-                state.may_miss_losses = False
-                run.say(
-                    f"daso:judge_every={self.judge_every}: no worker has reported a loss, "
-                    "so S and B stay: call paceline.log(loss=...) in each step"
-                )
-            return
-        state.may_miss_losses = False
-        if run.step >= self.warm_up and state.pace.judge(loss, self.most):
-            run.say(
-                f"daso: after step {run.step + 1} nodes exchange parameters every "
-                f"{state.pace.every} steps, and use them {state.pace.delay} later"
-            )
-
     # ---- the end, and what is shown in between ----
 
     @torch.no_grad()
     def finish(self, state: DASOState, run: Run) -> None:
         source = run.keep_company_to_the_end()
-        state.losses.wait()
         if state.exchange is not None:
             self._end(state)
         self._average(state, state.part, run)
@@ -286,7 +207,7 @@ class DASO:
         return undo
 
     def _average(self, state: DASOState, part: Part, run: Run) -> None:
-        _, delay = self._pace_of(state, run.step)
+        _, delay = self._pace_at(run.step)
         mean_of_nodes(state.nodes, part, run, state.progress, were_equal=not delay)
 
     def loaded(self, state: DASOState, run: Run) -> None:
@@ -297,15 +218,11 @@ class DASO:
     # ---- restarts ----
 
     def save_state(self, state: DASOState, run: Run) -> dict[str, Any]:
-        since, losses, exchange = state.progress.since, state.losses, state.exchange
-        losses.wait()  # all have sent theirs
+        since, exchange = state.progress.since, state.exchange
         saved: dict[str, Any] = {
-            "pace": asdict(state.pace),
             "turn": state.turn,
             "since": [since.begins, since.weight],
             "steps": state.progress.steps,
-            "losses": [losses.total, losses.count],
-            "under_way": [] if losses.under_way is None else [losses.under_way],
             "exchange": {},
         }
         if exchange is not None:
@@ -321,14 +238,10 @@ class DASO:
 
     @torch.no_grad()
     def load_state(self, state: DASOState, run: Run, saved: dict[str, Any]) -> None:
-        state.losses.wait()
         state.drop_exchange()
         device = run.parameters[0].device
-        state.pace = Pace(**saved["pace"])
         state.turn = saved["turn"]
         state.progress = Progress(Since(*saved["since"]), saved["steps"])
-        under_way = [tensor.to(device) for tensor in saved["under_way"]]
-        state.losses = Losses(*saved["losses"], *under_way)
         there = saved["exchange"]
         if there:
             put(means(run, state.part), there["sums"])
@@ -342,8 +255,8 @@ class DASO:
     def redistribute_state(
         self, state: DASOState, run: Run, parts: Iterable[dict[str, Any]]
     ) -> dict[str, Any]:
-        """S and B go on; what was on its way between other nodes is gone, and so is what
-        each has trained since: all go on from one model."""
+        """What was on its way between other nodes is gone, and so is what each has trained
+        since: all go on from one model."""
         saved = dict(next(iter(parts)))
         begins, _ = saved["since"]
         return saved | {"since": [begins, 0.0], "steps": 0, "exchange": {}}
