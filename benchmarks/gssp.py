@@ -1,7 +1,7 @@
 """What groups of similar speed gain where compute times differ, and no communication counts.
 
     python benchmarks/gssp.py                       # the tables: 10 minutes
-    python benchmarks/gssp.py --only slow-worker    # classes, jitter, slow-worker, noise, data or topology
+    python benchmarks/gssp.py --only slow-worker    # classes, jitter, slow-worker, noise or data
     python benchmarks/gssp.py --json
 
 *classes*: 16 workers in four classes of speed, in virtual time, over a network that never is the
@@ -23,13 +23,6 @@ and in the end.
 
 *data*: how often each sample was seen after the slowest class made 8 passes and the others as
 many more as they are faster: fixed parts, a new shuffle in each pass, parts that go round.
-
-*topology*: a mesh of group servers, and a root. Each group is a site of its own, with its server: inside
-nothing is the limit, and *uplink* is how long the model takes on a site's link to the others, in steps
-of the fastest workers. *speed*: steps a second of all, over those on links without a limit. *behind*: how
-many steps of all that were made were not yet in the model of a worker that began one, on
-average. *models*: what leaves a server and what comes to it from others, in models a step of all;
-of server 0 and of the busiest other one.
 """
 
 import argparse
@@ -47,13 +40,11 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.interfaces import Groups
-from paceline.interfaces.group_messages import Pass
 from paceline.methods import GSSP
 from paceline.methods.gssp.grouping import LOOKS, MARGIN, BySpeed, Hysteresis, Merging
 from paceline.methods.gssp.speeds import Known, Looks
 from paceline.methods.gssp.step_times import StepTimes, smoothed
 from paceline.runtimes.simulated import ComputeModel, Simulation
-from paceline.runtimes.simulated.services import VirtualServer
 
 WORKERS = 16
 STEP_SECONDS = 0.1
@@ -282,121 +273,6 @@ def data_rows():
             }
 
 
-# ---- a mesh, or a root ----
-
-ELEMENTS = 25_000
-"""Of the model: 100 kB."""
-SITES = {
-    "4 of 4, equal": (4, 4, (1.0,) * 4),
-    "4 of 4, 1 : 1.5 : 2 : 3": (4, 4, (1.0, 1.5, 2.0, 3.0)),
-    "8 of 2, equal": (8, 2, (1.0,) * 8),
-    "8 of 2, 1 to 3": (8, 2, (1.0, 1.0, 1.5, 1.5, 2.0, 2.0, 3.0, 3.0)),
-}
-"""How many sites of how many workers, and the step times of each."""
-UPLINKS = (0.1, 0.3, 0.8)
-NO_LIMIT = 1e15
-
-
-@dataclass
-class Exchanged:
-    """What was seen of one training: *bytes* by sending server and receiving one."""
-
-    steps: int
-    behind: float
-    bytes: Counter
-
-    def models(self, server):
-        """What left it and what came to it, in models a step of all."""
-        models = 4 * ELEMENTS * self.steps
-        out = sum(size for (a, _), size in self.bytes.items() if a == server)
-        came = sum(size for (_, b), size in self.bytes.items() if b == server)
-        return out / models, came / models
-
-
-def exchanged(sites, workers, times, topology, uplink, root_uplink=None):
-    """*uplink*: seconds of a model on a site's link; *root_uplink*: on that of server 0's."""
-    n, slowest = sites * workers, max(times) * STEP_SECONDS
-    seconds = [root_uplink or uplink, *[uplink] * (sites - 1)]
-    racks = tuple(
-        Rack(
-            workers=workers,
-            link=NO_LIMIT,
-            latency=0.0,
-            uplink=4 * ELEMENTS / its if its else NO_LIMIT,
-            speed=(1 / t,) * workers,
-        )
-        for t, its in zip(times, seconds, strict=True)
-    )
-    hosts = tuple(ServerHost(rack=site) for site in range(sites))
-    members = "+".join(f"{workers * s}-{workers * (s + 1) - 1}" for s in range(sites))
-    begin, stop = FIRST // 2 * slowest, LAST // 2 * slowest
-    found = Exchanged(0, 0.0, Counter())
-    made, behind = [0], []
-
-    def counted(self, sender, message, payload, receiver, time):
-        size = take(self, sender, message, payload, receiver, time)
-        if isinstance(message, Pass) and begin <= time < stop:
-            found.bytes[sender.worker - n, int(self.name.split()[-1])] += size
-        return size
-
-    def train(rank):
-        paceline.init()
-        model = torch.nn.Linear(ELEMENTS, 1, bias=False)
-        sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
-        spec = f"gssp:members={members},topology={topology}"
-        optimizer = paceline.distribute(model, sgd, method=spec, fusion="single")
-        data = torch.ones(1, ELEMENTS)
-        while (now := paceline.now()) < stop:
-            if begin <= now:
-                behind.append(made[0] / n - optimizer.steps_of_all)
-                found.steps += 1
-            optimizer.zero_grad()
-            model(data).sum().backward()
-            optimizer.step()
-            made[0] += 1
-        optimizer.finish()
-
-    compute = ComputeModel(
-        forward=STEP_SECONDS / 3, backward=2 * STEP_SECONDS / 3, jitter=0.05, seed=0
-    )
-    take, VirtualServer.take = VirtualServer.take, counted
-    try:
-        Simulation(Cluster(racks, servers=hosts), compute=compute).run(train)
-    finally:
-        VirtualServer.take = take
-    found.behind = statistics.fmean(behind)
-    found.steps /= n
-    return found
-
-
-def topology_rows():
-    for name, (sites, workers, times) in SITES.items():
-        ample = exchanged(sites, workers, times, "mesh", 0.0).steps
-        for uplink in UPLINKS:
-            ways = {"mesh": ("mesh", None), "root": ("root", None)}
-            if uplink > min(UPLINKS):
-                ways["root on a link 8 times as fast"] = "root", 8
-            for row, (topology, faster) in ways.items():
-                seconds = uplink * STEP_SECONDS
-                its = exchanged(
-                    *(sites, workers, times, topology, seconds),
-                    root_uplink=seconds / faster if faster else None,
-                )
-                others = [its.models(server) for server in range(1, sites)]
-                yield {
-                    "sites": name,
-                    "uplink": uplink,
-                    "topology": row,
-                    "speed": its.steps / ample,
-                    "behind": its.behind,
-                    "server 0 sends": its.models(0)[0],
-                    "server 0 gets": its.models(0)[1],
-                    "another sends": max(out for out, _ in others),
-                    "another gets": max(came for _, came in others),
-                    "all send": sum(its.bytes.values()) / (4 * ELEMENTS * its.steps),
-                }
-
-
 # ---- tables ----
 
 
@@ -410,7 +286,6 @@ TABLES = {
     "slow-worker": slow_worker_rows,
     "noise": noise_rows,
     "data": data_rows,
-    "topology": topology_rows,
 }
 
 

@@ -174,7 +174,6 @@ def test_compare_in_the_real_world(tmp_path):
                 ("members=0-1+1-3", "rank 1 is named twice"),
                 ("members=0-1+2", "rank 3 is in no group"),
                 ("members=0-1+zwei", "of ranks and ranges joined by '.'"),
-                ("topology=star", "Known: mesh, root"),
                 ("nothing=1", "unknown key 'nothing'"),
             )
         ),

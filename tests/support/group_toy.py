@@ -51,7 +51,6 @@ class PassesOn(AppliesOnArrival):
     groups: Groups
     period: int = 0
     number: int = 0
-    has_root: bool = False
     owes: dict[int, Owed] = field(default_factory=dict)
 
     def is_server(self, number):

@@ -54,9 +54,8 @@ MOST_EVENTS = 20_000
 class Case:
     """*of*: each worker's group. *steps*: how many each does. *meets*: before which steps all
     workers meet, or load zeros. *moves*: a worker goes to another group before its step:
-    (worker, step): group. *cuts*, *kills*, *deaths*: of connections, servers, workers.
-    *has_root*: servers pass on to server 0 alone. *prey*: the servers of which one is killed;
-    *peril*: how likely at each event."""
+    (worker, step): group. *cuts*, *kills*, *deaths*: of connections, servers, workers;
+    *peril*: how likely kills are at each event."""
 
     of: tuple[int, ...]
     servers: int
@@ -72,8 +71,6 @@ class Case:
     peril: float = 0.005
     agree: bool = True
     snapshots: bool = False
-    has_root: bool = False
-    prey: tuple[int, ...] = ()
     by_step: bool = False
     """Workers end after so many steps of the job, and not of their own lives."""
     ends: int = 0
@@ -177,7 +174,7 @@ class MeshNet:
 
     def sums_up(self, number: int) -> SumsUp:
         groups = Groups(self.case.of, self.case.servers)
-        return SumsUp(groups, self.case.period, self.takes, self.case.has_root)
+        return SumsUp(groups, self.case.period, self.takes)
 
     def takes(self, element: int, bucket: int) -> None:
         self.taken.append((element, bucket))
@@ -548,7 +545,7 @@ class MeshNet:
         if self.ends and self.is_loaded and choose.random() < self.case.peril:
             self.end_all()
         if self.kills and self.is_loaded and choose.random() < self.case.peril:
-            number = choose.choice(self.case.prey or list(self.servers))
+            number = choose.choice(list(self.servers))
             if not self.entering:
                 self.kills -= 1
                 if self.case.snapshots:

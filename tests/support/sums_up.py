@@ -18,17 +18,15 @@ class SumsUp:
         groups: Groups,
         period: int,
         taken: Callable[[int, int], None],
-        has_root: bool = False,
     ) -> None:
         self._groups, self._period, self._taken = groups, period, taken
-        self.has_root = has_root
         self.number = -1
         self._sums: dict[int, list[HeldPush]] = {}
         self._told = 0
         self.words_heard: dict[int, list[bytes]] = {}
 
     def __deepcopy__(self, memo: object) -> SumsUp:
-        fresh = SumsUp(self._groups, self._period, self._taken, self.has_root)
+        fresh = SumsUp(self._groups, self._period, self._taken)
         fresh.number = self.number
         return fresh
 

@@ -39,18 +39,12 @@ class Away(msgspec.Struct, tag="away", kw_only=True):
     """The sender has no workers: nothing is to be passed on to it, until it enters again."""
 
 
-class Nothing(msgspec.Struct, tag="nothing", kw_only=True):
-    """A number of server 0's that has nothing in it for the receiver."""
-
-
 class Pass(msgspec.Struct, tag="pass", kw_only=True):
     """A server passes on what server *source* has to tell to all others: its own, or what it
     has had from one that is lost. Those of a *life* of the source are *number*ed from 0, and
     come in that order; all have what is below *floor*. *load*, *meeting*: how many loads and
     meetings the source had come through. *entry*: how the receiver has last entered, as the
-    sender knows. *covers*: where server 0 is the root, the items of others (source, life and
-    number) that the receiver has with this one. Answer: `Done`, once it is taken; by a root,
-    once all have it."""
+    sender knows. Answer: `Done`, once it is taken."""
 
     source: int
     life: int
@@ -59,8 +53,7 @@ class Pass(msgspec.Struct, tag="pass", kw_only=True):
     load: int
     meeting: int
     entry: int
-    what: Gradients | Buffers | Away | Nothing
-    covers: list[tuple[int, int, int]] = []
+    what: Gradients | Buffers | Away
 
 
 class Tell(msgspec.Struct, tag="tell", kw_only=True):
@@ -88,13 +81,12 @@ class Stand(msgspec.Struct, tag="stand", kw_only=True):
 
 class Enter(msgspec.Struct, tag="enter", kw_only=True):
     """The sender takes everything from server *via*: pass on to it from now on, and what *via*
-    has not answered yet. *entry* is a new number; *meeting*: how many have ended anywhere.
-    Answer: `Standing`, with the number that comes first; of *via* itself `Manifest`."""
+    has not answered yet. *entry* is a new number. Answer: `Standing`, with the number that comes
+    first; of *via* itself `Manifest`."""
 
     life: int
     entry: int
     via: int
-    meeting: int = 0
 
 
 class Copy(msgspec.Struct, tag="copy", kw_only=True):
@@ -130,7 +122,7 @@ PeerRequest = Pass | Tell | Trains | Stand | Enter | Copy | Drain | Agree
 class Standing(msgspec.Struct, tag="standing", kw_only=True):
     """The server is in this *life*, and passes on *number* next. *entry*: how it has last
     entered. *active*: it has all that was passed on, and more is to be. *progress*: how much
-    it has; -1 without parameters. *has_root*: whatever is passed on goes through server 0."""
+    it has; -1 without parameters."""
 
     life: int
     number: int
@@ -138,15 +130,13 @@ class Standing(msgspec.Struct, tag="standing", kw_only=True):
     active: bool
     progress: int
     meeting: int
-    has_root: bool = False
 
 
 class Manifest(msgspec.Struct, tag="manifest", kw_only=True):
     """Everything that a server has, as of one moment. *join* is what is trained, in msgpack;
     empty where nothing was loaded yet. *gradients*: how many were passed on to it, or by it.
     *step*: with which workers that begin now go on. *active*: as in `Standing`.
-    *taken*: of each source and life, the number that is to come next; *ahead*: those after it that
-    are in, too. *parts*: dtype and
+    *taken*: of each source and life, the number that is to come next. *parts*: dtype and
     elements of each payload: parameters and the optimizer's state, for each bucket that is
     held; then what nobody trains, and buffers, the first *floats* of which are mixed. *applied*:
     by worker and bucket, the step before which its gradients are in."""
@@ -159,7 +149,6 @@ class Manifest(msgspec.Struct, tag="manifest", kw_only=True):
     meeting: int = 0
     versions: list[int] = []
     taken: list[tuple[int, int, int]] = []
-    ahead: list[tuple[int, int, int]] = []
     parts: list[tuple[str, int]] = []
     floats: int = 0
     applied: dict[int, dict[int, int]] = {}

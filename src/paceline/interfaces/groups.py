@@ -135,12 +135,6 @@ class Meshed(Discipline, Protocol):
         """As this server knows them."""
         ...
 
-    @property
-    def has_root(self) -> bool:
-        """Whether servers pass on to server 0 alone, which adds up what comes and passes that
-        on to all others."""
-        ...
-
     def is_server(self, number: int) -> None:
         """This is the server of group *number*. Called before anything else."""
         ...
@@ -156,8 +150,7 @@ class Meshed(Discipline, Protocol):
         ...
 
     def incoming(self, shard: Shard, source: int, parcel: Parcel) -> None:
-        """Server *source* has passed this on: it comes once, and in the order of its sending.
-        Where there is a root, *source* is 0 on all other servers."""
+        """Server *source* has passed this on: it comes once, and in the order of its sending."""
         ...
 
     def words(self, shard: Shard) -> bytes:

@@ -10,8 +10,7 @@ A group's gradient counts for less, the staler it is.
 tau is how many gradients of other groups were applied at its server since the group's last mean, in steps of all (n).
 
 Differs from the authors' system, in which all groups share one set of servers: here each has a
-server with the whole model, as under gssp, whose parts this is made of; with ``topology=root`` means go through
-one of them. Inferred: the form of the
+server with the whole model, as under gssp, whose parts this is made of. Inferred: the form of the
 weight; with tau counted as it is here, a group that is as fast as the others has a tau below 1, and 1/tau
 would let it count for more than once. The order of servers, by which fast ones own lower layers, and
 shares of data by speed are not here (`paceline.Sampler(..., shares="speed")` deals those out).
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.interfaces import Discipline, Groups, MethodSummary, read_members
-from paceline.methods.gssp.discipline import GroupDiscipline, Passing
+from paceline.methods.gssp.discipline import GroupDiscipline
 from paceline.methods.gssp.gates import Rounds
 from paceline.methods.gssp.worker import InGroups
 
@@ -59,6 +58,7 @@ class GroupingSGD(InGroups):
         return GroupDiscipline(
             self.groups(workers),
             Rounds(together=True),
-            Passing(period=1, damps=True, topology=self.topology),
+            period=1,
             measure_steps=20,
+            damps=True,
         )

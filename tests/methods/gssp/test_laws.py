@@ -63,8 +63,7 @@ def test_one_group_is_ssp_bit_for_bit(
             method, each(*times), steps, 2, 0.5, 0.5, seed, dies, MOMENTUM
         ).play()
 
-    topology = data.draw(st.sampled_from(["mesh", "root"]))
-    one = play(GSSP(number_of_groups=1, staleness=staleness, topology=topology))
+    one = play(GSSP(number_of_groups=1, staleness=staleness))
     assert said(one) == said(play(SSP(staleness=staleness)))
 
 

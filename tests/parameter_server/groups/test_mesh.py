@@ -33,10 +33,8 @@ from paceline.interfaces.server_messages import (
     Refused,
 )
 from paceline.methods.ssp import SSP
-from paceline.parameter_server.groups.consistent_cut import Meetings
 from paceline.parameter_server.groups.local_server import Home
 from paceline.parameter_server.groups.outgoing import ROUNDS_UNANSWERED
-from paceline.parameter_server.groups.root_topology import Root
 from paceline.parameter_server.groups.server import GroupServer
 from paceline.parameter_server.groups.update_log import Taken
 from paceline.parameter_server.state_machine.server import ParameterServer
@@ -57,21 +55,6 @@ CASES = {
     "two": Case((0, 0, 1), 2, (4, 5, 6), cuts=3, deaths=1, kills=2),
     "one": Case((0, 0, 0), 1, (2, 3, 4), deaths=1, meets=frozenset({1})),
 }
-ROOT_DIES = Case(
-    *(OF, 3, (6,) * 5), cuts=3, kills=4, prey=(0, 0, 0, 1, 2), peril=0.02, has_root=True
-)
-ROOTED = {
-    f"root, {name}": replace(CASES[name], has_root=True)
-    for name in ("cuts", "meetings", "loads", "deaths", "snapshots")
-}
-ROOTED |= {
-    "root dies": ROOT_DIES,
-    "root dies, and all meet": replace(
-        ROOT_DIES, period=1, meets=frozenset({2, 4}), moves=MOVES, snapshots=True
-    ),
-    "root of four": replace(ROOT_DIES, of=(0, 1, 2, 3), servers=4, steps=(5,) * 4),
-}
-CASES |= ROOTED
 
 
 def run(name, seed, agree=True):
@@ -129,36 +112,12 @@ def test_control_who_takes_parcels_again_has_gradients_twice(monkeypatch):
     assert breaks("cuts")
 
 
-def answers_at_once(root):
-    waiting, root._unanswered, root._covered = root._unanswered, {}, {}
-    return [Answer(sender, Done()) for sender in waiting.values()]
-
-
-@pytest.mark.parametrize(
-    ("what", "attribute", "instead"),
-    [
-        (Taken, "cover", lambda taken, items: None),
-        (Root, "answers", answers_at_once),
-        (
-            Meetings,
-            "wants_all_alike",
-            property(lambda meetings: False, lambda meetings, value: None),
-        ),
-    ],
-    ids=["does not say what it has added up", "answers at once", "copies to nobody"],
-)
-def test_control_a_root_that(monkeypatch, what, attribute, instead):
-    monkeypatch.setattr(what, attribute, instead, raising=False)
-    assert breaks("root dies")
-
-
 # ---- by hand ----
 
 
-def machine(number=0, servers=2, of=(0, 1), period=1, has_root=False, **options):
+def machine(number=0, servers=2, of=(0, 1), period=1, **options):
     """A server that is loaded with zeros."""
-    case = Case(of, servers, (9,) * len(of), period=period, has_root=has_root)
-    net = MeshNet(case, random.Random(0))
+    net = MeshNet(Case(of, servers, (9,) * len(of), period=period), random.Random(0))
     home = Home(number, len(of), net.sums_up(number), meets=number == 0)
     names = [f"server {n}" for n in range(servers)]
     server = GroupServer(home, names, **options)
@@ -276,66 +235,6 @@ def test_what_a_lost_server_has_passed_on_goes_to_those_that_may_not_have_it():
         server.on_reply("server 2", ask.number, Done(), None, 0.0)
     server.on_peer_back("server 1", 0.0)
     assert not asks(server.on_peer_lost("server 1", "it died", 0.0), Pass)
-
-
-def hear_of(server, source, number, scale, workers, **changes):
-    """Server *source* passes on a gradient of that *scale*; what the machine says then."""
-    values = torch.full((server.size,), float(scale), dtype=torch.float64)
-    message = passed(gradients(gradients=1, weight=1.0, **changes), number, source)
-    sender = of_server(source, number, workers)
-    return server.on_message(sender, message, values, 0.0)
-
-
-def test_a_root_passes_on_to_each_what_the_others_have_and_answers_once_all_have_it():
-    server = machine(servers=4, of=(0, 1, 2, 3), has_root=True)
-    said = [
-        one for source in (1, 2, 3) for one in hear_of(server, source, 0, source, 4)
-    ]
-    assert not said  # nobody has all, and its own is missing
-    out = push(server, 0, 0, 3)
-    sent = {ask.peer: ask for ask in asks(out, Pass)}
-    assert sorted(sent) == ["server 1", "server 2", "server 3"]
-    for number in (1, 2, 3):
-        what = sent[f"server {number}"]
-        sums = 1 + 2 + 3 + 1 - number
-        assert what.payload[0] * what.message.what.weight == pytest.approx(sums)
-        others = [n for n in (1, 2, 3) if n != number]
-        assert what.message.covers == [(n, 0, 0) for n in others]
-    for place, (peer, ask) in enumerate(sent.items()):
-        done = server.on_reply(peer, ask.number, Done(), None, 0.0)
-        assert len(answers(done)) == (3 if place == 2 else 0)
-    assert server.home.shard.store.flats[0][0] == -7.0
-
-
-def test_a_root_waits_for_nobody_who_is_slow():
-    server = machine(servers=3, of=(0, 1, 2), has_root=True)
-    assert not hear_of(server, 1, 0, 1, 3)
-    out = asks(hear_of(server, 1, 1, 2, 3), Pass)
-    assert [type(ask.message.what).__name__ for ask in out] == ["Nothing", "Gradients"]
-    assert out[1].payload[0] * out[1].message.what.weight == 3.0
-    assert out[1].message.covers == [(1, 0, 0), (1, 0, 1)]
-
-
-def test_what_came_to_a_root_again_is_answered_once_and_where_it_came_last():
-    server = machine(servers=3, of=(0, 1, 2), has_root=True)
-    first = of_server(1, 0, 3)
-    assert not hear_of(server, 1, 0, 1, 3)
-    server.on_lost(first.worker, first.incarnation, 0.0)
-    again = first._replace(incarnation=1)
-    values = torch.ones(server.size, dtype=torch.float64)
-    message = passed(gradients(gradients=1, weight=1.0))
-    assert not server.on_message(again, message, values, 0.0)
-    out = asks(hear_of(server, 1, 1, 1, 3), Pass)
-    said = [server.on_reply(a.peer, a.number, Done(), None, 0.0) for a in out]
-    assert next(one.to for one in answers(said[-1])) == again
-    assert server.home.shard.store.flats[0][0] == -2.0
-
-
-def test_the_others_pass_on_to_the_root_alone():
-    for has_root, peers in ((True, {"server 0"}), (False, {"server 0", "server 2"})):
-        server = machine(1, servers=3, of=(0, 1, 2), has_root=has_root)
-        out = asks(push(server, 1, 0, 3), Pass)
-        assert {ask.peer for ask in out} == peers
 
 
 def test_a_parcel_that_is_missing_is_noticed():

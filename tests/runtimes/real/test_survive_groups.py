@@ -27,7 +27,6 @@ ONE = f"gssp:members=0-1,period={PERIOD},staleness={STALENESS}"
 TWO = f"gssp:members=0+1,period={PERIOD},staleness={STALENESS}"
 THREE = f"gssp:members=0.1+2+3,period={PERIOD},staleness={STALENESS}"
 """Of 4 workers: sums of quarters are exact."""
-ROOT = f"{THREE},topology=root"
 FOUND = f"gssp:period={PERIOD},staleness={STALENESS}"
 """Both workers are in group 0 at first, and stay there if they are about as fast."""
 SILENT_SECONDS = 4
@@ -106,25 +105,6 @@ def test_any_of_three_servers_is_killed(start, number):
     assert f"server {number} was killed by SIGKILL after step" in job.stderr
     assert "the others hold the model, and it takes that over" in job.stderr
     assert job.stderr.count("all workers are started again") == 1
-
-
-@pytest.mark.slow
-def test_the_root_is_killed_and_then_one_of_the_others(start):
-    """The root keeps what its own workers have sent until it is passed on with the next, maybe."""
-    job, folder = start(ROOT, 4)
-    for life, number in enumerate((0, 2), 1):
-        kill(servers_of(job)[number])
-        wait_for_lives(job, folder, dict.fromkeys(range(4), life))
-    check(*end(job, folder, 4), ended=8, lost=not_passed_on(3, 2))
-
-
-@pytest.mark.slow
-def test_all_workers_of_the_root_s_group_are_killed(start):
-    job, folder = start(ROOT, 4)
-    for rank in (0, 1):
-        kill(life_of(folder, rank)[0])
-    wait_for_lives(job, folder, {0: 1, 1: 1})
-    check(*end(job, folder, 4), ended=2, lost=0)
 
 
 @pytest.mark.slow

@@ -37,14 +37,11 @@ samples instead: gradients of all that are in the model, divided by n. A schedul
     while scheduler.last_epoch < int(optimizer.steps_of_all):
         scheduler.step()
 
-``topology=root``: servers pass on to server 0 alone, which adds up what comes, and passes on to each what all
-but that one have applied (`paceline.parameter_server.groups.root_topology`).
-
 Differs from the published code, which does not run as it is: the push counter counts, so that
 parcels are sent; groups follow measured times, where the code takes ranks modulo 4; the gate does not
 poll; BatchNorm's statistics travel; weight decay acts as often as under bsp and not once an update; groups
-have no speed class before all were measured. The root of one of its scripts steps for all groups, and its weights
-replace theirs: here each server steps. Groups and hysteresis are inferred.
+have no speed class before all were measured. There is no root: one script of the code has it, whose
+server steps for all groups. Groups and hysteresis are inferred.
 
 - `worker`: the worker's half.
 - `discipline`: the server's half; start here.
@@ -68,7 +65,7 @@ from paceline.interfaces import (
     ServerRun,
     read_members,
 )
-from paceline.methods.gssp.discipline import GroupDiscipline, Passing
+from paceline.methods.gssp.discipline import GroupDiscipline
 from paceline.methods.gssp.gates import Bounded, Gate, Rounds
 from paceline.methods.gssp.grouping import (
     LOOKS,
@@ -162,7 +159,7 @@ class GSSP(InGroups):
         return GroupDiscipline(
             self.groups(workers),
             gate,
-            Passing(period=self.period, topology=self.topology),
+            self.period,
             self.measure_steps,
             regroup,
         )

@@ -24,8 +24,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Literal
 
 from paceline.interfaces import Groups, HeldPush, Parcel, Shard
 from paceline.methods.gssp.clocks import EVER, Clocks
@@ -45,35 +43,25 @@ from paceline.methods.gssp.speeds import (
 )
 from paceline.methods.gssp.step_times import Measured, StepTimes, smoothed
 
-Topology = Literal["mesh", "root"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passing:
-    """How servers pass on what they have applied. *period*: after so many gradients of a bucket;
-    0: as many as the group has workers. *damps*: what this group makes counts for 1/(1 + tau), here
-    and there, where tau is its staleness. *topology*: to whom, see `Meshed.has_root`."""
-
-    period: int = 0
-    damps: bool = False
-    topology: Topology = "mesh"
-
 
 class GroupDiscipline:
-    """One group's server; *gate* says who waits there, *regroup* how groups follow speeds, which
-    are of *measure_steps* steps at most."""
+    """One group's server; *gate* says who waits there. It passes on what it has applied after
+    *period* gradients of a bucket; 0: as many as the group has workers. *regroup* says how groups
+    follow speeds, which are of *measure_steps* steps at most. *damps*: what this group makes counts
+    for 1/(1 + tau), here and there, where tau is its staleness."""
 
     def __init__(
         self,
         groups: Groups,
         gate: Gate,
-        passing: Passing,
+        period: int,
         measure_steps: int,
         regroup: BySpeed | None = None,
+        damps: bool = False,
     ) -> None:
         self.clocks = Clocks()
         self._known = Known(groups)
-        self._gate, self._passing = gate, passing
+        self._gate, self._period, self._damps = gate, period, damps
         self._outbox = Outbox()
         self._times, self._looks = StepTimes(measure_steps), Looks(regroup)
         self._others: Counter[int] = Counter()
@@ -158,7 +146,7 @@ class GroupDiscipline:
         if push.applied:  # and was passed on
             shard.apply(push)
             return
-        if self._passing.damps:
+        if self._damps:
             staleness = self._others[push.bucket] / len(self.groups.of)
             push = push._replace(weight=push.weight / (1 + staleness))
         shard.apply(push)
@@ -180,15 +168,11 @@ class GroupDiscipline:
     def groups(self) -> Groups:
         return self._known.groups
 
-    @property
-    def has_root(self) -> bool:
-        return self._passing.topology == "root"
-
     def is_server(self, number: int) -> None:
         self._known.number = number
 
     def outgoing(self, shard: Shard) -> list[Parcel]:
-        least = self._passing.period or max(1, len(self.clocks))
+        least = self._period or max(1, len(self.clocks))
         return self._outbox.take(least)
 
     def owed(self, shard: Shard) -> list[Parcel]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from paceline.buckets import Bucket
 from paceline.interfaces import Groups, ServerRun, read_members
-from paceline.methods.gssp.discipline import Topology
 from paceline.methods.gssp.speeds import Report, read_groups, read_news, written
 from paceline.methods.push_pull import PushPull, PushPullState
 
@@ -27,11 +26,9 @@ class GroupState(PushPullState):
 @dataclass(frozen=True, kw_only=True)
 class InGroups(PushPull):
     """Pushes to its group's server, and pulls from it; to another one when it is told that its
-    group has changed. *members*: groups by hand, as ``0-3+4-7``. *topology*: each server passes on
-    to every other one, or to server 0 alone, the root, which passes on to all."""
+    group has changed. *members*: groups by hand, as ``0-3+4-7``."""
 
     members: str = ""
-    topology: Topology = "mesh"
 
     def groups(self, workers: int) -> Groups:
         return read_members(self.members, workers)

@@ -55,20 +55,15 @@ class Meetings:
         self._copy: Arriving | None = None
         self._before: int | None = None
         """The progress here when the last one had ended."""
-        self.wants_all_alike = False
-        """At a root that was started again: the others are to take over what it has."""
 
     # ---- at server 0 ----
 
     def look(self) -> None:
         """Whether a meeting begins, or all have drained."""
-        if self._home.number:
-            return
-        if not self.is_still and (self._home.held or self.wants_all_alike):
+        if not self.is_still and self._home.held and self._home.number == 0:
             self._begin()
-        if self.is_still and self._home.has_root:
-            self._drain()  # also what the others have passed on meanwhile
-        if not self.is_still or len(self._drained) < len(self._peers):
+        is_here = self.is_still and self._home.number == 0
+        if not is_here or len(self._drained) < len(self._peers):
             return
         if self._passing.all_answered():
             self._end()
@@ -92,16 +87,13 @@ class Meetings:
     def _end(self) -> None:
         self.ended += 1
         changed = any(self._drained.values()) or self._has_changed()
-        changed = (changed and self._agrees) or self.wants_all_alike
         manifest = None
-        if changed and self._peers and self._home.is_loaded:
+        if changed and self._agrees and self._peers and self._home.is_loaded:
             manifest = self._capture(self.ended, self._peers)
-        self.wants_all_alike = False
         agree = Agree(meeting=self.ended, manifest=manifest)
         for peer in self._peers.values():
             then = partial(self._has_agreed, peer)
             self._mail.post(peer, Letter(lambda: agree, then))
-            peer.behind = False
         self._go_on()
         self._home.release()
 
@@ -153,16 +145,10 @@ class Meetings:
         self.is_still = self.takes_over = True
         self._copy = Arriving(
             *(self._home, self._mail, source, agree.meeting),
-            done=lambda manifest: self._has_copy(agree.meeting, manifest),
+            done=lambda manifest: self._over(agree.meeting),
             failed=lambda _: self._over(agree.meeting),
         )
         self._copy.ask(agree.manifest)
-
-    def _has_copy(self, meeting: int, manifest: Manifest) -> None:
-        if self._home.has_root:
-            # What was passed on before the root was lost may have come here by that copy.
-            self._passing.taken.restore(manifest.taken, manifest.ahead)
-        self._over(meeting)
 
     def _over(self, meeting: int) -> None:
         self.ended = meeting
@@ -182,6 +168,6 @@ class Meetings:
         elif self.is_still and self._drained.pop(peer.number, None) is not None:
             self._tell_to_drain(peer, self.ended + 1)
 
-    def have_ended(self, meeting: int) -> None:
-        """So many have, as other servers know."""
+    def has_entered(self, meeting: int) -> None:
+        """This server has taken everything from one that had so many meetings."""
         self.ended = max(self.ended, meeting)

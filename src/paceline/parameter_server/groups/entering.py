@@ -1,7 +1,7 @@
 """How a group server comes into the mesh: it takes everything from one that is in it.
 
 1. It asks all others where they stand, and takes the lowest that is active; where nobody is, the
-   one that has most, which may be itself. Where server 0 is the root it is the one to take.
+   one that has most, which may be itself.
 2. It asks the others to pass on to it from now on, and before that what that one has not
    answered yet.
 3. Then it asks that one for a copy: whatever anybody has passed on is in the copy, or is on its
@@ -29,7 +29,7 @@ ENTRIES_A_LIFE = 1 << 20
 
 class Entering:
     """The way of server *number* into the mesh. *entered* is called with the number of meetings
-    that the others had by then, and with the server that it has everything of; *mistaken* where the servers do not fit together."""
+    that the others had by then; *mistaken* where the servers do not fit together."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Entering:
         peers: Mapping[int, Peer],
         mail: Mail,
         passing: Passing,
-        entered: Callable[[int, int | None], None],
+        entered: Callable[[int], None],
         mistaken: Callable[[str], None],
     ) -> None:
         self._number, self._home = number, home
@@ -110,10 +110,6 @@ class Entering:
         # Of those that are active, the lowest that has a model.
         key = {n: (a, p if not a else min(p, 0), -n) for n, (a, p) in had.items()}
         self._via = max(key, key=lambda number: key[number])
-        if self._number and any(
-            s.has_root and s.active for s in self._standings.values()
-        ):
-            self._via = 0  # it will be in the mesh, if it is not
         for peer in self._peers.values():
             if peer.number != self._via:
                 self._post(peer, self._entry(), self._passes_on)
@@ -121,12 +117,7 @@ class Entering:
 
     def _entry(self) -> Enter:
         assert self._via is not None
-        return Enter(
-            life=self._passing.life,
-            entry=self.entry,
-            via=self._via,
-            meeting=max(s.meeting for s in self._standings.values()),
-        )
+        return Enter(life=self._passing.life, entry=self.entry, via=self._via)
 
     # ---- 2. what is passed on from now on ----
 
@@ -167,15 +158,15 @@ class Entering:
             self._mistaken(str(error))
 
     def _has_copy(self, manifest: Manifest) -> None:
-        self._passing.taken.restore(manifest.taken, manifest.ahead)
+        self._passing.taken.restore(manifest.taken)
         self._has_all(manifest.meeting)
 
     def _has_all(self, meeting: int) -> None:
-        if not any(standing.active for standing in self._standings.values()):
+        via = self._standings.get(-1 if self._via is None else self._via)
+        if via is None or not via.active:
             # Nobody was: what the others have passed on before is nowhere any more.
             for number, first in self._first.items():
                 self._passing.taken.skip((number, first.life), first.number)
         self.is_under_way, self._copy = False, None
         # Some may have ended a meeting that an earlier server 0 was lost in.
-        meeting = max([meeting, *(s.meeting for s in self._standings.values())])
-        self._entered(meeting, self._via)
+        self._entered(max([meeting, *(s.meeting for s in self._standings.values())]))

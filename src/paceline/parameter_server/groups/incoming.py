@@ -16,7 +16,6 @@ from paceline.interfaces.group_messages import (
     Drain,
     Enter,
     Manifest,
-    Nothing,
     Pass,
     PeerRequest,
     Stand,
@@ -28,7 +27,6 @@ from paceline.interfaces.server_messages import Done, Refused
 from paceline.parameter_server.groups.local_server import Home
 from paceline.parameter_server.groups.membership import Membership
 from paceline.parameter_server.groups.message_queue import Item, Peer
-from paceline.parameter_server.groups.root_topology import Root
 from paceline.parameter_server.groups.update_log import Passing, line_of
 from paceline.parameter_server.state_machine.checks import difference
 
@@ -44,13 +42,12 @@ class Hearing:
         home: Home,
         peers: Mapping[int, Peer],
         passing: Passing,
-        root: Root,
         membership: Membership,
         out: list[Answer | Ask],
         mistaken: Callable[[str], None],
     ) -> None:
         self._home, self._peers, self._passing = home, peers, passing
-        self._root, self._mistaken = root, mistaken
+        self._mistaken = mistaken
         self._membership, self._out = membership, out
         self._entering, self._meetings = membership.entering, membership.meetings
         self._waiting: list[Received] = []
@@ -147,9 +144,7 @@ class Hearing:
                 self._take(received, now)
             except UsageError as error:
                 self._out.append(Answer(sender, Refused(reason=str(error))))
-        answers = self._root.answers()
-        self._out += answers
-        return bool(answers) or len(self._waiting) < len(waiting)
+        return len(self._waiting) < len(waiting)
 
     def _has_to_wait(self, message: Pass | Tell | Enter) -> bool:
         enters = self._entering.is_under_way
@@ -173,22 +168,16 @@ class Hearing:
 
     def _take(self, received: Received, now: float) -> None:
         peer, sender, message, payload = received
-        reply: Done | Standing | Manifest | None = Done()
+        reply: Done | Standing | Manifest = Done()
         if isinstance(message, Enter):
             reply = self._enter(peer, message)
         elif isinstance(message, Tell):
             self._hear_words(peer, message, now)
         elif self._is_meant(message):
-            if not self._take_item(peer, sender, message, payload, now):
-                reply = None
-        else:
-            if isinstance(message.what, Away) and message.source == peer.number:
-                self._passing.goes(peer)
-            home = self._home
-            if not home.number and (home.has_root or not home.is_loaded):
-                reply = None  # it comes again, once its source knows of this life
-        if reply is not None:
-            self._out.append(Answer(sender, reply))
+            self._take_item(peer, message, payload, now)
+        elif isinstance(message.what, Away) and message.source == peer.number:
+            self._passing.goes(peer)
+        self._out.append(Answer(sender, reply))
 
     def _hear_words(self, peer: Peer, tell: Tell, now: float) -> None:
         if tell.number >= self._told.get(peer.number, 0):
@@ -196,49 +185,38 @@ class Hearing:
             self._home.hear(peer.number, tell.words, now)
 
     def _enter(self, peer: Peer, enter: Enter) -> Standing | Manifest:
-        if not peer.number:
-            self._meetings.have_ended(enter.meeting)
         if enter.via == self._home.number:
             manifest = self._membership.is_taken_over(enter.entry, peer)
             self._passing.enters(peer, enter.entry, [])
-            self._passing.has_what_is_here(peer)
             return manifest
         via = self._peers.get(enter.via)
         if via is None:
             raise UsageError(f"enter: there is no server {enter.via}")
-        items = [] if via is peer else self._passing.for_one_that_copies(peer, via)
+        items = [] if via is peer else via.items()
         self._passing.enters(peer, enter.entry, items)
         mine = [item.number for item in items if line_of(item) == self._passing.line]
         first = min(mine, default=self._passing.next)
         return msgspec.structs.replace(self._membership.stands(), number=first)
 
     def _take_item(
-        self,
-        peer: Peer,
-        sender: Sender,
-        message: Pass,
-        payload: torch.Tensor | None,
-        now: float,
-    ) -> bool:
-        """Whether it is answered now; if not, once all have it."""
-        line, taken = (message.source, message.life), self._passing.taken
-        number = *line, message.number
-        if line == self._passing.line or taken.has(line, message.number):
+        self, peer: Peer, message: Pass, payload: torch.Tensor | None, now: float
+    ) -> None:
+        line = message.source, message.life
+        expected = self._passing.taken.next(line)
+        if line == self._passing.line or message.number < expected:
             self._home.counts["parcels that came again"] += 1
-            return not self._root.came_again(number, sender)
-        expected = taken.next(line)
+            return
         if message.number > expected:
             raise UsageError(
                 f"pass: expected number {expected} of server {message.source}, got "
                 f"{message.number}"
             )
-        source, parcel = self._peers.get(message.source), None
+        source = self._peers.get(message.source)
         if isinstance(message.what, Away):
             if source is not None and source.life == message.life:
                 self._passing.goes(source)
-            self._root.hurry()
-        elif message.load == self._home.loads and not isinstance(message.what, Nothing):
-            parcel = self._home.take(message.source, message.what, payload, now)
+        elif message.load == self._home.loads:
+            self._home.take(message.source, message.what, payload, now)
         item = Item(
             source=message.source,
             life=message.life,
@@ -248,14 +226,7 @@ class Hearing:
             what=message.what,
             payload=payload,
         )
-        taken.take(item, peer.number, message.floor)
-        taken.cover(message.covers)
-        if not self._root.is_one:
-            return True
-        if parcel is not None:
-            self._root.add(message.source, parcel)
-        self._root.has_come(number, sender, None if parcel is None else parcel.bucket)
-        return False
+        self._passing.taken.take(item, peer.number, message.floor)
 
 
 def _line(peer: Peer, message: Pass | Tell | Enter) -> tuple[int, object]:

@@ -174,13 +174,6 @@ class Home(ParameterServer):
         return cast(Meshed, self.shard.discipline) if self.shard.is_held else None
 
     @property
-    def has_root(self) -> bool:
-        """Whether what is passed on goes through server 0. Of two servers each passes on to the
-        other one anyway."""
-        meshed = self.meshed
-        return meshed is not None and meshed.has_root and meshed.groups.servers > 2
-
-    @property
     def is_loaded(self) -> bool:
         return self.shard.is_loaded
 
@@ -249,17 +242,15 @@ class Home(ParameterServer):
         what: Gradients | Buffers,
         payload: torch.Tensor | None,
         now: float,
-    ) -> Parcel | None:
-        """Another server has applied this; returns the parcel that it is. Raises `UsageError`,
-        with nothing changed, for what does not fit."""
+    ) -> None:
+        """Another server has applied this. Raises `UsageError`, with nothing changed, for what
+        does not fit."""
         self.shard.now = now
         if isinstance(what, Buffers):
             blend = Blend(weight=what.weight, floats=what.floats)
             self._rest.blend(blend, payload)
             self._floats = what.floats
-            if self.has_root and not self.number:
-                self._old *= 1 - what.weight  # this server passes it on
-            return None
+            return
         parcel = self._checked(what, payload)
         meshed = self.meshed
         assert meshed is not None
@@ -267,7 +258,6 @@ class Home(ParameterServer):
         self.shard.store.note_applied_elsewhere(parcel.bucket, parcel.steps)
         self.gradients += parcel.gradients
         self._has_heard()
-        return parcel
 
     def _checked(self, what: Gradients, payload: torch.Tensor | None) -> Parcel:
         store = self.shard.store

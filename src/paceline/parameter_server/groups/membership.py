@@ -68,7 +68,6 @@ class Membership:
             active=self.is_in,
             progress=self._home.progress,
             meeting=self.meetings.ended,
-            has_root=self._home.has_root,
         )
 
     def is_taken_over(self, key: int, peer: Peer) -> Manifest:
@@ -77,12 +76,7 @@ class Membership:
             return self._capture(key, {peer.number: peer})
         line = *self._passing.line, self._passing.next
         taken = [*self._passing.taken.saved(), line]
-        return Manifest(
-            active=self.is_in,
-            meeting=self.meetings.ended,
-            taken=taken,
-            ahead=self._passing.taken.saved_ahead(),
-        )
+        return Manifest(active=self.is_in, meeting=self.meetings.ended, taken=taken)
 
     def part_of_copy(self, peer: Peer, key: int, part: int) -> Part | None:
         """What *peer* is to have of the copy with that *key*; None where it has all. Raises
@@ -158,11 +152,7 @@ class Membership:
         has_all = zero.active and zero.lost is None and not zero.items()
         return has_all and home.is_loaded and not home.has_workers()
 
-    def _has_entered(self, meeting: int, via: int | None) -> None:
+    def _has_entered(self, meeting: int) -> None:
         self.is_active, self._is_going = True, False
-        self.meetings.have_ended(meeting)
-        if self._home.has_root and not self._home.number:
-            for peer in self._peers.values():
-                peer.behind = peer.number != via
-            self.meetings.wants_all_alike = True
+        self.meetings.has_entered(meeting)
         self._tell_entered()

@@ -4,7 +4,7 @@ connections do meanwhile."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask
-from paceline.interfaces.group_messages import Away, Buffers, Gradients, Nothing
+from paceline.interfaces.group_messages import Away, Buffers, Gradients
 from paceline.interfaces.server_messages import Refused, Reply, Request
 
 ReplyKind = TypeVar("ReplyKind")
@@ -37,9 +37,8 @@ class Item:
     number: int
     load: int
     meeting: int
-    what: Gradients | Buffers | Away | Nothing
+    what: Gradients | Buffers | Away
     payload: torch.Tensor | None
-    covers: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclass(eq=False)
@@ -60,8 +59,7 @@ class Peer:
     """Another server, as far as is known here.
 
     *active*: items are passed on to it. *entry*: how it has last entered, or gone; *told*: the
-    same, as it has said when it entered. *behind*: it is yet to take over what this one has,
-    and nothing is passed on to it before. *lost*: why nobody answers there, since when; None
+    same, as it has said when it entered. *lost*: why nobody answers there, since when; None
     while it is connected.
     """
 
@@ -71,7 +69,6 @@ class Peer:
     entry: int = 0
     told: int = -1
     active: bool = True
-    behind: bool = False
     lost: tuple[str, float] | None = None
     letters: list[Letter] = field(default_factory=list)
     """Those that are unanswered, the oldest first."""

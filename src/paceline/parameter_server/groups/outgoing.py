@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from paceline.interfaces import Parcel
 from paceline.interfaces.group_messages import Away, Buffers, Gradients, Tell, Trains
 from paceline.interfaces.server_messages import Refused, Reply
 from paceline.parameter_server.groups.local_server import Home
 from paceline.parameter_server.groups.message_queue import Letter, Mail, Peer
-from paceline.parameter_server.groups.root_topology import Root, described
 from paceline.parameter_server.groups.update_log import Passing
 
 ROUNDS_UNANSWERED = 4
@@ -28,11 +28,10 @@ class Telling:
         peers: Mapping[int, Peer],
         mail: Mail,
         passing: Passing,
-        root: Root,
         mistaken: Callable[[str], None],
     ) -> None:
         self._home, self._peers = home, peers
-        self._mail, self._passing, self._root = mail, passing, root
+        self._mail, self._passing = mail, passing
         self._number, self._words = 0, b""
         """How often the discipline has told something, and what it was last."""
         self._mistaken = mistaken
@@ -64,22 +63,16 @@ class Telling:
     def pass_on(self, everything: bool, meetings: int, now: float) -> bool:
         """What is to be passed on by now, or *everything* that was not yet; returns whether
         there were parcels."""
-        home, root = self._home, self._root
+        home = self._home
         parcels = home.outgoing(everything, now)
-        buckets = [parcel.bucket for parcel in parcels]
         for parcel in parcels:
-            if root.is_one:
-                root.add(home.number, parcel)
-            else:
-                values = home.standing(parcel.bucket, parcel.values)
-                self._pass(described(parcel), values, meetings)
-        if root.is_one:
-            buckets = root.pass_on(everything, meetings)
-        if everything or any(map(home.is_last_bucket, buckets)):
+            values = home.standing(parcel.bucket, parcel.values)
+            self._pass(_described(parcel), values, meetings)
+        if everything or any(home.is_last_bucket(p.bucket) for p in parcels):
             buffers = home.buffers_to_pass()
             if buffers is not None:
                 self._pass(*buffers, meetings)
-        return bool(buckets)
+        return bool(parcels)
 
     def go(self, meetings: int) -> None:
         """Nothing is to be passed on to this server any more."""
@@ -112,3 +105,14 @@ class Telling:
         life, number = self._passing.life, self._number
         tell = Tell(life=life, number=number, words=self._words)
         self._mail.post(peer, Letter(lambda: tell, lambda *_: None))
+
+
+def _described(parcel: Parcel) -> Gradients:
+    return Gradients(
+        bucket=parcel.bucket,
+        gradients=parcel.gradients,
+        weight=parcel.weight,
+        used=list(parcel.used),
+        hyperparameters=[dict(h) for h in parcel.hyperparameters],
+        steps=dict(parcel.steps),
+    )

@@ -43,8 +43,7 @@ Modules
 -------
 - `local_server`: the server of the group's workers.
 - `message_queue`: letters to peers, sent until they are answered.
-- `update_log`: what is passed on, and what was taken; `outgoing`, what is told; `root_topology`,
-  what server 0 passes on for all, where it is the root.
+- `update_log`: what is passed on, and what was taken; `outgoing`, what is told.
 - `state_transfer`, `entering`, `consistent_cut`: how all of a server comes to another one.
 - `membership`: whether this one is in the mesh; `incoming`: what the others say.
 - here: who is told what, and who waits.
@@ -77,7 +76,6 @@ from paceline.parameter_server.groups.local_server import NOW, Home
 from paceline.parameter_server.groups.membership import Membership
 from paceline.parameter_server.groups.message_queue import Mail, Peer
 from paceline.parameter_server.groups.outgoing import Telling
-from paceline.parameter_server.groups.root_topology import Root
 from paceline.parameter_server.groups.update_log import Passing
 from paceline.parameter_server.process.monitors import discipline_of
 from paceline.parameter_server.state_machine.server import ParameterServer
@@ -121,13 +119,9 @@ class GroupServer:
         peers = {n: Peer(n, name) for n, name in enumerate(servers) if n != number}
         self._peers: Mapping[int, Peer] = peers
         self._mail = Mail(peers, self._out)
-        self._passing = Passing(
-            *(number, life, peers, self._mail, self._is_refused),
-            has_root=lambda: home.has_root,
-        )
-        root = Root(home, self._passing)
+        self._passing = Passing(number, life, peers, self._mail, self._is_refused)
         self._telling = Telling(
-            *(home, peers, self._mail, self._passing, root), mistaken=self._give_up
+            *(home, peers, self._mail, self._passing), mistaken=self._give_up
         )
         self._membership = Membership(
             *(home, peers, self._mail, self._passing, self._telling),
@@ -139,7 +133,7 @@ class GroupServer:
         self._entering = self._membership.entering
         self._meetings = self._membership.meetings
         self._hearing = Hearing(
-            *(home, peers, self._passing, root, self._membership, self._out),
+            *(home, peers, self._passing, self._membership, self._out),
             mistaken=self._give_up,
         )
         self._fault = ""

@@ -56,7 +56,6 @@ class Captured:
             meeting=meeting,
             versions=list(shard.store.versions),
             taken=[*passing.taken.saved(), (*passing.line, passing.next)],
-            ahead=passing.taken.saved_ahead(),
             parts=[_described(payload) for payload, _ in self._parts],
             floats=home.floats,
             applied={w: dict(mine) for w, mine in shard.store.applied.items()},
