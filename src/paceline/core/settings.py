@@ -71,9 +71,8 @@ class Settings:
             _ADDRESS.fullmatch(address) for address in self.servers.split("+")
         ):
             raise UsageError(
-                f"servers: expected {', '.join(PLACES)}, one place (beside:RANK, "
-                "host:NUMBER or rack:NUMBER), or addresses HOST:PORT joined by '+', got "
-                f"{self.servers!r}"
+                f"servers: expected {', '.join(PLACES)}, or addresses HOST:PORT joined by "
+                f"'+', got {self.servers!r}"
             )
 
     @property

@@ -28,18 +28,14 @@ class Service:
     """One thing to start beside the workers, for all of them.
 
     *kind* is a row of `paceline.parameter_server.process.kinds`, or ``MODULE:FACTORY``; *spec* is what that is
-    told in words. *peers* are names of services of the same job that this one asks. *place*:
-
-    - ``"beside:RANK"``: on the machine of that worker;
-    - ``"host:NAME"``: on that machine (a number; where hosts have names, its name);
-    - ``"rack:NUMBER"``: in that rack's switch, where all links of the rack meet;
-    - one on several places, of which the *i*-th is called ``"NAME i"``: ``"embedded"`` (beside
-      rank 0 alone), ``"per-node"`` (on each host), ``"dedicated"`` (on hosts of their own),
-      ``"auto"`` (dedicated where there are any, else embedded), or addresses
-      ``"HOST:PORT"`` joined by "+", where servers run already.
+    told in words. *peers* are names of services of the same job that this one asks. There is one
+    on each host of a *place*, of which the *i*-th is called ``"NAME i"``: ``"embedded"`` (beside
+    rank 0 alone), ``"per-node"`` (on each host), ``"dedicated"`` (on hosts of their own),
+    ``"auto"`` (dedicated where there are any, else embedded), or addresses ``"HOST:PORT"`` joined
+    by "+", where servers run already.
 
     *beside*: as many services, called ``"NAME i"``, which have all others of them as peers. They
-    stand on the first of those several places; with ``"auto"``, where there are fewer of these,
+    stand on the first hosts of the place; with ``"auto"``, where there are fewer of these,
     the *i*-th stands beside that worker. On workers' hosts they go round.
     """
 

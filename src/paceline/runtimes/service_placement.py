@@ -10,60 +10,41 @@ from typing import TypeVar
 from paceline.errors import UsageError
 from paceline.interfaces import Service, ServiceJob
 
-BESIDE, HOST, RACK = "beside", "host", "rack"
 AUTO = "auto"
 ON_WORKERS_HOSTS = ("embedded", "per-node")
 
 Spot = TypeVar("Spot")
 
 
-def single(place: str) -> tuple[str, str] | None:
-    """The two words of a place that is one, such as ``("rack", "0")``; None for any other.
-
-    These words come first: a machine called "host" is addressed by its number.
-    """
-    word, _, name = place.partition(":")
-    return (word, name) if word in (BESIDE, HOST, RACK) and name else None
-
-
-def number_of(place: str, count: int, what: str) -> int:
-    """The number in a place, of *count* that there are. Raises `UsageError`."""
-    name = place.partition(":")[2]
-    if not name.isdecimal() or int(name) >= count:
-        raise UsageError(
-            f"place {place!r}: expected {what}, 0 to {count - 1}, got {name!r}"
-        )
-    return int(name)
-
-
 def spread(
-    job: ServiceJob, find: Callable[[str], Sequence[Spot]]
+    job: ServiceJob,
+    find: Callable[[str], Sequence[Spot]],
+    beside: Callable[[int], Spot],
 ) -> list[tuple[Service, Spot]]:
     """Every service that is to run, by its own name, and where: *find* tells the spots of a
-    place. Raises `UsageError` for names and peers that do not fit together."""
+    place, *beside* the one beside a worker. Raises `UsageError` for names and peers that do not fit
+    together."""
     spread: list[tuple[Service, Spot]] = []
     for service in job.services:
         if service.beside:
-            spread += _spread_peers(service, find)
+            spread += _spread_peers(service, find, beside)
             continue
-        spots = find(service.place)
-        names = [service.name]
-        if single(service.place) is None:
-            names = [f"{service.name} {number}" for number in range(len(spots))]
-        for name, spot in zip(names, spots, strict=True):
-            spread.append((replace(service, name=name), spot))
+        for number, spot in enumerate(find(service.place)):
+            spread.append((replace(service, name=f"{service.name} {number}"), spot))
     _check([service for service, _ in spread])
     return spread
 
 
 def _spread_peers(
-    service: Service, find: Callable[[str], Sequence[Spot]]
+    service: Service,
+    find: Callable[[str], Sequence[Spot]],
+    beside: Callable[[int], Spot],
 ) -> list[tuple[Service, Spot]]:
     """Those that one stands for with its *beside*. Raises `UsageError` where its place has too
     few spots."""
     ranks, spots = service.beside, list(find(service.place))
     if service.place == AUTO and len(spots) < len(ranks):
-        spots = [spot for rank in ranks for spot in find(f"{BESIDE}:{rank}")]
+        spots = [beside(rank) for rank in ranks]
     elif service.place in ON_WORKERS_HOSTS:
         spots = [spots[number % len(spots)] for number in range(len(ranks))]
     elif len(spots) < len(ranks):

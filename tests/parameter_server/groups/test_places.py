@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.errors import UsageError
-from paceline.interfaces import Groups, ServerJob, read_members
+from paceline.interfaces import Groups, ServerJob, Service, ServiceJob, read_members
 from paceline.runtimes import service_placement
 from paceline.runtimes.real.dedicated_servers import check_supervised
 from paceline.runtimes.real.server_process import (
@@ -24,10 +24,10 @@ def placed(place, groups, hosts=0, nodes=2):
             return [f"host {number}" for number in range(hosts)]
         if place == "per-node":
             return [f"node {number}" for number in range(nodes)]
-        return ["beside:0"] if place in ("auto", "embedded") else [place]
+        return ["beside 0"] if place in ("auto", "embedded") else [place]
 
     job = ServerJob(None, "", place, "rank", groups=groups)
-    return service_placement.spread(job.services, find)
+    return service_placement.spread(job.services, find, lambda rank: f"beside {rank}")
 
 
 def spots(*arguments, **options):
@@ -48,18 +48,18 @@ def test_each_has_all_others_as_peers():
 
 
 def test_they_stand_beside_the_first_of_their_group():
-    assert spots("auto", THREE) == ["beside:3", "beside:0", "beside:4"]
+    assert spots("auto", THREE) == ["beside 3", "beside 0", "beside 4"]
 
 
 def test_those_of_empty_groups_stand_all_over():
     found = Groups((0,) * 8, 4)
-    assert spots("auto", found) == ["beside:0", "beside:2", "beside:4", "beside:6"]
+    assert spots("auto", found) == ["beside 0", "beside 2", "beside 4", "beside 6"]
 
 
 def test_hosts_of_their_own_come_first_where_there_are_enough():
     assert spots("auto", THREE, hosts=3) == ["host 0", "host 1", "host 2"]
     assert spots("auto", THREE, hosts=4) == ["host 0", "host 1", "host 2"]
-    assert spots("auto", THREE, hosts=2) == ["beside:3", "beside:0", "beside:4"]
+    assert spots("auto", THREE, hosts=2) == ["beside 3", "beside 0", "beside 4"]
     assert spots("dedicated", THREE, hosts=3) == ["host 0", "host 1", "host 2"]
     assert spots("a:1+b:2+c:3", THREE, hosts=3) == ["host 0", "host 1", "host 2"]
 
@@ -73,7 +73,7 @@ def test_too_few_hosts_are_told(place):
 
 
 def test_or_where_one_says():
-    assert spots("embedded", THREE) == ["beside:0"] * 3
+    assert spots("embedded", THREE) == ["beside 0"] * 3
     assert spots("per-node", THREE) == ["node 0", "node 1", "node 0"]
 
 
@@ -98,3 +98,18 @@ def test_a_supervisor_s_servers_must_be_the_method_s(started, groups):
     with pytest.raises(UsageError, match=f"has started {started}: .*--method SPEC"):
         check_supervised(job, environment)
     check_supervised(job, {})
+
+
+@pytest.mark.parametrize(
+    ("services", "words"),
+    [
+        ([Service("root", peers=("top",))], "root 0: expected peers .*got 'top'"),
+        ([Service("root", peers=("root 0",))], "root 0: expected peers .*got 'root 0'"),
+        ([Service("root"), Service("root")], "2 services are called 'root 0'"),
+    ],
+)
+def test_names_and_peers_that_do_not_fit_together_are_refused(services, words):
+    with pytest.raises(UsageError, match=words):
+        service_placement.spread(
+            ServiceJob(tuple(services)), lambda place: ["host"], str
+        )

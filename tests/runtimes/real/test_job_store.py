@@ -231,7 +231,7 @@ def test_a_worker_that_was_told_no_token_says_where_it_comes_from() -> None:
         find({TOKEN: "dedicated"})
 
 
-@pytest.mark.parametrize("place", ["embedded", "per-node", "beside:0", "host:0"])
+@pytest.mark.parametrize("place", ["embedded", "per-node"])
 def test_workers_that_share_nothing_start_no_servers(place: str) -> None:
     with pytest.raises(UsageError, match=f"servers={place}: a job that survives"):
         find({"PACELINE_SURVIVE": "1"}, place)

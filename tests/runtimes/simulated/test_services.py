@@ -55,8 +55,6 @@ def test_a_mean_is_the_same_wherever_parameters_live(workers, optimizer):
         ("backup:servers=per-node", 0),
         ("backup", 3),
         ("bsp:collective=parameter-server,servers=per-node", 0),
-        ("bsp:collective=parameter-server,servers=rack:0", 0),
-        ("backup:servers=beside:0", 1),
         ("bsp:collective=parameter-server,overlap=false", 2),
     ):
         assert torch.equal(end_of(method, workers, make, servers, **settings), mean)

@@ -174,7 +174,7 @@ def a_change_to_what_cannot_be_is_refused_on_all_workers():
         3: ("asp", "asynchronous"),
         4: ("bsp:compression=dgc", "momentum"),
         5: ("dear:compression=bf16", "two halves"),
-        6: ("osp:servers=host:nowhere", "place"),
+        6: ("osp:servers=nowhere", "expected auto"),
         7: ("fails-on-one", "not here"),
         9: ("fails-everywhere", "nor here"),
     }

@@ -5,7 +5,6 @@
 - `message_queue`: messages to the other servers, sent until they are acknowledged.
 - `outgoing`, `incoming`: what is sent to the others, and what comes from them.
 - `update_log`: updates, applied once by each server, in the order of their source.
-- `root_topology`: server 0 passes updates on for all.
 - `membership`, `entering`: whether a server takes part, and how it enters.
 - `state_transfer`: a consistent snapshot for a server that enters.
 - `consistent_cut`: how all servers come to hold the same.

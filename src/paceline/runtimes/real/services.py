@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -48,9 +47,6 @@ from paceline.transport import liveness
 from paceline.transport.connection import RemoteServer, check_listens
 from paceline.transport.peers import PeerAddress
 from paceline.transport.protocol import HAS_BEEN_HERE
-
-SWITCHES_VARIABLE = "PACELINE_SWITCHES"
-"""Which host stands for each rack's switch, NUMBER=HOST joined by "+"."""
 
 
 class ServicePool:
@@ -123,7 +119,7 @@ class RealServices:
         number, self._jobs = self._jobs, self._jobs + 1
         dedicated_servers.check_supervised(job, environment)
         where = Where(self._rank, self._workers, self._store, environment)
-        placed = service_placement.spread(job, where.spots)
+        placed = service_placement.spread(job, where.spots, where.beside)
         addresses = self._started(f"paceline/services/{number}", placed, environment)
         self._introduce(placed, addresses, environment)
         ends = [
@@ -285,8 +281,7 @@ class Where:
         if place == "auto":
             named = self.environment.get(ADDRESSES_VARIABLE)
             place = "dedicated" if named else "embedded"
-        words = service_placement.single(place)
-        if words is None and place not in ("embedded", "per-node"):
+        if place not in ("embedded", "per-node"):
             there = dedicated_servers.addresses_at(place, self.environment)
             return [Spot(address=one) for one in there]
         if self.environment.get(SURVIVE_VARIABLE) == "1":
@@ -295,9 +290,11 @@ class Where:
                 "its supervisor has started, and no others: its workers share nothing else "
                 "by which they could find one. Leave servers=... out"
             )
-        if words is not None:
-            return [Spot(here=self.rank == self._starter(place, *words))]
-        return [Spot(here=self.rank == 0)] if place == "embedded" else self._nodes()
+        return [self.beside(0)] if place == "embedded" else self._nodes()
+
+    def beside(self, rank: int) -> Spot:
+        """Where a service runs on the machine of worker *rank*."""
+        return Spot(here=self.rank == rank)
 
     def _nodes(self) -> list[Spot]:
         on_node = int(self.environment.get("LOCAL_WORLD_SIZE", self.workers))
@@ -319,7 +316,7 @@ class Where:
             raise UsageError(
                 "servers=per-node: the nodes have different numbers of workers "
                 f"({', '.join(map(str, sizes))}, as LOCAL_WORLD_SIZE says there), expected as many on "
-                "each: start as many on each, or name one server's place (servers=embedded, beside:R)"
+                "each: start as many on each, or take one server (servers=embedded)"
             )
         found = sorted(int(number) for _, number in said if number != b"-")
         if nodes > 1 and found != list(range(nodes)):
@@ -334,48 +331,6 @@ class Where:
         of_launcher = self.environment.get("GROUP_RANK")
         return int(of_launcher or self.environment.get("NODE_RANK", "0"))
 
-    def _starter(self, place: str, word: str, name: str) -> int:
-        """The rank that starts a service there."""
-        if word == service_placement.BESIDE:
-            return service_placement.number_of(place, self.workers, "a worker")
-        return self._first_on(
-            place, name if word == service_placement.HOST else self._host(place)
-        )
-
-    def _host(self, place: str) -> str:
-        """The host that stands for a rack's switch."""
-        named = self.environment.get(SWITCHES_VARIABLE, "")
-        switches = dict(one.partition("=")[::2] for one in named.split("+"))
-        host = switches.get(place.partition(":")[2])
-        if not host:
-            raise UsageError(
-                f"place {place!r}: nothing runs in a real switch, and {SWITCHES_VARIABLE}="
-                f"{named!r} names no host that stands for it: expected NUMBER=HOST joined by "
-                f"'+', such as {SWITCHES_VARIABLE}=0=HOST, the same for every worker"
-            )
-        return host
-
-    def _first_on(self, place: str, host: str) -> int:
-        """The lowest rank on a host. Collective."""
-        mine = [str(self._node()), socket.gethostname()]
-        self.store.set(_host_key(self.rank), msgspec.json.encode(mine).decode())
-        names = [
-            msgspec.json.decode(self.store.get(_host_key(rank)), type=list[str])
-            for rank in range(self.workers)
-        ]
-        for rank, of_rank in enumerate(names):
-            if host in of_rank:
-                return rank
-        there_are = sorted({" or ".join(map(repr, of_rank)) for of_rank in names})
-        raise UsageError(
-            f"place {place!r}: no worker of this job runs on host {host!r}, so nobody can "
-            f"start a service there: expected one of {', '.join(there_are)}"
-        )
-
 
 def _node_key(rank: int) -> str:
     return f"paceline/starters/{rank}"
-
-
-def _host_key(rank: int) -> str:
-    return f"paceline/hosts/{rank}"

@@ -73,7 +73,7 @@ Outgoing = Sequence[Answer | Ask]
 
 
 class VirtualServer:
-    """One service on a virtual host, or in a switch. *number*: as who it asks others. *observe* is
+    """One service on a virtual host. *number*: as who it asks others. *observe* is
     told when messages from and to workers were on their way, if somebody looks."""
 
     def __init__(
@@ -364,7 +364,7 @@ def make_services(
     observe: Observe | None,
 ) -> list[VirtualServer]:
     """The services of a job, where it asks for them."""
-    placed = service_placement.spread(job, partial(hosts_of, cluster))
+    placed = service_placement.spread(job, partial(hosts_of, cluster), cluster.host_of)
     names = tuple(service.name for service, _ in placed)
     made: dict[str, VirtualServer] = {}
     for index, (service, host) in enumerate(placed):
@@ -387,18 +387,7 @@ def make_services(
 
 
 def hosts_of(cluster: Cluster, place: str) -> Sequence[int]:
-    """The hosts, or the switch, that a place means. Raises `UsageError`."""
-    words = service_placement.single(place)
-    if words is not None:
-        word = words[0]
-        if word == service_placement.BESIDE:
-            worker = service_placement.number_of(place, cluster.workers, "a worker")
-            return [cluster.host_of(worker)]
-        if word == service_placement.HOST:
-            count = cluster.hosts + len(cluster.servers)
-            return [service_placement.number_of(place, count, "a host")]
-        rack = service_placement.number_of(place, len(cluster.racks), "a rack")
-        return [cluster.switch_of(rack)]
+    """The hosts that a place means. Raises `UsageError`."""
     if place == "auto":
         place = "dedicated" if cluster.servers else "embedded"
     if place == "embedded":
