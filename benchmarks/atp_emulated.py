@@ -20,8 +20,8 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack, ServerHost
-from paceline.collectives import make, over
 from paceline.collectives.communicator import TorchComm
+from paceline.collectives.registry import make, over
 from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_world
 from paceline.runtimes.simulated import Simulation

@@ -25,9 +25,9 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack, cluster_toml, load_cluster
-from paceline.collectives import make, over
 from paceline.collectives.autotune import cheapest
 from paceline.collectives.communicator import TorchComm
+from paceline.collectives.registry import make, over
 from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_world
 from paceline.runtimes.simulated import Simulation

@@ -351,7 +351,7 @@ def test_process_groups_per_thread():
 
 COLLECTIVES = """
 import torch, torch.distributed as dist
-from paceline import torch_internals as torch_private as private
+from paceline import torch_internals as private
 dist.init_process_group("gloo")
 group, rank = dist.group.WORLD, dist.get_rank()
 one = torch.full((2,), 1.0 + rank)

@@ -8,13 +8,13 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.cli.registering import may_register
-from paceline.collectives import COLLECTIVES
+from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError
 from paceline.methods import METHODS
 
 ROWS = """
-from paceline.collectives import COLLECTIVES
+from paceline.collectives.registry import COLLECTIVES
 from paceline.collectives.algorithms import Tree
 from paceline.compression import BF16, COMPRESSORS
 from paceline.methods import METHODS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.collectives import COLLECTIVES, make, over
+from paceline.collectives.registry import COLLECTIVES, make, over
 from paceline.collectives.autotune import CANDIDATES
 from paceline.collectives.communicator import PointToPointComm, TorchComm
 from paceline.errors import UsageError

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paceline.buckets import wire_bytes
-from paceline.collectives import make, over
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.reduce_scatter import OwnHalves, scatter
+from paceline.collectives.registry import make, over
 from paceline.runtimes.join import join_world
 from tests.collectives.helpers import skew
 

@@ -10,11 +10,12 @@ import torch
 import paceline
 from paceline.bucketing.measure import measure_mean
 from paceline.cluster import Cluster
-from paceline.collectives import autotune, make, over
+from paceline.collectives import autotune
 from paceline.collectives.autotune import MARGIN, Auto, cheapest, measure
 from paceline.collectives.communicator import PointToPointComm, TorchComm
 from paceline.collectives.in_network.packets import MOST_WORKERS
 from paceline.collectives.placement import Places
+from paceline.collectives.registry import make, over
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world
 from paceline.testing import inspect

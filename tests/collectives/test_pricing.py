@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline.cluster import Cluster, Processor
-from paceline.collectives import make, over
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.composition import Among, SideBySide
 from paceline.collectives.execute import combining, worked_out
 from paceline.collectives.hierarchical import hierarchical
 from paceline.collectives.pricing import seconds
+from paceline.collectives.registry import make, over
 from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError
 from paceline.interfaces import Schedule

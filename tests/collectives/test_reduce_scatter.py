@@ -8,7 +8,6 @@ import torch
 
 import paceline
 from paceline.buckets import stand_in_for
-from paceline.collectives import make
 from paceline.collectives.algorithms import ParameterServer
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.composition import InTurn, Some
@@ -16,6 +15,7 @@ from paceline.collectives.execute import combining, worked_out
 from paceline.collectives.halving_doubling import HalvingDoubling
 from paceline.collectives.pricing import seconds
 from paceline.collectives.reduce_scatter import check_halves, halved, scatter
+from paceline.collectives.registry import make
 from paceline.collectives.schedules import Ring, Star, Tree
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world

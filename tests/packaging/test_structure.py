@@ -15,15 +15,14 @@ PARTS = {
     for path in SOURCE.rglob("*.py")
 } - {"__init__", "__main__"}
 METHODS_MAY_IMPORT = {
-    *("errors", "spec", "messages", "interfaces", "tensors", "fusion", "methods"),
-    *("network", "units", "buckets", "bucketing", "cluster"),
+    *("errors", "spec", "interfaces", "methods"),
+    *("units", "buckets", "bucketing", "cluster"),
 }
 COMPRESSORS_MAY_IMPORT = {"errors", "spec", "interfaces", "compression"}
 FORBIDDEN_TO_METHODS = {
     *("torch.distributed", "socket", "time", "os", "random", "threading"),
 }
 PRIVATE_NAMES_LIVE_IN = (
-    *("torch_private.py", "python_private.py"),
     *("torch_internals.py", "python_internals.py"),
     *("accelerate_private.py", "ray_private.py"),
 )

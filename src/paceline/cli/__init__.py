@@ -52,7 +52,7 @@ from paceline.errors import PacelineError, WorkerFailedError
 from paceline.runtimes.processes import reader_has_gone
 from paceline.runtimes.scratch import ToldToEnd, told_to_end
 
-_RUNS_SCRIPTS = str(Path("paceline", "worlds", "virtual"))
+_RUNS_SCRIPTS = str(Path("paceline", "runtimes", "simulated"))
 
 app = typer.Typer(
     name="paceline",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.collectives import COLLECTIVES
+from paceline.collectives.registry import COLLECTIVES
 
 _HEAD = """# Collectives
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from paceline import collectives, methods, spec
+from paceline import methods, spec
 from paceline.bucketing import RULES
+from paceline.collectives import registry as collectives
 from paceline.compression import COMPRESSORS, Identity, make
 from paceline.core.settings import UNSAID, Settings
 from paceline.errors import UsageError

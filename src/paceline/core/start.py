@@ -16,8 +16,9 @@ from typing import cast
 
 import torch
 
-from paceline import collectives, methods, spec
+from paceline import methods, spec
 from paceline.buckets import wire_bytes, wire_shape
+from paceline.collectives import registry as collectives
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.no_collectives import AloneComm
 from paceline.collectives.reduce_scatter import check_halves

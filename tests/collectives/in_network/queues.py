@@ -3,7 +3,7 @@
 import torch
 
 import paceline
-from paceline.collectives import make, over
+from paceline.collectives.registry import make, over
 from paceline.collectives.communicator import PointToPointComm, TorchComm
 from paceline.runtimes.join import join_world
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paceline.cluster import Cluster, Rack, ServerHost
-from paceline.collectives import make, over
 from paceline.collectives.communicator import TorchComm
+from paceline.collectives.registry import make, over
 from paceline.runtimes.join import join_world
 from tests.support.simulations import run
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster import Cluster, Rack
-from paceline.collectives import make, over
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.execute import combining, worked_out
 from paceline.collectives.in_network.rina import RingOfRacks
 from paceline.collectives.in_network.topology import Group, one_switch, ring_of_racks
 from paceline.collectives.pricing import seconds
+from paceline.collectives.registry import make, over
 from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from paceline.cluster import Cluster, Rack
-from paceline.collectives import COLLECTIVES
 from paceline.collectives.algorithms import Scheduled
+from paceline.collectives.registry import COLLECTIVES
 from paceline.errors import UsageError
 from paceline.tools.plan import Plan, plan
 from paceline.tools.plan.candidates import first

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.bucketing import RULES
 from paceline.cluster import Cluster, Rack
-from paceline.collectives import COLLECTIVES
+from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS, CONTRIB
 from paceline.errors import UsageError
 from paceline.interfaces import QUALITIES

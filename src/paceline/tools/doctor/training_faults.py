@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from paceline.bucketing import FIXED
 from paceline.cluster import Processor
-from paceline.collectives import COLLECTIVES
+from paceline.collectives.registry import COLLECTIVES
 from paceline.core.method_spec import brief_spec, read_spec
 from paceline.interfaces import QUALITIES, Quality, weaker
 from paceline.spec import Spec, parse

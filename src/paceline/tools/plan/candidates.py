@@ -23,7 +23,7 @@ import msgspec
 
 from paceline.bucketing import FIXED, RULES
 from paceline.cluster import Cluster
-from paceline.collectives import COLLECTIVES
+from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS, CONTRIB, Identity, make
 from paceline.core.method_spec import read_spec
 from paceline.core.settings import Settings

@@ -16,8 +16,8 @@ import torch
 
 from paceline.bucketing import MEASURED
 from paceline.cluster import Cluster
-from paceline.collectives import COLLECTIVES
 from paceline.collectives.placement import Places, aggregating_racks
+from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import Identity
 from paceline.core.method_spec import read_spec
 from paceline.core.settings import Settings

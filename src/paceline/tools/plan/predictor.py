@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from paceline.collectives import COLLECTIVES
+from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.methods import METHODS
 from paceline.runtimes.python_internals import end_pool
