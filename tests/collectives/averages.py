@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import paceline
-from paceline.collectives.registry import COLLECTIVES, make, over
 from paceline.collectives.autotune import CANDIDATES
 from paceline.collectives.communicator import PointToPointComm, TorchComm
+from paceline.collectives.registry import COLLECTIVES, make, over
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_world
 from tests.collectives.helpers import BUCKETS, buffers, skew

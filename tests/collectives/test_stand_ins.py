@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paceline.buckets import stand_in_for
-from paceline.collectives.registry import COLLECTIVES, make, over
 from paceline.collectives.communicator import PointToPointComm, TorchComm
+from paceline.collectives.registry import COLLECTIVES, make, over
 from paceline.runtimes.join import join_world
 from tests.support.simulations import cluster, rack, run
 

@@ -3,8 +3,8 @@
 import torch
 
 import paceline
-from paceline.collectives.registry import make, over
 from paceline.collectives.communicator import PointToPointComm, TorchComm
+from paceline.collectives.registry import make, over
 from paceline.runtimes.join import join_world
 
 paceline.init()
