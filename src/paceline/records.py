@@ -233,8 +233,8 @@ class Journal:
 
     def block(self, name: str, wait: Callable[[], object]) -> None:
         """Call *wait*, which returns when others have done their part. Meanwhile the thread
-        is in `blocked`: Python cannot interrupt it. `torch.profiler` sees it, too. Raises `PeerLostError` where one of them
-        is known to be lost."""
+        is in `blocked`: Python cannot interrupt it. `torch.profiler` sees it, too. Raises
+        `PeerLostError` where one of them is known to be lost."""
         # Records are also read where torch is not, which takes seconds to import.
         from paceline.torch_internals import profiled
 
