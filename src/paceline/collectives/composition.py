@@ -28,8 +28,7 @@ class InTurn:
         before = 0
         for part in self.parts:
             if number - before < part.steps:
-                for transfer in part.step(number - before):
-                    yield transfer._replace(step=number)
+                yield from part.step(number - before)
                 return
             before += part.steps
 
@@ -38,8 +37,7 @@ class InTurn:
         before = 0
         for part in self.parts:
             if number - before < part.steps:
-                for transfer in transfers_of(part, number - before, rank):
-                    yield transfer._replace(step=number)
+                yield from transfers_of(part, number - before, rank)
                 return
             before += part.steps
 
@@ -197,13 +195,11 @@ class Some:
         return self.stop - self.first
 
     def step(self, number: int) -> Iterator[Transfer]:
-        for transfer in self.schedule.step(self.first + number):
-            yield transfer._replace(step=number)
+        return self.schedule.step(self.first + number)
 
     def step_of(self, number: int, rank: int) -> Iterator[Transfer]:
         """See `transfers_of`."""
-        for transfer in transfers_of(self.schedule, self.first + number, rank):
-            yield transfer._replace(step=number)
+        return transfers_of(self.schedule, self.first + number, rank)
 
     def bytes_sent(self, rank: int) -> int:
         return _sent(self, rank)

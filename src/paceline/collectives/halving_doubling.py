@@ -45,7 +45,7 @@ class HalvingDoubling:
                     ends = (
                         (inner + given, given) if not number else (given, inner + given)
                     )
-                    yield Transfer(number, *ends, self.size, 0, not number)
+                    yield Transfer(*ends, self.size, 0, not number)
                 return
             level = number - 1
         else:
@@ -56,7 +56,7 @@ class HalvingDoubling:
             partner = rank ^ (inner >> (depth + 1))
             # Halving gives what the partner is to hold; doubling what this rank holds.
             start, stop = self._held(partner if halving else rank, depth + 1)
-            yield Transfer(number, rank, partner, stop - start, start, halving)
+            yield Transfer(rank, partner, stop - start, start, halving)
 
     def _held(self, rank: int, depth: int) -> tuple[int, int]:
         """The part that *rank* is left with after so many halvings."""

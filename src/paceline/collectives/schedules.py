@@ -71,7 +71,7 @@ class Ring:
         adds = number < n - 1 and not self.gather
         index = rank - number - self.shift
         size, offset = segment(self.size, n, index), offset_of(self.size, n, index)
-        return Transfer(number, rank, (rank + 1) % n, size, offset, adds)
+        return Transfer(rank, (rank + 1) % n, size, offset, adds)
 
     def bytes_sent(self, rank: int) -> int:
         n, first = self.ranks, rank - self.shift
@@ -155,7 +155,7 @@ class Tree:
             b = (self.root + near + distance) % self.ranks
             if self.reduce:
                 a, b = b, a
-            yield Transfer(number, a, b, self.size, 0, self.reduce)
+            yield Transfer(a, b, self.size, 0, self.reduce)
 
     @property
     def priced(self) -> None:
@@ -191,7 +191,7 @@ class Star:
         for rank in range(self.ranks):
             if rank != self.root:
                 a, b = (rank, self.root) if self.gather else (self.root, rank)
-                yield Transfer(number, a, b, self.size, 0, self.adds)
+                yield Transfer(a, b, self.size, 0, self.adds)
 
     @property
     def priced(self) -> None:
@@ -222,13 +222,13 @@ class Exchange:
     def step(self, number: int) -> Iterator[Transfer]:
         distance = self.distances[number]
         for rank in range(self.ranks):
-            yield Transfer(number, rank, (rank + distance) % self.ranks, self.size)
+            yield Transfer(rank, (rank + distance) % self.ranks, self.size)
 
     def step_of(self, number: int, rank: int) -> Iterator[Transfer]:
         """See `transfers_of`."""
         n, distance = self.ranks, self.distances[number]
-        yield Transfer(number, (rank - distance) % n, rank, self.size)
-        yield Transfer(number, rank, (rank + distance) % n, self.size)
+        yield Transfer((rank - distance) % n, rank, self.size)
+        yield Transfer(rank, (rank + distance) % n, self.size)
 
     @property
     def priced(self) -> None:

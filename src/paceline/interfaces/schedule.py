@@ -22,10 +22,9 @@ from typing import NamedTuple, Protocol
 
 
 class Transfer(NamedTuple):
-    """*source* sends *size* units at *offset* of its buffer to *destination* in *step*,
+    """*source* sends *size* units at *offset* of its buffer to *destination*,
     which adds them to its own there (*adds*), or puts them in their place."""
 
-    step: int
     source: int
     destination: int
     size: int

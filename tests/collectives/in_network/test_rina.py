@@ -92,7 +92,7 @@ def test_what_is_priced_is_what_goes_from_node_to_node(layout, pieces):
     carried = Counter()
     for step in moved(schedule):
         for transfer in step:
-            carried[transfer[1:3]] += transfer.size
+            carried[transfer[:2]] += transfer.size
     expected = {pair: part * schedule.size for pair, part in schedule.streams.items()}
     assert carried == pytest.approx(expected)
 
@@ -128,10 +128,7 @@ def test_where_no_switch_adds_up_it_is_the_ring_itself(workers):
     for layout in ([(workers, False)], [(1, True)] * workers):
         comm = shape(layout)
         schedule = ring(layout, size=61)
-        assert moved(schedule) == [
-            [t._replace(step=2 * t.step + 1) for t in step]
-            for step in moved(Ring(workers, 61))
-        ]
+        assert moved(schedule) == moved(Ring(workers, 61))
         for name in ("rina", "switchml") if not comm.aggregating else ("rina",):
             assert make(name).schedule(61, comm, None) == Ring(workers, 61)
             assert make(name).timed(61, comm) == Ring(workers, 61)
@@ -144,8 +141,8 @@ def test_one_switch_with_everybody_is_one_round_there():
     assert schedule == RingOfRacks(one_switch(6, 0), BYTES)
     assert schedule == make("switchml").schedule(BYTES, comm, None)
     there, back = moved(schedule)
-    assert [t[1:] for t in there] == [(r, 6, BYTES, 0, True) for r in range(6)]
-    assert [t[1:] for t in back] == [(6, r, BYTES, 0, False) for r in range(6)]
+    assert there == [(r, 6, BYTES, 0, True) for r in range(6)]
+    assert back == [(6, r, BYTES, 0, False) for r in range(6)]
     # Half of the rack's latency lies on either side of the switch.
     time = 50e-6 + BYTES / LINK
     assert seconds(schedule, cluster_of(layout)) == pytest.approx(time, rel=1e-12)

@@ -77,7 +77,7 @@ class ServerBehindSwitches:
                 stage = number - piece
                 for source, destination in self._stage(stage, server):
                     adds = stage < STAGES // 2
-                    yield Transfer(number, source, destination, size, offset, adds)
+                    yield Transfer(source, destination, size, offset, adds)
 
     def _stage(self, stage: int, server: Server) -> Iterator[tuple[int, int]]:
         """The connections of one stage."""

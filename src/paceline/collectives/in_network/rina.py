@@ -134,7 +134,7 @@ class RingOfRacks:
                     length = segment(size, cut.parts, cut.number)
                     start = offset + offset_of(size, cut.parts, cut.number)
                     if length:
-                        yield Transfer(number, source, destination, length, start, adds)
+                        yield Transfer(source, destination, length, start, adds)
 
     def _in(self, stage: int, position: int) -> Iterator[tuple[int, int, Cut, bool]]:
         """What goes into the switch of a group."""

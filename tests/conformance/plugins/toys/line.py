@@ -28,10 +28,10 @@ class Along:
     def step(self, number: int) -> Iterator[Transfer]:
         there = self.ranks - 1
         if number < there:
-            yield Transfer(number, number, number + 1, self.size, adds=True)
+            yield Transfer(number, number + 1, self.size, adds=True)
         else:
             rank = 2 * there - number
-            yield Transfer(number, rank, rank - 1, self.size)
+            yield Transfer(rank, rank - 1, self.size)
 
     def bytes_sent(self, rank: int) -> int:
         return self.size * ((rank < self.ranks - 1) + (rank > 0))
