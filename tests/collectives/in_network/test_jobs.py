@@ -8,7 +8,6 @@ from paceline.collectives.in_network.jobs import (
     Jobs,
     Terms,
     key_of,
-    slots_for,
 )
 from paceline.collectives.in_network.packets import Kind, Seal, blank, sizes
 from paceline.errors import UsageError
@@ -153,9 +152,3 @@ def test_longer_datagrams_than_the_job_asked_for_are_dropped(jobs):
 def test_keys_differ_by_token_and_by_job():
     keys = {key_of(token, job) for token in ("one", "two") for job in ("a", "b")}
     assert len(keys) == 4
-
-
-def test_a_rings_delay_needs_more_slots():
-    rate = 1e9 / 8
-    assert slots_for(rate, 1e-3, 358) == 88
-    assert slots_for(rate, 1e-3, 358, ring_step=4e-3) == 437

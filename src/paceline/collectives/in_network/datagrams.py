@@ -111,11 +111,9 @@ class Datagrams(Protocol):
 
 
 class Single:
-    """A call for each datagram: for any system. It has no *segments*."""
+    """A call for each datagram: for any system."""
 
-    def __init__(
-        self, end: socket.socket, elements: int, segments: bool = False
-    ) -> None:
+    def __init__(self, end: socket.socket, elements: int) -> None:
         self._socket = end
         self._packets = np.zeros(BATCH, packet_type(elements))
         self._row_bytes = self._packets.dtype.itemsize

@@ -298,13 +298,3 @@ class Jobs:
         if job.slots is not None:
             return job.slots.take(packets)
         return self.best_effort.take(job.number, job.expected, packets)
-
-
-def slots_for(
-    bytes_per_second: float, round_trip: float, elements: int, ring_step: float = 0.0
-) -> int:
-    """How many slots keep a link of that rate busy: what is under way in a *round_trip*, in
-    seconds; and where sums leave the rack (FORWARD), in a step of the ring as well, for the
-    agent's contribution comes last by construction (Rina's second addition)."""
-    under_way = bytes_per_second * (round_trip + ring_step)
-    return max(1, -int(-under_way // (4 * elements)))

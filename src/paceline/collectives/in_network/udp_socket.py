@@ -230,9 +230,9 @@ class Batched:
         return sent
 
 
-def datagrams(end: socket.socket, elements: int, segments: bool = True) -> Datagrams:
-    """The faster way that this system has. *end* must not block; *segments*: see `Batched`."""
+def datagrams(end: socket.socket, elements: int) -> Datagrams:
+    """The faster way that this system has. *end* must not block."""
     if sys.platform == "linux" and sys.maxsize > 2**32 and sys.byteorder == "little":
         with contextlib.suppress(AttributeError, OSError):
-            return Batched(end, elements, segments)
+            return Batched(end, elements)
     return Single(end, elements)
