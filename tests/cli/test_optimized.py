@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.methods import METHODS
 from tests.cli.test_plan import SCRIPT
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-
-
-WAITS = """
-from paceline.methods import METHODS
-from paceline.tools.plan.rows import _waits_for
-print(*(f"{name}: {_waits_for(cls())}" for name, cls in METHODS.items()), sep="\\n")
-"""
 
 
 PAGES = ("methods.md", "compressors.md", "collectives.md")
@@ -49,19 +41,10 @@ def test_tables_are_the_same():
 
 
 @pytest.mark.slow
-def test_all_methods_say_what_they_wait_for():
-    waits = dict(line.split(": ", 1) for line in printed("-c", WAITS).splitlines())
-    assert waits.keys() == METHODS.keys()
-    assert all(waits.values()), waits
-
-
-@pytest.mark.slow
-def test_a_plan_says_what_its_methods_wait_for(tmp_path):
+def test_a_plan_has_rows(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ("train.py", "--workers", "2", "--json", "--no-plots", "--quality", "exact")
     said = json.loads(
         printed("-m", "paceline", "plan", *words, "--budget", "2", cwd=tmp_path)
     )
-    waits = {row["spec"]: row["waits_for"] for row in said["rows"]}
-    assert waits
-    assert all(waits.values()), waits
+    assert said["rows"]

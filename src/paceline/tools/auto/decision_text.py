@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.cluster import Cluster
 from paceline.interfaces import Quality
 from paceline.tools.auto.decision import Answer, Found, Tried
-from paceline.units import show_rate, show_seconds
+from paceline.units import show_seconds
 
 
 def paragraph(
@@ -100,10 +100,3 @@ def _next(answer: Answer) -> str:
         f"quality={answer.next.quality} would allow {answer.next.spec}, predicted "
         f"{show_seconds(seconds)}: {gain}"
     )
-
-
-def links(cluster: Cluster) -> str:
-    """Its slowest and its fastest link."""
-    rates = [rate for rack in cluster.racks for rate in rack.links]
-    low, high = show_rate(min(rates)), show_rate(max(rates))
-    return low if low == high else f"{low} to {high}"

@@ -20,8 +20,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     *step_seconds* are those in which as many gradients are computed as there are workers:
     of asynchronous methods the mean over workers that are not equally fast, by their rates.
-    *exposed_seconds* of them wait for the network. *bytes_sent*: by a worker, a step. *waits_for*: in the words of the
-    method's page. *to_limit*: the step over the physical limit of an exact mean (below 1 where
+    *exposed_seconds* of them wait for the network. *bytes_sent*: by a worker, a step. *to_limit*: the step over the physical limit of an exact mean (below 1 where
     less is sent). *speed_up* and *samples_per_second* (None: nobody knows a batch) are over, and as, those of one machine.
     *cut*: predicted in a short run alone, as hopeless in its class; or, where it is *hopeful*, as the
     budget had no time for a full one. *guessed*: what its code takes is a guess from bytes. *steady_after*: steps of a training before those that
@@ -35,7 +34,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     exposed_seconds: float
     bytes_sent: float
     buckets: int
-    waits_for: str = ""
     to_limit: float = 0.0
     speed_up: float = 0.0
     samples_per_second: float | None = None

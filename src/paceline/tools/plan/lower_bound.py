@@ -52,7 +52,6 @@ def alone(job: Job) -> Row:
         exposed_seconds=found.exposed_seconds,
         bytes_sent=0.0,
         buckets=found.buckets,
-        waits_for="nobody",
         to_limit=1.0,
         speed_up=1.0,
         samples_per_second=None

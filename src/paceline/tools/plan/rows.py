@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.method_spec import read_spec
-from paceline.interfaces import Method, MethodSummary, Quality
+from paceline.interfaces import Quality
 from paceline.tools.plan.estimates import Row
 from paceline.tools.plan.predict import Prediction
 
@@ -31,7 +30,6 @@ class Scale:
     ) -> Row:
         """See `Row`."""
         step, workers = found.step_seconds, self.workers
-        method, _ = read_spec(spec)
         return Row(
             spec=spec,
             quality=quality,
@@ -40,7 +38,6 @@ class Scale:
             exposed_seconds=found.exposed_seconds,
             bytes_sent=found.bytes_sent,
             buckets=found.buckets,
-            waits_for=_waits_for(method),
             to_limit=step / self.limit,
             speed_up=workers * self.one / step,
             samples_per_second=None
@@ -52,9 +49,3 @@ class Scale:
             steady_after=found.steady_after,
             notes=found.notes,
         )
-
-
-def _waits_for(method: Method) -> str:
-    """In the words of its summary; empty where it has none, as in a script that registers a method."""
-    summary: MethodSummary | None = getattr(method, "summary", None)
-    return "" if summary is None else summary.waits_for
