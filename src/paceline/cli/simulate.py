@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options as o
-from paceline.cli.live import describe
-from paceline.cli.progress import telling
+from paceline.cli.progress import describe, telling
 from paceline.run_options import RunOptions
 from paceline.runtimes.progress import Standing, place
 from paceline.tools.report.run_files import make_folder, write_run
@@ -34,12 +33,6 @@ def simulate(
     forward: o.Forward = None,
     backward: o.Backward = None,
     jitter: o.Jitter = 0.0,
-    play: Annotated[
-        bool, typer.Option(help="Play ring collectives message by message too.")
-    ] = False,
-    lanes: Annotated[
-        int, typer.Option(help="Collectives a communicator moves at a time.")
-    ] = 2,
     patience: Annotated[
         float, typer.Option(help="Real seconds without progress before giving up.")
     ] = 20.0,
@@ -84,8 +77,6 @@ def simulate(
                     described,
                     options=options,
                     compute=compute,
-                    play=play,
-                    lanes=lanes,
                     trace=records is not None,
                     patience=patience,
                     look=look,
