@@ -16,7 +16,7 @@ misspelt are answered at once. A verb imports what it works with in its own func
 - `given`: options that describe a network or compute times.
 - `compute_times`, `script_plan`: a script's compute times, and its plan.
 - `registering`: whether a script adds rows to the registries, told without running it.
-- `progress`, `live`: progress shown at a terminal.
+- `progress`: progress shown at a terminal.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.given import Given
-from paceline.cli.live import describe
-from paceline.cli.progress import rows, telling
+from paceline.cli.progress import describe, rows, telling
 from paceline.cli.script_plan import classes, plan_script, processes
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions

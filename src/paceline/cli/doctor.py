@@ -15,8 +15,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import LaunchCommand, torchrun_words
-from paceline.cli.live import live_line
-from paceline.cli.progress import telling
+from paceline.cli.progress import status_lines, telling
 from paceline.errors import PacelineError, UsageError
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
 from paceline.runtimes.scratch import scratch_folder
@@ -242,7 +241,7 @@ class _Job:
         return self._named(found[-1])
 
     def _live(self) -> AbstractContextManager[None]:
-        return live_line(self._json, "measuring", self._options.steps)
+        return status_lines(self._json, "measuring", self._options.steps)
 
     def _words(self, file: Path) -> list[str]:
         words = [f"--output={file}", f"--seconds-per-pair={self._seconds}"]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options as o
-from paceline.cli.live import live_line
-from paceline.cli.progress import telling
+from paceline.cli.progress import status_lines, telling
 from paceline.cluster import Workload
 from paceline.run_options import RunOptions
 from paceline.runtimes.scratch import scratch_folder
@@ -83,7 +82,7 @@ def emulate(
             job = EmulatedJob(
                 fabric, str(script), script_arguments or [], options, output
             )
-            with live_line(json, "starting", steps):
+            with status_lines(json, "starting", steps):
                 status = job.run()
         if records is not None:
             merge_workers(str(records), "records")

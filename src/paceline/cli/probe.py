@@ -13,8 +13,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
-from paceline.cli.live import live_line
-from paceline.cli.progress import telling
+from paceline.cli.progress import status_lines, telling
 from paceline.cluster import ServerHost, cluster_toml
 from paceline.errors import UsageError
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
@@ -79,7 +78,7 @@ def probe(
             words = torchrun_words(context)
             os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
             workers = o.real_workers(workers, words)
-            with live_line(json, "measuring the network"):
+            with status_lines(json, "measuring the network"):
                 status = launch(workers, words, SCRIPT, arguments, RunOptions())
         elif torchrun_words(context):
             raise UsageError(
@@ -93,7 +92,7 @@ def probe(
                     for warning in fabric.warnings:
                         print(f"paceline: {warning}", file=sys.stderr)
                     job = EmulatedJob(fabric, SCRIPT, arguments, RunOptions())
-                    with live_line(json, "measuring the network"):
+                    with status_lines(json, "measuring the network"):
                         status = job.run()
             else:
                 with telling(json, "measuring the network"):

@@ -12,8 +12,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
-from paceline.cli.live import live_line
-from paceline.cli.progress import telling
+from paceline.cli.progress import status_lines, telling
 from paceline.cluster import Workload
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions
@@ -91,7 +90,7 @@ def profile(
             gradient_steps=max(1, steps // 4),
         )
         words = torchrun_words(context)
-        with live_line(json, "starting", steps):
+        with status_lines(json, "starting", steps):
             status = launch(workers, words, str(script), arguments, options)
         if status:
             sys.exit(status)

@@ -1,15 +1,22 @@
-"""What long work of this process is doing, for people who wait at a terminal.
+"""What long work is doing, for people who wait at a terminal.
 
-What is launched has `paceline.cli.live`. Both are quiet under ``--json``, and where standard error
-is no terminal.
+`telling` and `rows` show bars of this process's own work. `status_lines` prints how far the training
+is that a launcher waits for: a line every ten seconds, as workers write to the same terminal. All are quiet
+under ``--json``, and where standard error is no terminal.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -23,7 +30,90 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from paceline.cli.live import is_shown
+from paceline.runtimes.progress import FILE_VARIABLE, Standing, read
+from paceline.runtimes.scratch import scratch_folder
+from paceline.units import show_seconds
+
+Look = Callable[[], Standing | None]
+
+_EVERY_SECONDS = 10.0
+
+
+def is_shown(json: bool) -> bool:
+    """Whether people look at standard error, and may be shown what moves."""
+    return (
+        not json and sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal
+    )
+
+
+@contextmanager
+def status_lines(
+    json: bool, doing: str, steps: int | None = None, look: Look | None = None
+) -> Iterator[None]:
+    """Within it, print on standard error how far what is launched has come. *doing* says what that is
+    before its first step; *steps*: how many it has at most, if that is known. *look*: how far it
+    is; None: what worker 0 writes."""
+    is_launched = FILE_VARIABLE in os.environ  # whoever has launched this prints it
+    if not is_shown(json) or (is_launched and look is None):
+        yield
+        return
+    over = threading.Event()
+    with scratch_folder() as folder:
+        file = Path(folder) / "progress"
+        if look is None:
+            os.environ[FILE_VARIABLE] = str(file)
+        words = (look or partial(read, file), doing, steps, over)
+        thread = threading.Thread(target=_print_until, args=words, name="status lines")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            if look is None:
+                del os.environ[FILE_VARIABLE]
+
+
+def _print_until(
+    look: Look, doing: str, steps: int | None, over: threading.Event
+) -> None:
+    began = time.monotonic()
+    while not over.wait(_EVERY_SECONDS):
+        standing = look()
+        text = doing if standing is None else describe(standing, steps)
+        elapsed = timedelta(seconds=int(time.monotonic() - began))
+        with suppress(OSError):  # the terminal may be gone
+            sys.stderr.write(f"paceline: {text} · {elapsed}\n")
+            sys.stderr.flush()
+
+
+def describe(standing: Standing, steps: int | None = None) -> str:
+    """In one line how far a training is, what a step takes, and by what plan."""
+    words = [
+        f"step {standing.step}" + f" of {steps}" * bool(steps)
+        if standing.step
+        else "no step yet"
+    ]
+    if standing.step_seconds:
+        words.append(
+            f"{_three(standing.step_seconds)} a step, "
+            f"{_three(standing.exposed_seconds)} exposed"
+        )
+    if standing.method:
+        plan = ""
+        if standing.deciding:
+            plan = ", still deciding"
+        elif not standing.settled:
+            plan = ", still planning"
+        elif standing.buckets:
+            plan = f", {standing.buckets} bucket" + "s" * (standing.buckets > 1)
+        words.append(standing.method + plan)
+    words += [f"{name} {value:.4g}" for name, value in standing.metrics.items()]
+    return " · ".join(words)
+
+
+def _three(seconds: float) -> str:
+    return show_seconds(float(f"{seconds:.3g}"))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
-from paceline.cli.live import live_line
+from paceline.cli.progress import status_lines
 from paceline.cluster import load_cluster
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions
@@ -140,12 +140,12 @@ def run(
                 snapshot,
                 resume=resume,
             )
-            with live_line(json, "starting", steps, supervisor.standing):
+            with status_lines(json, "starting", steps, supervisor.standing):
                 status = supervisor.run()
         elif snapshot is not None or resume:
             raise UsageError("--snapshot and --resume mean nothing without --survive")
         else:
-            with live_line(json, "starting", steps):
+            with status_lines(json, "starting", steps):
                 status = launch(
                     workers, torchrun_options, str(script), arguments, options
                 )

@@ -1,7 +1,7 @@
 """How far workers have come, as their launcher learns it.
 
 A file says it to whoever looks now and then: a supervisor after a worker has died, since the
-file outlives its writer, and the live line of a terminal. The
+file outlives its writer, and the status lines at a terminal. The
 rules of an emulated cluster take effect in a step: worker 0 says each on a socket.
 """
 

@@ -1,4 +1,4 @@
-"""How far a training is, on the terminal that waits for it: and all that it prints, too."""
+"""How far a training is, at the terminal that waits for it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from paceline.cli.live import describe
+from paceline.cli import progress
+from paceline.cli.progress import describe, status_lines
 from paceline.records import Journal
 from paceline.runtimes.progress import Standing, noted, read, write_there
-from tests.runtimes.emulated.conftest import refusal
 from tests.support.terminal import SECONDS, on_terminal
 
 TRAINS = """
@@ -45,20 +47,15 @@ WHOLE = re.compile(r"(\[1\] )?({worker \d has done \d{6}}|{and says \d{6}})")
     [
         (["run", "--workers=2"], "bsp:fusion=ddp"),
         (["run", "--workers=2", "--survive"], "asp"),
-        (["emulate", "--workers=2", "--no-measure"], "bsp:fusion=ddp"),
-        (["simulate", "--workers=2", "--forward=0.1", "--backward=0.1"], "bsp"),
     ],
 )
-def test_a_live_line_tells_of_steps_and_mixes_with_nothing(
+def test_lines_tell_of_steps_and_mix_with_nothing(
     verb: list[str], method: str, tmp_path: Path
 ) -> None:
-    if verb[0] == "emulate" and refusal():
-        pytest.skip(refusal())
     (tmp_path / "train.py").write_text(TRAINS)
 
     def look(written: str) -> None:
-        said, _, last = written.rpartition("}")
-        if said.count("{") > 20 and SHOWN.search(last):
+        if written.count("{") > 20 and SHOWN.search(written):
             (tmp_path / "seen").touch()  # now it may end
 
     words = [*verb, f"--method={method}", "train.py"]
@@ -67,17 +64,33 @@ def test_a_live_line_tells_of_steps_and_mixes_with_nothing(
     told = [line for line in lines if "{" in line]
     assert told
     assert [line for line in told if not WHOLE.fullmatch(line)] == []
-    assert not [line for line in lines if SHOWN.search(line)], "the line is left"
+    shown = [line for line in lines if SHOWN.search(line)]
+    assert shown
+    assert all(line.startswith("paceline: step ") for line in shown)
 
 
-@pytest.mark.slow
-def test_probe_shows_its_line_as_long_as_it_measures(tmp_path: Path) -> None:
-    seen: list[str] = []
-    words = ["probe", "--workers=2", "--seconds=0.02"]
-    status, lines = on_terminal(words, tmp_path, seen.append)
-    assert status == 0, lines
-    assert re.search(r"measuring the network · 0:00:0[1-9]", "".join(seen[-1:]))
-    assert not [line for line in lines if "measuring the network" in line]
+def test_a_line_says_what_is_done_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "is_shown", lambda json: not json)
+    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.01)
+    standings = iter([None, Standing(step=3, method="asp")])
+    told = threading.Event()
+
+    def look() -> Standing | None:
+        found = next(standings, last)
+        if found is last:
+            told.set()
+        return found
+
+    last = Standing(step=4)
+    with status_lines(True, "starting", 9, look):
+        time.sleep(0.05)
+    with status_lines(False, "starting", 9, look):
+        assert told.wait(SECONDS)
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == "paceline: starting · 0:00:00"
+    assert second == "paceline: step 3 of 9 · asp, still planning · 0:00:00"
 
 
 @pytest.mark.slow
