@@ -52,9 +52,9 @@ def course_of(optimizer):
     return optimizer._present.changes.course
 
 
-def auto(quality, budget, file):
+def auto(quality, file):
     """A side of `peers.py`."""
-    spec = f"auto:quality={quality},budget={budget},file={file}"
+    spec = f"auto:quality={quality},file={file}"
 
     def wrap(model, optimizer):
         return model, paceline.distribute(model, optimizer, method=spec)
@@ -77,7 +77,7 @@ def work(arguments):
     paceline.init()
     quality, _ = EMULATED[arguments.cell]
     folder = Path(arguments.output).parent
-    mine = peers.Side("auto", auto(quality, arguments.budget, folder / "decision"))
+    mine = peers.Side("auto", auto(quality, folder / "decision"))
     settling = settle(mine)
     peers_sides = [
         peers.Side(f"DDP, caps of {cap} MiB", peers.ddp(cap)) for cap in peers.CAPS
@@ -105,7 +105,7 @@ def work(arguments):
     mine.optimizer.finish()
 
 
-def emulated(cell, rounds, budget):
+def emulated(cell, rounds):
     from paceline.runtimes.emulated.launch import EmulatedJob
     from paceline.runtimes.emulated.network import Fabric
 
@@ -114,7 +114,7 @@ def emulated(cell, rounds, budget):
     with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:
         output = Path(scratch) / "result.json"
         words = ["--work", "--cell", cell, "--output", str(output)]
-        words += ["--rounds", str(rounds), "--budget", str(budget)]
+        words += ["--rounds", str(rounds)]
         if EmulatedJob(fabric, __file__, words, RunOptions()).run():
             sys.exit("the job failed")
         found = json.loads(output.read_text())
@@ -161,7 +161,7 @@ def work_on_loopback(arguments):
         return steps, optimizer
 
     file = Path(arguments.output).parent / "decision"
-    mine, optimizer = side(auto("exact", arguments.budget, file))
+    mine, optimizer = side(auto("exact", file))
     theirs, _ = side(lambda model, opt: (DistributedDataParallel(model), opt))
     theirs(BLOCK)  # connections and buffers of DDP; auto's count
     total, ratios = [0.0, 0.0], []
@@ -184,12 +184,12 @@ def work_on_loopback(arguments):
     optimizer.finish()
 
 
-def loopback(budget):
+def loopback():
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node=2", __file__, "--work", "--cell", "loopback"]
-        command += ["--output", str(output), "--budget", str(budget)]
+        command += ["--output", str(output)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if subprocess.run(command, env=environment, check=False).returncode:
             sys.exit("the job failed")
@@ -214,7 +214,6 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--cell", action="append", choices=CELLS)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--budget", type=float, default=30.0, help="of a plan")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", help=argparse.SUPPRESS)
@@ -228,10 +227,7 @@ def main():
     wanted = arguments.cell or [cell for cell in CELLS if cell not in results]
     for cell in [] if arguments.table else wanted:
         begun = time.perf_counter()
-        if cell == "loopback":
-            found = loopback(arguments.budget)
-        else:
-            found = emulated(cell, arguments.rounds, arguments.budget)
+        found = loopback() if cell == "loopback" else emulated(cell, arguments.rounds)
         found["took_seconds"] = time.perf_counter() - begun
         results[cell] = found
         RESULTS.parent.mkdir(exist_ok=True)

@@ -18,7 +18,9 @@ paceline.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(64, 64)
 optimizer = paceline.distribute(
-    model, torch.optim.SGD(model.parameters(), lr=0.01), method=LOSSY
+    model,
+    torch.optim.SGD(model.parameters(), lr=0.01),
+    method=f"{LOSSY},file={sys.argv[1]}",
 )
 journal = paceline.api._world().journal
 specs = set()

@@ -6,23 +6,14 @@ import pytest
 
 from paceline.errors import ClusterError, UsageError
 from paceline.tools.auto.config import Auto, check_wish, wish_of
-from paceline.tools.plan.prediction_cost import usual_seconds
-from tests.tools.plan.helpers import cluster
 
 
 def test_the_words():
     assert wish_of(None) is None
     assert wish_of("bsp:fusion=ddp") is None
     assert wish_of("auto") == Auto()
-    wish = wish_of("auto:quality=lossy,cluster=c.toml,file=d.json,budget=5")
-    assert wish == Auto(quality="lossy", cluster="c.toml", file="d.json", budget=5.0)
-
-
-def test_more_workers_have_the_budget_of_a_plan():
-    for workers in (8, 64):
-        network = cluster(workers)
-        assert wish_of("auto").budget_for(network) == usual_seconds(network)
-        assert wish_of("auto:budget=5").budget_for(network) == 5.0
+    wish = wish_of("auto:quality=lossy,cluster=c.toml,file=d.json")
+    assert wish == Auto(quality="lossy", cluster="c.toml", file="d.json")
 
 
 def test_a_class_allows_all_stronger_ones_and_never_asynchronous():
@@ -38,8 +29,7 @@ def test_a_class_allows_all_stronger_ones_and_never_asynchronous():
         ("auto:quality=fast", "fast"),
         ("auto:qualty=late", "Did you mean 'quality'"),
         ("auto:compression=int8", "what it chooses"),
-        ("auto:budget=0", "above 0"),
-        ("auto:budget=much", "a number"),
+        ("auto:budget=5", "budget"),
     ],
 )
 def test_bad_wishes(spec, words):

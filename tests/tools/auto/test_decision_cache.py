@@ -81,14 +81,12 @@ def test_another_format(tmp_path):
 
 
 def test_where_it_is(tmp_path):
-    assert file_of(Auto(), "real", RunOptions(), {}).name == FILE
+    assert file_of(Auto(), "real", RunOptions()).name == FILE
     records = RunOptions(records=str(tmp_path))
-    assert file_of(Auto(), "real", records, {}) == tmp_path / FILE
-    named = {"PACELINE_AUTO_FILE": str(tmp_path / "x.json")}
-    assert file_of(Auto(), "emulated", records, named) == tmp_path / "x.json"
+    assert file_of(Auto(), "real", records) == tmp_path / FILE
     wish = replace_wish(Auto(), file="mine.json")
-    assert str(file_of(wish, "virtual", records, named)) == "mine.json"
-    assert file_of(Auto(), "virtual", records, named) is None
+    assert str(file_of(wish, "virtual", records)) == "mine.json"
+    assert file_of(Auto(), "virtual", records) is None
 
 
 def test_a_file_that_cannot_be_written(tmp_path):

@@ -12,6 +12,7 @@ from paceline.run_options import RunOptions
 from paceline.tools.auto import course, measurements
 from paceline.tools.auto.decision import Answer, Predicted
 from paceline.tools.auto.decision_cache import Decision
+from paceline.tools.plan import prediction_cost
 from tests.support import forked
 from tests.support.simulations import run, run_on, simulation
 from tests.tools.auto.cases import assert_equal_everywhere, changing, flat
@@ -207,9 +208,10 @@ def test_a_decision_says_what_it_was_made_by(planner, tmp_path):
 
 
 @pytest.mark.slow
-def test_runs_repeat_bit_for_bit_with_the_planner_in_its_process():
-    first = auto("auto:quality=late,budget=0.3", steps=70)
-    assert first == auto("auto:quality=late,budget=0.3", steps=70)
+def test_runs_repeat_bit_for_bit_with_the_planner_in_its_process(monkeypatch):
+    monkeypatch.setattr(prediction_cost, "usual_seconds", lambda cluster: 0.3)
+    first = auto("auto:quality=late", steps=70)
+    assert first == auto("auto:quality=late", steps=70)
     assert any("candidates predicted" in note for note in first[0][1])
 
 
@@ -239,9 +241,8 @@ def test_who_comes_back_to_a_spec_does_not_measure_its_buckets_again(capfd):
 def test_real_processes_measure_their_links_and_try_what_is_proposed(tmp_path):
     ends = forked.run_together(
         2,
-        ["-m", "tests.tools.auto.real_job"],
+        ["-m", "tests.tools.auto.real_job", tmp_path / "decision.json"],
         folder=ROOT,
-        environment={"PACELINE_AUTO_FILE": str(tmp_path / "decision.json")},
     )
     for rank, end in enumerate(ends):
         assert f"rank {rank}: ok" in end.stdout, end.stderr

@@ -25,13 +25,11 @@ CHOSEN_BY_AUTO = ("fusion", "collective", "compression", "answers")
 class Auto:
     """*quality*: the weakest class that may be chosen; all stronger ones may be, too. *cluster*: a file
     that describes the network, which then is not measured. *file*: where the decision is kept; empty:
-    where `paceline.tools.auto.decision_cache` says. *budget*: about how many seconds of a core predictions may take; None:
-    as many as a plan's."""
+    where `paceline.tools.auto.decision_cache` says."""
 
     quality: Quality = "exact"
     cluster: str = ""
     file: str = ""
-    budget: float | None = None
 
     def __post_init__(self) -> None:
         if self.quality not in QUALITIES:
@@ -42,25 +40,11 @@ class Auto:
                 "training learns as well cannot be told by its steps; name the method "
                 "if that is what you want, or take exact, late, lossy or local"
             )
-        if self.budget is not None and not 0 < self.budget < float("inf"):
-            raise UsageError(
-                f"auto:budget: expected seconds above 0, got {self.budget}"
-            )
 
     @property
     def allowed(self) -> tuple[Quality, ...]:
         """Classes that may be chosen, from the strongest promise to the weakest."""
         return ALLOWED[: ALLOWED.index(self.quality) + 1]
-
-    def budget_for(self, cluster: Cluster) -> float:
-        """Seconds of a core for the predictions of a plan of *cluster*."""
-        if self.budget is not None:
-            return self.budget
-        from paceline.tools.plan.prediction_cost import (
-            usual_seconds,  # the planner's, not a worker's
-        )
-
-        return usual_seconds(cluster)
 
     def load_cluster(self, workers: int) -> Cluster | None:
         """The network that a file describes; None where none is named. Raises `ClusterError`."""

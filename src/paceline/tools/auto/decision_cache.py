@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from paceline.run_options import RunOptions
 from paceline.tools.auto.config import Auto
 from paceline.tools.auto.decision import Found
 
-VARIABLE = "PACELINE_AUTO_FILE"
 FILE = "paceline-auto.json"
 FORMAT = "paceline auto 1"
 
@@ -56,20 +55,14 @@ def digest(names: Sequence[str], sizes: Sequence[int]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def file_of(
-    wish: Auto,
-    world: str,
-    options: RunOptions,
-    environment: Mapping[str, str] = os.environ,
-) -> Path | None:
+def file_of(wish: Auto, world: str, options: RunOptions) -> Path | None:
     """Where the decision is kept. In virtual time only where the user names a file: else the second of
     two equal runs would be another one."""
     if wish.file:
         return Path(wish.file)
     if world == "virtual":
         return None
-    named = environment.get(VARIABLE)
-    return Path(named) if named else Path(options.records or ".") / FILE
+    return Path(options.records or ".") / FILE
 
 
 def write(path: Path, decision: Decision) -> None:

@@ -223,6 +223,9 @@ class TrainingSenses:
         }
         own = getattr(torch.optim, cls.__name__, None) is cls
         sampler = self._subject.sampler
+        # The planner's: a worker that asks nothing does not import it.
+        from paceline.tools.plan.prediction_cost import usual_seconds
+
         return Question(
             cluster=cluster_toml(cluster, exact=True),
             workload=msgspec.to_builtins(workload),
@@ -232,7 +235,7 @@ class TrainingSenses:
             hyperparameters={k: v for k, v in values.items() if _is_plain(v)},
             refused=self._refused_methods(),
             epoch_steps=0 if sampler is None else len(sampler),
-            budget_seconds=self._wish.budget_for(cluster),
+            budget_seconds=usual_seconds(cluster),
         )
 
     def _refused_methods(self) -> dict[str, str]:
