@@ -61,8 +61,7 @@ def distribute(
     than DDP's in a trial; ``"ddp"``, ``"single"``, ``"wfbp"``, ``"mg-wfbp"``, or bucket
     lengths such as ``"3+5+2"``. Measured plans, and so the order of sums on three workers
     or more, differ from run to run: take a fixed rule for bit-equal runs. *buffers*: once a step the model's buffers (BatchNorm's statistics) become
-    rank 0's (``"rank0"``, as under DDP), their mean over ranks (``"mean"``; whole numbers:
-    their maximum) or stay each rank's own (``"local"``). *check_finite*: raise
+    rank 0's (``"rank0"``, as under DDP) or stay each rank's own (``"local"``). *check_finite*: raise
     `GradientError` naming the parameter when a mean gradient is not finite; leave it off
     with a GradScaler. *sampler*: weight gradients by the samples that it deals out, one
     backward pass a batch. *collective*: how averages are formed, ``"native"``,

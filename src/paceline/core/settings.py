@@ -16,7 +16,7 @@ from paceline.interfaces import Compressor
 from paceline.interfaces.server_messages import Answers
 from paceline.parameter_server.optim.clipping import check_clip_norm
 
-ModuleBuffers = Literal["rank0", "mean", "local"]
+ModuleBuffers = Literal["rank0", "local"]
 Sums = Literal["rank", "arrival", "ring"]
 
 
@@ -32,7 +32,7 @@ _ADDRESS = re.compile(r"[^:+\s]+:[0-9]+")
 class Settings:
     """*fusion*: the rule that groups gradients into buckets. *buffers*: what becomes of the
     model's buffers (BatchNorm's statistics) once a step: every rank takes rank 0's, or
-    their mean, or keeps its own. *check_finite*: raise an error that names the parameter
+    keeps its own. *check_finite*: raise an error that names the parameter
     when a gradient is not finite (not together with a GradScaler, which expects such
     gradients and skips the step). *collective*: how averages are formed: a
     row of `paceline.collectives`, which checks the name. *compression*: what is sent of them; its own

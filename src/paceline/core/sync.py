@@ -85,7 +85,7 @@ class SharedBuffers:
         self, comm: Comm, buffers: Sequence[torch.Tensor], setting: ModuleBuffers
     ) -> None:
         shared = comm.size > 1 and setting != "local"
-        self._comm, self._setting = comm, setting
+        self._comm = comm
         self._buffers = list(buffers) if shared else []
         self._under_way: list[tuple[Pending, torch.Tensor, list[torch.Tensor]]] = []
 
@@ -95,17 +95,14 @@ class SharedBuffers:
         return bool(self._buffers)
 
     def send(self, source: int) -> None:
-        """Rank *source*'s values, or everybody's mean, go on their way. Collective."""
+        """Rank *source*'s values go on their way. Collective."""
         for pending, _, _ in self._under_way:
             pending.wait()  # of several passes before a step the last one's count
         self._under_way.clear()
         for piece in _pieces(self._buffers):
-            flat, into = flatten(piece), piece
-            if self._setting == "mean":
-                flat, pending = _start_average(self._comm, flat)
-            else:
-                pending = self._comm.broadcast(flat, source)
-                into = piece if self._comm.rank != source else []
+            flat = flatten(piece)
+            pending = self._comm.broadcast(flat, source)
+            into = piece if self._comm.rank != source else []
             self._under_way.append((pending, flat, into))
 
     def put(self) -> None:
@@ -115,13 +112,6 @@ class SharedBuffers:
             if into:
                 unflatten_into(flat, into)
         self._under_way.clear()
-
-
-def _start_average(comm: Comm, flat: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-    real = flat.is_floating_point() or flat.is_complex()
-    if flat.dtype == torch.bool:
-        flat = flat.to(torch.uint8)
-    return flat, comm.all_reduce(flat, "mean" if real else "max")
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
