@@ -52,9 +52,7 @@ class LeavesWithAStepDue(BSP):
     """Whoever has left a step short of the others keeps it to himself."""
 
     def finish(self, state, run):
-        source = run.keep_company_to_the_end()
-        if source is not None and not run.behind:
-            run.take_model(source)
+        run.keep_company_to_the_end()
 
 
 @dataclass(frozen=True, kw_only=True)

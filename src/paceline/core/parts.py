@@ -208,7 +208,6 @@ class Parts:
             self.presence,
             means,
             [parameter for _, parameter in self.parameters],
-            list(self._model.buffers()),
             self.stopwatch,
             self.say,
             self._world.journal.repeats_after,

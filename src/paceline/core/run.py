@@ -28,7 +28,6 @@ class WorkerRun:
         presence: Presence,
         means: Means,
         parameters: Sequence[torch.nn.Parameter],
-        buffers: Sequence[torch.Tensor],
         stopwatch: Stopwatch,
         say: Callable[[str], None],
         repeats_after: Callable[[int], None],
@@ -41,7 +40,7 @@ class WorkerRun:
         cluster: Cluster | None,
         sending: Callable[[], Sequence[Message] | None],
     ) -> None:
-        self.comm, self.parameters, self.buffers = comm, parameters, buffers
+        self.comm, self.parameters = comm, parameters
         self.optimizer, self.own_buffers, self.cluster = optimizer, own_buffers, cluster
         self.stopwatch, self.take_model = stopwatch, take_model
         self.say, self.repeats_after = say, repeats_after
@@ -74,10 +73,6 @@ class WorkerRun:
     @property
     def participants(self) -> Sequence[int]:
         return self._presence.participants
-
-    @property
-    def behind(self) -> Sequence[int]:
-        return self._presence.behind
 
     @property
     def step_is_due(self) -> bool:

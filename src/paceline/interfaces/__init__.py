@@ -115,7 +115,7 @@ from paceline.interfaces.server import (
     Work,
 )
 from paceline.interfaces.timing import CodingStage, Compute, Stopwatch
-from paceline.interfaces.worker_state import OwnState, refused, shares_of
+from paceline.interfaces.worker_state import OwnState, refused
 
 __all__ = [
     "AGREE_EVERY",
@@ -205,7 +205,6 @@ __all__ = [
     "read_members",
     "refused",
     "servers_of",
-    "shares_of",
     "switches_of",
     "weaker",
 ]

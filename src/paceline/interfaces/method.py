@@ -82,8 +82,7 @@ class Method(Protocol):
        saved)`` gives it back, bit for bit, to the worker of the same rank.
        ``redistribute_state(state, run, parts)`` says what this worker loads where a job of
        another size goes on: *parts* gives what each worker saved, in order of ranks.
-       Without it such a load is refused (`paceline.interfaces.shares_of` divides what are
-       shares of a sum). None of the three is collective.
+       Without it such a load is refused. None of the three is collective.
     11. ``figures(state, run)``: numbers by name that people may want to see of the step that has just
        ended, such as what it has deferred: asked where somebody looks. Not collective.
 

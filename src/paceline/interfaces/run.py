@@ -33,14 +33,10 @@ class Run(Protocol):
         ...
 
     @property
-    def buffers(self) -> Sequence[torch.Tensor]:
-        """The model's buffers (BatchNorm's statistics)."""
-        ...
-
-    @property
     def own_buffers(self) -> Sequence[torch.Tensor]:
-        """Those of them that a method with ``averages_buffers`` is to average itself; none
-        where the user wants each worker to keep its own."""
+        """The model's buffers (BatchNorm's statistics) that a method with
+        ``averages_buffers`` is to average itself; none where the user wants each worker to
+        keep its own."""
         ...
 
     @property
@@ -79,11 +75,6 @@ class Run(Protocol):
     @property
     def participants(self) -> Sequence[int]:
         """Ranks that took part in the last round, equal on all ranks."""
-        ...
-
-    @property
-    def behind(self) -> Sequence[int]:
-        """Ranks that have left with a step due, equal on all ranks."""
         ...
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 import paceline
 from paceline.compression import BF16
-from paceline.interfaces import Rhythm, shares_of
+from paceline.interfaces import Rhythm
 from paceline.methods.bsp import BSP
 from paceline.testing import Case
 from paceline.testing.__main__ import run_table
@@ -62,7 +62,10 @@ class ForgetsToLoad(Remembers):
 @dataclass(frozen=True, kw_only=True)
 class Shares(Remembers):
     def redistribute_state(self, state, run, parts):
-        return shares_of(parts, run.comm.size)
+        kept = [part["left"] for part in parts]
+        names = {name for left in kept for name in left}
+        sums = {name: sum(left.get(name, 0.0) for left in kept) for name in names}
+        return {"left": {name: left / run.comm.size for name, left in sums.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
