@@ -51,17 +51,6 @@ def seconds(text: str) -> float:
     return number * _TIMES[unit]
 
 
-def byte_count(text: str) -> float:
-    """Parse a size, in bytes (kB, MB, GB are powers of ten; KiB, MiB, GiB of two)."""
-    number, unit = _split(text, "size", "8 MiB")
-    if unit not in _SIZES:
-        raise UsageError(
-            f"expected a size such as '8 MiB', got {text!r}: "
-            f"the unit is one of {', '.join(_SIZES)}"
-        )
-    return number * _SIZES[unit]
-
-
 def bytes_per_second(text: str) -> float:
     """Parse a rate, in bytes per second: ``"1 Gbit/s"``, ``"1gbit"``, ``"1 Gbps"``, ``"125 MB/s"``.
 

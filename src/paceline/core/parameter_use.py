@@ -126,11 +126,6 @@ def release(tensor: Any, told: bool = False) -> None:
         del tensor.__dict__[_TELL]
 
 
-def is_watched(tensor: torch.Tensor) -> bool:
-    """Whether its next use is told."""
-    return type(tensor) in _PLAIN
-
-
 def _found(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, _Watched):
         yield value  # type: ignore[misc]
