@@ -14,7 +14,7 @@ from paceline.core.method_spec import fitted, read_spec
 from paceline.core.model_checks import check_trained_by_nobody_else
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.sampler import Sampler
-from paceline.core.settings import UNSAID, ModuleBuffers, Settings, Sums
+from paceline.core.settings import UNSAID, ModuleBuffers, Settings
 from paceline.core.start import Subject, train
 from paceline.core.step_loggers import report_as_asked
 from paceline.errors import UsageError
@@ -47,7 +47,6 @@ def distribute(
     collective: str = "native",
     compression: str | Compressor | Exactly | None = None,
     servers: str = "auto",
-    sums: Sums = "rank",
     sampler: Sampler | None = None,
     clip_norm: float | None = None,
     answers: Answers = "dense",
@@ -75,8 +74,7 @@ def distribute(
     nothing. *servers*: where servers are, ``"embedded"`` (one beside rank 0),
     ``"per-node"``, ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where
     there are any, else embedded) or ``"HOST:PORT+HOST:PORT"``.
-    *sums*: servers add up in ``"rank"`` order, so that bits repeat, or as gradients come
-    (``"arrival"``), which holds less. *clip_norm*: scale gradients down to this norm before they are
+    *clip_norm*: scale gradients down to this norm before they are
     applied, as ``torch.nn.utils.clip_grad_norm_`` does: the mean gradient, or
     (``paceline list methods`` says where) each worker's own before it is sent, and then all of it leaves
     after backward. *answers*: where servers update and gradients are compressed, they answer
@@ -96,7 +94,6 @@ def distribute(
         collective=collective,
         compression=_made(compression),
         servers=servers,
-        sums=sums,
         clip_norm=math.inf if clip_norm is None else clip_norm,
         answers=answers,
     )

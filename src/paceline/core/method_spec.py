@@ -55,7 +55,6 @@ def _check_meaning(method: Method, settings: Settings, keys: Collection[str]) ->
             "its servers take gradients, and no average is formed",
         ),
         ("servers", has_servers, "it has no servers"),
-        ("sums", has_servers, "it has no servers that add up"),
         ("answers", serves, "no server answers with parameters"),
     ):
         value = getattr(settings, key)

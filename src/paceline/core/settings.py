@@ -17,7 +17,6 @@ from paceline.interfaces.server_messages import Answers
 from paceline.parameter_server.optim.clipping import check_clip_norm
 
 ModuleBuffers = Literal["rank0", "local"]
-Sums = Literal["rank", "arrival", "ring"]
 
 
 UNSAID = Identity()
@@ -38,9 +37,7 @@ class Settings:
     row of `paceline.collectives`, which checks the name. *compression*: what is sent of them; its own
     keys are ``compression.KEY``; `UNSAID` is what the method has by itself, mostly none. *servers*: where servers are: beside rank 0
     ("embedded"), one on each host ("per-node"), on hosts of their own ("dedicated"; "auto":
-    where there are any, else embedded), or addresses HOST:PORT joined by "+". *sums*: whether a server adds up
-    in the order of ranks, so that bits repeat ("rank"), as gradients come, which holds less
-    ("arrival"), or as gloo's ring does, so that bits are those of a native average.
+    where there are any, else embedded), or addresses HOST:PORT joined by "+".
     *clip_norm*: the largest norm that a gradient may have; of which one, the method says
     (`Method.clips`). *answers*: where servers update and gradients are compressed, whether a push is
     answered with the parameters as they are ("dense"), or with a code of their difference from what the
@@ -51,7 +48,6 @@ class Settings:
     check_finite: bool = False
     collective: str = "native"
     servers: str = "auto"
-    sums: Sums = "rank"
     clip_norm: float = math.inf
     answers: Answers = "dense"
     compression: Compressor = UNSAID
@@ -61,7 +57,6 @@ class Settings:
         check_clip_norm(self.clip_norm)
         for key, choices in (
             ("buffers", ModuleBuffers),
-            ("sums", Sums),
             ("answers", Answers),
         ):
             value = str(getattr(self, key))

@@ -188,7 +188,7 @@ def begin(subject: Subject, prepared: Prepared, *, anew: bool = True) -> Made:
         )
     elif isinstance(comm, TorchComm):
         comm = collectives.over(forming, world, comm, endpoints, device)
-        join = Join(options=options, sums=settings.sums)
+        join = Join(options=options)
         for reception in [endpoint.request(join) for endpoint in endpoints]:
             reception.wait()
     training = Training(
@@ -300,7 +300,6 @@ def _servers(
         method=holds,
         spec=str(spec.spec_of(method.name, method)) if holds is not None else "",
         place=settings.servers,
-        sums=settings.sums,
         clip_norm=settings.clip_norm if method.clips == "mean" else math.inf,
         compression=spec_of_code(settings.compression) if compressed else "",
         answers=settings.answers if compressed else "dense",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -60,8 +60,7 @@ class ServiceJob:
 class ServerJob:
     """What a training's servers are started for: a *method* with its full *spec*; None for
     servers that only reduce. *place*: as `Service`
-    has it. *sums*: the order of sums, "rank",
-    "arrival" or "ring". *clip_norm*: the largest norm of a step's mean gradient,
+    has it. *clip_norm*: the largest norm of a step's mean gradient,
     where servers form it. *compression*: the spec of the code that gradients are pushed as, if
     any, and *answers*: what servers answer with; see `Join`. *groups*: whose
     servers hold the whole model each, if they do."""
@@ -69,7 +68,6 @@ class ServerJob:
     method: UpdatesOnServer | None
     spec: str
     place: str
-    sums: Literal["rank", "arrival", "ring"]
     clip_norm: float = math.inf
     compression: str = ""
     answers: Answers = "dense"

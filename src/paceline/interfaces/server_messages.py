@@ -15,7 +15,7 @@ import torch
 
 from paceline.interfaces.group_messages import PeerReply, PeerRequest
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Both ends must speak the same version."""
 
 DTYPES: dict[str, torch.dtype] = {
@@ -61,8 +61,7 @@ class Join(msgspec.Struct, tag="join", kw_only=True):
     """A worker asks to take part, and says what is trained.
 
     *options* and all else but *shard* are equal on all workers. *method*: the spec of the method
-    whose discipline the server follows; empty where it only reduces. *sums*: the order of sums,
-    "rank", "arrival" or "ring". *shard*: the server's number. *units* and *dtypes*: what this
+    whose discipline the server follows; empty where it only reduces. *shard*: the server's number. *units* and *dtypes*: what this
     server holds of each bucket. *optimizer*: a class of torch.optim, by name. *clip_norm*: the
     largest norm of a step's mean gradient, which so many *servers* hold parts of. *tensors*: a
     line for each tensor of the model, trained or not. *compression*: the spec of what gradients
@@ -73,7 +72,6 @@ class Join(msgspec.Struct, tag="join", kw_only=True):
 
     options: str
     method: str = ""
-    sums: Literal["rank", "arrival", "ring"] = "rank"
     shard: int = 0
     units: list[list[Unit]] = []
     dtypes: list[str] = []

@@ -937,7 +937,7 @@ def test_who_joins_defers_what_servers_say() -> None:
             0,
             torch.optim.SGD(parameters, lr=0.1),
             [Direct(server, life) for server in servers],
-            ServerJob(method, "osp", "auto", "rank"),
+            ServerJob(method, "osp", "auto"),
             "",
             [],
             [],

@@ -58,7 +58,7 @@ class Trainee:
             rank,
             optimizer,
             [Wire(server, rank, waiting)],
-            ServerJob(method=method, spec=spec, place="auto", sums="rank"),
+            ServerJob(method=method, spec=spec, place="auto"),
             "",
             ["weight"],
             [],

@@ -26,7 +26,7 @@ def placed(place, groups, hosts=0, nodes=2):
             return [f"node {number}" for number in range(nodes)]
         return ["beside 0"] if place in ("auto", "embedded") else [place]
 
-    job = ServerJob(None, "", place, "rank", groups=groups)
+    job = ServerJob(None, "", place, groups=groups)
     return service_placement.spread(job.services, find, lambda rank: f"beside {rank}")
 
 
@@ -91,7 +91,7 @@ def test_a_supervisor_s_servers_must_be_the_method_s(started, groups):
         SURVIVE_VARIABLE: "1",
         ADDRESSES_VARIABLE: "+".join(f"a:{port}" for port in range(started)),
     }
-    job = ServerJob(None, "", "auto", "rank", groups=groups).services
+    job = ServerJob(None, "", "auto", groups=groups).services
     with pytest.raises(UsageError, match="single server"):
         check_supervised(job, environment)  # nobody numbers lives: no supervisor
     environment[INCARNATION_VARIABLE] = "0"

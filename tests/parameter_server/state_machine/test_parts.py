@@ -61,7 +61,7 @@ class Worker:
             0,
             self.sgd,
             [Direct(ParameterServer(1, each), 0) for each in self.disciplines],
-            ServerJob(None, "halves", "auto", "rank"),
+            ServerJob(None, "halves", "auto"),
             "",
             [],
             [],

@@ -26,9 +26,8 @@ from tests.support.lossy_network import Letter, Network
 class Reducing:
     """Workers that issue the same all-reduces on one server, and die without return."""
 
-    def __init__(self, workers: int, count: int, deaths: int, order: Any) -> None:
+    def __init__(self, workers: int, count: int, deaths: int) -> None:
         self.network = Network([ParameterServer(workers)])
-        self.order = order
         self.workers, self.count, self.deaths = workers, count, deaths
         self.next = dict.fromkeys(range(workers), -1)
         self.unanswered: dict[int, set[int]] = {w: set() for w in range(workers)}
@@ -44,7 +43,7 @@ class Reducing:
             return  # the first thing is to join
         message: Request
         if number < 0:
-            message, payload = Join(options="", sums=self.order), None
+            message, payload = Join(options=""), None
         else:
             message = Reduce(channel="", number=number, operation=_operation(number))
             payload = torch.zeros(self.workers, dtype=torch.float64)
@@ -137,10 +136,8 @@ def _operation(number: int) -> Any:
     "length", [QUICK, pytest.param(DEEP, marks=pytest.mark.slow)], ids=["quick", "deep"]
 )
 def test_laws_of_reductions(length: settings) -> None:
-    def check(
-        workers: int, count: int, deaths: int, order: Any, choices: bytes
-    ) -> None:
-        reducing = Reducing(workers, count, deaths, order)
+    def check(workers: int, count: int, deaths: int, choices: bytes) -> None:
+        reducing = Reducing(workers, count, deaths)
         reducing.play(choices)
         reducing.drain()
         reducing.check_end()
@@ -149,7 +146,6 @@ def test_laws_of_reductions(length: settings) -> None:
         st.integers(1, 4),
         st.integers(1, 6),
         st.integers(0, 3),
-        st.sampled_from(["rank", "arrival"]),
         st.binary(min_size=100, max_size=800),
     )
     length(drawn(check))()

@@ -453,20 +453,6 @@ def test_sums_have_the_same_bits_in_any_order(arrivals: tuple[int, ...]) -> None
         assert torch.equal(answer.payload, expected)
 
 
-def test_sums_by_arrival_agree() -> None:
-    parts = [
-        torch.randn(99, generator=torch.Generator().manual_seed(r)) for r in range(3)
-    ]
-    case = Case(workers=3)
-    for worker in range(3):
-        case.ask(worker, Join(options="", sums="arrival"))
-    message = Reduce(channel="", number=0, operation="sum")
-    for worker in (2, 0):
-        case.ask(worker, message, parts[worker].clone())
-    answer = case.ask(1, message, parts[1].clone())[0]
-    torch.testing.assert_close(answer.payload, sum(parts), rtol=1e-6, atol=1e-6)
-
-
 def test_a_mean_is_divided_by_who_is_in() -> None:
     case = Case(workers=3)
     for worker in range(3):
@@ -677,7 +663,7 @@ def test_a_first_join_that_makes_no_sense_leaves_nothing() -> None:
     case.server = ParameterServer(2, make=make)
     assert case.refusal(0, Join(options="", method="none")) == "unknown method 'none'"
     words = "optimizer '' cannot run"
-    assert words in case.refusal(0, Join(options="a", method="asp", sums="arrival"))
+    assert words in case.refusal(0, Join(options="a", method="asp"))
     assert case.answers(1, Join(options="b")) == [Joined(step=0, loaded=False)]
     words = "this server holds no parameters: it only reduces"
     assert case.refusal(1, Pull(bucket=0)) == words

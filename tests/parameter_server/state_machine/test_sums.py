@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from paceline.buckets import stand_in_for
-from paceline.parameter_server.state_machine.sums import Order, Sum
+from paceline.parameter_server.state_machine.sums import Sum
 
 PARTS = [
     torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(4)
 ]
 
 
-def summed(arrivals: tuple[int, ...], order: Order, operation: str = "sum") -> Sum:
-    total = Sum(order, operation)
+def summed(arrivals: tuple[int, ...], operation: str = "sum") -> Sum:
+    total = Sum(operation)
     for rank in arrivals:
         total.add(rank, PARTS[rank].clone(), range(4))
     return total
@@ -27,29 +27,20 @@ def test_in_rank_order_bits_do_not_depend_on_arrival(arrivals: tuple[int, ...]) 
     expected = PARTS[0].clone()
     for part in PARTS[1:]:
         expected += part
-    assert torch.equal(summed(arrivals, "rank").result(), expected)
+    assert torch.equal(summed(arrivals).result(), expected)
 
 
-@pytest.mark.parametrize("arrivals", list(permutations(range(4))))
-def test_as_they_come_sums_agree(arrivals: tuple[int, ...]) -> None:
-    expected = torch.stack([part.double() for part in PARTS]).sum(0)
-    got = summed(arrivals, "arrival").result().double()
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("order", ["rank", "arrival"])
-def test_the_maximum(order: Order) -> None:
+def test_the_maximum() -> None:
     expected = torch.stack(PARTS).amax(0)
-    assert torch.equal(summed((2, 0, 3, 1), order, "max").result(), expected)
+    assert torch.equal(summed((2, 0, 3, 1), "max").result(), expected)
 
 
-def test_early_parts_wait_in_rank_order_only() -> None:
-    for order, added in (("rank", 0), ("arrival", 4000)):
-        total = Sum(order)  # type: ignore[arg-type]
-        total.add(3, PARTS[3].clone(), range(4))
-        total.add(1, PARTS[1].clone(), range(4))
-        assert total.added_bytes == added
-        assert not total.is_complete(range(4))
+def test_early_parts_wait() -> None:
+    total = Sum()
+    total.add(3, PARTS[3].clone(), range(4))
+    total.add(1, PARTS[1].clone(), range(4))
+    assert total.added_bytes == 0
+    assert not total.is_complete(range(4))
 
 
 def test_who_is_not_expected_any_more_is_not_waited_for() -> None:

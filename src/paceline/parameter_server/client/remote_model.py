@@ -124,7 +124,6 @@ class RemoteParameters:
         return Join(
             options=self._options,
             method=self._job.spec,
-            sums=self._job.sums,
             shard=server,
             units=[
                 [unit for part in parts for unit in part.units]

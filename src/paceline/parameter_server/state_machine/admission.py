@@ -13,7 +13,6 @@ from paceline.interfaces import Discipline, Led, Sender
 from paceline.interfaces.server_messages import Join, Joined
 from paceline.parameter_server.state_machine.barriers import Meetings
 from paceline.parameter_server.state_machine.checks import require_same
-from paceline.parameter_server.state_machine.reductions import Reductions
 from paceline.parameter_server.state_machine.replies import Answers
 from paceline.parameter_server.state_machine.shard import HeldShard
 
@@ -30,12 +29,11 @@ class Admission:
         workers: int,
         shard: HeldShard,
         meetings: Meetings,
-        reductions: Reductions,
         answers: Answers,
         make: Make | None,
     ) -> None:
         self._workers, self._shard = workers, shard
-        self._meetings, self._reductions = meetings, reductions
+        self._meetings = meetings
         self._answers, self._make = answers, make
         self._first: Join | None = None
         self._restored = False
@@ -64,7 +62,6 @@ class Admission:
             follows = True
         self._shard.hold(discipline, join)  # may refuse
         self._meetings.follows = follows
-        self._reductions.order = join.sums
         self._first = join
 
     def _admit(self, sender: Sender) -> None:
@@ -96,5 +93,4 @@ class Admission:
         if self._make is not None:
             discipline = self._make(join.method, self._workers)
         self._shard.hold(discipline, join)
-        self._reductions.order = join.sums
         self._first, self._restored = join, True

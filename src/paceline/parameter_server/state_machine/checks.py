@@ -11,7 +11,7 @@ from paceline.interfaces import HeldPush
 from paceline.interfaces.server_messages import Join
 
 SAME = (
-    *("options", "method", "sums", "clip_norm", "servers"),
+    *("options", "method", "clip_norm", "servers"),
     *("compression", "answers"),
     *("optimizer", "tensors", "dtypes", "units"),
 )

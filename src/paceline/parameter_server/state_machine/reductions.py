@@ -11,7 +11,7 @@ from paceline.interfaces import Sender
 from paceline.interfaces.server_messages import Reduce, Reduced
 from paceline.parameter_server.state_machine.members import Members
 from paceline.parameter_server.state_machine.replies import Answers
-from paceline.parameter_server.state_machine.sums import Order, Sum
+from paceline.parameter_server.state_machine.sums import Sum
 
 
 @dataclass
@@ -46,7 +46,6 @@ class Reductions:
     when everybody's part is in."""
 
     def __init__(self, members: Members, answers: Answers) -> None:
-        self.order: Order = "rank"
         self._members = members
         self._answers = answers
         self._open: dict[tuple[str, int], Reduction] = {}
@@ -63,7 +62,7 @@ class Reductions:
         reduction = self._open.get(key)
         if reduction is None:
             adds = "max" if reduce.operation == "max" else "sum"
-            reduction = Reduction(reduce.operation, payload, Sum(self.order, adds))
+            reduction = Reduction(reduce.operation, payload, Sum(adds))
             self._open[key] = reduction
         reduction.check(reduce, payload, sender.worker)
         reduction.asked.append(sender)

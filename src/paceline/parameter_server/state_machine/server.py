@@ -157,7 +157,7 @@ class ParameterServer:
         self._norms = Norms(self.shard, self._answers)
         self._reductions = Reductions(self._members, self._answers)
         self._admission = Admission(
-            workers, self.shard, self._meetings, self._reductions, self._answers, make
+            workers, self.shard, self._meetings, self._answers, make
         )
         self._leaves: list[Sender] = []
         self._handlers: dict[type, Callable[[Sender, Any], None]] = {

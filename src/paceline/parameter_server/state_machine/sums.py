@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
 from paceline.buckets import stand_alike, wire_bytes
-from paceline.collectives.ring_order import ring_sum
-
-Order = Literal["rank", "arrival", "ring"]
 
 
 class Sum:
-    """Adds up one tensor per worker, as they come.
-
-    ``order="rank"``: in the order of ranks, so that the bits are the same in all worlds;
-    a tensor that is early is held until those before it have come. ``"arrival"``: as they
-    come; holds one tensor, and bits depend on time. ``"ring"``: as gloo's ring adds, when
-    all are in, so that the bits are those of a native all-reduce. *operation* ``"max"`` takes the
-    element-wise maximum instead.
+    """Adds up one tensor per worker in the order of ranks, so that the bits are the same in all
+    worlds. It holds a tensor that is early until those before it have come. *operation* ``"max"``
+    takes the element-wise maximum instead.
     """
 
-    def __init__(self, order: Order = "rank", operation: str = "sum") -> None:
-        self._order, self._operation = order, operation
+    def __init__(self, operation: str = "sum") -> None:
+        self._operation = operation
         self._early: dict[int, torch.Tensor] = {}
         self._total: torch.Tensor | None = None
         self.ranks: list[int] = []
@@ -40,13 +32,9 @@ class Sum:
     def settle(self, expected: Sequence[int]) -> None:
         """Add what can be added, now that these are *expected*."""
         missing = [rank for rank in expected if rank not in self.ranks]
-        if self._order == "ring" and self._operation != "max":
-            if not missing and self._early:
-                self._add_as_a_ring()
-            return
         first = min(missing, default=None)
         for rank in sorted(self._early):
-            if first is not None and rank > first and self._order == "rank":
+            if first is not None and rank > first:
                 return
             self._put(self._early.pop(rank))
 
@@ -59,13 +47,6 @@ class Sum:
         assert self._total is not None, "nothing was added"
         assert not self._early, "the sum is not complete"
         return self._total
-
-    def _add_as_a_ring(self) -> None:
-        tensors = [self._early[rank] for rank in sorted(self._early)]
-        self._early.clear()
-        self.added_bytes += wire_bytes(tensors[0]) * (len(tensors) - 1)
-        self._total = ring_sum(tensors)
-        stand_alike(self._total, tensors[0])
 
     def _put(self, tensor: torch.Tensor) -> None:
         if self._total is None:
