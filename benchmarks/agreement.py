@@ -276,7 +276,7 @@ class Bench:
         pace = () if cell.pace is None else (f"--pace={workload}",)
         return paceline(
             *("emulate", EXAMPLES / f"{cell.script}.py", f"--cluster={described}"),
-            *(*pace, "--no-measure", f"--method={cell.method}", "--json"),
+            *(*pace, f"--method={cell.method}", "--json"),
             *(f"--steps={cell.steps}", "--", *WAYS[cell.script], *cell.arguments),
         )["step_seconds"]
 

@@ -131,7 +131,7 @@ def test_it_holds_worker_zeros_steps(
     (tmp_path / "train.py").write_text(TRAINS)
     options = {
         "run": ["--workers=1" if own else "--workers=2"],
-        "emulate": ["--workers=2", "--no-measure"],
+        "emulate": ["--workers=2"],
         "simulate": ["--workers=2", "--forward=0.1", "--backward=0.1"],
     }
     words = [verb, *options[verb], f"--report-to={tool}:mine", "train.py"]

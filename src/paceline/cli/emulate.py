@@ -31,9 +31,10 @@ def emulate(
     steps: o.Steps = None,
     seed: o.Seed = None,
     pace: o.Pace = None,
-    measure: Annotated[
-        bool, typer.Option(help="First measure what the links really give.")
-    ] = True,
+    check_links: Annotated[
+        bool,
+        typer.Option("--check-links", help="First measure what the links really give."),
+    ] = False,
     output: o.Output = "first",
     records: o.Records = None,
     report_to: o.ReportTo = None,
@@ -77,8 +78,8 @@ def emulate(
         with Fabric(described) as fabric:
             for warning in fabric.warnings:
                 print(f"paceline: {warning}", file=sys.stderr)
-            if measure:
-                _measure(fabric, json)
+            if check_links:
+                _check_links(fabric, json)
             job = EmulatedJob(
                 fabric, str(script), script_arguments or [], options, output
             )
@@ -94,7 +95,7 @@ def emulate(
     sys.exit(status)
 
 
-def _measure(fabric: Fabric, json: bool) -> None:
+def _check_links(fabric: Fabric, json: bool) -> None:
     with telling(json, "measuring the links"):
         report = fabric.measure()
     for link in report.off():

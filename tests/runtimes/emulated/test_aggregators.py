@@ -48,7 +48,7 @@ def test_a_bucket_holds_the_largest_packet(rate):
 def digits(folder, described, collective, steps=40):
     file = folder / "cluster.toml"
     file.write_text(cluster_toml(described))
-    words = ["-m", "paceline", "emulate", DIGITS, f"--cluster={file}", "--no-measure"]
+    words = ["-m", "paceline", "emulate", DIGITS, f"--cluster={file}"]
     words += [f"--method=bsp:collective={collective},fusion=ddp", f"--steps={steps}"]
     done = forked.run([*words, "--seed=0", "--json"])
     assert done.returncode == 0, done.stderr

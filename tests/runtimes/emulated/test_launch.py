@@ -45,7 +45,7 @@ def finish(process):
 
 
 def emulate(folder, *words, steps=8, script=LAYERS, method="bsp:fusion=ddp"):
-    options = ("--json", "--no-measure", f"--method={method}", f"--steps={steps}")
+    options = ("--json", f"--method={method}", f"--steps={steps}")
     command = ["-m", "paceline", "emulate", script, *options, *words, "--", *QUICK]
     done = forked.run(command, folder=folder, seconds=SECONDS)
     return done.returncode, done.stdout, done.stderr
@@ -85,7 +85,7 @@ def test_workers_know_the_cluster_that_is_described(tmp_path):
     file = tmp_path / "cluster.toml"
     file.write_text(cluster_toml(Cluster(racks)))
     cluster = load_cluster(file)
-    process = start(tmp_path, "emulate", TOLD, f"--cluster={file}", "--no-measure")
+    process = start(tmp_path, "emulate", TOLD, f"--cluster={file}")
     status, out, err = finish(process)
     assert status == 0, err
     found = json.loads(out.splitlines()[0])  # a table comes after it
@@ -125,7 +125,7 @@ SPEAKS = "import os, sys\nprint('I am', os.environ['RANK'])\nprint('trouble', fi
 )
 def test_whose_words_are_shown(shown, said, tmp_path):
     (tmp_path / "speaks.py").write_text(SPEAKS)
-    words = ("--workers=3", "--no-measure", f"--output={shown}")
+    words = ("--workers=3", f"--output={shown}")
     _, out, err = finish(start(tmp_path, "emulate", "speaks.py", *words))
     assert sorted(out.splitlines()) == said
     lines = [line for line in err.splitlines() if "trouble" in line]
@@ -163,7 +163,7 @@ def test_speeds_and_a_workload_pace_the_workers(tmp_path):
         )
     )
     words = ("train.py", f"--cluster={cluster}", "--pace=slow.json", "--json")
-    status, out, err = finish(start(tmp_path, "emulate", *words, "--no-measure"))
+    status, out, err = finish(start(tmp_path, "emulate", *words))
     assert status == 0, err
     result = json.loads(out)
     assert result["step_seconds"] >= 0.4  # the slower worker's
@@ -236,7 +236,7 @@ def test_a_script_that_fails_ends_the_job_with_its_error(tmp_path):
         "    raise ValueError('no such luck')\n"
         "dist.barrier()\n"
     )
-    words = ("--workers=2", "--link=1gbit", "--no-measure")
+    words = ("--workers=2", "--link=1gbit")
     status, _, err = finish(start(tmp_path, "emulate", "bad.py", *words))
     assert status == 1
     assert "the job failed: rank 1" in err
@@ -265,7 +265,7 @@ def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path, monkeypatch):
         "while True:\n"
         "    time.sleep(60)\n"
     )
-    words = ("emulate", "train.py", "--workers=2", "--link=1gbit", "--no-measure")
+    words = ("emulate", "train.py", "--workers=2", "--link=1gbit")
     words += ("--output=all",)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -390,7 +390,7 @@ def test_workers_that_share_too_few_cores_are_told(tmp_path, paced):
         backward=(0.001, 0.001),
     )
     pace.save(str(tmp_path / "pace.json"))
-    words = ["--workers", "2", "--no-measure", "--json", "train.py"]
+    words = ["--workers", "2", "--json", "train.py"]
     one = min(os.sched_getaffinity(0))
     process = start(
         tmp_path,
@@ -407,9 +407,18 @@ def test_workers_that_share_too_few_cores_are_told(tmp_path, paced):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("check", [True, False])
+def test_links_are_measured_where_that_is_asked_for(check, tmp_path):
+    words = ("emulate", LAYERS, "--workers=2", "--steps=2", *["--check-links"] * check)
+    status, _, err = finish(start(tmp_path, *words, "--", *QUICK))
+    assert status == 0, err
+    assert ("links: 4 links measured" in err) == check
+
+
+@pytest.mark.slow
 def test_workers_that_only_sleep_may_share_a_core(tmp_path):
     one = min(os.sched_getaffinity(0))
-    words = ("emulate", LAYERS, "--workers=2", "--no-measure", "--json", "--steps=8")
+    words = ("emulate", LAYERS, "--workers=2", "--json", "--steps=8")
     process = start(
         tmp_path,
         *(*words, "--", *QUICK),
