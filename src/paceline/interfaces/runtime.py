@@ -27,12 +27,11 @@ from paceline.records import Journal
 class Service:
     """One thing to start beside the workers, for all of them.
 
-    *kind* is a row of `paceline.parameter_server.process.kinds`, or ``MODULE:FACTORY``; *spec* is what that is
-    told in words. *peers* are names of services of the same job that this one asks. There is one
-    on each host of a *place*, of which the *i*-th is called ``"NAME i"``: ``"embedded"`` (beside
-    rank 0 alone), ``"per-node"`` (on each host), ``"dedicated"`` (on hosts of their own),
-    ``"auto"`` (dedicated where there are any, else embedded), or addresses ``"HOST:PORT"`` joined
-    by "+", where servers run already.
+    *kind* is a row of `paceline.parameter_server.process.kinds`. *peers* are names of services of
+    the same job that this one asks. There is one service on each host of a *place*, of which the
+    *i*-th is called ``"NAME i"``: ``"embedded"`` (beside rank 0 alone), ``"per-node"`` (on each
+    host), ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where there are any, else
+    embedded), or addresses ``"HOST:PORT"`` joined by "+", where servers run already.
 
     *beside*: as many services, called ``"NAME i"``, which have all others of them as peers. They
     stand on the first hosts of the place; with ``"auto"``, where there are fewer of these,
@@ -42,7 +41,6 @@ class Service:
     name: str
     kind: str = "server"
     place: str = "auto"
-    spec: str = ""
     peers: tuple[str, ...] = ()
     beside: tuple[int, ...] = ()
 

@@ -166,12 +166,11 @@ class Start:
 
     *workers*: how many there are. *services*: the names of all of its job's, in order; number
     *i* of them asks as sender *workers* + *i*. *peers*: those of them that this one may ask.
-    *spec*, *method*: as in `Service` and `ServiceJob`.
+    *method*: as in `ServiceJob`.
     """
 
     name: str
     workers: int
-    spec: str = ""
     services: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     method: UpdatesOnServer | None = None

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.errors import PeerLostError
+from paceline.errors import PeerLostError, UsageError
+from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import Join, Leave, Load, Pull, Push, Unit
 from paceline.parameter_server.process import kinds
 from paceline.parameter_server.process.control import Introduction, Order
@@ -175,3 +176,8 @@ def test_a_service_that_has_ended_is_not_introduced(pool, machines):
     thread.join(SECONDS)
     place = pool.introduce(Introduction(port=port, sender=1, peers={}))
     assert "ended already" in place.fault
+
+
+def test_an_unknown_kind_of_service_is_refused():
+    with pytest.raises(UsageError, match=r"kind of service 'sever'.*Did you mean"):
+        kinds.make("sever", Start("server 0", 1))

@@ -13,7 +13,6 @@ class Order(msgspec.Struct, tag="start", kw_only=True):
 
     name: str
     kind: str = "server"
-    spec: str = ""
     workers: int
     services: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()

@@ -1,8 +1,7 @@
 """The kinds of services that a job can start: one row each.
 
 A service is a state machine (`interfaces.server`), and a kind makes one from what it is told
-when it starts. The row's name is what `Service.kind` says. A kind of your own needs no row:
-``MODULE:FACTORY`` names a factory that is imported where the service runs.
+when it starts. The row's name is what `Service.kind` says.
 """
 
 from __future__ import annotations
@@ -29,8 +28,10 @@ def _server(start: Start) -> ParameterServer:
 
 
 def _fallback_server(start: Start) -> AnyServer:
-    """Of a part above this one, as a kind of somebody's own is."""
-    return make("paceline.collectives.in_network.sums_service:make", start)
+    """Of a part above this one, so it is imported where it is wanted."""
+    module = importlib.import_module("paceline.collectives.in_network.sums_service")
+    found: AnyServer = module.make(start)
+    return found
 
 
 KINDS: dict[str, Factory] = {
@@ -42,18 +43,6 @@ KINDS: dict[str, Factory] = {
 
 def make(kind: str, start: Start) -> AnyServer:
     """A service of that *kind*. Raises `UsageError` for one that there is not."""
-    factory = KINDS.get(kind)
-    if factory is not None:
-        return factory(start)
-    module, _, name = kind.partition(":")
-    if not name:
-        known = unknown("kind of service", kind, KINDS)
-        raise UsageError(f"{known} Or name a factory of your own: MODULE:FACTORY.")
-    try:
-        found: Factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(
-            f"kind of service {kind!r}: expected MODULE:FACTORY that can be imported where "
-            f"the service runs, and got: {error}"
-        ) from None
-    return found(start)
+    if kind not in KINDS:
+        raise UsageError(unknown("kind of service", kind, KINDS))
+    return KINDS[kind](start)

@@ -63,9 +63,7 @@ class Pool:
 
     def start(self, order: Order) -> Place:
         """One more, which ends with its training."""
-        start = Start(
-            order.name, order.workers, order.spec, order.services, order.peers
-        )
+        start = Start(order.name, order.workers, order.services, order.peers)
         try:
             machine = kinds.make(order.kind, start)
             shell = Shell(

@@ -182,7 +182,6 @@ class RealServices:
             order = Order(
                 name=service.name,
                 kind=service.kind,
-                spec=service.spec,
                 workers=self._workers,
                 services=names,
                 peers=service.peers,

@@ -372,7 +372,6 @@ def make_services(
         start = Start(
             service.name,
             cluster.workers,
-            service.spec,
             names,
             service.peers,
             job.method,
