@@ -29,9 +29,6 @@ _TORCHRUN = "paceline.torchrun"
 _LIKENESS = 0.85
 """--wrkers is like --workers; --num-workers, which many scripts have, is not."""
 
-MOVED = {("emulate", "--check"): "a command of its own, paceline check"}
-"""Options that were there once."""
-
 
 @dataclass(frozen=True)
 class Option:
@@ -146,8 +143,6 @@ def _unknown(name: str, grammar: Grammar) -> str:
     near = _near(name, grammar.options)
     verb = (grammar.elsewhere or {}).get(name)
     found = f"unknown option {name!r} of paceline {grammar.verb}"
-    if (grammar.verb, name) in MOVED:
-        return f"{found}: it is now {MOVED[grammar.verb, name]}"
     if near:
         return f"{found}; did you mean {near!r}?"
     if verb:

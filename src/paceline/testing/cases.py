@@ -151,9 +151,9 @@ _SPARSE_LOCO = Case(
 )
 
 
-def _in_groups(method: str, racks: bool = True) -> Case:
+def _in_groups(method: str) -> Case:
     """Workers in groups whose servers wait for nobody."""
-    return replace(_asynchronous(method), together=4, racks=racks)
+    return replace(_asynchronous(method), together=4, racks=True)
 
 
 def _pushed(method: str, **others: Any) -> Case:

@@ -59,9 +59,6 @@ AT_END = 0.95
 """Of the gradients' bytes in the last tenth of backward: nothing is left to overlap. Large tied
 embeddings come last too, and are seldom more than nine tenths of a model."""
 
-MANY_MESSAGES = 8
-"""A step: fewer cannot be merged to much effect."""
-
 START_UP = 0.1
 """Of a step that would be gained if messages began at no cost."""
 
