@@ -80,9 +80,7 @@ def test_a_method_that_learns_long_says_from_when_on_it_is_that_fast(capsys):
     assert "osp:collective=native (from step 154 on)" in text
     assert "post-local-sgd (from step 1001 on)" in text
     assert "bsp (from" not in text
-    page = plan_page(
-        plan, NOTHING, [], [], [], cluster=cluster(4), script="x", command=""
-    )
+    page = plan_page(plan, NOTHING, [], [], cluster=cluster(4), script="x", command="")
     assert "from step 154 on" in repr(page)
 
 
