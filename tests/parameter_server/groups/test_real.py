@@ -13,7 +13,7 @@ from tests.support.server_jobs import ROOT
 
 WORKERS, STEPS = 3, 8
 EXPECTED = sum(STEPS - 2 * rank for rank in range(WORKERS)) / WORKERS
-SCRIPT = ROOT / "tests" / "group_servers" / "job.py"
+SCRIPT = ROOT / "tests" / "parameter_server" / "groups" / "job.py"
 BY_HAND = "gssp:members=0.2+1"
 FOUND = "gssp:measure_steps=1,ratio=1,most_groups=3"
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("namespaces")
 
 ROOT = Path(__file__).parent.parent.parent.parent
 LAYERS = str(ROOT / "examples" / "layers.py")
-TOLD = ROOT / "tests" / "real" / "scripts" / "told.py"
+TOLD = ROOT / "tests" / "runtimes" / "real" / "scripts" / "told.py"
 QUICK = ("--layers", "4", "--megabytes", "1", "--forward", "0.02", "--backward", "0.02")
 
 

@@ -26,7 +26,7 @@ from tests.support.processes import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces")]
 
 ROOT = Path(__file__).parent.parent.parent.parent
-JOB = ROOT / "tests" / "aggregation" / "job.py"
+JOB = ROOT / "tests" / "collectives" / "in_network" / "job.py"
 WORKERS = 4
 PORT = 29700
 STEPS = 12
